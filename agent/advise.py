@@ -122,13 +122,13 @@ def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
 def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
     """The same advice with length and cost of the whole run on so many nodes, where a budget was given."""
     budgets = {"steps": request.train.steps, **{name: getattr(request, name) for name in ("tokens", "hours", "epochs")}}
-    given = [name for name, value in budgets.items() if value is not None]
-    if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)}: give one budget")
+    budget_names = [name for name, value in budgets.items() if value is not None]
+    if len(budget_names) > 1:
+        raise RequestError(f"{' and '.join(budget_names)}: give one budget")
     price = price_of(request)
     unknowns = (*advice.unknowns, request.unmeasured) if request.unmeasured else advice.unknowns
     advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
-    if advice.chosen is None or not given:
+    if advice.chosen is None or not budget_names:
         return advice
     step = advice.chosen.forecast.step_seconds
     if request.epochs is not None and request.unmeasured and rows_of(request) is None:

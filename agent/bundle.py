@@ -78,8 +78,8 @@ def of_host(recording: dict[str, Any], *, root: str, state: Path, live: bool = T
     return found
 
 
-def _account(told: Mapping[str, Any]) -> Files:
-    return {"devices.json": _json(told), "differences.txt": _lines(told["differences"])}
+def _account(report: Mapping[str, Any]) -> Files:
+    return {"devices.json": _json(report), "differences.txt": _lines(report["differences"])}
 
 
 def _json(value: Any) -> bytes:
@@ -118,7 +118,7 @@ def _kept(state: Path) -> Iterator[tuple[str, bytes]]:
 def devices(snapshot: Snapshot, root: Path) -> dict[str, Any]:
     """What kubelet hands out against what NVML and the bus show; what could not be read is "unknown"."""
     gpus, pci = snapshot.facts(GpuFacts), snapshot.facts(PciFacts)
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "nvml": [gpu.uuid or gpu.bus_id or f"GPU{gpu.index}" for gpu in gpus.gpus] if gpus else "unknown",
         "mig": [gpu.uuid for gpu in gpus.gpus if gpu.mig_enabled and gpu.uuid] if gpus else "unknown",
         "mig_slices": _mig_slices(gpus),
@@ -127,9 +127,9 @@ def devices(snapshot: Snapshot, root: Path) -> dict[str, Any]:
         "podresources": f"not asked: /{SOCKET} speaks gRPC" if (root / SOCKET).exists() else f"no /{SOCKET} here",
     }
     try:
-        return compared(told, bounded.read_text(root / CHECKPOINT, MOST_FILE_BYTES))
+        return compared(report, bounded.read_text(root / CHECKPOINT, MOST_FILE_BYTES))
     except OSError as error:
-        return compared(told, error)
+        return compared(report, error)
 
 
 def _mig_slices(gpus: GpuFacts | None) -> list[dict[str, Any]] | str:
@@ -139,9 +139,9 @@ def _mig_slices(gpus: GpuFacts | None) -> list[dict[str, Any]] | str:
     return [{"gpu": gpu.uuid, **asdict(one)} for gpu in gpus.gpus for one in gpu.mig_slices or ()]
 
 
-def compared(told: Mapping[str, Any], checkpoint: str | Exception) -> dict[str, Any]:
+def compared(report: Mapping[str, Any], checkpoint: str | Exception) -> dict[str, Any]:
     """What the host shows, with kubelet's checkpoint (or why it was not read) and `differences` in words."""
-    found = {key: value for key, value in told.items() if key != "kubelet"} | {"differences": _on_the_bus(told)}
+    found = {key: value for key, value in report.items() if key != "kubelet"} | {"differences": _on_the_bus(report)}
     try:
         if isinstance(checkpoint, Exception):
             raise checkpoint
@@ -160,19 +160,19 @@ def compared(told: Mapping[str, Any], checkpoint: str | Exception) -> dict[str, 
         return found
     found |= {"registered": registered, "handed_out": handed}
     found["differences"] += differences(
-        registered, handed, told["nvml"], told["mig"], told.get("mig_slices", "unknown")
+        registered, handed, report["nvml"], report["mig"], report.get("mig_slices", "unknown")
     )
     return found
 
 
-def _ids(told: Any) -> list[str]:
+def _ids(ids: Any) -> list[str]:
     """A list until Kubernetes 1.19, then lists by NUMA node."""
-    groups = told.values() if isinstance(told, Mapping) else [told]
+    groups = ids.values() if isinstance(ids, Mapping) else [ids]
     return [str(each) for group in groups for each in group or ()]
 
 
-def _on_the_bus(told: Mapping[str, Any]) -> list[str]:
-    bus, nvml = told["bus"], told["nvml_bus"]
+def _on_the_bus(report: Mapping[str, Any]) -> list[str]:
+    bus, nvml = report["bus"], report["nvml_bus"]
     if bus == "unknown" or nvml == "unknown":
         return [
             f"unknown whether NVML shows every GPU of the bus: {'the bus' if bus == 'unknown' else 'NVML'} was not read"
@@ -264,8 +264,8 @@ def brief(hosts: Mapping[str, Files], most: int = 10) -> list[str]:
     return found[:most] + rest
 
 
-def _lines(told: Sequence[str]) -> bytes:
-    return ("\n".join(told or ["none: what could be compared agrees"]) + "\n").encode()
+def _lines(lines: Sequence[str]) -> bytes:
+    return ("\n".join(lines or ["none: what could be compared agrees"]) + "\n").encode()
 
 
 def packed(hosts: Mapping[str, Files]) -> bytes:
@@ -363,7 +363,7 @@ def _against_api(found: Mapping[str, Files], plugins: Mapping[str, Any]) -> list
     except (KeyError, ValueError):
         return ["unknown: the nodes could not be read"]
     slices = _slices(found["cluster"].get("resourceslices.json", b"{}"))
-    told = []
+    differences = []
     for node in nodes:
         name, status = str(node["metadata"]["name"]), node.get("status") or {}
         if name not in found:
@@ -373,8 +373,10 @@ def _against_api(found: Mapping[str, Files], plugins: Mapping[str, Any]) -> list
         healthy = status.get("allocatable") or {}
         for key, count in capacity.items():
             if str(healthy.get(key, "")).isdigit() and int(healthy[key]) < count:
-                told.append(f"{name}: {count - int(healthy[key])} of {count} {key} unhealthy, by the device plugin "
-                            f"(allocatable {healthy[key]})")  # fmt: skip
+                differences.append(
+                    f"{name}: {count - int(healthy[key])} of {count} {key} unhealthy, by the device plugin "
+                    f"(allocatable {healthy[key]})"
+                )
         here = json.loads(found[name].get("devices.json", b"{}"))
         nvml, mig, cut = here.get("nvml"), here.get("mig"), here.get("mig_slices", [])
         if not isinstance(nvml, list) or not isinstance(mig, list) or not isinstance(cut, list):
@@ -386,23 +388,23 @@ def _against_api(found: Mapping[str, Files], plugins: Mapping[str, Any]) -> list
         whole, names = sum(counted.values()), " and ".join(counted) or "nvidia.com/gpu"
         has = f"{len(shown)}" if not mig else f"{len(shown) - len(cut)} whole and {len(cut)} MIG slices"
         if name in slices:
-            told += [
+            differences += [
                 f"{name}: NVML shows {each}, no ResourceSlice has it" for each in shown if each not in slices[name]
             ]
-            told += [f"{name}: a ResourceSlice has {each}, NVML does not show it"
-                     for each in slices[name] if each not in shown]  # fmt: skip
+            differences += [f"{name}: a ResourceSlice has {each}, NVML does not show it"
+                            for each in slices[name] if each not in shown]  # fmt: skip
         elif shown and not capacity:
             plugin = "" if name in plugins else ", no plugin was found"
-            told.append(f"{name}: the node offers no nvidia.com/gpu{plugin}; NVML shows {has}")
+            differences.append(f"{name}: the node offers no nvidia.com/gpu{plugin}; NVML shows {has}")
         elif whole != len(shown):
-            told.append(f"{name}: capacity {names} is {whole:g}, NVML shows {has}")
-    return told
+            differences.append(f"{name}: capacity {names} is {whole:g}, NVML shows {has}")
+    return differences
 
 
 def _replicas(labels: Mapping[str, Any], resource: str) -> int:
     """How often a device is shared, by the label that gpu-feature-discovery gives the node."""
-    told = str(labels.get(f"{resource.removesuffix('.shared')}.replicas", "1"))
-    return max(int(told), 1) if told.isdigit() else 1
+    replicas = str(labels.get(f"{resource.removesuffix('.shared')}.replicas", "1"))
+    return max(int(replicas), 1) if replicas.isdigit() else 1
 
 
 def _slices(content: bytes) -> dict[str, list[str]]:
@@ -412,8 +414,8 @@ def _slices(content: bytes) -> dict[str, list[str]]:
         spec = each.get("spec") or {}
         if spec.get("driver") == "gpu.nvidia.com" and spec.get("nodeName"):
             for device in spec.get("devices") or ():
-                told = (device.get("basic") or device).get("attributes") or {}
-                uuid = str((told.get("uuid") or {}).get("string") or "")
+                attributes = (device.get("basic") or device).get("attributes") or {}
+                uuid = str((attributes.get("uuid") or {}).get("string") or "")
                 if uuid.startswith(("GPU-", "MIG-")):
                     found.setdefault(str(spec["nodeName"]), []).append(uuid)
     return found
@@ -431,18 +433,18 @@ def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str, str] | N
         # The agent mounts nothing of the host; the plugin's pod has kubelet's folder, since it registers there.
         there = [*base[:-2], "-n", plugin[0]]
         files["plugin-log.txt"] = _log([*there, "logs", plugin[1], "-c", plugin[2]])
-        told = json.loads(files.get("devices.json", b"{}"))
-        if "registered" not in told and "nvml" in told:
+        report = json.loads(files.get("devices.json", b"{}"))
+        if "registered" not in report and "nvml" in report:
             try:
                 words = [*there, "exec", plugin[1], "-c", plugin[2], "--", "cat", f"/{CHECKPOINT}"]
                 text = _kubectl(words).decode(errors="replace")
-                told = compared(told, text)
+                report = compared(report, text)
             except BundleError as error:
-                told = compared(told, error)
+                report = compared(report, error)
         marked = dict.fromkeys(UNHEALTHY.findall(files["plugin-log.txt"].decode(errors="replace")))
-        if "nvml" in told:
-            told["differences"] += [f"the device plugin's log has {each} marked unhealthy" for each in marked]
-            files |= _account(told)
+        if "nvml" in report:
+            report["differences"] += [f"the device plugin's log has {each} marked unhealthy" for each in marked]
+            files |= _account(report)
     return files
 
 

@@ -41,15 +41,15 @@ def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
         return request
     if name.startswith(("/", ".", "~")) and not bounded.exists(Path(name).expanduser()):
         return replace(request, unmeasured=_words(name, "not on this host", request))
-    asked = {key: settings[key] for key in _NAMES if settings.get(key) is not None}
-    if "model_name_or_path" not in asked and "tokenizer_name" not in asked:
+    named_settings = {key: settings[key] for key in _NAMES if settings.get(key) is not None}
+    if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
         tokenizer = hub_id(request.model) if request.model else None
         if tokenizer is None:
             why = f"no tokenizer of {request.model or 'the model'} is known"
             return replace(request, unmeasured=_words(name, why, request))
-        asked["tokenizer_name"] = tokenizer
+        named_settings["tokenizer_name"] = tokenizer
     try:
-        found = _measured(asked)
+        found = _measured(named_settings)
     except LookupError as error:
         return replace(request, unmeasured=_words(name, str(error), request))
     if not found["histogram"]:

@@ -162,9 +162,9 @@ class History:
             self._tell(booted, "boot", "booted")
         ours = kept.traits or {key: trait.value for key, trait in traits(view.snapshots[0]).items()}
         versions = [key for key in found.traits if _is_version(key) and key in ours]
-        for told in compare(_traits({key: found.traits[key] for key in versions}),
-                            _traits({key: ours[key] for key in versions}), same_host=True):  # fmt: skip
-            self._differs(now, told)
+        for difference in compare(_traits({key: found.traits[key] for key in versions}),
+                                  _traits({key: ours[key] for key in versions}), same_host=True):  # fmt: skip
+            self._differs(now, difference)
         kept.events = sorted([*found.events, *kept.events], key=lambda event: event.at_seconds)
 
     def _state(self) -> tuple[object, ...]:
@@ -207,17 +207,18 @@ class History:
         if kept:
             differ = compare(_traits(kept), _traits(held), same_host=True)
             # What is seen for the first time as its probe or driver answers was there: it has not come.
-            answers = any(told.subject.startswith("probe ") or (told.subject, told.what) == ("driver", "error")
-                          for told in differ)  # fmt: skip
-            for told in differ:
-                self._differs(now, told, hardware=not answers)
+            answers = any(
+                each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
+            )
+            for difference in differ:
+                self._differs(now, difference, hardware=not answers)
         self._kept.traits = held
 
-    def _differs(self, now: float, told: Difference, *, hardware: bool = True) -> None:
-        part = _part(told)
+    def _differs(self, now: float, difference: Difference, *, hardware: bool = True) -> None:
+        part = _part(difference)
         kind: Any = "version" if part not in ("", "hardware") else "changed"
         code = part if hardware or part != "hardware" else ""
-        self._kept.events.append(Event(at_seconds=now, kind=kind, text=told.message[:TEXT], code=code))
+        self._kept.events.append(Event(at_seconds=now, kind=kind, text=difference.message[:TEXT], code=code))
 
     def _stands(self, view: View, now: float) -> None:
         """A watched run that is stuck, slow, has failed, or goes on again."""
@@ -304,15 +305,15 @@ def _is_version(key: Key) -> bool:
     return (key[0] in _VERSIONS and not key[1]) or key[1] == "firmware"
 
 
-def _part(told: Difference) -> str:
+def _part(difference: Difference) -> str:
     """What changed, of PARTS; hardware is what came, went or is another, not a part that is sick."""
-    if told.what == "firmware":
+    if difference.what == "firmware":
         return "firmware"
-    if not told.what and told.subject in _VERSIONS:
-        return _VERSIONS[told.subject]
-    came_or_went = told.what in ("device", "state") and None in (told.a, told.b)
-    whole = not told.what and told.subject in _COUNTED
-    return "hardware" if came_or_went or whole or told.what in ("model", "memory") else ""
+    if not difference.what and difference.subject in _VERSIONS:
+        return _VERSIONS[difference.subject]
+    came_or_went = difference.what in ("device", "state") and None in (difference.a, difference.b)
+    whole = not difference.what and difference.subject in _COUNTED
+    return "hardware" if came_or_went or whole or difference.what in ("model", "memory") else ""
 
 
 def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
@@ -341,8 +342,8 @@ def read(path: Path) -> Kept:
         return Kept()
 
 
-def _check(told: Mapping[str, Any]) -> Check:
-    return Check(**{**told, "evidence": tuple(told["evidence"])})
+def _check(stored: Mapping[str, Any]) -> Check:
+    return Check(**{**stored, "evidence": tuple(stored["evidence"])})
 
 
 def since_words(view: View, code: str, subject: str) -> str:
@@ -370,12 +371,12 @@ def clock(at: float) -> str:
 
 def lines(events: Iterable[Event], after: float) -> list[str]:
     """Events since then, newest first, a line each."""
-    told = []
+    lines = []
     for event in sorted((e for e in events if e.at_seconds >= after), key=lambda e: -e.at_seconds):
         about = " ".join((event.code, *([f"on {event.subject}"] if event.subject else []))) if event.finding else ""
         word = f"{event.kind} " if event.finding else ""
-        told.append(f"{clock(event.at_seconds)}  {word}{about}{': ' if about else ''}{event.text}")
-    return told
+        lines.append(f"{clock(event.at_seconds)}  {word}{about}{': ' if about else ''}{event.text}")
+    return lines
 
 
 def age(text: str) -> float:

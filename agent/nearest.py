@@ -71,10 +71,10 @@ def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Seque
         except (LayoutError, MachineError, ValueError):
             continue
         if best is not None:
-            said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
+            changed_names = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
             step = units.seconds(best.forecast.step_seconds.mid)
             how = best.layout.family + (", offloading" if best.layout.offload != "none" else "")
-            return f"{said} fits ({how}, {step} a step): {command(other)}"
+            return f"{changed_names} fits ({how}, {step} a step): {command(other)}"
     return ""
 
 

@@ -24,8 +24,10 @@ def count(number: int, one: str, many: str = "") -> str:
 
 def tally(counts: Mapping[str, int]) -> str:
     """What a gate counted, worst first and no zeros: "1 failed, 2 warnings, 121 passed"."""
-    said = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
-    return ", ".join(count(number, word, "warnings" if word == "warning" else word) for number, word in said if number)
+    counted = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
+    return ", ".join(
+        count(number, word, "warnings" if word == "warning" else word) for number, word in counted if number
+    )
 
 
 def rest(word: str, counts: Mapping[str, int], named: str = "") -> str:
@@ -109,8 +111,8 @@ def _ranges(numbers: Sequence[str]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    told = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return told if len(numbers) == 1 else f"[{told}]"
+    ranges = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ranges if len(numbers) == 1 else f"[{ranges}]"
 
 
 def ago(value: float) -> str:

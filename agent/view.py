@@ -237,8 +237,10 @@ def _of_any(check: Check) -> str:
 def _remedies(checks: Sequence[Check]) -> str:
     """Each remedy once, and none that another says too; one GPU's number where it is about that GPU only."""
     several = len({check.subject for check in checks}) > 1
-    said = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
-    return " ".join(one for one in said if not any(one is not other and one.rstrip(".") in other for other in said))
+    remedies = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
+    return " ".join(
+        one for one in remedies if not any(one is not other and one.rstrip(".") in other for other in remedies)
+    )
 
 
 def passed_ids(groups: Iterable[Group]) -> tuple[str, ...]:
@@ -309,8 +311,8 @@ def _nodes(check: Check) -> set[str]:
 
 def digest(view: View) -> str:
     """Changes when a verdict, a benchmark or a flight does, and not with every scan."""
-    said = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    remedies = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
+    return hashlib.sha256(repr(remedies).encode()).hexdigest()[:16]
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:

@@ -67,44 +67,44 @@ class Asked:
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
 
 
-def answer(asked: Asked) -> Verdict:
+def answer(sources: Asked) -> Verdict:
     """The verdict on all that was named. Raises WhyError."""
-    seen, wrong = of_run(asked.run) if asked.run else (Seen(now=time.time()), [])
-    if asked.recorder is not None:
-        traces, bad = calls.read_files(sorted(asked.recorder.glob("*"))[:_MOST_FILES])
+    seen, wrong = of_run(sources.run) if sources.run else (Seen(now=time.time()), [])
+    if sources.recorder is not None:
+        traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
         wrong += bad
         seen = replace(seen, traces={**seen.traces, **traces})
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
-    logs = (*asked.logs, *asked.diagnostics)
+    logs = (*sources.logs, *sources.diagnostics)
     log, found = watchdog.read(_lines(logs)), _evidence(logs)
-    reports = [_ras(source) for source in asked.ras]
+    reports = [_ras(source) for source in sources.ras]
     counted = max(seen.world or 0, (found.ranks or 0) if found else 0) or None
-    cut = _cut_short(asked.logs)
+    cut = _cut_short(sources.logs)
     seen = replace(
-        seen, first=_first_ended(asked.logs), cut_short=cut, cut_rank=_aborted(asked.logs) if cut else None,
-        world=_world(replace(seen, world=counted)), told={"watchdog": log.traces} if log.traces else {},
+        seen, first=_first_ended(sources.logs), cut_short=cut, cut_rank=_aborted(sources.logs) if cut else None,
+        world=_world(replace(seen, world=counted)), reported={"watchdog": log.traces} if log.traces else {},
         errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
         joins=log.joins,
     )  # fmt: skip
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
-    if asked.inspector is not None:
-        verdict = with_inspector(verdict, asked.inspector)
-    if checked := sum(_PASSED.search(line) is not None for line in _lines(asked.diagnostics)):
+    if sources.inspector is not None:
+        verdict = with_inspector(verdict, sources.inspector)
+    if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
         verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
-    request = asked.request or Request()
-    machines_of = _snapshots(request, asked.published)
+    request = sources.request or Request()
+    machines_of = _snapshots(request, sources.published)
     if found is not None:
         verdict = with_log(verdict, found)
-        verdict = priced(verdict, found, request, asked.layout, machines_of, asked.manifest)
-    if request.hosts or asked.checks:
-        checks = (*asked.checks, *(_checks(machines_of) if request.hosts else ()))
-        verdict = faults_priced(with_nodes(verdict, checks), checks, request, asked.layout, machines_of)
-    if asked.manifest is not None:
-        verdict = with_manifest(verdict, asked.manifest, request, asked.layout, machines_of)
-    record = _record(asked.run)
+        verdict = priced(verdict, found, request, sources.layout, machines_of, sources.manifest)
+    if request.hosts or sources.checks:
+        checks = (*sources.checks, *(_checks(machines_of) if request.hosts else ()))
+        verdict = faults_priced(with_nodes(verdict, checks), checks, request, sources.layout, machines_of)
+    if sources.manifest is not None:
+        verdict = with_manifest(verdict, sources.manifest, request, sources.layout, machines_of)
+    record = _record(sources.run)
     if record is not None:
         verdict = costed(with_record(verdict, record), record, request, seen)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
@@ -116,8 +116,8 @@ def answer(asked: Asked) -> Verdict:
 def _world(seen: Seen) -> int | None:
     """How many ranks there are, where a source says; never fewer than have been seen."""
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
-    said = [*([seen.world] if seen.world else []), *members]
-    return max([*said, *(max(rows) + 1 for rows in (seen.traces, seen.states) if rows)]) if said else None
+    worlds = [*([seen.world] if seen.world else []), *members]
+    return max([*worlds, *(max(rows) + 1 for rows in (seen.traces, seen.states) if rows)]) if worlds else None
 
 
 def _record(folder: Path | None) -> RunRecord | None:

@@ -235,7 +235,7 @@ def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Span
     plain = re.search(r"\btcp\b|ethernet|socket|\dgbe\b|\d gbe\b", row.machine.lower()) and "roce" not in text
     if plain or row.gdr.upper() == "TCP":
         kind = "sockets"
-    gbps = _said_gbps(text)
+    gbps = _parse_gbps(text)
     if gbps is None and instance:
         # fewer GPUs than the machine has bring their share of its NICs
         gbps = instance.gbps * max(1, instance.nics * min(row.gpus_per_node, instance.gpus) // instance.gpus)
@@ -247,7 +247,7 @@ def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Span
     return kind, span(gbps * GIGA / 8)
 
 
-def _said_gbps(text: str) -> float | None:
+def _parse_gbps(text: str) -> float | None:
     """What the words themselves say of one host's NICs together."""
     whole = re.search(r"([\d.]+)\s*tb(?:it)?/?p?s?\b", text)
     dual = re.search(rf"(\d+)\s*(?:x\s*)?dual-port\s*(?:nics?\s*)?(\d+)\s*x\s*{_RATES}", text)

@@ -65,9 +65,23 @@ def operation_block(step: int) -> bytes:
 def vocabulary() -> tuple[tuple[str, ...], tuple[float, ...]]:
     """8,000 words as often as their rank tells (Zipf), some of which the reader looks for."""
     chance = random.Random(0)
-    told = ["the", "model", "of", "a", "memory", "error", "time", "was", "and", "request", "completion", "to", "rank"]
+    common_words = [
+        "the",
+        "model",
+        "of",
+        "a",
+        "memory",
+        "error",
+        "time",
+        "was",
+        "and",
+        "request",
+        "completion",
+        "to",
+        "rank",
+    ]
     made = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(3, 9))) for _ in range(8000)]
-    return tuple(told + made), tuple(1 / (rank + 1) for rank in range(len(told) + len(made)))
+    return tuple(common_words + made), tuple(1 / (rank + 1) for rank in range(len(common_words) + len(made)))
 
 
 def prose_block(step: int) -> bytes:

@@ -182,19 +182,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("rows", nargs="*", type=Path, help="CSV files; default: the corpus beside the checkout")
     parser.add_argument("--fit", action="store_true", help="print the factors that all rows give, for efficiency.py")
     parser.add_argument("--each", action="store_true", help="print every row that is wrong")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     corpus = [path for path in (CORPUS / name for name in FILES) if path.exists()]
-    files = given.rows or corpus
+    files = options.rows or corpus
     if not files:
         print(f"no rows: {CORPUS} is not there; ROWS=FILE.csv names them", file=sys.stderr)
         return 2
     rows, unplaced = placed([row for path in files for row in read(path)])
     known, _ = placed([row for path in corpus for row in read(path)])
-    if given.fit:
+    if options.fit:
         print(fit(known or rows))
         return 0
     left_out = {source: fit([e for e in known if e.row.source != source]) for source in {e.row.source for e in rows}}
-    report(rows, unplaced, left_out if known else {}, each=given.each)
+    report(rows, unplaced, left_out if known else {}, each=options.each)
     return 0
 
 

@@ -79,13 +79,13 @@ def versions() -> str:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    said = ""
+    exporter_version = ""
     try:
         done = subprocess.run(["prometheus-node-exporter", "--version"], capture_output=True, text=True, check=False)
-        said = (re.search(r"version (\S+)", done.stdout + done.stderr) or ["", ""])[1].rstrip(",")
+        exporter_version = (re.search(r"version (\S+)", done.stdout + done.stderr) or ["", ""])[1].rstrip(",")
     except OSError:
         pass
-    return ", ".join([*found, *([f"node_exporter {said}"] if said else [])])
+    return ", ".join([*found, *([f"node_exporter {exporter_version}"] if exporter_version else [])])
 
 
 def shape(text: str) -> str:
@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="write the page there")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--only", action="append", help="first word of a bench's file name")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     began, load = datetime.now(UTC), os.getloadavg()[0]
     page = [
         "# Figures of one run\n",
@@ -131,8 +131,8 @@ def main() -> int:
     print("\n".join(page), flush=True)
     worst = 0
     for bench in BENCHES:
-        words = bench.short if given.short else bench.words
-        if not words or (given.only and not any(bench.words[0].startswith(word) for word in given.only)):
+        words = bench.short if arguments.short else bench.words
+        if not words or (arguments.only and not any(bench.words[0].startswith(word) for word in arguments.only)):
             continue
         start, why = time.monotonic(), missing(bench.needs)
         text, code = (f"Left out: {why}.", 0) if why else run(words)
@@ -141,9 +141,9 @@ def main() -> int:
         page.append(f"{head}\n{text if why else shape(text)}\n")
         print(page[-1], flush=True)
         worst = max(worst, int(code != 0))
-    if given.page:
-        given.page.parent.mkdir(parents=True, exist_ok=True)
-        given.page.write_text("\n".join(page), encoding="utf-8")
+    if arguments.page:
+        arguments.page.parent.mkdir(parents=True, exist_ok=True)
+        arguments.page.write_text("\n".join(page), encoding="utf-8")
     return worst
 
 

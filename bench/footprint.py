@@ -133,22 +133,22 @@ def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: in
     folder.mkdir(parents=True, exist_ok=True)
     port, count = resident.free_port(), folder / "count"
     command = [sys.executable, "-c", BUSY, root, str(port), str(count), str(folder / "state")]
-    looks, asked, errors = [], 0, 0
+    looks, sent, errors = [], 0, 0
     with resident.process(command, environment, folder / "log") as one:
         resident.wait(port, "/readyz", one)
         warm = max(20, scans // 10)  # caches fill and the allocator finds its size in the first tenth
         for tenth in range(1, 11):
             goal = warm + (scans - warm) * tenth // 10
-            while asked < requests * tenth // 10 or int(count.read_text()) < goal:
-                if asked < requests * tenth // 10:
+            while sent < requests * tenth // 10 or int(count.read_text()) < goal:
+                if sent < requests * tenth // 10:
                     errors += ask_all(port)
-                    asked += len(ENDPOINTS) * PER_ENDPOINT
+                    sent += len(ENDPOINTS) * PER_ENDPOINT
                 else:
                     time.sleep(0.05)
                 if one.poll() is not None:
                     raise RuntimeError(f"the agent ended: {(folder / 'log').read_text()[-500:]}")
             looks.append(resident.memory(one.pid))
-        return Steady(scans=int(count.read_text()), requests=asked, errors=errors, looks=tuple(looks))
+        return Steady(scans=int(count.read_text()), requests=sent, errors=errors, looks=tuple(looks))
 
 
 def ask_all(port: int) -> int:
@@ -191,7 +191,7 @@ def row(name: str, value: str, aim: str, held: bool) -> None:
     print(f"| {name} | {value} | {aim} | {'yes' if held else 'NO'} |", flush=True)
 
 
-def table(folder: Path, root: str, environment: Mapping[str, str], given: argparse.Namespace) -> None:
+def table(folder: Path, root: str, environment: Mapping[str, str], arguments: argparse.Namespace) -> None:
     """Measure, and print as it comes."""
     print("| what | measured | aim | met |\n|---|---|---|---|")
     (took, cpu), (_, bare) = help_seconds()
@@ -201,7 +201,7 @@ def table(folder: Path, root: str, environment: Mapping[str, str], given: argpar
     best, middle = min(starts), statistics.median(wall for wall, _ in starts)
     row("start to /readyz, best of 5", f"{best[0]:.2f} s, of CPU {min(cpu for _, cpu in starts):.2f} s in two "
         f"processes (median {middle:.2f} s)", "1.5 s", best[0] < AIMS["ready_seconds"])  # fmt: skip
-    quiet, spent, paged = at_rest(folder, "--root", root, environment=environment, scans=given.rest)
+    quiet, spent, paged = at_rest(folder, "--root", root, environment=environment, scans=arguments.rest)
     row("agent and probes' child, shared pages once (PSS)", f"{quiet.pss:.1f} MiB", "90 MiB",
         quiet.pss <= AIMS["alone"])  # fmt: skip
     print(f"| resident, the agent's process; RSS of both | {quiet.resident:.1f}; "
@@ -212,7 +212,7 @@ def table(folder: Path, root: str, environment: Mapping[str, str], given: argpar
     row(f"CPU of a scan each {SCAN_SECONDS:.0f} s", f"{spent / SCAN_SECONDS:.3%} of a core ({spent * 1e3:.0f} ms)",
         "0.2 %", spent / SCAN_SECONDS < AIMS["cpu_share"])  # fmt: skip
     with published(folder) as (words, more, begun):
-        loud, _, _ = at_rest(folder, "--root", root, *words, environment={**environment, **more}, scans=given.rest,
+        loud, _, _ = at_rest(folder, "--root", root, *words, environment={**environment, **more}, scans=arguments.rest,
                              begun=begun)  # fmt: skip
     row("publishing: agent and probes' child, PSS", f"{loud.pss:.1f} MiB", "110 MiB", loud.pss <= AIMS["publishing"])
     print(f"| publishing: resident, the agent's process; RSS of both | {loud.resident:.1f}; "
@@ -233,13 +233,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--rest", type=int, default=20, help="seconds of rest, each with a scan")
     parser.add_argument("--steady-only", action="store_true")
-    given = parser.parse_args()
-    scans, requests = (10_000, 100_000) if given.long else (given.scans, given.requests)
+    arguments = parser.parse_args()
+    scans, requests = (10_000, 100_000) if arguments.long else (arguments.scans, arguments.requests)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         root, environment = resident.restore(folder)
-        if not given.steady_only:
-            table(folder, root, environment, given)
+        if not arguments.steady_only:
+            table(folder, root, environment, arguments)
         found = steady(folder, root, environment, scans=scans, requests=requests)
     mib, descriptors = found.grown()
     print(f"\nOver {found.scans} scans and {found.requests} requests, {found.errors} of them wrong; from the first "

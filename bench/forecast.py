@@ -75,9 +75,9 @@ READ_OFF: dict[str, tuple[dict[str, float], float]] = {
 def read_off_without(source: str) -> dict[str, float]:
     """Constants that were read off a source, as they are without it."""
     found = {}
-    for name, (said, unseen) in READ_OFF.items():
-        others = [value for of, value in said.items() if of != source]
-        if source in said:
+    for name, (by_source, unseen) in READ_OFF.items():
+        others = [value for of, value in by_source.items() if of != source]
+        if source in by_source:
             found[name] = statistics.geometric_mean(others) if others else unseen
     return found
 

@@ -107,12 +107,12 @@ def timed(shape: ModelSpec, case: Case, ranks: int) -> Calibration:
     return parse_calibration(calibrate(request))
 
 
-def fly(case: Case, said: Forecast, folder: Path, inputs: Path, steps: int) -> dict[str, Any]:
+def fly(case: Case, predicted: Forecast, folder: Path, inputs: Path, steps: int) -> dict[str, Any]:
     """The job under this layout; its flight.json."""
     out = folder / case.name.replace(" ", "-")
     out.mkdir(parents=True, exist_ok=True)
     layout = layout_of(case)
-    document = {"layout": dataclasses.asdict(layout), "environment": {}, "forecast": dataclasses.asdict(said)}
+    document = {"layout": dataclasses.asdict(layout), "environment": {}, "forecast": dataclasses.asdict(predicted)}
     (out / "plan.json").write_text(json.dumps(document))
     settings = [f"output_dir={out}", f"max_steps={steps}", "save_strategy=no", "eval_strategy=no", "lora_r=8"]
     if case.model == "wide":
@@ -130,12 +130,12 @@ def fly(case: Case, said: Forecast, folder: Path, inputs: Path, steps: int) -> d
     return found
 
 
-def memory_row(case: Case, flight: dict[str, Any], said: Forecast) -> str:
+def memory_row(case: Case, flight: dict[str, Any], predicted: Forecast) -> str:
     """The fullest rank's peak beside its forecast, and what the process grew to with what the allocator keeps, MiB."""
-    low, mid, high = (f"{bound / 2**20:.0f}" for bound in dataclasses.astuple(said.memory_bytes)[:3])
+    low, mid, high = (f"{bound / 2**20:.0f}" for bound in dataclasses.astuple(predicted.memory_bytes)[:3])
     took, grown = flight["measured"]["memory_bytes"], flight["measured"]["rss_growth_bytes"]
-    inside = "yes" if said.memory_bytes.low <= took <= said.memory_bytes.high else "no"
-    return (f"| {case.name} | {mid} ({low} to {high}) | {took / 2**20:.0f} | {took / said.memory_bytes.mid:.2f} | "
+    inside = "yes" if predicted.memory_bytes.low <= took <= predicted.memory_bytes.high else "no"
+    return (f"| {case.name} | {mid} ({low} to {high}) | {took / 2**20:.0f} | {took / predicted.memory_bytes.mid:.2f} | "
             f"{inside} | {grown / 2**20:.0f} |")  # fmt: skip
 
 
@@ -153,8 +153,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--case", action="append", help="only cases whose name holds this")
     parser.add_argument("--page", type=Path)
-    given = parser.parse_args()
-    chosen = [c for c in _cases() if not given.case or any(word in c.name for word in given.case)]
+    arguments = parser.parse_args()
+    chosen = [c for c in _cases() if not arguments.case or any(word in c.name for word in arguments.case)]
     folder = ROOT / ".cache" / "forecast-flights"
     inputs = folder / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
@@ -171,22 +171,22 @@ def main() -> None:
         if ranks > 1:
             swept = run_bench(BenchSpec(ranks_per_host=ranks, budget_seconds=8.0))
             measured = tuple(m for m in swept.measurements if m.verified)
-        said = forecast(case, shapes[case.model], measured, timed(shapes[case.model], case, ranks))
-        flight = fly(case, said, folder / time.strftime("%H%M%S"), inputs, given.steps)
-        took, step = flight["measured"]["step_seconds"], said.step_seconds
+        predicted = forecast(case, shapes[case.model], measured, timed(shapes[case.model], case, ranks))
+        flight = fly(case, predicted, folder / time.strftime("%H%M%S"), inputs, arguments.steps)
+        took, step = flight["measured"]["step_seconds"], predicted.step_seconds
         ratios.append(took / step.mid)
         inside = "yes" if step.low <= took <= step.high else "no"
         lines.append(f"| {case.name} | {step.mid:.3g} ({step.low:.3g} to {step.high:.3g}) | {took:.3g} | "
                      f"{took / step.mid:.2f} | {inside} | {parts_words(flight)} |")  # fmt: skip
-        memory.append(memory_row(case, flight, said))
+        memory.append(memory_row(case, flight, predicted))
         print(lines[-1], memory[-1], sep="\n", flush=True)
     logs = [math.log(r) for r in ratios]
     lines += ["", f"{len(logs)} jobs: mean of the ratios {math.exp(statistics.fmean(logs)):.2f}, standard deviation of "
               f"their logarithms {statistics.pstdev(logs):.2f}"]  # fmt: skip
     print(lines[-1])
     lines += ["", *memory]
-    if given.page:
-        given.page.write_text("\n".join(lines) + "\n")
+    if arguments.page:
+        arguments.page.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,9 +117,9 @@ def _child_of(
     ran = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
     new = sorted(path.name for path in set(crashes.iterdir()) - before)
     if done.returncode != 0:
-        told = done.stdout[-6000:] + done.stderr[-6000:]
-        (CACHE / f"{name}.log").write_text(told, encoding="utf-8")
-        print(told, file=sys.stderr)
+        output = done.stdout[-6000:] + done.stderr[-6000:]
+        (CACHE / f"{name}.log").write_text(output, encoding="utf-8")
+        print(output, file=sys.stderr)
         new = new or [f"{name}: exit {done.returncode}, no input kept"]
     return int(ran[1]) if ran else 0, new if done.returncode else []
 

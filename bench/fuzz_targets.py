@@ -648,9 +648,9 @@ def trace_lines(data: bytes) -> object:
     if data[:1] == b"\1":
         lines = [json.dumps(changed(PERFORMED, data[1:]))]
     rows = [row for line in lines if (row := inspector.read_line(line))]
-    told = watchdog.read(lines)
-    seen = why.Seen(told={"watchdog": told.traces}, errors=told.errors, late=told.late, clash=told.clash,
-                    hung=told.hung, lost=told.lost, world=max(told.traces, default=0) + 1)  # fmt: skip
+    report = watchdog.read(lines)
+    seen = why.Seen(reported={"watchdog": report.traces}, errors=report.errors, late=report.late, clash=report.clash,
+                    hung=report.hung, lost=report.lost, world=max(report.traces, default=0) + 1)  # fmt: skip
     return why.judge(seen), inspector.slow_members(rows, 1.3)
 
 

@@ -160,11 +160,11 @@ class Tier:
         device = "cpu" if self.cpu else "cuda"
         apart = f"export NCCL_HOSTID=$LOCAL_RANK; exec {sys.executable} {script} {self.size} {device}"
         done = self.call(*ranks, "bash", "-c", apart, most=90, env=self.one_gpu)
-        said = [line for line in done.stdout.splitlines() if line.startswith("BARE ")]
-        if not said:
+        lines = [line for line in done.stdout.splitlines() if line.startswith("BARE ")]
+        if not lines:
             yield "torch alone", f"failed: {_last(done.stderr)}"
             return
-        bare = json.loads(said[0][5:])
+        bare = json.loads(lines[0][5:])
         ratio = f", ratio {ours[0] / bare:.2f}" if ours else ""
         yield "torch alone", f"{bare / 1e9:.3f} GB/s{ratio}"
 
@@ -258,23 +258,23 @@ def main() -> int:
     words.add_argument("--cpu", action="store_true", help="what a CPU can run, on a tiny model")
     words.add_argument("--page", type=Path, default=PAGE)
     words.add_argument("--seconds", type=float, default=600.0)
-    asked = words.parse_args()
-    if not asked.cpu and not any(Path("/dev").glob("nvidia[0-9]*")):
+    arguments = words.parse_args()
+    if not arguments.cpu and not any(Path("/dev").glob("nvidia[0-9]*")):
         print("gpu: no NVIDIA GPU on this host (--cpu runs what a CPU can)", file=sys.stderr)
         return 2
-    if asked.cpu and asked.page == PAGE:
+    if arguments.cpu and arguments.page == PAGE:
         words.error("--cpu needs --page: the page of the repository holds figures of a GPU alone")
-    command = f"`python bench/gpu.py{' --cpu' if asked.cpu else ''}`"
+    command = f"`python bench/gpu.py{' --cpu' if arguments.cpu else ''}`"
     head = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {command}, {hardware()}."
     done: list[tuple[str, list[Row]]] = []
     whole = True
     with tempfile.TemporaryDirectory() as folder:
-        tier = Tier(cpu=asked.cpu, folder=Path(folder), ends=time.monotonic() + asked.seconds)
+        tier = Tier(cpu=arguments.cpu, folder=Path(folder), ends=time.monotonic() + arguments.seconds)
         steps = tier.steps()
         for number, (title, step) in enumerate(steps):
             if time.monotonic() >= tier.ends:
                 whole = False
-                page(asked.page, head, done, [name for name, _ in steps[number:]])
+                page(arguments.page, head, done, [name for name, _ in steps[number:]])
                 break
             rows: list[Row] = []
             done.append((title, rows))
@@ -282,13 +282,13 @@ def main() -> int:
                 for row in step():
                     rows.append(row)
                     print(f"{title}: {row[0]}: {row[1]}", flush=True)
-                    page(asked.page, head, done, [name for name, _ in steps[number + 1 :]])
+                    page(arguments.page, head, done, [name for name, _ in steps[number + 1 :]])
             except Exception as error:  # noqa: BLE001 - the next step may tell more than this one's end
                 whole = False
                 rows.append(("failed", f"{type(error).__name__}: {str(error)[:300]}"))
                 print(f"{title}: failed: {error}", flush=True)
             whole = whole and not any("failed" in text for _, text in rows)
-            page(asked.page, head, done, [name for name, _ in steps[number + 1 :]])
+            page(arguments.page, head, done, [name for name, _ in steps[number + 1 :]])
     return 0 if whole else 1
 
 

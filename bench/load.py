@@ -142,7 +142,7 @@ def load(port: int, path: str, *, clients: int = CLIENTS, seconds: float = 10.0,
 
 
 @contextlib.contextmanager
-def asked(port: int, clients: int = ASKERS) -> Iterator[Counter[int]]:
+def background_load(port: int, clients: int = ASKERS) -> Iterator[Counter[int]]:
     """Costly questions for the length of the block, each another one; how many answers of each status there were.
 
     The clients are a process of their own, as they would be on other machines.
@@ -210,15 +210,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--scrapes", type=int, default=2000)
     parser.add_argument("--interval", default="30", help="seconds between the agent's scans")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         root, environment = resident.restore(folder)
-        words = ("--root", root, "--interval", given.interval)
+        words = ("--root", root, "--interval", arguments.interval)
         with resident.agent(folder, *words, environment=environment) as (pid, port, _):
-            scraped(port, given.scrapes)
-            beside_questions(pid, port, given.scrapes)
-            crowded(pid, port, given.seconds)
+            scraped(port, arguments.scrapes)
+            beside_questions(pid, port, arguments.scrapes)
+            crowded(pid, port, arguments.seconds)
     return 0
 
 
@@ -242,7 +242,7 @@ def beside_questions(pid: int, port: int, scrapes: int) -> None:
     """One scraper, alone and beside many who ask the planner; what the worker process takes."""
     resident.get(port, COSTLY.format(1, 1024))  # the worker is there
     idle = latencies(port, "/metrics", scrapes)
-    with asked(port) as found:
+    with background_load(port) as found:
         loaded = latencies(port, "/metrics", scrapes)
         memory = [(one.pid, one.memory_info().rss / resident.MIB, one.memory_full_info().pss / resident.MIB)
                   for one in resident.family(pid)]  # fmt: skip

@@ -171,9 +171,9 @@ def _machine(text: str) -> Known | None:
 
 def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
     """GPUs of one host: the column, "8x" before a name, the machine's, or what such GPUs usually come in."""
-    given = number(raw, "gpus_per_node")
-    if given:
-        return min(world, int(given))
+    per_node = number(raw, "gpus_per_node")
+    if per_node:
+        return min(world, int(per_node))
     text = words(raw, "gpu", "system")
     match = re.search(r"(?<![a-z0-9.])(\d{1,2})\s?x\s?(?=[a-z])", text)
     if match:
@@ -212,8 +212,8 @@ def read_sharding(raw: Raw, stack: Stack, dp: int, per_node: int, *, full: bool)
     """What is sharded, and over how many ranks."""
     if dp == 1:
         return (stack.default_sharding if stack.default_sharding in ("zero1", "zero3") else "ddp"), 1
-    given = number(raw, "shard_group")
-    group = int(given) if given and dp % int(given) == 0 else dp
+    shard_group = number(raw, "shard_group")
+    group = int(shard_group) if shard_group and dp % int(shard_group) == 0 else dp
     for text in (words(raw, "sharding"), words(raw, "framework", "note", "system")):
         if "hsdp" in text or "hybrid" in text:
             return "zero3", group if group < dp else math.gcd(dp, per_node)
@@ -241,10 +241,10 @@ def read_checkpointing(raw: Raw) -> Checkpointing | None:
             return "none"
         return "selective" if re.search(r"sel|\bop\b|core|partial|mlp|norm|moe", text) else "full"
     note = words(raw, "note", "framework")
-    said = re.search(_CHECKPOINTING, note)
-    if not said:
+    match = re.search(_CHECKPOINTING, note)
+    if not match:
         return None
-    around = note[max(0, said.start() - 24) : said.end() + 24]
+    around = note[max(0, match.start() - 24) : match.end() + 24]
     if re.search(rf"\b(no|without|w/o|non?e?|disabl\w*)\s+(\w+\s+)?{_CHECKPOINTING}", around) or re.search(
         rf"{_CHECKPOINTING}\s*[:=]?\s*(is\s+|was\s+)?(off|false|none|disabled)\b", around
     ):
@@ -256,8 +256,8 @@ def read_offload(raw: Raw) -> Offload:
     """What lives in host memory."""
     text = words(raw, "offload")
     if not text:
-        said = re.search(r"([\w+/ ]{0,30})\boffload\w*([\w+/ ]{0,20})", words(raw, "note", "sharding"))
-        text = said[0] if said and not re.search(r"activation|\bno\b|without|w/o", said[0]) else ""
+        match = re.search(r"([\w+/ ]{0,30})\boffload\w*([\w+/ ]{0,20})", words(raw, "note", "sharding"))
+        text = match[0] if match and not re.search(r"activation|\bno\b|without|w/o", match[0]) else ""
     if not text or re.match(r"(none|no|false|off)\b", text):
         return "none"
     return (
@@ -320,12 +320,12 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
     Only the compute fabric counts where a row lists several, and no network of management or storage.
     """
     in_bits = {name: re.sub(r"\d+\s*GB(/s|ps)?\b", "", raw.get(name) or "") for name in ("inter_link", "intra_link")}
-    said = words(in_bits, "inter_link")
+    description = words(in_bits, "inter_link")
     if re.search(r"\d+\s?x?\s?\d*g\w*\s*ethernet|roce|infiniband", words(in_bits, "intra_link")) and (
         "nvl" not in words(raw, "intra_link")
     ):
-        said = words(in_bits, "intra_link")  # a fabric in the neighbour's column
-    parts = [p for p in re.split(r"[,;]| and ", said) if not re.search(r"manage|storage|\bns\b|host net|oob", p)]
+        description = words(in_bits, "intra_link")  # a fabric in the neighbour's column
+    parts = [p for p in re.split(r"[,;]| and ", description) if not re.search(r"manage|storage|\bns\b|host net|oob", p)]
     named = [p for p in parts if re.search(r"compute|\bew\b|east|fabric|\bgpu net", p)]
     text = " ; ".join(named or parts)
     rdma = re.search(
@@ -413,10 +413,10 @@ def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> T
 
 def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: int) -> tuple[float | None, bool]:
     """Seconds of one step of `batch` sequences, and whether they were published as time or throughput."""
-    given = number(raw, "step_time_s") or number(raw, "step_time_s_derived")
+    step_time = number(raw, "step_time_s") or number(raw, "step_time_s_derived")
     published = number(raw, "gbs")
-    if given:
-        return (given * batch / published if published else given), True
+    if step_time:
+        return (step_time * batch / published if published else step_time), True
     tokens = number(raw, "tokens_s_gpu") or number(raw, "tokens_s_gpu_derived")
     if tokens:
         return batch * sequence / (tokens * world), True
@@ -467,9 +467,9 @@ def too_fast(
 
 def read_sequence(raw: Raw, batch: int | None) -> int:
     """The given length, or the mean one that throughput and step time imply."""
-    given = number(raw, "seq")
-    if given:
-        return int(given)
+    length = number(raw, "seq")
+    if length:
+        return int(length)
     tokens, seconds = number(raw, "tokens_s_gpu"), number(raw, "step_time_s")
     if tokens and seconds and batch:
         return max(1, round(tokens * whole(raw, "world", 1) * seconds / batch))
@@ -478,9 +478,9 @@ def read_sequence(raw: Raw, batch: int | None) -> int:
 
 def read_world(raw: Raw) -> int:
     """GPUs of the job."""
-    given = number(raw, "world")
-    if given:
-        return int(given)
+    world = number(raw, "world")
+    if world:
+        return int(world)
     nodes, per_node = number(raw, "nodes"), number(raw, "gpus_per_node")
     if nodes and per_node:
         return int(nodes * per_node)
@@ -538,9 +538,9 @@ def layout_unknown(raw: Raw, stack: Stack, world: int) -> bool:
     return stack.default_sharding != "zero3"
 
 
-def read_row(given: Raw) -> Row:
+def read_row(columns: Raw) -> Row:
     """Build the question; `UnreadError` says why it cannot be asked."""
-    raw = with_words_of_note(given)
+    raw = with_words_of_note(columns)
     gpu = read_gpu(raw)
     stack = stack_matching(raw, gpu)
     try:
@@ -549,11 +549,11 @@ def read_row(given: Raw) -> Row:
         raise UnreadError(str(error)) from error
     world = read_world(raw)
     sequence = read_sequence(raw, int(number(raw, "gbs") or 0) or None)
-    precisions, said = read_precisions(raw, gpu, stack)
+    precisions, stated = read_precisions(raw, gpu, stack)
     links, known = read_links(raw, gpu, world)
     layout = read_layout(raw, stack, model, world, links.ranks_per_node, precisions[0])
     unknown = layout_unknown(raw, stack, world)
-    gaps = {"model": not sure, "precision": not said, "network": not known, "layout": unknown}
+    gaps = {"model": not sure, "precision": not stated, "network": not known, "layout": unknown}
     checkpointing = read_checkpointing(raw)
     mfu, hfu = number(raw, "mfu_pct"), number(raw, "hfu_pct")
     share = None
@@ -587,12 +587,12 @@ def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
         added = ""  # in a table that adds one technique per row, what the rows above have added
         with path.open(newline="", encoding="utf-8") as file:
             for raw in csv.DictReader(file):
-                given = {k: (v or "").strip() for k, v in raw.items() if isinstance(k, str)}
-                added = f"{added} {given.get('note', '')}".strip() if given.get("note", "").startswith("+") else ""
-                given["note"] = added or given.get("note", "")
+                columns = {k: (v or "").strip() for k, v in raw.items() if isinstance(k, str)}
+                added = f"{added} {columns.get('note', '')}".strip() if columns.get("note", "").startswith("+") else ""
+                columns["note"] = added or columns.get("note", "")
                 try:
-                    rows.append(read_row(given))
+                    rows.append(read_row(columns))
                 except UnreadError as error:
-                    unread.append(Unread(row_id=given.get("row_id") or "?", source=given.get("source") or "?",
+                    unread.append(Unread(row_id=columns.get("row_id") or "?", source=columns.get("source") or "?",
                                          why=str(error)))  # fmt: skip
     return rows, unread

@@ -74,11 +74,11 @@ def shape_of(raw: dict[str, str], number: Callable[[dict[str, str], str], float 
     layers, hidden, heads = column("layers"), column("hidden"), column("heads")
     known = _named(name)
     if known:
-        given = (layers or known.layers, hidden or known.hidden, heads or known.heads)
-        if given == (known.layers, known.hidden, known.heads):
+        sizes = (layers or known.layers, hidden or known.hidden, heads or known.heads)
+        if sizes == (known.layers, known.hidden, known.heads):
             return known, True
-        if given[1:] == (known.hidden, known.heads) and not known.dense_layers:  # cut down to fewer layers
-            return replace(known, layers=given[0]), True
+        if sizes[1:] == (known.hidden, known.heads) and not known.dense_layers:  # cut down to fewer layers
+            return replace(known, layers=sizes[0]), True
     total, active = size_of(name, number(raw, "params_b"))
     mixture = raw.get("arch") != "dense" and bool(active or _MIXTURE.search(f"{raw.get('arch') or ''} {name}"))
     few = re.search(r"(?<![a-z0-9])(\d+)x\d+b", name, re.I)

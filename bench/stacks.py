@@ -179,9 +179,9 @@ def unknown_stack(raw: Mapping[str, str]) -> Stack:
     sharded = re.search(r"fsdp|zero[-_ ]?3|full_shard", (raw.get("sharding") or "").lower())
     if parallel and not sharded:
         return _UNKNOWN_PARALLEL
-    said = f"{raw.get('precision') or ''} ; {raw.get('note') or ''}".lower()
-    plain = re.search(_PURE, said) or (_degree(raw, "world") == 1 and (raw.get("world") or "") == "1")
-    return _UNKNOWN_PLAIN if plain and not re.search(_MIXED, said) else _UNKNOWN
+    text = f"{raw.get('precision') or ''} ; {raw.get('note') or ''}".lower()
+    plain = re.search(_PURE, text) or (_degree(raw, "world") == 1 and (raw.get("world") or "") == "1")
+    return _UNKNOWN_PLAIN if plain and not re.search(_MIXED, text) else _UNKNOWN
 
 
 def stack_matching(raw: Mapping[str, str], gpu: Gpu | None = None) -> Stack:

@@ -200,11 +200,11 @@ def one(fault: Fault) -> Result:
 
 
 def _ask(fault: Fault, folder: Path, began: float) -> Result:
-    verdict, asked = Verdict(state="fine", line=""), 0.0
+    verdict, requested_at = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
-        if now - asked > ranks.ASK_SECONDS:
+        if now - requested_at > ranks.ASK_SECONDS:
             ranks.ask(folder)
-            asked = now
+            requested_at = now
         time.sleep(ASK_SECONDS)
         log = (str(folder / "log"),) if not fault.hosts else ()
         verdict = why.answer(why.Asked(run=folder, logs=log))

@@ -280,11 +280,11 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note) -> dict[str, Any]:
     return found
 
 
-def _layout(given: Any) -> dict[str, Any]:
+def _layout(settings: Any) -> dict[str, Any]:
     """The members of `layout:`, in their types."""
-    if not isinstance(given, dict | None):
-        raise ConfigError(f"layout={given!r}: must be a mapping")
-    return {str(name): _member(str(name), value, f"layout.{name}") for name, value in (given or {}).items()}
+    if not isinstance(settings, dict | None):
+        raise ConfigError(f"layout={settings!r}: must be a mapping")
+    return {str(name): _member(str(name), value, f"layout.{name}") for name, value in (settings or {}).items()}
 
 
 def _member(member: str, value: Any, name: str) -> Any:
@@ -313,30 +313,30 @@ def _refuse_others(raw: Mapping[str, Any]) -> None:
             )
 
 
-def layout_asked(given: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:
+def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node: int) -> dict[str, Any]:
     """JobConfig.layout for so many ranks, with the degrees that follow from it.
 
     Raises ConfigError for degrees that do not divide the ranks.
     """
-    asked: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
-    if asked.get("dp_shard") == trl.NODE:
-        asked["dp_shard"] = min(ranks_per_node, world_size)
+    resolved: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    if resolved.get("dp_shard") == trl.NODE:
+        resolved["dp_shard"] = min(ranks_per_node, world_size)
     rest = world_size
     for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard"):
-        degree = asked.get(name, 1)
+        degree = resolved.get(name, 1)
         if rest % degree:
             raise ConfigError(f"layout.{name}={degree!r}: does not divide the {rest} ranks that are left to it")
         rest //= degree
-    if {"tp", "pp", "cp", "sharding"} <= set(asked):  # what is left is all data parallelism
-        if asked["sharding"] == "ddp":
-            asked.setdefault("dp_shard", 1)
+    if {"tp", "pp", "cp", "sharding"} <= set(resolved):  # what is left is all data parallelism
+        if resolved["sharding"] == "ddp":
+            resolved.setdefault("dp_shard", 1)
         for name, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
-            if other in asked:
-                asked.setdefault(name, rest)
-    if asked.get("dp_shard") == asked.get("dp_replicate") == 1:
-        asked.pop("sharding", None)  # over one rank every kind of it is the same
-        asked.pop("reshard_after_forward", None)
-    return asked
+            if other in resolved:
+                resolved.setdefault(name, rest)
+    if resolved.get("dp_shard") == resolved.get("dp_replicate") == 1:
+        resolved.pop("sharding", None)  # over one rank every kind of it is the same
+        resolved.pop("reshard_after_forward", None)
+    return resolved
 
 
 def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: str) -> None:

@@ -108,17 +108,17 @@ def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
     for name in ("config", "layout", "forecast", "environment", "transport"):
         if not isinstance(data.get(name), dict | None):
             raise ConfigError(f"plan {path}: {name}: must be a mapping")
-    given = data.get("config")
-    raw = with_overrides(dict(given) if given is not None else read_mapping(DEFAULT_CONFIG), overrides)
+    settings = data.get("config")
+    raw = with_overrides(dict(settings) if settings is not None else read_mapping(DEFAULT_CONFIG), overrides)
     config, _, notes = parse_config(raw)
-    layout, told = data.get("layout"), data.get("notes") or []
+    layout, plan_notes = data.get("layout"), data.get("notes") or []
     return JobPlan(
         config=config,
         layout=None if layout is None else parse_layout(layout, f"plan {path}: layout"),
         forecast=codec.pick(data.get("forecast") or {}, RunForecast),
         environment={str(name): str(value) for name, value in (data.get("environment") or {}).items()},
         transport={str(name): str(value) for name, value in (data.get("transport") or {}).items()},
-        notes=tuple(dict.fromkeys([*(str(text) for text in told), *notes])),
+        notes=tuple(dict.fromkeys([*(str(text) for text in plan_notes), *notes])),
     )
 
 

@@ -58,9 +58,9 @@ def strict(converter: Any) -> None:
 
 
 def _exactly(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
-    def hook(value: Any, asked: type) -> Any:
-        if asked is not kind:  # an IntEnum, which is an int too
-            return asked(value)
+    def hook(value: Any, target_type: type) -> Any:
+        if target_type is not kind:  # an IntEnum, which is an int too
+            return target_type(value)
         if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             raise PlainError(f"{str(value)[:40]!r} is no {kind.__name__}")
         if kind is int and value.bit_length() > 64:  # a counter's width; a float cannot hold any size

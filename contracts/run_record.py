@@ -238,9 +238,9 @@ def record_of(data: dict[str, Any]) -> RunRecord:
     """The members of a document that are there and of the right kind: older and other jobs write records too."""
     if "plan" not in data:  # a record of before it was kept as one document
         layout = data.get("layout")
-        asked = layout.get("asked") if isinstance(layout, dict) else None
+        requested = layout.get("asked") if isinstance(layout, dict) else None
         old = {name: data[name] for name in ("forecast", "environment") if name in data}
-        data = {**data, "plan": {**old, "layout": asked or None}}
+        data = {**data, "plan": {**old, "layout": requested or None}}
     return codec.pick(data, RunRecord)
 
 
@@ -316,13 +316,15 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
     record = of_start(path, began)
     if record is None or exit_code == 0 or record.status not in ("running", "complete"):
         return record
-    told = replace(record, status=status, exit_code=exit_code if exit_code >= 0 else KILLED - exit_code, reason=reason)
+    updated = replace(
+        record, status=status, exit_code=exit_code if exit_code >= 0 else KILLED - exit_code, reason=reason
+    )
     if record.status == "running":  # else it has told its end, and the agent has it
-        told.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        told.steps_done = _logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
+        updated.ended_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        updated.steps_done = _logged_step(path.with_name("metrics.jsonl"), began) or record.steps_done or 0
         with contextlib.suppress(OSError):  # the disk may be what ended the job
-            save(path, told)
-    return told
+            save(path, updated)
+    return updated
 
 
 def verdict_beside(folder: Path) -> tuple[str, str]:

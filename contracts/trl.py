@@ -229,16 +229,16 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
 
 def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     """bf16 and fp16 of the file as the layout's precision; neither says nothing."""
-    said = {}
+    flags = {}
     for name in ("bf16", "fp16"):
         value = truth(raw.get(name))
         if not isinstance(value, bool | None):
             raise ConfigError(f"{name}={value!r}: must be true or false")
-        said[name] = value
-    if said["fp16"]:
+        flags[name] = value
+    if flags["fp16"]:
         raise ConfigError("fp16=true: not supported, allowed are bf16 and fp32; set bf16: true or bf16: false")
-    if said["bf16"] is not None:
-        put(layout, "precision", "bf16" if said["bf16"] else "fp32", "bf16")
+    if flags["bf16"] is not None:
+        put(layout, "precision", "bf16" if flags["bf16"] else "fp32", "bf16")
 
 
 def put(layout: dict[str, Any], member: str, value: Any, name: str) -> None:
@@ -257,12 +257,12 @@ def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         if isinstance(inside, dict) and name in inside:
             places[f"fsdp_config.{name}"] = inside[name]
-    said = {name: truth(value) for name, value in places.items() if value is not None}
-    for name, value in said.items():
+    flags = {name: truth(value) for name, value in places.items() if value is not None}
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be true or false")
-    if said and not (any(said.values()) and layout.get("checkpointing") == "selective"):
-        put(layout, "checkpointing", "full" if any(said.values()) else "none", next(iter(said)))
+    if flags and not (any(flags.values()) and layout.get("checkpointing") == "selective"):
+        put(layout, "checkpointing", "full" if any(flags.values()) else "none", next(iter(flags)))
 
 
 def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
@@ -271,8 +271,8 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     words = _fsdp_words(value)
     if inside is not None and not isinstance(inside, dict):
         raise ConfigError(f"fsdp_config={inside!r}: must be a mapping, or a file of one that is there")
-    asked = {str(key).removeprefix("fsdp_"): each for key, each in (inside or {}).items()}
-    strategy = asked.get("sharding_strategy")
+    options = {str(key).removeprefix("fsdp_"): each for key, each in (inside or {}).items()}
+    strategy = options.get("sharding_strategy")
     if strategy is not None and truth(value) is not False:
         strategy = _FSDP_NUMBERS.get(strategy, strategy)
         if not isinstance(strategy, str) or strategy.lower() not in _FSDP_NUMBERS.values():
@@ -281,7 +281,7 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
         words = [*(words or []), strategy.lower()]
     if words is not None:
         _sharded(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
-    for name, each in asked.items():
+    for name, each in options.items():
         _fsdp_member(name, each, layout, note)
 
 
@@ -359,13 +359,13 @@ _DEEPSPEED_SECTIONS = (
 
 def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, Any], note: Note) -> None:
     """A DeepSpeed configuration as members of the layout: the job shards as its ZeRO stage does, by fully_shard."""
-    given = raw.get("deepspeed")
-    if given in (None, "", {}):
+    config = raw.get("deepspeed")
+    if config in (None, "", {}):
         return
-    if not isinstance(given, dict):
-        raise ConfigError(f"deepspeed={given!r}: must be a mapping, or a JSON file that is there")
+    if not isinstance(config, dict):
+        raise ConfigError(f"deepspeed={config!r}: must be a mapping, or a JSON file that is there")
     where = "deepspeed"
-    zero = given.get("zero_optimization") or {}
+    zero = config.get("zero_optimization") or {}
     if not isinstance(zero, dict):
         raise ConfigError(f"{where}.zero_optimization={zero!r}: must be a mapping")
     stage = zero.get("stage", 0)
@@ -379,23 +379,23 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
     _deepspeed_offload(zero, layout, f"{where}.zero_optimization")
     for name, member in (("train_micro_batch_size_per_gpu", "micro_batch"),
                          ("gradient_accumulation_steps", "gradient_accumulation")):  # fmt: skip
-        if given.get(name, "auto") != "auto":
-            put(layout, member, given[name], f"{where}.{name}")
-    if given.get("train_batch_size", "auto") != "auto":
-        raise ConfigError(f"{where}.train_batch_size={given['train_batch_size']!r}: only 'auto' is allowed: "
+        if config.get(name, "auto") != "auto":
+            put(layout, member, config[name], f"{where}.{name}")
+    if config.get("train_batch_size", "auto") != "auto":
+        raise ConfigError(f"{where}.train_batch_size={config['train_batch_size']!r}: only 'auto' is allowed: "
                           "per_device_train_batch_size and gradient_accumulation_steps say it")  # fmt: skip
-    if _enabled(given, "fp16"):
+    if _enabled(config, "fp16"):
         raise ConfigError(f"{where}.fp16: not supported, allowed are bf16 and fp32; set bf16: true")
-    if _enabled(given, "bf16"):
+    if _enabled(config, "bf16"):
         put(layout, "precision", "bf16", f"{where}.bf16")
-    clipping = given.get("gradient_clipping", "auto")
+    clipping = config.get("gradient_clipping", "auto")
     if clipping != "auto":
         if raw.get("max_grad_norm", clipping) != clipping:
             raise ConfigError(f"{where}.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
         values["max_grad_norm"] = clipping
-    _deepspeed_optimizer(given, where)
-    _deepspeed_alone({**given, **{f"zero_optimization.{name}": value for name, value in zero.items()}}, where)
-    passed = sorted(set(given) - set(_DEEPSPEED_SECTIONS))
+    _deepspeed_optimizer(config, where)
+    _deepspeed_alone({**config, **{f"zero_optimization.{name}": value for name, value in zero.items()}}, where)
+    passed = sorted(set(config) - set(_DEEPSPEED_SECTIONS))
     note(f"{where}: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
          + (f"; no effect: {', '.join(passed)} ({_ZERO_NO_EFFECT})" if passed else ""))  # fmt: skip
 
@@ -410,15 +410,15 @@ _DEEPSPEED_ALONE: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _deepspeed_alone(given: Mapping[str, Any], where: str) -> None:
+def _deepspeed_alone(config: Mapping[str, Any], where: str) -> None:
     for name, nothing in _DEEPSPEED_ALONE.items():
-        if given.get(name) is not None and given[name] not in nothing:
-            raise ConfigError(f"{where}.{name}={given[name]!r}: only {nothing[-1]!r} is allowed: torch's fully_shard, "
+        if config.get(name) is not None and config[name] not in nothing:
+            raise ConfigError(f"{where}.{name}={config[name]!r}: only {nothing[-1]!r} is allowed: torch's fully_shard, "
                               "which runs in place of ZeRO, has nothing of it")  # fmt: skip
 
 
-def _enabled(given: Mapping[str, Any], name: str) -> bool:
-    section = given.get(name)
+def _enabled(config: Mapping[str, Any], name: str) -> bool:
+    section = config.get(name)
     return isinstance(section, dict) and section.get("enabled") is True
 
 
@@ -439,10 +439,10 @@ def _deepspeed_offload(zero: Mapping[str, Any], layout: dict[str, Any], where: s
         put(layout, "offload", "all", f"{where}.offload_param")
 
 
-def _deepspeed_optimizer(given: Mapping[str, Any], where: str) -> None:
+def _deepspeed_optimizer(config: Mapping[str, Any], where: str) -> None:
     """transformers takes both from there; here the file's own settings decide."""
     for name, allowed in (("optimizer", ("Adam", "AdamW")), ("scheduler", ())):
-        section = given.get(name)
+        section = config.get(name)
         if section is None:
             continue
         kind = section.get("type") if isinstance(section, dict) else section
@@ -458,12 +458,12 @@ _PARALLELISM = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard"
 
 def parallelism(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     """accelerate's ParallelismConfig."""
-    given = raw.get("parallelism_config")
-    if given is None:
+    config = raw.get("parallelism_config")
+    if config is None:
         return
-    if not isinstance(given, dict):
-        raise ConfigError(f"parallelism_config={given!r}: must be a mapping")
-    for key, value in given.items():
+    if not isinstance(config, dict):
+        raise ConfigError(f"parallelism_config={config!r}: must be a mapping")
+    for key, value in config.items():
         name = str(key).removeprefix("parallelism_config_")
         if name in _PARALLELISM:
             put(layout, _PARALLELISM[name], value, f"parallelism_config.{name}")
@@ -481,13 +481,13 @@ _MODEL_WORDS = {"dtype": "dtype", "torch_dtype": "dtype", "attn_implementation":
 
 def model_words(raw: dict[str, Any], note: Note) -> dict[str, Any]:
     """The file with `model_init_kwargs` as settings of their own."""
-    given = raw.get("model_init_kwargs")
+    config = raw.get("model_init_kwargs")
     rest = {key: value for key, value in raw.items() if key != "model_init_kwargs"}
-    if given is None:
+    if config is None:
         return rest
-    if not isinstance(given, dict):
-        raise ConfigError(f"model_init_kwargs={given!r}: must be a mapping")
-    for name, value in given.items():
+    if not isinstance(config, dict):
+        raise ConfigError(f"model_init_kwargs={config!r}: must be a mapping")
+    for name, value in config.items():
         if name in ("use_cache", "low_cpu_mem_usage", "device_map", "use_safetensors"):
             note(f"model_init_kwargs.{name}: no effect, the layout says where weights are")
         elif name == "trust_remote_code":

@@ -103,7 +103,7 @@ class Beside(threading.Thread):
         self.held: Counter[str] = Counter()
         self.phase, self.since = "compute", time.time()
         self.where: tuple[str, ...] = ()
-        self.calls, self.moved, self.dumped, self.asked = 0, time.monotonic(), 0.0, time.time()
+        self.calls, self.moved, self.dumped, self.last_request = 0, time.monotonic(), 0.0, time.time()
         self.marks: list[Mark] = []
         self.over = threading.Event()
         self.fixed = _fixed()
@@ -126,7 +126,7 @@ class Beside(threading.Thread):
             )
             if wanted := self.wanted():  # all at one time, since all wait for each that dumps
                 most = 2 * self.look_seconds  # every rank has looked by then
-                self.over.wait(min(max(0.0, self.asked + most - time.time()), most))
+                self.over.wait(min(max(0.0, self.last_request + most - time.time()), most))
             if stalled or wanted:
                 self.dump()
                 written = 0.0
@@ -156,10 +156,10 @@ class Beside(threading.Thread):
     def wanted(self) -> bool:
         """Whether somebody has asked for a dump since the last."""
         try:
-            asked = (self.folder / ASK).stat().st_mtime
+            requested_at = (self.folder / ASK).stat().st_mtime
         except OSError:
             return False
-        new, self.asked = asked > self.asked, max(asked, self.asked)
+        new, self.last_request = requested_at > self.last_request, max(requested_at, self.last_request)
         return new
 
     def dump(self) -> None:
@@ -233,8 +233,8 @@ def _calls_so_far() -> int:
     """Collectives enqueued by this rank, over all groups, by the recorder's status."""
     try:
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
-        told = json.loads(c10d._dump_fr_trace_json(includeCollectives=False))["pg_status"]
-        return sum(int(group["last_enqueued_collective"]) for group in told.values())
+        status = json.loads(c10d._dump_fr_trace_json(includeCollectives=False))["pg_status"]
+        return sum(int(group["last_enqueued_collective"]) for group in status.values())
     except Exception:  # noqa: BLE001 - any release of torch, with or without a recorder
         return 0
 
@@ -315,4 +315,4 @@ def _sending() -> list[tuple[str, bool, bool]]:
                 queued = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
                 waits, again = found.get(str(address), (False, False))
                 found[str(address)] = (waits or queued > 0, again or info[2] > 0)
-    return [(address, *told) for address, told in found.items()]
+    return [(address, *flags) for address, flags in found.items()]

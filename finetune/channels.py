@@ -39,9 +39,9 @@ class Asked:
 
     def refuses(self, network: str) -> bool:
         """Whether a channel over this network contradicts the plan."""
-        got, asked = network.lower(), self.network.lower()
-        if asked:
-            return not (got.startswith(asked) or (got in LIBFABRIC and asked in LIBFABRIC))
+        got, required = network.lower(), self.network.lower()
+        if required:
+            return not (got.startswith(required) or (got in LIBFABRIC and required in LIBFABRIC))
         return network in TCP if self.rdma else self.no_ib and got.startswith("ib")
 
     def meets(self, network: str) -> bool:
@@ -88,7 +88,7 @@ def log_path(named: str | None, host: str, pid: int) -> Path | None:
     return Path(re.sub("%(.)", lambda found: words.get(found[1], found[0]), named)) if named else None
 
 
-def asked(environment: Mapping[str, str], transport: Mapping[str, Any]) -> Asked:
+def planned_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) -> Asked:
     """From the plan's environment, and from its `transport` where that leaves the network to NCCL."""
     level = environment.get("NCCL_NET_GDR_LEVEL", "")
     planned = transport.get("gdrdma")  # why it is expected
@@ -150,12 +150,12 @@ def _line(found: Evidence, path: Path, start: str, end: str = "") -> str:
     return str(path)
 
 
-def _matches(asked: str, interface: str) -> bool:
+def _matches(pattern: str, interface: str) -> bool:
     """NCCL's list of interfaces: prefixes, exact names after "=", all others after "^"."""
-    names = [word.partition(":")[0] for word in asked.lstrip("^=").split(",")]
-    exact = asked.lstrip("^").startswith("=")
+    names = [word.partition(":")[0] for word in pattern.lstrip("^=").split(",")]
+    exact = pattern.lstrip("^").startswith("=")
     named = any(interface == name if exact else interface.startswith(name) for name in names if name)
-    return named is not asked.startswith("^")
+    return named is not pattern.startswith("^")
 
 
 def channels(found: Evidence) -> dict[str, int]:

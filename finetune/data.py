@@ -181,13 +181,13 @@ def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example
     kept = [e for e in encoded if e is not None]
     if not kept:
         raise ConfigError(f"dataset_name={config.dataset_name!r}: no row of {split!r} has a token that counts")
-    told = {
+    counts = {
         "rows": len(rows),
         "dropped_rows": len(rows) - len(kept),
         "cut_rows": sum(len(e.tokens) == config.max_length for e in kept),
         "tokens": sum(len(e.tokens) for e in kept),
     }
-    return (pack(kept, config.max_length) if config.packing else kept), told
+    return (pack(kept, config.max_length) if config.packing else kept), counts
 
 
 def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:

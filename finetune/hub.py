@@ -27,16 +27,16 @@ def pin(config: JobConfig, note: Callable[[str], None] = lambda _text: None) -> 
     """The settings with a commit for each revision, the same on every rank: rank 0 asks."""
     import torch.distributed as dist
 
-    said: list[Any] = [None]
+    payload: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            said = [(commits_of(config), _gone[-1:])]
+            payload = [(commits_of(config), _gone[-1:])]
         except ConfigError as error:
-            said = [str(error)]
-    dist.broadcast_object_list(said, src=0)
-    if isinstance(said[0], str):
-        raise ConfigError(said[0])
-    commits, gone = said[0]
+            payload = [str(error)]
+    dist.broadcast_object_list(payload, src=0)
+    if isinstance(payload[0], str):
+        raise ConfigError(payload[0])
+    commits, gone = payload[0]
     if gone and not _gone:
         _go_on_without(gone[0])
     if gone:
@@ -166,8 +166,10 @@ def asking(setting: str, name: str, revision: str) -> Iterator[None]:
 def _bound(request: Any) -> None:
     from huggingface_hub import constants
 
-    given = request.extensions.get("timeout") or {}
-    limits = {name: given.get(name) or constants.HF_HUB_ETAG_TIMEOUT for name in ("connect", "read", "write", "pool")}
+    timeouts = request.extensions.get("timeout") or {}
+    limits = {
+        name: timeouts.get(name) or constants.HF_HUB_ETAG_TIMEOUT for name in ("connect", "read", "write", "pool")
+    }
     request.extensions["timeout"] = limits
 
 

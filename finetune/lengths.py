@@ -69,13 +69,13 @@ def _here(config: JobConfig) -> list[dict[str, Any]] | None:
 
 def _scaled(counts: Counter[int], rows: int) -> dict[int, int]:
     """The same shape with so many rows: each length's share, the roundings carried on so that they add up."""
-    measured, seen, given, found = sum(counts.values()), 0, 0, {}
+    measured, seen, assigned, found = sum(counts.values()), 0, 0, {}
     for length, count in sorted(counts.items()):
         seen += count
         upto = rows * seen // measured
-        if upto > given:
-            found[length] = upto - given
-        given = upto
+        if upto > assigned:
+            found[length] = upto - assigned
+        assigned = upto
     return found
 
 

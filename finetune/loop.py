@@ -104,7 +104,7 @@ class Trainer:
                           "loss in parts")  # fmt: skip
         recorder.open_logs(config.report_to)
         self.tokenizer = load_tokenizer(config)
-        examples, told = data.prepare(config, config.dataset_train_split, self.tokenizer)
+        examples, data_counts = data.prepare(config, config.dataset_train_split, self.tokenizer)
         test = (
             data.prepare(config, config.dataset_test_split, self.tokenizer)[0] if config.eval_strategy != "no" else []
         )
@@ -130,7 +130,7 @@ class Trainer:
         record = recorder.record
         record.layout.effective = effective
         record.model = RunModel(name=config.model_name_or_path, parameters=parameters, trainable=trainable)
-        record.data = {"name": config.dataset_name, "mean_tokens": length, **told}
+        record.data = {"name": config.dataset_name, "mean_tokens": length, **data_counts}
         recorder.write()
         runs.say(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
                    f"{trainable:,} of {parameters:,} parameters train")  # fmt: skip
@@ -143,7 +143,7 @@ class Trainer:
         self.steps = config.max_steps or math.ceil(config.num_train_epochs * self.loader.steps)
         self.store = checkpoint.Checkpoints(Path(config.output_dir), config.save_total_limit)
         self.base = checkpoint.base_of(config)
-        self.asked_to_stop = False
+        self.stop_requested = False
         signal.signal(signal.SIGTERM, self._stop)
 
     def _loaders(self, examples: Sequence[Any], test: Sequence[Any]) -> tuple[data.Loader, data.Loader]:
@@ -161,7 +161,7 @@ class Trainer:
         return train, data.Loader(examples=test, shuffle=False, micro_batch=batch, micro_batches=times, **common)
 
     def _stop(self, _signal: int, _frame: Any) -> None:
-        self.asked_to_stop = True
+        self.stop_requested = True
 
     def go(self) -> None:
         """All steps that are left, and the last checkpoint."""
@@ -223,9 +223,9 @@ class Trainer:
             group["lr"] = rate
         loss = self.engine.train_step(share.batches, share.counted)
         # One small all-reduce carries the loss and every rank's reason to stop.
-        told = torch.stack([loss, *(loss.new_tensor(float(b)) for b in (self.asked_to_stop, self.store.failed()))])
-        dist.all_reduce(told)
-        mean, stop, failed = told.tolist()
+        reduced = torch.stack([loss, *(loss.new_tensor(float(b)) for b in (self.stop_requested, self.store.failed()))])
+        dist.all_reduce(reduced)
+        mean, stop, failed = reduced.tolist()
         norm = optim.clip_gradients(self.named.values(), self.config.max_grad_norm, self.pipeline)
         if not math.isfinite(mean) or not math.isfinite(norm):
             self.store.finish()

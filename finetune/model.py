@@ -88,10 +88,10 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
 
 def stored_type(config: JobConfig, precision: str) -> torch.dtype:
     """In which weights lie in memory. Those that train: fp32; the layout's precision is what they compute in."""
-    asked = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype)
+    requested = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype)
     if not config.use_peft:
         return torch.float32
-    return asked or (torch.bfloat16 if precision == "bf16" else torch.float32)
+    return requested or (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
 def _ours(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:

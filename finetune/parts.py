@@ -156,10 +156,10 @@ def part_of(kind: str, shapes: Sequence[Any] | None, layout: Layout) -> str:
 
 def beside_forecast(parts: Sequence[RunPart], forecast: RunForecast) -> list[RunPart]:
     """The measured parts, each with the seconds that the forecast gives it; None where it names no parts."""
-    told = {one.name: one.value for one in forecast.time_parts}
-    if not told:
+    predicted = {one.name: one.value for one in forecast.time_parts}
+    if not predicted:
         return list(parts)
-    return [replace(one, forecast_seconds=sum(told.get(name, 0.0) for name in PARTS[one.part])) for one in parts]
+    return [replace(one, forecast_seconds=sum(predicted.get(name, 0.0) for name in PARTS[one.part])) for one in parts]
 
 
 def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[Compared]:

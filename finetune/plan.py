@@ -8,24 +8,24 @@ from typing import Any
 
 from contracts import trl
 from contracts.families import WHOLE_ROPE
-from contracts.job_config import ConfigError, layout_asked
+from contracts.job_config import ConfigError, resolve_layout
 from contracts.job_plan import JobPlan, parse_layout
 from contracts.layout import EIGHT_BITS, Layout, most_ranks
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     """The layout to run: the plan's, or what its settings ask for; a contradiction between the two is refused."""
-    given = plan.config.layout if plan.config else {}
+    settings = plan.config.layout if plan.config else {}
     node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     if plan.layout is not None:
         if plan.layout.world_size != world_size:
             raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
-        for name, value in layout_asked(given, world_size, node).items():
+        for name, value in resolve_layout(settings, world_size, node).items():
             planned = getattr(plan.layout, name)
             if planned != value:
                 raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
         return plan.layout
-    wanted = layout_asked(given, world_size, node)
+    wanted = resolve_layout(settings, world_size, node)
     wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
     degrees = [wanted.get(name, 1) for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
     rest = world_size // math.prod(degrees)

@@ -93,14 +93,14 @@ class Wire:
         self.closed = False
         self.mark = ""  # of the pod at the other end
         self._left = b""
-        self._heard = self._said = time.monotonic()
+        self._heard = self._last_sent = time.monotonic()
 
     def say(self, **message: Any) -> None:
         """Send one object; a connection that takes none is closed."""
         try:
             self.connection.settimeout(BEAT_SECONDS)
             self.connection.sendall(json.dumps(message).encode() + b"\n")
-            self._said = time.monotonic()
+            self._last_sent = time.monotonic()
         except OSError:
             self.close()
 
@@ -109,7 +109,7 @@ class Wire:
         if self.closed:
             return []
         now = time.monotonic()
-        if now - self._said > BEAT_SECONDS:
+        if now - self._last_sent > BEAT_SECONDS:
             self.say()
         found: list[dict[str, Any]] = []
         try:
@@ -257,7 +257,7 @@ class Pod:
     """The pod's life: come together, run, agree on what follows."""
 
     settings: Settings
-    told: bool = False  # SIGTERM came
+    terminating: bool = False  # SIGTERM came
     listener: socket.socket | None = None
     peers: dict[int, Wire] = field(default_factory=dict)  # of pod 0: those that wait for the next start
     restarts: int = 0
@@ -270,7 +270,7 @@ class Pod:
         try:
             while True:
                 verdict = self._lead() if self.settings.index == 0 else self._follow()
-                if self.told and verdict.again:
+                if self.terminating and verdict.again:
                     return TOLD_TO_GO
                 if not verdict.again:
                     return verdict.code
@@ -322,7 +322,7 @@ class Pod:
         """Until all other pods are here."""
         until, news = time.monotonic() + seconds, time.monotonic() + 1.0
         while missing := [index for index in range(1, self.settings.nodes) if index not in self.peers]:
-            if self.told:
+            if self.terminating:
                 raise ToldToGoError
             now = time.monotonic()
             words = f"pod{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.settings.nodes}"
@@ -387,10 +387,10 @@ class Pod:
         if index in codes:
             return
         if (code := ranks.look()) is not None:  # a measurement that was told to end has measured nothing
-            codes[index] = RESUMABLE if ranks.measuring and self.told else code
-        elif patience.over(told=self.told, troubled=troubled, ask=ranks.ask_to_save):
+            codes[index] = RESUMABLE if ranks.measuring and self.terminating else code
+        elif patience.over(terminating=self.terminating, troubled=troubled, ask=ranks.ask_to_save):
             ranks.end()
-            codes[index] = RESUMABLE if self.told else _ENDED_HERE
+            codes[index] = RESUMABLE if self.terminating else _ENDED_HERE
 
     def judge(self, codes: Mapping[int, int], lost: set[int]) -> Verdict:
         """What follows. A lost pod, or ranks that were told to end, make all others fail: these come first."""
@@ -405,7 +405,7 @@ class Pod:
             return Verdict(again=False, code=0, why="")
         if lost:
             why = f"pod {', '.join(map(str, sorted(lost)))} was lost"
-        elif saved or self.told:
+        elif saved or self.terminating:
             why = f"the ranks were told to end on pod {', '.join(map(str, saved))}: saved" if saved else "told to end"
         elif killed or not failed:
             why = f"a rank of pod {', '.join(map(str, killed))} was ended by SIGKILL"
@@ -413,7 +413,7 @@ class Pod:
             index, code = max(failed.items(), key=lambda item: (item[1] > 1, item[1] > 0, -item[0]))  # the job's own
             code = code if code > 0 else run_record.KILLED - code
             return Verdict(again=False, code=code, why=f"the ranks of pod {index} ended with exit code {code}")
-        if self.told or self.restarts < self.settings.restarts:
+        if self.terminating or self.restarts < self.settings.restarts:
             self.restarts += 1
             return Verdict(again=True, code=RESUMABLE, why=why)
         return self._used_up(why)
@@ -456,7 +456,7 @@ class Pod:
         wire, port, measuring = self._come()
         ranks = Ranks(self.settings, self.settings.meet[0], port, 0, measuring=measuring)
         codes: dict[int, int] = {}
-        patience, said, troubled = _Patience(self.settings.save_seconds), False, False
+        patience, reported, troubled = _Patience(self.settings.save_seconds), False, False
         try:
             while True:
                 time.sleep(_POLL_SECONDS)
@@ -471,9 +471,9 @@ class Pod:
                     self._end_record("interrupted", RESUMABLE, why, 0.0)
                     return Verdict(again=True, code=RESUMABLE, why=why)
                 self._run(ranks, codes, patience, troubled=troubled)
-                if codes and not said:
+                if codes and not reported:
                     wire.say(ended=codes[self.settings.index])
-                    said = True
+                    reported = True
         finally:
             ranks.end()
             wire.close()
@@ -483,7 +483,7 @@ class Pod:
         host, port = self.settings.meet
         until, news, why = time.monotonic() + self.settings.wait_seconds, time.monotonic() + 1.0, ""
         while True:
-            if self.told:
+            if self.terminating:
                 raise ToldToGoError
             now = time.monotonic()
             if now > until:
@@ -501,7 +501,7 @@ class Pod:
                 continue
             wire.say(index=self.settings.index, mark=self.mark)
             why = ""
-            while not wire.closed and not self.told:
+            while not wire.closed and not self.terminating:
                 for message in wire.hear():
                     if isinstance(message.get("go"), int):
                         return wire, message["go"], bool(message.get("measure"))
@@ -524,10 +524,10 @@ class Pod:
             return
         path = self.settings.output / "flight.json"
         before = run_record.of_start(path, began)
-        told = run_record.ended(path, status=status, exit_code=code, reason=why, began=began)
-        if told is None or before is None or before.status != "running":
+        record = run_record.ended(path, status=status, exit_code=code, reason=why, began=began)
+        if record is None or before is None or before.status != "running":
             return
-        if text := post.send(run_record.dumps(told).encode(), post.ONE_SECONDS):
+        if text := post.send(run_record.dumps(record).encode(), post.ONE_SECONDS):
             self._tell(f"the agent does not have this run's record: {text}")
 
     def _tell(self, text: str) -> None:
@@ -539,18 +539,18 @@ class _Patience:
 
     def __init__(self, save_seconds: float) -> None:
         self.save_seconds = save_seconds
-        self.asked = self.troubled = 0.0  # when
+        self.save_requested_at = self.troubled = 0.0  # when
 
-    def over(self, *, told: bool, troubled: bool, ask: Any) -> bool:
+    def over(self, *, terminating: bool, troubled: bool, ask: Any) -> bool:
         """Whether they are to be ended; asks them to save once, where this pod was told to go."""
         now = time.monotonic()
-        if told and not self.asked:
-            self.asked = now
+        if terminating and not self.save_requested_at:
+            self.save_requested_at = now
             ask()
         if troubled and not self.troubled:
             self.troubled = now
-        asked = self.asked and now - self.asked > self.save_seconds
-        return bool(asked or (self.troubled and now - self.troubled > LOST_GRACE_SECONDS))
+        save_expired = self.save_requested_at and now - self.save_requested_at > self.save_seconds
+        return bool(save_expired or (self.troubled and now - self.troubled > LOST_GRACE_SECONDS))
 
 
 def _listen(port: int) -> socket.socket:
@@ -665,18 +665,18 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
     )
     parser.add_argument("--gate", type=Path, help="file with the exit code of the gate that ran before")
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
-    given = parser.parse_args(argv)
-    host, _, port = given.meet.rpartition(":")
-    words = tuple(given.words[1:] if given.words[0] == "torchrun" else given.words)
+    arguments = parser.parse_args(argv)
+    host, _, port = arguments.meet.rpartition(":")
+    words = tuple(arguments.words[1:] if arguments.words[0] == "torchrun" else arguments.words)
     launched = ""
     with contextlib.suppress(OSError, ValueError):
-        launched = bounded.read_text(given.launched, _MOST_FILE_BYTES).strip() if given.launched else ""
+        launched = bounded.read_text(arguments.launched, _MOST_FILE_BYTES).strip() if arguments.launched else ""
     settings = Settings(
-        index=given.index, nodes=given.nodes, ranks=given.ranks, meet=(host, int(port)), words=words,
-        output=output_of(words), restarts=given.restarts, wait_seconds=given.wait, launched=launched,
-        measure=given.measure, save_seconds=given.save,
+        index=arguments.index, nodes=arguments.nodes, ranks=arguments.ranks, meet=(host, int(port)), words=words,
+        output=output_of(words), restarts=arguments.restarts, wait_seconds=arguments.wait, launched=launched,
+        measure=arguments.measure, save_seconds=arguments.save,
     )  # fmt: skip
-    return settings, given.gate
+    return settings, arguments.gate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -688,7 +688,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pod = Pod(settings=settings)
 
     def stop(_signal: int, _frame: Any) -> None:
-        pod.told = True
+        pod.terminating = True
 
     signal.signal(signal.SIGTERM, stop)  # process 1 of a container has no default for it
     code = pod.live()

@@ -137,9 +137,9 @@ def _token() -> str:
 def _detail(error: urllib.error.HTTPError) -> str:
     """What the problem document says; nothing where the answer is none."""
     with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-        said = json.loads(error.read(_MOST_ANSWER_BYTES))
-        if isinstance(said, dict) and isinstance(said.get("detail"), str):
-            return f": {said['detail']}"
+        document = json.loads(error.read(_MOST_ANSWER_BYTES))
+        if isinstance(document, dict) and isinstance(document.get("detail"), str):
+            return f": {document['detail']}"
     return ""
 
 

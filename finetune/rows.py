@@ -101,7 +101,7 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
             both = " and ".join(f"{name}={repr(row[name])[:100]}" for name in names)
             raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
     if "question" in row and "answer" in row and "messages" not in row:
-        row = {"messages": [_said("user", row["question"]), _said("assistant", row["answer"])]}
+        row = {"messages": [_message("user", row["question"]), _message("assistant", row["answer"])]}
     elif isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
         row = {"messages": [*row["prompt"], *row["completion"]]}
     if "messages" in row:
@@ -123,7 +123,7 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
     )
 
 
-def _said(role: str, content: Any) -> dict[str, Any]:
+def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 

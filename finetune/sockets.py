@@ -69,7 +69,7 @@ def taken(ranks: Sequence[Seen]) -> list[list[tuple[str, tuple[str, ...]]]]:
     return found
 
 
-def told(ranks: Sequence[Seen]) -> list[str]:
+def transports(ranks: Sequence[Seen]) -> list[str]:
     """The transports of rank 0, or why they are not known; none where it is alone."""
     if len(ranks) < 2:  # a connection whose two ends are its own is somebody else's
         return []
@@ -92,12 +92,12 @@ def spell(address: str, interfaces: Sequence[str]) -> str:
 
 def differences(ranks: Sequence[Seen], environment: Mapping[str, str]) -> list[str]:
     """Each rank whose connections take another interface than the plan's GLOO_SOCKET_IFNAME, in one sentence."""
-    asked = environment.get("GLOO_SOCKET_IFNAME")
-    if not asked:
+    expected = environment.get("GLOO_SOCKET_IFNAME")
+    if not expected:
         return []
     return [
-        f"rank {rank}: GLOO_SOCKET_IFNAME={asked}: {spell(address, interfaces)}"
+        f"rank {rank}: GLOO_SOCKET_IFNAME={expected}: {spell(address, interfaces)}"
         for rank, addresses in enumerate(taken(ranks))
         for address, interfaces in addresses
-        if interfaces and not set(asked.split(",")) & set(interfaces)
+        if interfaces and not set(expected.split(",")) & set(interfaces)
     ]

@@ -119,10 +119,10 @@ def _parts(card: Path, where: str) -> dict[str, dict[str, list[str]]]:
         text = file.read(1 << 20)
     if not text.startswith("---"):
         return {}
-    said = parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
+    metadata = parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
     parts: dict[str, dict[str, list[str]]] = {}
     try:
-        for one in said.get("configs") or ():
+        for one in metadata.get("configs") or ():
             files = one.get("data_files")
             if files is None:
                 continue
@@ -135,10 +135,10 @@ def _parts(card: Path, where: str) -> dict[str, dict[str, list[str]]]:
     return parts
 
 
-def _patterns(said: object) -> list[str]:
-    listed = [said] if isinstance(said, str) else said
+def _patterns(value: object) -> list[str]:
+    listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-        raise TypeError(f"path must be text or a list of text, is {str(said)[:80]!r}")
+        raise TypeError(f"path must be text or a list of text, is {str(value)[:80]!r}")
     return listed
 
 

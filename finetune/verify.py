@@ -131,25 +131,25 @@ def _split_projections(named: Mapping[str, torch.Tensor]) -> list[int]:
     return [len(split), len(weights)]
 
 
-def compare(asked: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
+def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
     """Each difference between what was asked for and what runs, in one sentence."""
     wrong = [
-        f"{name}: asked {getattr(asked, name)}, got {getattr(got, name)}"
+        f"{name}: asked {getattr(requested, name)}, got {getattr(got, name)}"
         for name in ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "precision")
-        if getattr(asked, name) != getattr(got, name)
+        if getattr(requested, name) != getattr(got, name)
     ]
-    if shards(asked) > 1:
-        wrong += _sharding(asked, got)
+    if shards(requested) > 1:
+        wrong += _sharding(requested, got)
     split, projections = got.split_projections
-    if asked.tp > 1 and split != projections:
-        wrong.append(f"tp={asked.tp}: {split} of {projections} projections are split")
-    if asked.pp > 1:
-        wrong += _pipeline(asked, got)
+    if requested.tp > 1 and split != projections:
+        wrong.append(f"tp={requested.tp}: {split} of {projections} projections are split")
+    if requested.pp > 1:
+        wrong += _pipeline(requested, got)
     checkpointed = got.checkpointed_layers == sum(got.stage_layers)
-    if checkpointed != (asked.checkpointing != "none"):
-        wrong.append(f"checkpointing: asked {asked.checkpointing}, {got.checkpointed_layers} layers do it")
-    if (got.compiled_layers == sum(got.stage_layers)) != asked.compile:
-        wrong.append(f"compile: asked {asked.compile}, {got.compiled_layers} layers are compiled")
+    if checkpointed != (requested.checkpointing != "none"):
+        wrong.append(f"checkpointing: asked {requested.checkpointing}, {got.checkpointed_layers} layers do it")
+    if (got.compiled_layers == sum(got.stage_layers)) != requested.compile:
+        wrong.append(f"compile: asked {requested.compile}, {got.compiled_layers} layers are compiled")
     expected = "nccl" if str(got.device).startswith("cuda") else "gloo"
     if got.backend not in (expected, "none"):
         wrong.append(f"backend: {got.backend}, expected {expected} on {got.device}")
@@ -159,37 +159,37 @@ def compare(asked: Layout, got: EffectiveLayout, environment: Mapping[str, str])
     return wrong
 
 
-def _sharding(asked: Layout, got: EffectiveLayout) -> list[str]:
+def _sharding(requested: Layout, got: EffectiveLayout) -> list[str]:
     wrong = []
     if got.wrapper != "FSDP":
-        wrong.append(f"asked {asked.family}, got {'DDP' if got.wrapper == 'DDP' else 'no sharding'}")
+        wrong.append(f"asked {requested.family}, got {'DDP' if got.wrapper == 'DDP' else 'no sharding'}")
     if got.unsharded_parameters:
         wrong.append(f"{got.unsharded_parameters} parameters are not sharded over dp_shard")
-    reshards = asked.reshard_after_forward and asked.sharding == "zero3"
+    reshards = requested.reshard_after_forward and requested.sharding == "zero3"
     if got.reshard_after_forward != reshards:
         wrong.append(f"reshard_after_forward: asked {reshards}, got {got.reshard_after_forward}")
     return wrong
 
 
-def _pipeline(asked: Layout, got: EffectiveLayout) -> list[str]:
+def _pipeline(requested: Layout, got: EffectiveLayout) -> list[str]:
     wrong = []
     names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-    if got.schedule != names[asked.schedule]:
-        wrong.append(f"schedule: asked {asked.schedule}, got {got.schedule}")
-    if asked.stage_layers and not set(got.stage_layers) <= set(asked.stage_layers):
-        wrong.append(f"stage_layers: asked {asked.stage_layers}, this rank holds {got.stage_layers}")
+    if got.schedule != names[requested.schedule]:
+        wrong.append(f"schedule: asked {requested.schedule}, got {got.schedule}")
+    if requested.stage_layers and not set(got.stage_layers) <= set(requested.stage_layers):
+        wrong.append(f"stage_layers: asked {requested.stage_layers}, this rank holds {got.stage_layers}")
     return wrong
 
 
-def check(asked: Layout, engine: Engine, environment: Mapping[str, str]) -> EffectiveLayout:
+def check(requested: Layout, engine: Engine, environment: Mapping[str, str]) -> EffectiveLayout:
     """Observe and compare on every rank; raises on every rank where one differs. Returns what rank 0 observed."""
     got = observe(engine)
-    found = _everyone(compare(asked, got, environment))
+    found = _everyone(compare(requested, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     if got.backend == "gloo":  # the ranks have just talked: their connections are up
         seen = _everyone(sockets.look())
         wrong += sockets.differences(seen, environment)
-        got.transports = sockets.told(seen)
+        got.transports = sockets.transports(seen)
     if wrong:
         raise mismatch(wrong)
     return got
@@ -200,12 +200,12 @@ def mismatch(wrong: Sequence[str]) -> MismatchError:
     return MismatchError("; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
 
 
-def _everyone(told: Any) -> list[Any]:
+def _everyone(value: Any) -> list[Any]:
     """What each rank tells, by rank."""
     if not dist.is_initialized():
-        return [told]
+        return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, told)
+    dist.all_gather_object(found, value)
     return found
 
 
@@ -217,7 +217,7 @@ def nccl_channels(environment: Mapping[str, str], transport: Mapping[str, Any]) 
     connect the world's alone.
     """
     hosts = len(set(_everyone(channels.own_host())))
-    plan = channels.asked(environment, transport)
+    plan = channels.planned_channels(environment, transport)
     path = channels.log_path(os.environ.get("NCCL_DEBUG_FILE"), os.uname().nodename, os.getpid())
     ranks = _everyone(channels.look(path, plan, hosts=hosts))
     wrong = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]

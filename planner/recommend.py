@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from contracts.job_config import layout_asked
+from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.trl import spelled
 from hardware.gpus import Gpu, gpu_named, of_board, stand_in
@@ -70,7 +70,7 @@ class Planned:
     calibrated: bool
     scale: float = 1.0  # of a measured step over its forecast
     slowed: tuple[str, ...] = ()  # what findings cost, as counted here
-    asked: Mapping[str, Any] = field(default_factory=dict)  # members of the layout that the job's settings give
+    requested: Mapping[str, Any] = field(default_factory=dict)  # members of the layout that the job's settings give
 
 
 def _rates(
@@ -112,8 +112,8 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
     if board is gpu:
         return rates
     share = board.matmul_bf16 / gpu.matmul_bf16
-    said = f"a board of {watts:.0f} W, the data sheet's has {gpu.watts:.0f}: {share:.0%} of its rate"
-    return replace(rates, inputs=(*rates.inputs, said))
+    note = f"a board of {watts:.0f} W, the data sheet's has {gpu.watts:.0f}: {share:.0%} of its rate"
+    return replace(rates, inputs=(*rates.inputs, note))
 
 
 def unjudged(cluster: ClusterTopology) -> str:
@@ -162,23 +162,23 @@ def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknow
 
 
 def _batch(
-    model: ModelSpec, train: TrainSpec, engine: Engine, world: int, asked: Mapping[str, Any], unknowns: list[str]
+    model: ModelSpec, train: TrainSpec, engine: Engine, world: int, requested: Mapping[str, Any], unknowns: list[str]
 ) -> int:
     if train.global_batch is not None:
         if train.global_batch < 1:
             raise ValueError(f"global_batch={train.global_batch}: must be at least 1")
         return train.global_batch
-    ranks = world // math.prod(asked.get(name, 1) for name in ("tp", "pp", "cp"))
-    stages = asked.get("pp", 1) * asked.get("virtual_stages", 1)
-    times = asked.get("gradient_accumulation", stages)
-    if "micro_batch" in asked:  # as trainers count: each rank has rows of its own
-        return int(asked["micro_batch"] * times * ranks)
-    wanted, multiple = _FINETUNE_BATCH, ranks * times if "gradient_accumulation" in asked else world
+    ranks = world // math.prod(requested.get(name, 1) for name in ("tp", "pp", "cp"))
+    stages = requested.get("pp", 1) * requested.get("virtual_stages", 1)
+    times = requested.get("gradient_accumulation", stages)
+    if "micro_batch" in requested:  # as trainers count: each rank has rows of its own
+        return int(requested["micro_batch"] * times * ranks)
+    wanted, multiple = _FINETUNE_BATCH, ranks * times if "gradient_accumulation" in requested else world
     if train.method == "full" and world > _FINETUNE_RANKS:
         each = active_weights(model)
         tokens = next(tokens for most, tokens in _TOKENS_PER_STEP if each <= most)
         wanted = max(1, tokens // train.sequence_length)
-        if not asked and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
+        if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
     batch = math.ceil(wanted / multiple) * multiple
     unknowns.append(
@@ -218,13 +218,13 @@ def plan(
     engine = engine_named(train.engine)
     links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
     world = links.ranks_per_node * links.nodes
-    asked = layout_asked(dict(train.asked), world, links.ranks_per_node)
-    precision = asked.get("precision", precision)
+    requested = resolve_layout(dict(train.asked), world, links.ranks_per_node)
+    precision = requested.get("precision", precision)
     forecast = precision  # what the numbers are for
     if not has_gpu and precision != "fp32":
         unknowns.append(f"no GPU: the forecast is for fp32 on the CPU, not {precision}")
         forecast = "fp32"
-        precision = precision if "precision" in asked else "fp32"
+        precision = precision if "precision" in requested else "fp32"
     if model.max_positions and train.sequence_length > model.max_positions:  # a learned table's end is rules' word
         unknowns.append(
             f"{train.sequence_length} tokens are beyond {model.name}'s {model.max_positions} positions: whether it "
@@ -273,13 +273,13 @@ def plan(
             host_adam_bytes_per_second=adam,
         ),
         world=world,
-        global_batch=_batch(model, train, engine, world, asked, unknowns),
+        global_batch=_batch(model, train, engine, world, requested, unknowns),
         precision=precision,
         capacity=capacity,
         unknowns=tuple(dict.fromkeys(unknowns)),
         calibrated=calibrated,
         slowed=tuple(now.words),
-        asked=asked,
+        requested=requested,
     )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def search_planned(planned: Planned, named: Mapping[str, object] | None = None) 
     return search(
         planned.job, world=planned.world, global_batch=planned.global_batch,
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
-        named=planned.asked if named is None else named,
+        named=planned.requested if named is None else named,
     )  # fmt: skip
 
 
@@ -434,7 +434,7 @@ def recommend(
             helps = helps_most(planned.job, candidate, planned.capacity)
         else:
             runners.append(ranked(planned.job, candidate, forecast, found.best[0]))
-    if chosen is None and planned.asked:
+    if chosen is None and planned.requested:
         found.rejected.insert(0, _why_refused(planned, found))
         helps = nearest(planned)
     elif chosen is None:
@@ -489,8 +489,8 @@ def cost_of(
 
 def _may_shrink(planned: Planned) -> bool:
     """Whether the batch is this module's own choice, beside accumulation that is given."""
-    given = "gradient_accumulation" in planned.asked and "micro_batch" not in planned.asked
-    return given and planned.job.train.global_batch is None and planned.global_batch % (2 * planned.world) == 0
+    accumulates = "gradient_accumulation" in planned.requested and "micro_batch" not in planned.requested
+    return accumulates and planned.job.train.global_batch is None and planned.global_batch % (2 * planned.world) == 0
 
 
 def _why_refused(planned: Planned, found: Found) -> Rejected:
@@ -498,9 +498,9 @@ def _why_refused(planned: Planned, found: Found) -> Rejected:
     families = [row for row in found.rejected if row.what.startswith("PP=")]
     short = [row for row in families if row.rule == "memory-fits"]
     row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))
-    said = ", ".join(spelled(name, value) for name, value in planned.asked.items()
-                     if name in _TELLING and value != 1)  # fmt: skip
-    at = f"{said} at max_length: {planned.job.train.sequence_length}" if said else "the layout"
+    settings = ", ".join(spelled(name, value) for name, value in planned.requested.items()
+                         if name in _TELLING and value != 1)  # fmt: skip
+    at = f"{settings} at max_length: {planned.job.train.sequence_length}" if settings else "the layout"
     words = "does not fit" if row.rule == "memory-fits" else "cannot run"
     budget = f" the {DEFAULT_MEMORY.safe_share * planned.capacity / GIB:.1f} GiB that a rank may fill" \
         if short and planned.capacity else ""  # fmt: skip
@@ -515,34 +515,34 @@ def nearest(planned: Planned) -> tuple[str, ...]:
 
     One setting at a time; a smaller micro-batch accumulates to the same batch. Then all of them at once.
     """
-    asked, found = dict(planned.asked), []
-    if words := _smaller_batch(planned, asked):
+    requested, found = dict(planned.requested), []
+    if words := _smaller_batch(planned, requested):
         found.append(words)
-    for changed in _one_by_one(asked):
-        if search_planned(replace(planned, asked={**asked, **changed})).best:
+    for changed in _one_by_one(requested):
+        if search_planned(replace(planned, requested={**requested, **changed})).best:
             found.append(spelled(*next(iter(changed.items()))))
     if length := _shorter(planned):
         found.append(f"max_length: {length}")
     if not found:
-        free = {name: value for name, value in asked.items() if name == "precision"}
-        for best in search_planned(replace(planned, asked=free)).best[:1]:
+        free = {name: value for name, value in requested.items() if name == "precision"}
+        for best in search_planned(replace(planned, requested=free)).best[:1]:
             layout = best.layout
-            other = {n: getattr(layout, n) for n in (*_TELLING, "gradient_accumulation") if n in asked
-                     and getattr(layout, n) != asked[n]}  # fmt: skip
+            other = {n: getattr(layout, n) for n in (*_TELLING, "gradient_accumulation") if n in requested
+                     and getattr(layout, n) != requested[n]}  # fmt: skip
             found.append(", ".join(spelled(name, value) for name, value in other.items()) + f" ({layout.family})")
     return tuple(found)
 
 
-def _smaller_batch(planned: Planned, asked: Mapping[str, Any]) -> str:
+def _smaller_batch(planned: Planned, requested: Mapping[str, Any]) -> str:
     """The largest micro-batch below the one asked for, which fits with the same batch."""
-    micro = asked.get("micro_batch")
+    micro = requested.get("micro_batch")
     if not isinstance(micro, int):
         return ""
-    rest = {name: value for name, value in asked.items() if name not in ("micro_batch", "gradient_accumulation")}
+    rest = {name: value for name, value in requested.items() if name not in ("micro_batch", "gradient_accumulation")}
     for smaller in range(micro - 1, 0, -1):
         if micro % smaller:
             continue
-        best = search_planned(replace(planned, asked={**rest, "micro_batch": smaller})).best
+        best = search_planned(replace(planned, requested={**rest, "micro_batch": smaller})).best
         if best:
             times = best[0].layout.gradient_accumulation
             return (
@@ -552,22 +552,22 @@ def _smaller_batch(planned: Planned, asked: Mapping[str, Any]) -> str:
     return ""
 
 
-def _one_by_one(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Single settings that need less memory than what is asked for, or that lift a limit."""
-    dp = asked.get("dp_replicate", 1) * asked.get("dp_shard", 1)
+    dp = requested.get("dp_replicate", 1) * requested.get("dp_shard", 1)
     sharded = {"sharding": "zero3", "dp_replicate": 1, "dp_shard": dp} if dp > 1 else {}
     changes: list[dict[str, Any]] = []
-    if asked.get("checkpointing") in ("none", "selective"):
+    if requested.get("checkpointing") in ("none", "selective"):
         changes.append({"checkpointing": "full"})
-    if asked.get("sharding") == "ddp" and sharded:
+    if requested.get("sharding") == "ddp" and sharded:
         changes.append(sharded)
-    if asked.get("reshard_after_forward") is False:
+    if requested.get("reshard_after_forward") is False:
         changes.append({"reshard_after_forward": True})
-    if asked.get("fused_cross_entropy") is False:
+    if requested.get("fused_cross_entropy") is False:
         changes.append({"fused_cross_entropy": True})
-    if asked.get("offload") == "none":
+    if requested.get("offload") == "none":
         changes.append({"offload": "all"})
-    if asked.get("offload") == "all":
+    if requested.get("offload") == "all":
         changes.append({"offload": "none"})
     return changes
 

@@ -285,8 +285,12 @@ class _Search:
         """
         fits, last = False, math.inf
         for virtual in _virtuals(self.job, split.pp, split.gradient_accumulation):
-            given = self.named.get("stage_layers")
-            uneven = given if isinstance(given, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
+            stage_layers = self.named.get("stage_layers")
+            uneven = (
+                stage_layers
+                if isinstance(stage_layers, tuple)
+                else uneven_stages(self.job.model.layers, split.pp * virtual)
+            )
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
             base = split

@@ -97,7 +97,7 @@ class Seen:
     traces: Mapping[int, RankTrace] = field(default_factory=dict)  # of the flight recorder
     states: Mapping[int, RankState] = field(default_factory=dict)
     processes: Mapping[int, str] = field(default_factory=dict)  # "runs", "stopped", "gone", where this host has them
-    told: Mapping[str, Mapping[int, RankTrace]] = field(default_factory=dict)  # by other sources: "watchdog", "RAS"
+    reported: Mapping[str, Mapping[int, RankTrace]] = field(default_factory=dict)  # by other sources: "watchdog", "RAS"
     errors: Mapping[int, str] = field(default_factory=dict)  # by rank, from a log: the exception that ended it
     clash: Mapping[int, Call] = field(default_factory=dict)  # by rank: calls that torch itself found not to match
     hung: Mapping[int, str] = field(default_factory=dict)  # ranks whose own watchdog stood still, and its words
@@ -366,7 +366,7 @@ def _mismatch(
     elif mine.op == other.op:
         code, what = "call.size", "other sizes"
     who = ranks_of(odd) + f" call{'s' if len(odd) == 1 else ''} {what}: "
-    said = tuple(
+    evidence = tuple(
         f"rank {rank}: {call.words}, {_place(call)}" + (f", from {call.frames[0]}" if call.frames else "")
         for rank, call in sorted(rows.items())
     )[:8]
@@ -377,7 +377,7 @@ def _mismatch(
             by_kind.setdefault(call.words, []).append(rank)
         each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {k}" for k, ranks in by_kind.items())
         message = f"{ranks_of(odd)} disagree: {each}"
-    return Cause(code=code, message=message, ranks=tuple(odd), evidence=said,
+    return Cause(code=code, message=message, ranks=tuple(odd), evidence=evidence,
                  action="make every rank of the group call the same, in the same order")  # fmt: skip
 
 
@@ -447,7 +447,7 @@ def outlived(rank: int, seen: Seen) -> bool:
 
 def _gave_up(seen: Seen) -> dict[int, float]:
     """When those ranks last wrote that ended because they had waited for as long as their group allows."""
-    waited = seen.told.get("watchdog", {})
+    waited = seen.reported.get("watchdog", {})
     return {
         rank: state.written for rank, state in seen.states.items()
         if rank in waited or (state.ended and state.error and _IN_VAIN.search(state.error))
@@ -525,8 +525,8 @@ def stuck(seen: Seen, traces: Mapping[int, RankTrace], source: str) -> Verdict |
     if not decisive and jammed.roots <= set(jammed.waits) - jammed.held and _sent_again(seen):
         behind = min(jammed.roots)  # all have come to the call that these are still in: it is not they who are late
         call = jammed.waits[behind]
-        said = f"{ranks_of(sorted(jammed.roots))}: still in {call.words}, {_place(call)}"
-        cause = network(seen, "carries nothing", wait, said, between=sorted(jammed.here[behind]))
+        message = f"{ranks_of(sorted(jammed.roots))}: still in {call.words}, {_place(call)}"
+        cause = network(seen, "carries nothing", wait, message, between=sorted(jammed.here[behind]))
         return _verdict("stuck", (cause,), seen, (), tuple(sorted(jammed.waits)))
     order = sorted(decisive or jammed.roots, key=lambda rank: (rank not in decisive, kinds[rank][0] in INNOCENT, rank))
     causes = tuple(
@@ -559,7 +559,7 @@ def _too_short(
     """The others gave up waiting for ranks at work that may take long: no rank is at fault, the timeout is."""
     errors = [state.error or "" for state in seen.states.values()]
     limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
-    words = [f"rank {rank} {said}" for rank, (_, said) in sorted(busy.items())]
+    words = [f"rank {rank} {activity}" for rank, (_, activity) in sorted(busy.items())]
     shorter = f"the group's timeout{f' of {limit:.0f} s' if limit else ''} is shorter than what is waited for"
     kind = busy[min(busy)][0]
     action = "init_process_group(timeout=...) longer than that" + ACTIONS_OF_BUSY.get(kind, "")
@@ -638,8 +638,8 @@ def _no_root(jammed: Jam, seen: Seen, wait: str, waiting: tuple[int, ...]) -> Ve
     if jammed.met:
         first = min(jammed.met)
         call, inside = jammed.waits[first], sorted(jammed.here[first])
-        said = f"{ranks_of(inside)} are all in {call.words}, {_place(call)}: it does not move"
-        return _verdict("stuck", (network(seen, "carries nothing", wait, said, between=inside),), seen, (), waiting)
+        message = f"{ranks_of(inside)} are all in {call.words}, {_place(call)}: it does not move"
+        return _verdict("stuck", (network(seen, "carries nothing", wait, message, between=inside),), seen, (), waiting)
     circle = _circle(jammed)
     if not circle:
         return _open(jammed, seen, wait, waiting)
@@ -752,7 +752,7 @@ def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = (), 
     if len(hosts) == 2:  # only these two are in the call that does not move
         pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)} or {(hosts[0], hosts[1]): 1})
     total = sum(pairs.values())
-    told = tuple(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6))
+    backlog = tuple(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6))
     by_host: Counter[str] = Counter()
     for (a, b), n in pairs.items():
         by_host[a] += n
@@ -764,14 +764,14 @@ def network(seen: Seen, what: str, *evidence: str, between: Sequence[int] = (), 
         if (most + reverse) / total >= EXPLAINS and len(owners) > 0:
             return Cause(code="link", nodes=pair,
                          message=f"the link between {pair[0]} and {pair[1]}, or the network of one of them, {what}",
-                         share=(most + reverse) / total, evidence=(*evidence, *told),
+                         share=(most + reverse) / total, evidence=(*evidence, *backlog),
                          action=f"on both: topoflight bench --nodes 2 --rendezvous {pair[0]}:1234")  # fmt: skip
         if touched / total >= EXPLAINS and len(others) > 1:
             return Cause(code="link.node", message=f"the network of {host} {what}: towards {', '.join(sorted(others))}",
-                         nodes=(host,), share=touched / total, evidence=(*evidence, *told),
+                         nodes=(host,), share=touched / total, evidence=(*evidence, *backlog),
                          action=f"look at its NIC, cable and port: topoflight scan on {host}")  # fmt: skip
     return Cause(code="network", message=f"the network {what}: every rank of the group has come to the call",
-                 evidence=(*evidence, *told), action="measure it by pairs: on each node "
+                 evidence=(*evidence, *backlog), action="measure it by pairs: on each node "
                         "topoflight bench --search --nodes N --rendezvous HOST:PORT")  # fmt: skip
 
 
@@ -917,13 +917,15 @@ def _slower_together(found: Pace, seen: Seen) -> Verdict | None:
     if changed is None or changed.since <= LONGER * changed.before:
         return None
     times = changed.since / changed.before if changed.before > 0 else 0.0
-    told = f"flight recorder: {changed.since:.3g} s from call to call, {changed.before:.3g} s before"
+    timing = f"flight recorder: {changed.since:.3g} s from call to call, {changed.before:.3g} s before"
     cost = _cost(changed.before, changed.since)
     if _all_in_collectives(seen):
-        cause = network(seen, "has become slow", told, since=found.begins[changed.at])
+        cause = network(seen, "has become slow", timing, since=found.begins[changed.at])
         if len(cause.evidence) > 1:
             return _verdict("slow", (replace(cause, **cost),), seen, (), ())
-    cause = Cause(code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(told,), **cost)
+    cause = Cause(
+        code="all", message=f"all ranks alike have become {times:.1f} times slower", evidence=(timing,), **cost
+    )
     hint = Unknown(what="what the ranks do longer", command="topoflight why --run DIR, of a job with finetune.beside")
     return replace(_verdict("slow", (cause,), Seen(), (), ()), unknown=(hint,))
 
@@ -993,14 +995,16 @@ def _grown(seen: Seen) -> Verdict | None:
     before, since = (median(getattr(one, name) for one in changes) for name in ("before", "since"))
     if since <= LONGER * before or before <= 0:
         return None
-    told = f"rank states: {since:.3g} s from call to call, {before:.3g} s before: {since / before:.1f} times slower"
-    slower = network(seen, "has become slow", told, since=began)
+    timing = f"rank states: {since:.3g} s from call to call, {before:.3g} s before: {since / before:.1f} times slower"
+    slower = network(seen, "has become slow", timing, since=began)
     least = EXPLAINS if len(slower.evidence) > 1 else 0.5  # where bytes wait, too, most of it must be the CPU
     held = [rank for rank, share in sorted(delays.items()) if share - _rest(delays, rank) > least]
     if 0 < len(held) < len(delays) / 2:
         causes = [
-            replace(_suspect(rank, "compute", "is not let run: it waits for a CPU", seen, told, min(1.0, delays[rank])),
-                    **_cost(before, since), action=_NOT_RUN)
+            replace(
+                _suspect(rank, "compute", "is not let run: it waits for a CPU", seen, timing, min(1.0, delays[rank])),
+                **_cost(before, since), action=_NOT_RUN,
+            )
             for rank in held
         ]  # fmt: skip
         return _verdict("slow", tuple(causes), seen, tuple(held), tuple(sorted(set(delays) - set(held))))
@@ -1009,26 +1013,26 @@ def _grown(seen: Seen) -> Verdict | None:
     if 0 < len(busy) < len(work) / 2:  # the others wait for these
         grew = "longer than earlier in this run"
         causes = [
-            replace(_suspect(rank, kind, f"{DOING[kind]} {grew}", seen, told), **_cost(before, since))
+            replace(_suspect(rank, kind, f"{DOING[kind]} {grew}", seen, timing), **_cost(before, since))
             for rank in busy if (kind := work[rank][0])
         ]  # fmt: skip
         return _verdict("slow", tuple(causes), seen, tuple(busy), tuple(set(work) - set(busy)))
     kind, share = _most({kind: median(row[kind] for row in more.values()) for kind in next(iter(more.values()))})
     if share < EXPLAINS:
         message = f"all ranks alike have become {since / before:.1f} times slower, in {kind} and others"
-        cause = Cause(code="all", message=message, share=share, evidence=(told,))
+        cause = Cause(code="all", message=message, share=share, evidence=(timing,))
     elif kind == "collective":
         cause = slower
         if len(cause.evidence) < 2:  # no byte was seen waiting: a rank that is not let run looks the same
             message = f"all ranks alike have become {since / before:.1f} times slower, in their collectives"
-            cause = Cause(code="all.collective", message=message, evidence=(told,))
+            cause = Cause(code="all.collective", message=message, evidence=(timing,))
             hint = Unknown(what="whether the network or a rank without CPU time",
                            command="topoflight bench --search --nodes N; cpu.stat of each rank's cgroup")  # fmt: skip
             verdict = _verdict("slow", (replace(cause, **_cost(before, since)),), seen, (), ())
             return replace(verdict, unknown=(hint,))
     else:
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
-                      evidence=(told,), action=ACTIONS.get(kind, ""))  # fmt: skip
+                      evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
     return _verdict("slow", (replace(cause, **_cost(before, since)),), seen, (), ())
 
 
@@ -1086,8 +1090,8 @@ def _verdict(
 
 def judge(seen: Seen) -> Verdict:
     """The verdict of the ranks: the flight recorder first, as it is exact; then others; then where the ranks are."""
-    told = {"flight recorder": seen.traces, **seen.told}
-    found = {name: verdict for name, traces in told.items() if traces and (verdict := stuck(seen, traces, name))}
+    by_source = {"flight recorder": seen.traces, **seen.reported}
+    found = {name: verdict for name, traces in by_source.items() if traces and (verdict := stuck(seen, traces, name))}
     known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
     best = next(iter((known or found).values()), None)
     verdict = (
@@ -1173,7 +1177,9 @@ def _by_errors(seen: Seen) -> Verdict | None:
     own = {rank: error for rank, error in seen.errors.items() if not _HEARD.search(error)}
     if not own or seen.states or (seen.first is not None and seen.first not in seen.errors):
         return None
-    waiting = tuple(sorted({rank for rows in seen.told.values() for rank, row in rows.items() if row.calls} - set(own)))
+    waiting = tuple(
+        sorted({rank for rows in seen.reported.values() for rank, row in rows.items() if row.calls} - set(own))
+    )
     wait = (f"watchdog: {ranks_of(waiting)} waited in vain",) if waiting else ()
     kinds = {error.partition(":")[0] for error in own.values()}
     if len(own) > 1 and len(kinds) == 1 and seen.first not in own:  # none of them is the cause of the others'
@@ -1345,5 +1351,5 @@ def _nothing(seen: Seen) -> Verdict:
 
 
 def _sources(seen: Seen) -> tuple[str, ...]:
-    counts = {"flight recorder": seen.traces, "rank states": seen.states, "processes": seen.processes, **seen.told}
+    counts = {"flight recorder": seen.traces, "rank states": seen.states, "processes": seen.processes, **seen.reported}
     return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)

@@ -275,11 +275,11 @@ class Scanner:
                 raise WorkerError("the scan was ended")
         return self._worker
 
-    def _drop(self, asked: str = "") -> None:
+    def _drop(self, probe_name: str = "") -> None:
         """Kill the child, and look again at those that could not be killed before."""
         worker, self._worker = self._worker, None
         if worker is not None and not worker.kill():
-            self._lingering.append((asked, worker))
+            self._lingering.append((probe_name, worker))
         self._lingering = [(name, old) for name, old in self._lingering if old.process.poll() is None]
 
 

@@ -166,8 +166,8 @@ def _bridges_differ(pairs: list[tuple[str, str, str]]) -> Iterator[Finding]:
 
 def _asymmetry_evidence(node: NodeTopology, gpu: str, pairs: list[tuple[str, str, str]]) -> tuple[str, ...]:
     labels = [f"{a} to {b}: {label}" for a, b, label in pairs if gpu in (a, b)]
-    said = [warning for warning in node.warnings if gpu in warning.split()]
-    return tuple(labels[:2] + said[:2])
+    warnings = [warning for warning in node.warnings if gpu in warning.split()]
+    return tuple(labels[:2] + warnings[:2])
 
 
 def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:

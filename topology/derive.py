@@ -147,8 +147,8 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
     # A GPU whose memory is a NUMA node hangs on a Grace CPU by C2C: SYS to every NIC is what those machines show.
     coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
     # NICs nearer to each other than SYS show a tree: then they do stand across the sockets from every GPU.
-    told = any(rank(known.label(a.name, b.name)) < SYS_RANK for i, a in enumerate(nics) for b in nics[i + 1 :])
-    if label == "SYS" and len(nics) > 1 and not coherent and not told:
+    tree_visible = any(rank(known.label(a.name, b.name)) < SYS_RANK for i, a in enumerate(nics) for b in nics[i + 1 :])
+    if label == "SYS" and len(nics) > 1 and not coherent and not tree_visible:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     shared = _same_numa_but_far(gpus, known) if label == "SYS" else None
     return f"{shared} share a NUMA node and yet are SYS apart: the PCIe tree is hidden" if shared else None

@@ -30,12 +30,14 @@ from topology.nccl import (
 def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """((kind, bus id), count) of the ends of a GPU's active links, in order of first appearance."""
     ends = Counter(
-        (_told(link.remote_kind) or "unknown", _told(link.remote_bus_id)) for link in gpu.nvlinks if link.active
+        (_known_end(link.remote_kind) or "unknown", _known_end(link.remote_bus_id))
+        for link in gpu.nvlinks
+        if link.active
     )
     return tuple(ends.items())
 
 
-def _told(end: str | None) -> str | None:
+def _known_end(end: str | None) -> str | None:
     return None if end == UNREAD else end
 
 
@@ -127,9 +129,9 @@ class NvLinks:
         """Once for each GPU with fewer links to the switch than another has."""
         if first != second:
             short, other = (a, b) if first < second else (b, a)
-            said = f"GPU{short} has {min(first, second)} NVLinks to the NVSwitch, "
-            if not any(warning.startswith(said) for warning in self.warnings):
-                self.warnings.append(f"{said}GPU{other} has {max(first, second)}: the lower count works both ways")
+            prefix = f"GPU{short} has {min(first, second)} NVLinks to the NVSwitch, "
+            if not any(warning.startswith(prefix) for warning in self.warnings):
+                self.warnings.append(f"{prefix}GPU{other} has {max(first, second)}: the lower count works both ways")
 
     def _hidden(self, a: int, b: int, first: int, second: int) -> tuple[int, str]:
         """A hypervisor hides where links end: the P2P status says whether these two are joined by them."""
@@ -149,8 +151,8 @@ class NvLinks:
     def peer_access(self, a: int, b: int) -> bool | None:
         """Whether the driver lets one GPU read the other's memory; None where it does not say."""
         pair = self._pair(a, b)
-        said = pair.p2p_read if pair else None
-        return None if said in (None, "unknown") else said == "ok"
+        status = pair.p2p_read if pair else None
+        return None if status in (None, "unknown") else status == "ok"
 
     def _joined(self, a: int, b: int) -> bool:
         pair = self._pair(a, b)

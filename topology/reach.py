@@ -348,8 +348,10 @@ def _timed(
         derivation=(),
     )
     latency = f"latency {soon * 1e6:.0f} to {late * 1e6:.0f} us of {moved / weakest.typical * 1e6:.0f} us"
-    told = tuple(bound.words for bound in bounds)
-    return replace(made, derivation=(*paths.words, *told, latency, f"by {algorithm}: {made.words()}", factors.source))
+    bound_words = tuple(bound.words for bound in bounds)
+    return replace(
+        made, derivation=(*paths.words, *bound_words, latency, f"by {algorithm}: {made.words()}", factors.source)
+    )
 
 
 def _rate(rate: Span) -> str:

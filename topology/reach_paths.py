@@ -183,8 +183,8 @@ def _nvlink(
     if value is not None:
         return kind, span(count * value), (words, f"one NVLink carries {value / GIGA:g} GB/s in NCCL's plan")
     low, high = nvlink_candidates(count)
-    told = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
-    return kind, Span(low=count * low, high=count * high), (words, told)
+    assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
+    return kind, Span(low=count * low, high=count * high), (words, assumption)
 
 
 def _pcie(

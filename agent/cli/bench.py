@@ -112,7 +112,7 @@ def bench(
     keep_bench(result)
     emit(result, form, lambda out: measured.bench(out, result, verbose=verbose))
     _save(result, save)
-    sys.exit(_bench_exit(result, _told(checks_of_bars(result, snapshots(())))))
+    sys.exit(_bench_exit(result, _report_low(checks_of_bars(result, snapshots(())))))
 
 
 def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
@@ -126,7 +126,7 @@ def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
             raise click.ClickException(f"--save {path}: {error.strerror}") from None
 
 
-def _told(checks: Iterable[Check]) -> bool:
+def _report_low(checks: Iterable[Check]) -> bool:
     """Say what is below its bar, on stderr; whether none of it fails."""
     low = [check for check in checks if check.status in ("warn", "fail")]
     for check in low:
@@ -166,7 +166,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
         ports = ports_of(found, options["devices"])
         if not ports:
             say(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` says more", err=True)
-            _told(_causes(found))
+            _report_low(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))
         with lock.hold():
@@ -175,7 +175,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
                 served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
                 for problem in problems:
                     say(problem, err=True)
-                _told(_causes(found) if problems else ())
+                _report_low(_causes(found) if problems else ())
                 return EXIT_PASS if served and not problems else EXIT_FAILED
             progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
             result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
@@ -188,7 +188,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     result = with_bars(result, found, before)
     emit(result, form, lambda out: measured.rdma(out, result))
     _save(result, save)
-    well = _told([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
+    well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
     return EXIT_PASS if well and result.complete else EXIT_FAILED
 
 

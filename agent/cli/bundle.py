@@ -54,7 +54,9 @@ def bundle(
     except OSError as error:
         raise click.ClickException(f"{target}: {error.strerror}") from None
     failed = [name for name, files in hosts.items() if "error.txt" in files]
-    said = f"; {len(failed)} without an answer: {', '.join(failed)}" if failed else ""
-    say(f"{target}: {len(content)} bytes, {len(hosts)} folders{said}. Look into it before you hand it on.", err=True)
+    failures = f"; {len(failed)} without an answer: {', '.join(failed)}" if failed else ""
+    say(
+        f"{target}: {len(content)} bytes, {len(hosts)} folders{failures}. Look into it before you hand it on.", err=True
+    )
     for line in making.brief(hosts):
         say(line, err=True)

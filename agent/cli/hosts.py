@@ -61,7 +61,7 @@ def refuse_two_sources(options: Mapping[str, Any]) -> None:
 
 
 def snapshots(
-    hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, told: bool = False,
+    hosts: Sequence[Path], *, root: str = "/", timeout_seconds: float = 30.0, quiet: bool = False,
     stop: threading.Event | None = None,
 ) -> tuple[Snapshot, ...]:  # fmt: skip
     """Scan this host in a child process, `timeout_seconds` for each probe, or replay the recordings in order.
@@ -70,7 +70,7 @@ def snapshots(
     set this returns: what a scan was asked from then on is failed in it, and recordings not yet read are left out.
     """
     stop = stop or threading.Event()
-    if told or not sys.stderr.isatty():  # what draws on terminals is not imported where there is none
+    if quiet or not sys.stderr.isatty():  # what draws on terminals is not imported where there is none
         return _snapshots(hosts, root, timeout_seconds, stop)
     from agent.cli.output import waiting
 
@@ -102,7 +102,7 @@ def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: t
                         say(line, err=True)
         except RecordingError as error:
             raise InputError(str(error)) from None
-    return told_apart(found, paths)
+    return distinct_names(found, paths)
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _closed_by(stop: threading.Event, scanner: Scanner) -> Iterator[None]:
         thread.join()
 
 
-def told_apart(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
+def distinct_names(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
     """Two recordings of hosts with one name (pods often have one) get their files' names beside it."""
     times = Counter(snapshot.hostname for snapshot in found)
     taken: set[str] = set()

@@ -22,7 +22,7 @@ EMBEDDED_MODEL = "tiny-llama"
 RANDOM = "random:"  # weights of a shape alone
 
 
-def said(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+def explicit_settings(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     """The settings that are given, by today's names. Raises RequestError that names the file or the word."""
     return settings(config, overrides)[1]
 
@@ -53,29 +53,31 @@ def settings(config: Path | None, overrides: Iterable[str]) -> tuple[JobConfig, 
         raise RequestError(f"--set {error}") from None
 
 
-def planned_for(request: Request, config: JobConfig, given: Mapping[str, Any]) -> Request:
+def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
     """The question as the job's settings put it: what they say stands, and the plan is made around it."""
-    if not given:
+    if not explicit:
         return request
-    asked: dict[str, Any] = {field: getattr(config, name) for name, field in _PLANNED.items() if name in given}
-    if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(given) and given.get(
+    requested: dict[str, Any] = {field: getattr(config, name) for name, field in _PLANNED.items() if name in explicit}
+    if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(explicit) and explicit.get(
         "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
-        asked["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
-    if {"model_name_or_path", "max_length"} & set(given) == {"model_name_or_path"} and (
+        requested["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
+    if {"model_name_or_path", "max_length"} & set(explicit) == {"model_name_or_path"} and (
         request.train.sequence_length == TrainSpec().sequence_length
     ):
-        asked["sequence_length"] = config.max_length  # a whole job that is silent on it has TRL's default, as the job
-    if "attn_implementation" in given:
+        requested["sequence_length"] = (
+            config.max_length
+        )  # a whole job that is silent on it has TRL's default, as the job
+    if "attn_implementation" in explicit:
         kernel = config.attn_implementation
-        asked["attention"] = "flash" if kernel == "flash_attention_2" else kernel
-    if "dtype" in given:
-        asked["dtype"] = config.dtype
+        requested["attention"] = "flash" if kernel == "flash_attention_2" else kernel
+    if "dtype" in explicit:
+        requested["dtype"] = config.dtype
     if config.layout:
-        asked["asked"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
-        asked["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")
+        requested["asked"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
+        requested["fused_cross_entropy"] = config.layout.get("fused_cross_entropy")
         if {"micro_batch", "gradient_accumulation"} & set(config.layout) and request.model == EMBEDDED_MODEL:
-            asked["global_batch"] = None
-    return request.changed(**asked)
+            requested["global_batch"] = None
+    return request.changed(**requested)
 
 
 # Settings that a forecast goes by -> their names there.
@@ -85,7 +87,7 @@ _PLANNED = {
 }  # fmt: skip
 
 
-def left_open(advice: Recommendation, given: Mapping[str, Any]) -> dict[str, Any]:
+def left_open(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the file leaves open as they were planned: weights, method, adapters, rows."""
     train, model = advice.train, advice.model
     if train is None or model is None:
@@ -94,7 +96,7 @@ def left_open(advice: Recommendation, given: Mapping[str, Any]) -> dict[str, Any
     made = {name: getattr(train, field) for name, field in _PLANNED.items() if name != "max_steps" or train.steps}
     made |= {"use_peft": train.method != "full", "load_in_4bit": train.method == "qlora", "attn_implementation": kernel,
              "model_name_or_path": hub_id(model.name) or model.name}  # fmt: skip
-    return {name: value for name, value in made.items() if name not in given}
+    return {name: value for name, value in made.items() if name not in explicit}
 
 
 def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:

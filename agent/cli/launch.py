@@ -124,7 +124,7 @@ OF_THE_JOB = {"model", "method", "sequence_length", "global_batch", "config", "o
 @click.option("-o", "form", default=None, type=click.Choice(["yaml", "json"]), help="With --dry-run. Default: yaml.")
 def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
-    arguments: tuple[str, ...], **given: Any,
+    arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Launch the fine-tune, or your own --script, with the recommended environment and layout, here or on a cluster.
 
@@ -133,31 +133,31 @@ def launch(
     """
     from agent.advise import RequestError, advise, with_fsdp
     from agent.cli.hosts import snapshots
-    from agent.cli.job_settings import EMBEDDED_MODEL, said
+    from agent.cli.job_settings import EMBEDDED_MODEL, explicit_settings
     from agent.dataset import for_whole_run, with_rows
     from agent.jobs.benchmark import flight_request
 
-    if given["measure"] and given["no_preflight"]:
+    if options["measure"] and options["no_preflight"]:
         raise click.UsageError("--measure is the gate's, and --no-preflight leaves the gate out")
     if form and not dry_run:
         raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
-    refuse_two_sources(given)
-    _refuse_options_of_elsewhere(given["api"])
-    _storage_rate(given)
+    refuse_two_sources(options)
+    _refuse_options_of_elsewhere(options["api"])
+    _storage_rate(options)
     if script is not None:
         _launch_script(script, arguments, folder or Path("script-output"), timeout, form if dry_run else None,
-                       dry_run, given)  # fmt: skip
+                       dry_run, options)  # fmt: skip
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
-    found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
+    found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
     try:
-        settings = said(given["config"], given["overrides"])
-        request = for_whole_run(with_rows(flight_request(given), settings), settings)
+        settings = explicit_settings(options["config"], options["overrides"])
+        request = for_whole_run(with_rows(flight_request(options), settings), settings)
     except RequestError as error:
         raise click.UsageError(str(error)) from None
     advice = advise(request, lambda: found)
-    if given["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
+    if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
     if advice.chosen is None:
         from agent.terminal.advice import rejected
@@ -167,13 +167,13 @@ def launch(
     shown = form or ("brief" if sys.stdout.isatty() else "yaml") if dry_run else None
     if shown != "brief":
         _say_forecast(advice)
-    folder = folder or _folder(given)
-    if given["api"] != "local":
-        _launch_there(advice, found, shown, given)
+    folder = folder or _folder(options)
+    if options["api"] != "local":
+        _launch_there(advice, found, shown, options)
     elif shown:
-        _print_here(advice, folder, shown, given)
+        _print_here(advice, folder, shown, options)
     else:
-        _launch_here(advice, found, folder, timeout, given)
+        _launch_here(advice, found, folder, timeout, options)
 
 
 def _in_brief(advice: Recommendation) -> None:
@@ -184,11 +184,11 @@ def _in_brief(advice: Recommendation) -> None:
     in_brief(console(), advice, "reasons and other layouts: topoflight recommend --explain")
 
 
-def _folder(given: Mapping[str, Any]) -> Path:
+def _folder(options: Mapping[str, Any]) -> Path:
     """Where the job writes, by its settings."""
-    from agent.cli.job_settings import said
+    from agent.cli.job_settings import explicit_settings
 
-    return Path(said(given["config"], given["overrides"]).get("output_dir", "finetune-output"))
+    return Path(explicit_settings(options["config"], options["overrides"]).get("output_dir", "finetune-output"))
 
 
 def _nothing(advice: Recommendation) -> str:
@@ -227,43 +227,43 @@ def _refuse_options_of_elsewhere(api: str) -> None:
             raise click.UsageError(f"{option.opts[0]}: is of a launch on this host, without --api {api}")
 
 
-def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, given: dict[str, Any]) -> None:
+def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
     """Print the job in `form` ("brief": what it is), or create it where that is None."""
     from agent.jobs import cluster_job
-    from agent.jobs.launch import storage_rate, told_to_end
+    from agent.jobs.launch import grace_notice, storage_rate
     from planner.advice import ExportError
     from planner.kubernetes.job import SAVE_SECONDS, JobError
     from planner.kubernetes.manifests import render as render_documents
 
     try:
-        cluster_job.refuse_what_cannot_train(advice, given)
-        advice, left_out = cluster_job.for_pods(advice, given, found)
-        advice = cluster_job.on_rails(advice, given, found)
-        given = {**given, **_dra(advice, given, asked=form is None)}
-        advice = _compute_domain(advice, given, asked=form is None)
-        spec = cluster_job.spec_of(advice, given, _offered(advice, given, asked=form is None))
+        cluster_job.refuse_what_cannot_train(advice, options)
+        advice, left_out = cluster_job.for_pods(advice, options, found)
+        advice = cluster_job.on_rails(advice, options, found)
+        options = {**options, **_dra(advice, options, query_cluster=form is None)}
+        advice = _compute_domain(advice, options, query_cluster=form is None)
+        spec = cluster_job.spec_of(advice, options, _offered(advice, options, query_cluster=form is None))
         launched = "" if form else datetime.now(UTC).isoformat()
-        plan = cluster_job.plan_of(advice, given, found)
-        made = cluster_job.documents(spec, given["api"], plan, launched=launched)
-        documents = (*cluster_job.storage(given), *made)
-        if given["with_network"]:
-            documents = (*cluster_job.network(found, spec.namespace, given["host_mofed"]), *documents)
+        plan = cluster_job.plan_of(advice, options, found)
+        made = cluster_job.documents(spec, options["api"], plan, launched=launched)
+        documents = (*cluster_job.storage(options), *made)
+        if options["with_network"]:
+            documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)
     except (JobError, ExportError) as error:
         raise click.UsageError(str(error)) from None
     if form == "brief":
         _in_brief(advice)
-    if given["with_network"]:
-        unknown = cluster_job.unknown_mofed(found) if given["host_mofed"] is None else ""
+    if options["with_network"]:
+        unknown = cluster_job.unknown_mofed(found) if options["host_mofed"] is None else ""
         for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
             say(f"warning: {wrong}", err=True)
-    told = told_to_end(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(given["storage_rate"]))
-    for line in filter(None, (*plan.notes, *left_out, told)):
+    notice = grace_notice(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(options["storage_rate"]))
+    for line in filter(None, (*plan.notes, *left_out, notice)):
         say(f"note: {line}", err=True)
     for wrong in filter(
         None, (f(spec) for f in (cluster_job.without_nic, cluster_job.uncounted, cluster_job.not_kept))
     ):
         say(f"warning: {wrong}", err=True)
-    if not (given["preflight_image"] or given["no_preflight"] or given["measure"]):
+    if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
         say("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
         say(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
@@ -271,39 +271,39 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         say(render_documents(documents), nl=False)
     if form:
         return
-    if given["with_network"]:
+    if options["with_network"]:
         raise click.UsageError("--network: these are the administrator's to apply; add --dry-run to print them")
-    _create(documents, given)
+    _create(documents, options)
 
 
-def _create(documents: Sequence[dict[str, Any]], given: dict[str, Any]) -> None:
+def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.jobs import cluster_job
     from planner.kubernetes.job import JobError
 
     warned: dict[str, None] = {}  # by the dry run and again when it is made
     try:
-        client = connect(given["context"], on_warning=lambda text: warned.setdefault(text))
+        client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
         try:
             for line in cluster_job.create(client, documents):
                 say(line)
         finally:
             for text in warned:
                 say(f"warning: the API server says: {text}", err=True)
-        if given["wait"]:
-            _wait_for_pods(client, documents[-1], given)
+        if options["wait"]:
+            _wait_for_pods(client, documents[-1], options)
     except (JobError, AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
 
 
-def _wait_for_pods(client: Client, job: dict[str, Any], given: dict[str, Any]) -> None:
+def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any]) -> None:
     """Say how the job's pods come; exit with 3 where they are refused, 5 where none came and nothing says why."""
     from agent.jobs import cluster_job, first_pods
 
     with waiting("launch: waiting for the first pods"):
         made = cluster_job.stored(client, job)
         came = first_pods.wait(
-            client, made, api=given["api"], nodes=given["nodes"] or 1, seconds=given["wait"], sleep=time.sleep
+            client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
         )
     for line in came.lines:
         say(line, err=True)
@@ -312,31 +312,31 @@ def _wait_for_pods(client: Client, job: dict[str, Any], given: dict[str, Any]) -
         sys.exit(came.exit_code)
 
 
-def _may_ask(given: dict[str, Any], *, asked: bool) -> bool:
+def _may_ask(options: dict[str, Any], *, query_cluster: bool) -> bool:
     """Whether the cluster is asked: by a launch, and by a dry run where one is named."""
-    return bool(asked or given["context"] or os.environ.get("KUBECONFIG"))
+    return bool(query_cluster or options["context"] or os.environ.get("KUBECONFIG"))
 
 
-def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[str, Any]:
+def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> dict[str, Any]:
     """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.dra import CannotError
     from agent.jobs import cluster_job
 
-    named = bool(given["dra"])
-    if named and given["no_dra"]:
-        raise click.UsageError(f"--dra {given['dra'][0]} and --no-dra: leave one of the two away")
-    chosen = {"dra": named, "device_classes": cluster_job.device_classes(given["dra"])}
-    if given["no_dra"] or not _may_ask(given, asked=asked):
+    named = bool(options["dra"])
+    if named and options["no_dra"]:
+        raise click.UsageError(f"--dra {options['dra'][0]} and --no-dra: leave one of the two away")
+    chosen = {"dra": named, "device_classes": cluster_job.device_classes(options["dra"])}
+    if options["no_dra"] or not _may_ask(options, query_cluster=query_cluster):
         return chosen
-    why = "" if named else cluster_job.against_dra(advice, given)
-    given = {**given, **chosen}
+    why = "" if named else cluster_job.against_dra(advice, options)
+    options = {**options, **chosen}
     try:
         if named:
-            cluster_job.check_dra(connect(given["context"], tries=2), advice, given)
+            cluster_job.check_dra(connect(options["context"], tries=2), advice, options)
             return chosen
         if not why:
-            words = cluster_job.dra_able(connect(given["context"], tries=2), advice, given)
+            words = cluster_job.dra_able(connect(options["context"], tries=2), advice, options)
             say(f"DRA: used: {words}; --no-dra leaves it", err=True)
             return {**chosen, "dra": True}
     except CannotError as error:
@@ -349,19 +349,19 @@ def _dra(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> dict[
     return chosen
 
 
-def _compute_domain(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> Recommendation:
+def _compute_domain(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> Recommendation:
     """The recommendation without its ComputeDomain where --no-dra or the cluster says so; stderr says why."""
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.dra import CannotError, serves
 
     need = next((each for each in advice.needs if each.name == "compute_domain"), None)
-    if need is None or (given["nodes"] or 1) == 1:
+    if need is None or (options["nodes"] or 1) == 1:
         return advice
-    why = "--no-dra" if given["no_dra"] else ""
-    if not why and _may_ask(given, asked=asked):
+    why = "--no-dra" if options["no_dra"] else ""
+    if not why and _may_ask(options, query_cluster=query_cluster):
         group, _, version = need.value.partition("/")
         try:
-            serves(connect(given["context"], tries=2), group, version)
+            serves(connect(options["context"], tries=2), group, version)
         except CannotError as error:
             why = str(error)
         except (AccessError, ApiError) as error:
@@ -372,16 +372,16 @@ def _compute_domain(advice: Recommendation, given: dict[str, Any], *, asked: boo
     return replace(advice, needs=tuple(each for each in advice.needs if each is not need))
 
 
-def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> tuple[str, ...] | None:
+def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> tuple[str, ...] | None:
     """What the nodes have to give away, where the job needs to know it."""
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.jobs import cluster_job
 
-    unnamed, fixed = cluster_job.unnamed(advice, given), cluster_job.fixed(advice, given)
-    if not (unnamed or fixed) or not _may_ask(given, asked=asked):
+    unnamed, fixed = cluster_job.unnamed(advice, options), cluster_job.fixed(advice, options)
+    if not (unnamed or fixed) or not _may_ask(options, query_cluster=query_cluster):
         return None
     try:
-        offered = cluster_job.offered(connect(given["context"]), given)
+        offered = cluster_job.offered(connect(options["context"]), options)
     except (AccessError, ApiError) as error:
         if unnamed:
             why = f"the nodes' resources: {error}; --resource NAME=COUNT needs no cluster"
@@ -390,18 +390,18 @@ def _offered(advice: Recommendation, given: dict[str, Any], *, asked: bool) -> t
         return None
     for name in fixed:
         if name not in offered:  # an autoscaler may yet bring such nodes
-            needed = f"{name} is needed on {count(given['nodes'] or 1, 'node')}"
+            needed = f"{name} is needed on {count(options['nodes'] or 1, 'node')}"
             say(f"warning: {needed}, and fewer offer it: the pods wait until as many do", err=True)
     return offered
 
 
-def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str, Any]) -> None:
+def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:
     from agent.jobs import launch as launcher
     from contracts import codec
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     try:
-        plan = launcher.job_plan(advice, given["config"], (*given["overrides"], f"output_dir={folder}"))
+        plan = launcher.job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     except launcher.LaunchError as error:
         raise click.UsageError(str(error)) from None
     words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
@@ -416,21 +416,21 @@ def _print_here(advice: Recommendation, folder: Path, form: str, given: dict[str
 
 
 def _gate(
-    found: Sequence[Snapshot], given: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
+    found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
     """Judge the host that is to fly as the job meets it, with its settings; what is unknown and required stops it."""
     from agent.cli.hosts import snapshots
     from agent.gate.codes import ALL_CODES
-    from agent.gate.measured import asked_now
+    from agent.gate.measured import must_be_measured
     from agent.gate.verdict import GateError, judge, select
     from agent.view import look, with_environment
 
-    here = found if found and not given["hosts"] else snapshots((), root=given["root"])
+    here = found if found and not options["hosts"] else snapshots((), root=options["root"])
     stopped = result.stopped_by or "" if result else ""
     view = look([with_environment(one, settings) for one in here], bench=result)
     try:
-        checks = view.checks if stopped or result is None else asked_now(view.checks)
-        checks = select(checks, require=given["require"], known=ALL_CODES)
+        checks = view.checks if stopped or result is None else must_be_measured(view.checks)
+        checks = select(checks, require=options["require"], known=ALL_CODES)
     except GateError as error:
         raise click.UsageError(str(error)) from None
     verdict = judge(checks, stopped=stopped)
@@ -463,7 +463,7 @@ def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: thr
 
 def _launch_script(
     script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, dry_run: bool,
-    given: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     """The user's own trainer on this host: the gate, torchrun with the recommended environment, and the record."""
     from agent.cli.hosts import snapshots
@@ -479,8 +479,8 @@ def _launch_script(
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{'set' if name == 'overrides' else name.replace('_', '-')}: is of the built-in "
                                    "job; what --script is to do follows --")  # fmt: skip
-    found = snapshots(given["hosts"], root=given["root"])
-    plan = trainer.plan_of(script, arguments, found, given, folder)
+    found = snapshots(options["hosts"], root=options["root"])
+    plan = trainer.plan_of(script, arguments, found, options, folder)
     for line in plan.said:
         say(f"note: {line}", err=True)
     if dry_run:
@@ -488,13 +488,13 @@ def _launch_script(
         say("# " + shlex.join(plan.words), err=form == "json")
         return
     progress = Progress()
-    if not given["no_preflight"]:
+    if not options["no_preflight"]:
         progress.step("preflight: judging this host")
-        _gate(found, given, plan.document.environment)
-        if given["measure"]:
+        _gate(found, options, plan.document.environment)
+        if options["measure"]:
             with launcher.sigterm() as stop:
                 result = _measure(plan.ranks, plan.document.environment, progress, stop)
-            _gate(found, given, plan.document.environment, result)
+            _gate(found, options, plan.document.environment, result)
     progress.step(f"launch: {script.name} on {count(plan.ranks, 'rank')}")
     try:
         done = trainer.fly(plan, folder, timeout, progress.note)
@@ -510,18 +510,18 @@ def _launch_script(
     say(f"record: {folder / 'flight.json'}", err=True)
 
 
-def _storage_rate(given: Mapping[str, Any]) -> float | None:
+def _storage_rate(options: Mapping[str, Any]) -> float | None:
     from agent.jobs.launch import storage_rate
     from planner.kubernetes.job import JobError
 
     try:
-        return storage_rate(given["storage_rate"])  # refused before anything starts
+        return storage_rate(options["storage_rate"])  # refused before anything starts
     except JobError as error:
         raise click.UsageError(str(error)) from None
 
 
 def _launch_here(
-    advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, given: dict[str, Any]
+    advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
     from agent.jobs import launch as launcher
     from agent.jobs.result_store import keep_flight
@@ -530,22 +530,22 @@ def _launch_here(
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     progress = Progress()
-    if not given["no_preflight"]:
+    if not options["no_preflight"]:
         progress.step("preflight: judging this host")
         settings = {setting.name: setting.value for setting in advice.settings}
-        _gate(found, given, settings)
-        if given["measure"]:
+        _gate(found, options, settings)
+        if options["measure"]:
             with launcher.sigterm() as stop:
                 result = _measure(advice.chosen.layout.world_size, settings, progress, stop)
-            _gate(found, given, settings, result)
+            _gate(found, options, settings, result)
     progress.step(f"launch: {advice.chosen.layout.family}")
-    bytes_per_second = _storage_rate(given)
+    bytes_per_second = _storage_rate(options)
     grace = launcher.grace(advice, bytes_per_second)
-    if told := launcher.told_to_end(advice, "the ranks", grace, launcher.GRACE_SECONDS, bytes_per_second):
-        say(f"note: {told}", err=True)
+    if notice := launcher.grace_notice(advice, "the ranks", grace, launcher.GRACE_SECONDS, bytes_per_second):
+        say(f"note: {notice}", err=True)
     try:
         done = launcher.fly(
-            advice, folder, config=given["config"], overrides=given["overrides"], timeout_seconds=timeout,
+            advice, folder, config=options["config"], overrides=options["overrides"], timeout_seconds=timeout,
             bytes_per_second=bytes_per_second, on_line=progress.note,
         )  # fmt: skip
     except launcher.LaunchError as error:

@@ -55,7 +55,7 @@ def _name(option: Any) -> str:
               "and the records.", type=click.Path(file_okay=False, path_type=Path))  # fmt: skip
 @format_option
 @verbose_option
-def compare_networks(form: str, if_possible: bool, verbose: bool, **given: Any) -> None:
+def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
     """Run the same fine-tune over each network; draw time, money and forecast of each. Makes load.
 
     Here: two network namespaces, one rank each on the CPU, as root; each network is measured first, which gives the
@@ -68,26 +68,26 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **given: Any) 
 
     context = click.get_current_context()
     for name in (*OF_A_CLUSTER, "storage_rate", "hosts", "dry_run"):
-        if given["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if options["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')}: is of jobs on a cluster: it wants --api")
     try:
-        found = _here(given) if given["api"] == "local" else _there(given)
+        found = _here(options) if options["api"] == "local" else _there(options)
     except (NamespaceError, BusyError) as error:
         if if_possible:
             say(f"networks: not compared: {error}", err=True)
             return
         raise click.ClickException(f"not compared: {error}") from None
-    _leave(found, given["folder"])
+    _leave(found, options["folder"])
     emit(found, form, lambda out: show(out, found, verbose=verbose))
-    say(f"report: {given['folder'] / 'networks.svg'}, {given['folder'] / 'networks.json'}", err=True)
+    say(f"report: {options['folder'] / 'networks.svg'}, {options['folder'] / 'networks.json'}", err=True)
     sys.exit(found.exit_code)
 
 
-def _here(given: dict[str, Any]) -> NetworkBars:
+def _here(options: dict[str, Any]) -> NetworkBars:
     """Over namespaces of this host."""
     from agent.advise import Request, RequestError
     from agent.cli.hosts import snapshots
-    from agent.cli.job_settings import EMBEDDED_MODEL, said
+    from agent.cli.job_settings import EMBEDDED_MODEL, explicit_settings
     from agent.jobs import namespaces, networks
     from agent.jobs.benchmark import job_request
     from agent.jobs.launch import LaunchError, sigterm
@@ -95,30 +95,32 @@ def _here(given: dict[str, Any]) -> NetworkBars:
     from agent.jobs.result_store import keep_flight
     from contracts.run_record import read
 
-    if given["ranks"] not in (None, HOSTS):
-        raise click.UsageError(f"--ranks {given['ranks']}: is {HOSTS} here, one in each namespace")
+    if options["ranks"] not in (None, HOSTS):
+        raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
     try:
-        shaped = namespaces.parse(given["networks"] or DEFAULT_NETWORKS)
-        settings = said(given["config"], given["overrides"])
-        overrides = tuple(given["overrides"])
+        shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
+        settings = explicit_settings(options["config"], options["overrides"])
+        overrides = tuple(options["overrides"])
         if "max_steps" not in settings:
             overrides += (f"max_steps={networks.STEPS}",)
         for name in ("save_strategy", "eval_strategy"):
             overrides += () if name in settings else (f"{name}=no",)
-        request = Request.of(model=given["model"], method=given["method"], global_batch=given["global_batch"] or HOSTS,
-                          nodes=HOSTS, ranks_per_node=1)  # fmt: skip
-        if given["sequence_length"]:
-            request = request.changed(sequence_length=given["sequence_length"])
-        request = job_request(request, given["config"], overrides)
+        request = Request.of(
+            model=options["model"], method=options["method"], global_batch=options["global_batch"] or HOSTS,
+            nodes=HOSTS, ranks_per_node=1,
+        )  # fmt: skip
+        if options["sequence_length"]:
+            request = request.changed(sequence_length=options["sequence_length"])
+        request = job_request(request, options["config"], overrides)
     except (RequestError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     if why := namespaces.missing():
         raise namespaces.NamespaceError(why)
     progress = Progress()
-    place = given["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     job = networks.Local(
-        request=request, config=given["config"], overrides=overrides, folder=place.absolute(),
-        timeout_seconds=given["timeout"], note=lambda text: progress.step(f"networks: {text}"),
+        request=request, config=options["config"], overrides=overrides, folder=place.absolute(),
+        timeout_seconds=options["timeout"], note=lambda text: progress.step(f"networks: {text}"),
     )  # fmt: skip
     with sigterm() as stop:
         try:
@@ -136,15 +138,15 @@ def _here(given: dict[str, Any]) -> NetworkBars:
     return networks.priced(networks.NetworkBars(
         title=f"One fine-tune of {model}, {family} over {HOSTS} ranks, by network",
         where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
-        nodes=HOSTS, steps=given["steps"] or done, node_hour_price=given["price"], bars=tuple(bars),
+        nodes=HOSTS, steps=options["steps"] or done, node_hour_price=options["price"], bars=tuple(bars),
     ))  # fmt: skip
 
 
-def _there(given: dict[str, Any]) -> NetworkBars:
+def _there(options: dict[str, Any]) -> NetworkBars:
     """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
     from agent.advise import RequestError, answer, with_fsdp
     from agent.cli.hosts import snapshots
-    from agent.cli.job_settings import EMBEDDED_MODEL, said
+    from agent.cli.job_settings import EMBEDDED_MODEL, explicit_settings
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.dataset import for_whole_run, with_rows
     from agent.jobs import cluster_job, networks
@@ -154,16 +156,16 @@ def _there(given: dict[str, Any]) -> NetworkBars:
     from planner.kubernetes.job import JobError
     from planner.kubernetes.manifests import render as render_documents
 
-    given = {**given, "machine": None, "dra": (), "nodes": given["nodes"] or 2}
+    options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
     try:
-        over = there.parse(given["networks"])
-        settings = said(given["config"], given["overrides"])
-        request = for_whole_run(with_rows(flight_request(given), settings), settings)
+        over = there.parse(options["networks"])
+        settings = explicit_settings(options["config"], options["overrides"])
+        request = for_whole_run(with_rows(flight_request(options), settings), settings)
     except (RequestError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    found = snapshots(given["hosts"], root=given["root"])
+    found = snapshots(options["hosts"], root=options["root"])
     bars, jobs = [], []
-    launched = "" if given["dry_run"] else datetime.now(UTC).isoformat()
+    launched = "" if options["dry_run"] else datetime.now(UTC).isoformat()
     try:
         advice = answer(request, found)
         if advice.model and advice.model.name == EMBEDDED_MODEL:
@@ -171,32 +173,32 @@ def _there(given: dict[str, Any]) -> NetworkBars:
         if advice.chosen is None:
             raise JobError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
         layout = advice.chosen.layout
-        cluster_job.refuse_what_cannot_train(advice, given)
-        advice, left_out = cluster_job.for_pods(advice, given, found)
+        cluster_job.refuse_what_cannot_train(advice, options)
+        advice, left_out = cluster_job.for_pods(advice, options, found)
         for network in over:
             if network.rdma and not there.has_rdma(advice, found):
                 why = "no RDMA device was seen on the recorded hosts"
                 bars.append(networks.Bar(network="rdma", status="not had", why=why))
                 continue
             taken = there.over(advice, network, request, found)
-            jobs.append((network, there.documents(taken, network, given, found, launched)))
+            jobs.append((network, there.documents(taken, network, options, found, launched)))
     except (JobError, ExportError, RequestError) as error:
         raise click.UsageError(str(error)) from None
     for line in left_out:
         say(f"note: {line}", err=True)
-    if given["dry_run"]:
+    if options["dry_run"]:
         for bar in bars:
             say(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        say(render_documents([*cluster_job.storage(given), *(one for _, made in jobs for one in made)]), nl=False)
+        say(render_documents([*cluster_job.storage(options), *(one for _, made in jobs for one in made)]), nl=False)
         sys.exit(0)
     try:
-        client = connect(given["context"])
+        client = connect(options["context"])
         for number, (network, made) in enumerate(jobs):
-            made = (*cluster_job.storage(given), *made) if number == 0 else made
+            made = (*cluster_job.storage(options), *made) if number == 0 else made
             with waiting(f"networks: {cluster_job.named(made[-1])} over {network.name}"):
                 bars.append(there.run(
-                    client, made, network, given["api"], seconds=given["timeout"], say=lambda line: say(line, err=True),
-                    sleep=time.sleep, clock=time.monotonic,
+                    client, made, network, options["api"], seconds=options["timeout"],
+                    say=lambda line: say(line, err=True), sleep=time.sleep, clock=time.monotonic,
                 ))  # fmt: skip
     except (JobError, AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
@@ -205,9 +207,9 @@ def _there(given: dict[str, Any]) -> NetworkBars:
     return networks.priced(networks.NetworkBars(
         title=f"One fine-tune of {model}, {layout.family} over "
         f"{layout.world_size} ranks, by network",
-        where=f"{given['nodes']} pods of namespace {given['namespace']}, by {given['api']}",
-        nodes=given["nodes"], steps=given["steps"] or advice.total_steps or settings.get("max_steps") or 1,
-        node_hour_price=given["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
+        where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
+        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or settings.get("max_steps") or 1,
+        node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
     ))  # fmt: skip
 
 

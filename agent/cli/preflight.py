@@ -80,7 +80,7 @@ with_model_options = with_options(model_options)
 @click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def preflight(
-    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, **given: Any
+    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, **options: Any
 ) -> None:
     """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown.
 
@@ -92,7 +92,9 @@ def preflight(
         say("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
-    alone = [name for name in ("quick", "bench_seconds") if given[name] and not (given["measure"] or given["fly"])]
+    alone = [
+        name for name in ("quick", "bench_seconds") if options[name] and not (options["measure"] or options["fly"])
+    ]
     if alone:
         raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
     from agent.gate.preflight import run
@@ -100,13 +102,13 @@ def preflight(
     from agent.gate.verdict import GateError
     from agent.pages import render as pages
 
-    folder: Path | None = given.pop("folder") or (Path("reports") if given["fly"] else None)
-    where = {name: given.pop(name) for name in ("nodes", "selector", "context")}
+    folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
+    where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
     try:
         if where["nodes"] or where["selector"]:
-            report = _of_cluster(where, given)
+            report = _of_cluster(where, options)
         else:
-            report = run(_options(given, folder), Progress(quiet=quiet))
+            report = run(_options(options, folder), Progress(quiet=quiet))
     except GateError as error:
         raise click.UsageError(str(error)) from None
     for form, path in targets:
@@ -120,15 +122,15 @@ def preflight(
     sys.exit(report.verdict.exit_code)
 
 
-def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
+def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.gate import checks_of, fleet, named, records_of
-    from agent.gate.expect import asked
+    from agent.gate.expect import expectation
     from agent.gate.preflight import report_of
 
-    wrong = [name for name in ("fly", "measure", "hosts") if given[name]]
-    expected = asked(given["expect"], given["expect_file"])
+    wrong = [name for name in ("fly", "measure", "hosts") if options[name]]
+    expected = expectation(options["expect"], options["expect_file"])
     if wrong:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
     try:
@@ -139,21 +141,21 @@ def _of_cluster(where: dict[str, Any], given: dict[str, Any]) -> Report:
     except (AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
     return report_of(
-        checks_of(names, held, expected=expected), nodes=records_of(names, held), require=given["require"],
-        skip=given["skip"], fail_on=given["fail_on"], baseline=given["baseline"],
+        checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
+        skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
     )  # fmt: skip
 
 
-def _options(given: dict[str, Any], folder: Path | None) -> Any:
+def _options(options: dict[str, Any], folder: Path | None) -> Any:
     from agent.advise import Request
     from agent.gate.preflight import Options
 
     request = Request.of(
-        hosts=given["hosts"], root=given["root"], model=given.pop("model"), method=given.pop("method"),
-        sequence_length=given.pop("sequence_length") or 2048, global_batch=given.pop("global_batch"),
+        hosts=options["hosts"], root=options["root"], model=options.pop("model"), method=options.pop("method"),
+        sequence_length=options.pop("sequence_length") or 2048, global_batch=options.pop("global_batch"),
     )  # fmt: skip
-    timeout = given.pop("timeout")
-    return Options(request=request, timeout_seconds=timeout, output=folder or Path("reports"), **given)
+    timeout = options.pop("timeout")
+    return Options(request=request, timeout_seconds=timeout, output=folder or Path("reports"), **options)
 
 
 def _target(form: str) -> tuple[str, Path | None]:

@@ -95,5 +95,5 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     if page:
         from agent.cli.serve import ALONE, serve
 
-        given = {**ALONE, "folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
-        context.invoke(serve, **given, interval=3600.0)
+        options = {**ALONE, "folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
+        context.invoke(serve, **options, interval=3600.0)

@@ -66,20 +66,20 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 @click.option("--nfd/--no-nfd", default=True, show_default=True,
               help="With --publish: labels through Node Feature Discovery, where it is installed.")  # fmt: skip
 @click.option("--node-name", envvar="NODE_NAME", default=None, help="This node's name in the cluster.")
-def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **given: Any) -> None:
+def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
     """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
 
     With --host it serves recordings in place of this host.
     """
     from agent.cli.hosts import snapshots
-    from agent.gate.expect import asked
+    from agent.gate.expect import expectation
     from agent.http.state import State
     from probes.hostinfo.container import ROLE
     from probes.scanner import Scanner
 
     if os.getpid() == 1:  # in a container: to the first process a signal that it does not handle means nothing
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-    _check(hosts, given)
+    _check(hosts, options)
     places = bind(address, port)  # first: who asks while the rest is loaded waits, and is not refused
     os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
     scanner = None if hosts else Scanner(root)
@@ -87,15 +87,15 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
     state = State(
-        scan, interval_seconds=interval, folder=given["folder"],
-        expected=lambda: asked(given["expect"], given["expect_file"]),
-        history=None if hosts else _history(given["folder"]), runs=given["runs"],
+        scan, interval_seconds=interval, folder=options["folder"],
+        expected=lambda: expectation(options["expect"], options["expect_file"]),
+        history=None if hosts else _history(options["folder"]), runs=options["runs"],
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
         say(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
-        listen(application(state, {**given, "hosts": _names(address, given)}), address, port, places)
+        listen(application(state, {**options, "hosts": _names(address, options)}), address, port, places)
     finally:
         if scanner:
             scanner.close()
@@ -186,47 +186,47 @@ def _connections() -> int:
     return max(8, min(MOST_CONNECTIONS, (soft - RESERVED_DESCRIPTORS) // 2))
 
 
-def _check(hosts: tuple[Path, ...], given: dict[str, Any]) -> None:
-    from agent.gate.expect import asked
+def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
+    from agent.gate.expect import expectation
     from agent.gate.verdict import GateError
 
     try:
-        asked(given["expect"], given["expect_file"])
+        expectation(options["expect"], options["expect_file"])
     except GateError as error:
         raise click.UsageError(str(error)) from None
-    if given["token_file"] and given["token_review"]:
+    if options["token_file"] and options["token_review"]:
         raise click.UsageError("--token-file and --token-review: only one of them can judge tokens")
-    if given["reads"] == "token" and not (given["token_file"] or given["token_review"]):
+    if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
         raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
-    if given["publish"] and len(hosts) > 1:
+    if options["publish"] and len(hosts) > 1:
         raise click.UsageError(f"--publish with {len(hosts)} recordings: an agent publishes one node")
-    if given["token_file"]:
+    if options["token_file"]:
         from agent.http.access import read_tokens
 
         try:
-            read_tokens(given["token_file"])
+            read_tokens(options["token_file"])
         except (OSError, ValueError) as error:
             raise click.UsageError(f"--token-file: {error}") from None
 
 
-def application(state: Any, given: dict[str, Any]) -> Any:
+def application(state: Any, options: dict[str, Any]) -> Any:
     """Endpoints, cluster view and publisher around one state."""
     from agent.http.access import Tokens
     from agent.http.cluster import Cluster
     from agent.http.server import create
 
-    client = _client() if given["publish"] or given["token_review"] else None
-    name = given["node_name"] or (os.uname().nodename if given["publish"] else None)
+    client = _client() if options["publish"] or options["token_review"] else None
+    name = options["node_name"] or (os.uname().nodename if options["publish"] else None)
     tokens = Tokens(
-        client=client.brief() if client and given["token_review"] else None, token_file=given["token_file"],
-        audience=given["audience"], reads_open=given["reads"] == "open",
+        client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
+        audience=options["audience"], reads_open=options["reads"] == "open",
     )  # fmt: skip
     cluster = Cluster(
-        state, name=name, client=client if given["publish"] else None,
-        interval_seconds=given["publish_interval"] if given["publish"] else max(30.0, state.interval_seconds),
+        state, name=name, client=client if options["publish"] else None,
+        interval_seconds=options["publish_interval"] if options["publish"] else max(30.0, state.interval_seconds),
     )  # fmt: skip
     publisher = None
-    if given["publish"]:
+    if options["publish"]:
         from agent.cluster.publish import LeftBehind, Publisher
 
         assert client is not None  # noqa: S101 - made above
@@ -239,18 +239,18 @@ def application(state: Any, given: dict[str, Any]) -> Any:
 
         publisher = Publisher(
             client, latest, namespace=_namespace(client),
-            interval_seconds=given["publish_interval"], labels=given["nfd"],
+            interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
-        if given["runs"]:
+        if options["runs"]:
             from agent.cluster.run_events import RunEvents
 
             state.before.append(RunEvents(client, _namespace(client)).of_view)
-    return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=given.get("hosts"))
+    return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))
 
 
-def _names(address: str, given: dict[str, Any]) -> list[str]:
+def _names(address: str, options: dict[str, Any]) -> list[str]:
     """The names under which this agent may be read: this host's, and in a pod those of services in its namespace."""
-    names = {"localhost", os.uname().nodename, address, given["node_name"], *given["allowed_hosts"]}
+    names = {"localhost", os.uname().nodename, address, options["node_name"], *options["allowed_hosts"]}
     if namespace := os.environ.get("POD_NAMESPACE"):
         names |= {"topoflight", "topoflight-node"}
         names |= {f"*.{namespace}{suffix}" for suffix in ("", ".svc", ".svc.cluster.local")}

@@ -69,27 +69,27 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
                 topology_view.node(out, node)
             else:
                 topology_view.brief(out, node, findings)
-            findings_view.told(out, findings)
+            findings_view.finding_lines(out, findings)
 
     emit(documents if len(documents) > 1 else documents[0], form, show)
     if any(node.lacking for node in nodes):
         sys.exit(EXIT_UNKNOWN)
 
 
-def _since(given: str, state: Path, form: str) -> None:
+def _since(age: str, state: Path, form: str) -> None:
     """The agent's history from then on, newest first."""
     from agent import history
 
     try:
-        after = time.time() - history.age(given)
+        after = time.time() - history.age(age)
     except ValueError as error:
         raise click.UsageError(f"--since {error}") from None
     path = state / history.FILE
     if not path.exists():
         raise inputs.InputError(f"{path}: no history here; the agent (topoflight serve --state {state}) keeps it")
     events = [event for event in history.read(path).events if event.at_seconds >= after]
-    told = history.lines(events, after) or [history.silence(after)]
-    emit(events, form, lambda out: out.print("\n".join(told), markup=False))
+    lines = history.lines(events, after) or [history.silence(after)]
+    emit(events, form, lambda out: out.print("\n".join(lines), markup=False))
 
 
 def build_node(snapshot: object) -> NodeTopology:

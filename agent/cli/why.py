@@ -61,7 +61,7 @@ def why(
     options["nodes"], checks, published = _nodes(options["nodes"])
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
-        asked = gathered.Asked(
+        sources = gathered.Asked(
             logs=files, run=run, ras=ras, inspector=inspector, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
             published=published,
@@ -75,14 +75,14 @@ def why(
 
             events = of_pod(lambda text: say(text, err=True))
 
-            def tell(told: Any) -> None:
-                emit(told, form, lambda out: show(out, told))
+            def tell(verdict: Any) -> None:
+                emit(verdict, form, lambda out: show(out, verdict))
                 if events is not None:
-                    events.tell(run.name, told)
+                    events.tell(run.name, verdict)
 
             found = watch_run(run, tell)
         else:
-            found = gathered.answer(asked)
+            found = gathered.answer(sources)
             emit(found, form, lambda out: show(out, found))
             if form == "table" and found.patch is not None:
                 say(found.patch.diff, nl=False)

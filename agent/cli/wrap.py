@@ -32,7 +32,7 @@ _LIMIT_BYTES = 1 << 20
 @click.option("--apply", "in_place", is_flag=True, help="Write it over FILE.")
 @click.option("--record", default=None, type=click.Path(exists=True, file_okay=False, path_type=Path),
               metavar="FOLDER", help="After the run: write flight.json from what it left here.")  # fmt: skip
-def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **given: Any) -> None:
+def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
     """Show, as a diff, what a PyTorchJob, TrainJob, JobSet or Job lacks; -o or --apply writes it.
 
     Adds the gate, the recommended environment with reasons, devices, networks, NCCL's log and the forecast, where the
@@ -40,23 +40,23 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     """
     from agent.jobs.wrapped import wrapped
 
-    refuse_two_sources(given)
+    refuse_two_sources(options)
     if in_place and (source == "-" or output is not None):
         raise click.UsageError("--apply: writes over FILE; leave it away with standard input and with -o")
     if record and (in_place or output):
         raise click.UsageError("--record: reads a run that was wrapped; leave -o and --apply away")
-    if given["require"] and not given["preflight_image"]:
-        raise click.UsageError(f"--require {given['require'][0]}: no gate runs; --preflight-image IMAGE adds it")
+    if options["require"] and not options["preflight_image"]:
+        raise click.UsageError(f"--require {options['require'][0]}: no gate runs; --preflight-image IMAGE adds it")
     raw = inputs.read(source, _LIMIT_BYTES, hint="; give the job's manifest alone")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise inputs.InputError(f"{inputs.name_of(source)}: not UTF-8: {error}") from None
-    found = () if given["machine"] else snapshots(given["hosts"], root=given["root"])
+    found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
     if record:
-        _record(text, found, given, record)
+        _record(text, found, options, record)
         return
-    made, notes = wrapped(text, found, given)
+    made, notes = wrapped(text, found, options)
     say(difference(text, made, source, str(output or source)), nl=False)
     for line in notes:
         say(f"note: {line}", err=True)
@@ -69,12 +69,12 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
             raise click.ClickException(f"{path}: {error.strerror}") from None
 
 
-def _record(text: str, found: Sequence[Snapshot], given: dict[str, Any], folder: Path) -> None:
+def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:
     from agent.jobs.result_store import keep_flight
     from agent.jobs.script import left_by
 
     try:
-        made = left_by(text, found, given, folder)
+        made = left_by(text, found, options, folder)
     except OSError as error:
         raise click.ClickException(f"{folder}: {error.strerror}") from None
     keep_flight(made)

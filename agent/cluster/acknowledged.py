@@ -33,9 +33,9 @@ def document(
     code: str, subject: str, *, who: str, reason: str, until: float, at: float | None = None
 ) -> dict[str, str]:
     """The annotation as it is written: its name and its text."""
-    told = {"code": code, "subject": subject, "who": clean(who, 253), "reason": clean(reason),
-            "at": _time(time.time() if at is None else at), "until": _time(until)}  # fmt: skip
-    return {annotation(code, subject): json.dumps(told)}
+    stored = {"code": code, "subject": subject, "who": clean(who, 253), "reason": clean(reason),
+              "at": _time(time.time() if at is None else at), "until": _time(until)}  # fmt: skip
+    return {annotation(code, subject): json.dumps(stored)}
 
 
 def read(annotations: Any) -> tuple[Json, ...]:
@@ -44,8 +44,10 @@ def read(annotations: Any) -> tuple[Json, ...]:
     for name, text in annotations.items() if isinstance(annotations, dict) else ():
         if str(name).startswith(PREFIX) and isinstance(text, str) and len(text) <= MOST_TEXT:
             try:
-                told = json.loads(text)
-                made = {field: clean(str(told[field])) for field in FIELDS} | {"until_seconds": _seconds(told["until"])}
+                stored = json.loads(text)
+                made = {field: clean(str(stored[field])) for field in FIELDS} | {
+                    "until_seconds": _seconds(stored["until"])
+                }
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             found.append(made)

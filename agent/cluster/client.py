@@ -343,10 +343,12 @@ class Client:
         if query:
             url += "?" + self._api.parameters_to_url_query(dict(query), None)
         try:
-            told = self._api.call_api(method, url, all_headers, body, _request_timeout=(self._timeout, read_seconds))
+            response = self._api.call_api(
+                method, url, all_headers, body, _request_timeout=(self._timeout, read_seconds)
+            )
         except (HTTPError, ApiException) as error:  # the library makes the latter of what TLS refuses
             raise self._unreached(error) from None
-        answer: HTTPResponse = told.response
+        answer: HTTPResponse = response.response
         return answer
 
     def _authorize(self, headers: dict[str, str]) -> None:

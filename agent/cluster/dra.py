@@ -33,8 +33,8 @@ class Installed(NamedTuple):
 
     def fits(self, device: Json) -> bool:
         """Whether a device of a ResourceSlice of this driver is one; a name without domain is of the driver's own."""
-        told = device.get("attributes") or {}
-        found = told.get(f"{self.driver}/{self.attribute}") or told.get(self.attribute) or {}
+        attributes = device.get("attributes") or {}
+        found = attributes.get(f"{self.driver}/{self.attribute}") or attributes.get(self.attribute) or {}
         return self.value in found.values()
 
 

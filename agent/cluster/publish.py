@@ -211,8 +211,12 @@ def owner_of(client: Client, node: str) -> dict[str, Any] | None:
 
 
 def _uid_in(token: str, node: str) -> str | None:
-    told = claims_of(token).get("node")
-    return str(told["uid"]) if isinstance(told, dict) and told.get("name") == node and told.get("uid") else None
+    pod_claims = claims_of(token).get("node")
+    return (
+        str(pod_claims["uid"])
+        if isinstance(pod_claims, dict) and pod_claims.get("name") == node and pod_claims.get("uid")
+        else None
+    )
 
 
 def claims_of(token: str) -> dict[str, Any]:
@@ -222,10 +226,10 @@ def claims_of(token: str) -> dict[str, Any]:
     """
     try:
         claims = token.split(".")[1]
-        told = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]
+        pod_claims = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]
     except (IndexError, KeyError, TypeError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return pod_claims if isinstance(pod_claims, dict) else {}
 
 
 def node_feature(record: NodeRecord, namespace: str, owner: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class RunEvents:
 
     def _own_pod(self) -> dict[str, Any]:
         """This pod, by the claims of its token; without any by its host name, which is a pod's name as a rule."""
-        told = claims_of(self._client.token()).get("pod")
-        known = {key: str(told[key]) for key in ("name", "uid") if told.get(key)} if isinstance(told, dict) else {}
+        pod = claims_of(self._client.token()).get("pod")
+        known = {key: str(pod[key]) for key in ("name", "uid") if pod.get(key)} if isinstance(pod, dict) else {}
         return {"namespace": self._namespace, "name": os.uname().nodename, **known}
 
     def _named_pod(self, verdict: Verdict) -> dict[str, Any] | None:

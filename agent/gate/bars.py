@@ -101,9 +101,9 @@ def _links(
     if alone and len(mine) < local_ranks:
         first = min(rank for rank, row in enumerate(hello) if row["host"] == hello[mine[0]]["host"])
         return host_links(node, [rank - first for rank in mine], name)
-    told = hello[mine[0]].get("links") or {}
+    links = hello[mine[0]].get("links") or {}
     try:
-        return cattrs.structure(told[name], HostLinks)
+        return cattrs.structure(links[name], HostLinks)
     except (cattrs.BaseValidationError, KeyError, TypeError, ValueError):
         return None
 

@@ -53,8 +53,8 @@ def covered(snapshot: Snapshot, checks: Iterable[Check]) -> tuple[Check, ...]:
 
 def _judged(check: Check, owed: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]) -> Check:
     family = check.id.split(".")[0]
-    told = check.evidence or check.id.endswith(".probe.failed")  # what tells of it stands as it is
-    if family in unread and check.status in ("pass", "unknown") and not told:
+    proven = check.evidence or check.id.endswith(".probe.failed")  # what tells of it stands as it is
+    if family in unread and check.status in ("pass", "unknown") and not proven:
         check = replace(check, status="unknown", message=unread[family])
     excused = check.id in not_required and family not in unread and family not in failed
     if check.status != "unknown" or family not in owed or excused:

@@ -168,8 +168,8 @@ def read_file(path: Path) -> Expectation:
     if len(documents) > 1 or not isinstance(value, dict | None):
         raise GateError(f"{where}: must be one mapping of {', '.join(KEYS)} to values")
     found: dict[str, list[str]] = {}
-    for key, given in (value or {}).items():
-        values = given if isinstance(given, list) else [given]
+    for key, entry in (value or {}).items():
+        values = entry if isinstance(entry, list) else [entry]
         if any(isinstance(one, list | dict) or one is None for one in values):
             raise GateError(f"{where}: {key}: must be a value, or a list of interfaces")
         found[str(key)] = [_plain(one) for one in values]
@@ -201,13 +201,13 @@ def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
     return Expectation(**made)
 
 
-def asked(words: Sequence[str], path: Path | None) -> Expectation | None:
+def expectation(words: Sequence[str], path: Path | None) -> Expectation | None:
     """What the file says, with what the words say in its place; None where there is neither. Raises GateError."""
-    given = parse(words) if words else None
+    from_words = parse(words) if words else None
     file = read_file(path) if path is not None else None
-    if given is None or file is None:
-        return given or file
-    named = {key: value for key in KEYS if (value := getattr(given, key)) not in (None, ())}
+    if from_words is None or file is None:
+        return from_words or file
+    named = {key: value for key in KEYS if (value := getattr(from_words, key)) not in (None, ())}
     return replace(file, **named)
 
 

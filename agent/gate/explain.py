@@ -48,18 +48,18 @@ def _findings(page: str) -> dict[str, str]:
             for code, severities in _CODE.findall(heading):
                 waiting.append(code)
                 if severities:
-                    found |= {each: _told(each, body, shared, severities) for each in waiting}
+                    found |= {each: _explanation(each, body, shared, severities) for each in waiting}
                     waiting = []
-            found |= {each: _told(each, body, shared) for each in waiting}
+            found |= {each: _explanation(each, body, shared) for each in waiting}
     return found
 
 
 def _alerts(page: str) -> dict[str, str]:
     parts = re.split(r"^## Alert Name: (\w+)\n", page, flags=re.MULTILINE)
-    return {name: _told(name, body, {}) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    return {name: _explanation(name, body, {}) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def _told(name: str, body: str, shared: dict[str, str], severities: str = "") -> str:
+def _explanation(name: str, body: str, shared: dict[str, str], severities: str = "") -> str:
     means = _POINT.sub("", body).strip()
     points = {"Means": means, "Severity": severities.replace(", ", " or "), **shared, **dict(_POINT.findall(body))}
     return "\n".join((f"{name}\n", *(f"- **{point}:** {text.strip()}" for point, text in points.items() if text)))

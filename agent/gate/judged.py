@@ -91,8 +91,8 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Check:
     )
     if not known:
         why = m.bars[0].why[0] if m.bars[0].why else "unknown"
-        said = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
-        return Check(id=BUSBW, status="unknown", node=node, subject=m.op, message=said, evidence=evidence)
+        sentence = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
+        return Check(id=BUSBW, status="unknown", node=node, subject=m.op, message=sentence, evidence=evidence)
     status: Status = _worst(status_of(value, bar) for bar in known)
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
     message = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
@@ -166,8 +166,8 @@ def _difference(first: Bar | None, now: Bar) -> str:
 def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Check:
     """All-reduce that stays within the ring's value although the switch could reduce."""
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
-    told = result.evidence.fabric if result.evidence else ()
-    lines = tuple(f"line {line.line}: {line.text}" for line in told if "NVLS" in line.proves)
+    fabric = result.evidence.fabric if result.evidence else ()
+    lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
     off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
     if off:
         return Check(id=NVLS, status="info", node=node, message=off, evidence=lines)

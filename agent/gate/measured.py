@@ -74,7 +74,7 @@ def _incomplete(result: BenchResult, node: str) -> Check:
     )  # fmt: skip
 
 
-def asked_now(checks: Iterable[Check]) -> tuple[Check, ...]:
+def must_be_measured(checks: Iterable[Check]) -> tuple[Check, ...]:
     """The checks of a benchmark that this very answer was to rest on: one that was stopped is no pass then."""
     return tuple(
         replace(check, status="fail") if check.id == "bench.run.incomplete" and check.status == "unknown" else check

@@ -19,7 +19,7 @@ from agent.gate import measured
 from agent.gate.baseline import Key, gone, read_bench, regressions
 from agent.gate.baseline import read as read_baseline
 from agent.gate.codes import ALL_CODES, HOST_CODES
-from agent.gate.expect import Expectation, asked
+from agent.gate.expect import Expectation, expectation
 from agent.gate.judged import against_baseline
 from agent.gate.report import Report
 from agent.gate.verdict import Check, FailOn, Status, judge, select
@@ -71,14 +71,14 @@ class Options:
 def run(options: Options, progress: Progress) -> Report:
     """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then."""
     started, clock = time.time(), time.monotonic()
-    expected = asked(options.expect, options.expect_file)  # first: a wrong word costs no run
+    expected = expectation(options.expect, options.expect_file)  # first: a wrong word costs no run
     with launch.sigterm() as stop:
         before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
         for place in options.flights:
             if not keep.flights([place]):
                 raise InputError(f"--flights {place}: no record of a run in it (flight.json, or *.json of records)")
         progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
-        found = read_snapshots(options.hosts, root=options.root, told=True, stop=stop)
+        found = read_snapshots(options.hosts, root=options.root, quiet=True, stop=stop)
         report = (
             _unscanned(options, progress)
             if stop.is_set()
@@ -141,7 +141,7 @@ def _judged(
         notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
     if options.baseline is not None:
         extra += gone(options.baseline, found)
-    scanned = view.checks if stopped else measured.asked_now(view.checks)
+    scanned = view.checks if stopped else measured.must_be_measured(view.checks)
     checks = select((*scanned, *extra), require=options.require, skip=options.skip)
     if before is not None:
         checks = _against(before, checks, stopped)
@@ -182,7 +182,7 @@ def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) 
 
 def _stopping(options: Options, found: Sequence[Check], before: Mapping[Key, Status] | None) -> str:
     """What failed before the flight and so stops it; nothing where it may fly. What is unknown stops nothing."""
-    checks = select(measured.asked_now(found), skip=options.skip, known=ALL_CODES)
+    checks = select(measured.must_be_measured(found), skip=options.skip, known=ALL_CODES)
     if before is not None:
         checks = regressions(checks, before)
     failed = sorted({check.id for check in checks if check.status == "fail"})
@@ -289,7 +289,7 @@ def _fly(
         ended = f"{done.fate}: {tail} (whole log: {done.output})"
         if done.record is not None:
             keep.keep_flight(done.record)
-        if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.told_its_end)):
+        if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)):
             return None, (), ended
         record = done.record
     except (launch.LaunchError, OSError) as error:

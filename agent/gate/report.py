@@ -85,14 +85,14 @@ def junit(report: Report) -> str:
             name = f"{check.id} [{check.subject}]" if check.subject else check.id
             case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.id.split('.')[0]}", name=name)
             # viewers show a message without its suite: it names the node by itself
-            said = f"{check.node}: {check.message}" if check.node and check.message else check.message
-            text = "\n".join((said, *check.evidence, check.remedy)).strip()
+            message = f"{check.node}: {check.message}" if check.node and check.message else check.message
+            text = "\n".join((message, *check.evidence, check.remedy)).strip()
             if check.status == "fail":
                 counts["failures"] += 1
-                ElementTree.SubElement(case, "failure", message=said).text = text
+                ElementTree.SubElement(case, "failure", message=message).text = text
             elif check.status == "unknown" and check.required:
                 counts["errors"] += 1
-                ElementTree.SubElement(case, "error", message=said).text = text
+                ElementTree.SubElement(case, "error", message=message).text = text
             elif check.status == "unknown":
                 counts["skipped"] += 1
                 ElementTree.SubElement(case, "skipped", message=f"unknown: {check.message}")

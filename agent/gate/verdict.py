@@ -147,7 +147,7 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
         results[check.status].append(check)
     each = _by_worst(results)
     aside = unjudged(checks)
-    told = f"{aside}; " if aside else ""
+    prefix = f"{aside}; " if aside else ""
     say = partial(Verdict, counts={status: len(found) for status, found in results.items()}, by_check=each)
     pending = sorted({check.id for check in checks if check.pending})
     required_unknown = [check for check in results["unknown"] if check.required]
@@ -169,12 +169,14 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
     if results["warn"]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
         return say(
-            word="warn", exit_code=code, why=told + _with_places(units.count(each["warn"], "warning"), results["warn"])
+            word="warn",
+            exit_code=code,
+            why=prefix + _with_places(units.count(each["warn"], "warning"), results["warn"]),
         )
     if not results["pass"] and not results["info"]:  # no check, no node, or only unknowns: nothing is healthy yet
         return say(word="unknown", exit_code=EXIT_UNKNOWN, why="nothing was measured")
     return say(
-        word="pass", exit_code=EXIT_PASS, why=told + ("healthy as far as seen" if each["unknown"] else "healthy")
+        word="pass", exit_code=EXIT_PASS, why=prefix + ("healthy as far as seen" if each["unknown"] else "healthy")
     )
 
 

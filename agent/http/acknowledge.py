@@ -46,7 +46,7 @@ def install(app: FastAPI, cluster: Cluster) -> None:
 
     @app.post("/acknowledgements", tags=["gate"], operation_id="acknowledge", status_code=201, dependencies=TOKEN,
               response_model=Acknowledged, responses=problems(404, 409, 413))  # fmt: skip
-    async def acknowledge(request: Request, given: Acknowledgement) -> JSONResponse:
+    async def acknowledge(request: Request, body: Acknowledgement) -> JSONResponse:
         """Write who lives with a finding, why and until when, on the node's NodeTopology. Needs a token."""
         if not posts.take():
             raise ProblemError(429, f"more than {POSTS_PER_MINUTE:.0f} such requests a minute",
@@ -54,31 +54,31 @@ def install(app: FastAPI, cluster: Cluster) -> None:
         if cluster.client is None:
             raise ProblemError(409, "acknowledgements are kept on NodeTopologies, and this agent publishes none",
                                grant="start it with --publish")  # fmt: skip
-        ahead = given.until.timestamp() - time.time()
+        ahead = body.until.timestamp() - time.time()
         if not 0 < ahead <= acknowledged.LONGEST_SECONDS:
             longest = acknowledged.LONGEST_SECONDS / 86400
             raise ProblemError(422, f"until: must lie ahead, by {longest:.0f} days at most")
         client, who = cluster.client.brief(), request.state.user
-        await run_in_threadpool(lambda: _write(client, given, who))
-        log.info("POST /acknowledgements by %s: %s on %s", who, given.code, given.node)
+        await run_in_threadpool(lambda: _write(client, body, who))
+        log.info("POST /acknowledgements by %s: %s on %s", who, body.code, body.node)
         return JSONResponse({"acknowledged": "now"}, status_code=201, headers={"Cache-Control": "no-store"})
 
 
-def _write(client: Client, given: Acknowledgement, who: str) -> None:
-    path = path_of(API_VERSION, PLURAL, given.node)
+def _write(client: Client, body: Acknowledgement, who: str) -> None:
+    path = path_of(API_VERSION, PLURAL, body.node)
     try:
         found = client.get(path)
         findings = (found.get("status") or {}).get("findings") or ()
         known = [f"{one.get('code')} {one.get('subject', '')}".strip() for one in findings]
-        if (given.code, given.subject) not in {(one.get("code"), one.get("subject", "")) for one in findings}:
-            raise ProblemError(404, f"{given.node} has no finding {given.code} {given.subject}".strip(), allowed=known)
+        if (body.code, body.subject) not in {(one.get("code"), one.get("subject", "")) for one in findings}:
+            raise ProblemError(404, f"{body.node} has no finding {body.code} {body.subject}".strip(), allowed=known)
         held = found["metadata"].get("annotations") or {}
         gone = acknowledged.over(held, time.time())
         made = acknowledged.document(
-            given.code, given.subject, who=who, reason=given.reason, until=given.until.timestamp()
+            body.code, body.subject, who=who, reason=body.reason, until=body.until.timestamp()
         )  # fmt: skip
         client.merge(path, {"metadata": {"annotations": {**dict.fromkeys(gone), **made}}})
     except ApiError as error:
         if error.status == 404:
-            raise ProblemError(404, f"no agent publishes a node {given.node}") from None
+            raise ProblemError(404, f"no agent publishes a node {body.node}") from None
         raise ProblemError(503, f"it could not be written: {error}", headers={"Retry-After": "5"}) from None

@@ -60,11 +60,11 @@ class Rendered:
         """`value()` as JSON, made in a thread, or as YAML, which the worker makes of it: that takes long."""
         answer = await self.answer(view, key, lambda: document(value(), "json"))
         if form == "yaml":
-            told = self.get(view, (*key, form))
-            if told is None:
-                told = await worker.ask(request, "as_yaml", text=answer.body)
-                self.put(view, (*key, form), told)
-            answer = told
+            stored = self.get(view, (*key, form))
+            if stored is None:
+                stored = await worker.ask(request, "as_yaml", text=answer.body)
+                self.put(view, (*key, form), stored)
+            answer = stored
         return respond(answer)
 
     async def answer(self, view: View, key: Hashable, make: Callable[[], Answer]) -> Answer:

@@ -84,12 +84,12 @@ def install(
         page: Annotated[int, Query(ge=1, le=100_000)] = 1,
     ) -> Response:  # fmt: skip
         """Every node that publishes: map, faults, what changed in a day, which nodes are odd, and the table."""
-        asked = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
-                 "place": place, "group": group, "sort": sort, "page": page}  # fmt: skip
+        filters = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
+                   "place": place, "group": group, "sort": sort, "page": page}  # fmt: skip
         records = await cluster.records()
         return respond(await worker.ask(
             request, "cluster_page", view=current(state), records=records, source=cluster.source, node=node,
-            behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned, asked=tuple(asked.items()),
+            behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned, filters=tuple(filters.items()),
             places=await cluster.places(),
         ))  # fmt: skip
 
@@ -103,11 +103,11 @@ def install(
         fields = {"model": model, "method": method, "machine": machine, "nodes": nodes, "network": network,
                   "transport": transport, "sequence_length": sequence_length, "global_batch": global_batch,
                   "price": price}  # fmt: skip
-        view, given = current(state), tuple(fields.items())
-        answer = rendered.get(view, ("/what-if", given))
+        view, query = current(state), tuple(fields.items())
+        answer = rendered.get(view, ("/what-if", query))
         if answer is None:
-            answer = await worker.ask(request, "what_if", view=view, fields=given)
-            rendered.put(view, ("/what-if", given), answer)
+            answer = await worker.ask(request, "what_if", view=view, fields=query)
+            rendered.put(view, ("/what-if", query), answer)
         return respond(answer)
 
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)

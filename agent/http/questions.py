@@ -46,12 +46,12 @@ class Known:
     records: dict[str, NodeRecord] = field(default_factory=dict)
     fleet: Fleet | None = None  # of the records; None where they have changed
 
-    def take(self, kind: str, given: Any) -> bool:
+    def take(self, kind: str, payload: Any) -> bool:
         """Whether this was something to know, and not a question."""
         if kind == "view":
-            self.view = given
+            self.view = payload
         elif kind == "records":
-            changed, removed = given
+            changed, removed = payload
             self.records.update((record.name, record) for record in changed)
             for name in removed:
                 del self.records[name]
@@ -95,17 +95,17 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """The page of layouts; its form is read here, so that a wrong field is told on the page."""
     from agent.pages import render as pages
 
-    asked, view = dict(fields), known.current()
-    if not asked.get("model"):
+    filters, view = dict(fields), known.current()
+    if not filters.get("model"):
         worked = [(one, advise.for_view(view, question(one))) for one in EXAMPLES]
-        return _page(pages.what_if_page(view, asked, None, "", examples=worked))
+        return _page(pages.what_if_page(view, filters, None, "", examples=worked))
     try:
-        wanted = question(asked)
+        wanted = question(filters)
         advice = advise.for_view(view, wanted)
         points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
-        return _page(pages.what_if_page(view, asked, advice, "", points=points))
+        return _page(pages.what_if_page(view, filters, advice, "", points=points))
     except advise.RequestError as error:
-        return _page(pages.what_if_page(view, asked, None, str(error)), 400)
+        return _page(pages.what_if_page(view, filters, None, str(error)), 400)
 
 
 def nodes(
@@ -123,7 +123,7 @@ def topology(known: Known, *, form: str, own: tuple[str | None, float] | None = 
 
 
 def cluster_page(
-    known: Known, *, source: str, behind: str | None, more: str, places: Places, asked: tuple[tuple[str, Any], ...],
+    known: Known, *, source: str, behind: str | None, more: str, places: Places, filters: tuple[tuple[str, Any], ...],
     node: str | None = None, own: tuple[str | None, float] | None = None,
 ) -> Answer | Refusal:  # fmt: skip
     """Every node that publishes, for people, or one of them by name."""
@@ -137,7 +137,7 @@ def cluster_page(
             return Refusal(status=404, detail=f"node={node}: no agent publishes a node of that name")
         return _page(pages.published_page(fleet, record, source=source))
     return _page(
-        pages.fleet_page(fleet, source=source, behind=behind, more=more, places=places, asked=Asked(**dict(asked)))
+        pages.fleet_page(fleet, source=source, behind=behind, more=more, places=places, asked=Asked(**dict(filters)))
     )
 
 
@@ -168,27 +168,27 @@ def _page(html: str, status: int = 200) -> Answer:
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
 
 
-def question(asked: Mapping[str, str]) -> advise.Request:
+def question(filters: Mapping[str, str]) -> advise.Request:
     """What the form asks; an empty field is one left out, and a wrong one is named with what is allowed."""
-    method, methods = asked.get("method") or "lora", ("full", "lora", "qlora")
+    method, methods = filters.get("method") or "lora", ("full", "lora", "qlora")
     if method not in methods:
         raise advise.RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
     return advise.Request.of(
-        model=(asked.get("model") or "")[:200] or None,
+        model=(filters.get("model") or "")[:200] or None,
         method=method,
-        machine=(asked.get("machine") or "")[:64] or None,
-        nodes=_whole(asked, "nodes", 100_000),
-        network=(asked.get("network") or "").strip()[:32] or None,
-        transport=(asked.get("transport") or "")[:32] or None,
-        sequence_length=_whole(asked, "sequence_length", 10_000_000) or 2048,
-        global_batch=_whole(asked, "global_batch", 10_000_000),
-        price=(asked.get("price") or "").strip()[:16] or None,
+        machine=(filters.get("machine") or "")[:64] or None,
+        nodes=_whole(filters, "nodes", 100_000),
+        network=(filters.get("network") or "").strip()[:32] or None,
+        transport=(filters.get("transport") or "")[:32] or None,
+        sequence_length=_whole(filters, "sequence_length", 10_000_000) or 2048,
+        global_batch=_whole(filters, "global_batch", 10_000_000),
+        price=(filters.get("price") or "").strip()[:16] or None,
         allow_files=False,
     )
 
 
-def _whole(asked: Mapping[str, str], name: str, most: int) -> int | None:
-    text = (asked.get(name) or "").strip()
+def _whole(filters: Mapping[str, str], name: str, most: int) -> int | None:
+    text = (filters.get(name) or "").strip()
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= most):
@@ -196,10 +196,10 @@ def _whole(asked: Mapping[str, str], name: str, most: int) -> int | None:
     return int(text)
 
 
-def answer(known: Known, name: str, given: Mapping[str, Any]) -> Answer | Refusal:
+def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | Refusal:
     """One question, whatever becomes of it."""
     try:
-        return QUESTIONS[name](known, **given)
+        return QUESTIONS[name](known, **payload)
     except advise.RequestError as error:
         return Refusal(status=400, detail=str(error))
     except Exception:
@@ -217,9 +217,9 @@ def main() -> None:
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            kind, given = pipe.recv()
-            if not known.take(kind, given):
-                send(pipe, answer(known, kind, given))
+            kind, payload = pipe.recv()
+            if not known.take(kind, payload):
+                send(pipe, answer(known, kind, payload))
 
 
 if __name__ == "__main__":

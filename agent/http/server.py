@@ -280,15 +280,15 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
                 400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
             )
         form = form if form in advise.EXPORTS else form_of(request, form)
-        given: dict[str, Any] = {"options": tuple(options.items()), "form": form}
+        parameters: dict[str, Any] = {"options": tuple(options.items()), "form": form}
         if scope == "cluster" and machine is None:
             records = await cluster.records()
-            given |= {"cluster_wide": True, "own": cluster.scanned}
-            return respond(await worker.ask(request, "recommendations", view=view, records=records, **given))
-        key = "/recommendations", form, given["options"]
+            parameters |= {"cluster_wide": True, "own": cluster.scanned}
+            return respond(await worker.ask(request, "recommendations", view=view, records=records, **parameters))
+        key = "/recommendations", form, parameters["options"]
         answer = rendered.get(view, key)
         if answer is None:
-            answer = await worker.ask(request, "recommendations", view=view, **given)
+            answer = await worker.ask(request, "recommendations", view=view, **parameters)
             rendered.put(view, key, answer)
         return respond(answer)
 

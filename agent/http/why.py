@@ -75,7 +75,7 @@ def judged(body: bytes) -> Verdict:
     from agent.why import Asked, answer
 
     try:
-        told = Sources.model_validate(plain.loads(body, unknown_numbers=True))
+        sources = Sources.model_validate(plain.loads(body, unknown_numbers=True))
     except (plain.PlainError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
     except ValidationError as error:
@@ -83,29 +83,30 @@ def judged(body: bytes) -> Verdict:
         raise RequestError("; ".join(found)) from None
     of_price = ("model", "method", "machine", "nodes", "network", "sequence_length", "lengths", "global_batch",
                 "steps", "epochs", "price")  # fmt: skip
-    request = Question.of(**{name: getattr(told, name) or None for name in of_price}, allow_files=False)
+    request = Question.of(**{name: getattr(sources, name) or None for name in of_price}, allow_files=False)
     with tempfile.TemporaryDirectory(prefix="why-") as name:
         folder = Path(name)
-        files = {kind: _written(folder, kind, getattr(told, kind)) for kind in ("logs", "ras", "diagnostics")}
-        manifest = _written(folder, "manifest", [told.manifest] if told.manifest else [])
+        files = {kind: _written(folder, kind, getattr(sources, kind)) for kind in ("logs", "ras", "diagnostics")}
+        manifest = _written(folder, "manifest", [sources.manifest] if sources.manifest else [])
         inspector = folder / "inspector"
         inspector.mkdir()
-        (inspector / "lines.jsonl").write_text(told.inspector, encoding="utf-8")
+        (inspector / "lines.jsonl").write_text(sources.inspector, encoding="utf-8")
         ranks = folder / "run" / "ranks"
         ranks.mkdir(parents=True)
-        for number, state in enumerate(told.states):
+        for number, state in enumerate(sources.states):
             (ranks / f"state_rank_{number}.json").write_text(json.dumps(state), encoding="utf-8")
-        for rank, trace in told.traces.items():
+        for rank, trace in sources.traces.items():
             (ranks / f"posted_trace_rank_{rank}").write_text(json.dumps(trace), encoding="utf-8")
-        recordings = _written(folder, "recordings", [json.dumps(one) for one in told.recordings], ".json")
-        if told.record:
-            (folder / "run" / "flight.json").write_text(json.dumps(told.record), encoding="utf-8")
+        recordings = _written(folder, "recordings", [json.dumps(one) for one in sources.recordings], ".json")
+        if sources.record:
+            (folder / "run" / "flight.json").write_text(json.dumps(sources.record), encoding="utf-8")
         try:
             return answer(Asked(
                 logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
                 request=replace(request, hosts=tuple(map(Path, recordings))),
-                run=folder / "run" if told.states or told.traces or told.record else None, layout=told.layout,
-                inspector=inspector if told.inspector else None, manifest=Path(manifest[0]) if manifest else None,
+                run=folder / "run" if sources.states or sources.traces or sources.record else None,
+                layout=sources.layout, inspector=inspector if sources.inspector else None,
+                manifest=Path(manifest[0]) if manifest else None,
             ))  # fmt: skip
         except InputError as error:
             raise RequestError(str(error).replace(f"{name}/", "")) from None

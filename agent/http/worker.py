@@ -93,19 +93,19 @@ class _Job:
 
 def send(pipe: Connection, answer: Answer | Refusal) -> None:
     """From the worker to the agent go texts and bytes only: nothing that is unpacked into objects."""
-    told: dict[str, Any] = {"status": answer.status}
+    header: dict[str, Any] = {"status": answer.status}
     if isinstance(answer, Refusal):
-        told["detail"] = answer.detail
+        header["detail"] = answer.detail
     else:
-        told |= {"media_type": answer.media_type, "headers": dict(answer.headers)}
-    pipe.send_bytes(json.dumps(told).encode())
+        header |= {"media_type": answer.media_type, "headers": dict(answer.headers)}
+    pipe.send_bytes(json.dumps(header).encode())
     pipe.send_bytes(b"" if isinstance(answer, Refusal) else answer.body)
 
 
 def received(pipe: Connection) -> Answer | Refusal:
     """The other side of `send`."""
-    told, body = json.loads(pipe.recv_bytes()), pipe.recv_bytes()
-    return Refusal(**told) if "detail" in told else Answer(body=body, **told)
+    header, body = json.loads(pipe.recv_bytes()), pipe.recv_bytes()
+    return Refusal(**header) if "detail" in header else Answer(body=body, **header)
 
 
 def _of_a_day(view: View) -> tuple[Event, ...]:

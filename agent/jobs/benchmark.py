@@ -171,27 +171,27 @@ def has_gpu(found: Sequence[Snapshot]) -> bool:
     return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
 
 
-def flight_request(given: Mapping[str, Any]) -> Request:
+def flight_request(options: Mapping[str, Any]) -> Request:
     """The question behind `launch`: the named model, or the embedded one."""
     names = ("hosts", "root", "model", "method", "global_batch", "machine", "nodes")
-    request = Request.of(**{name: given[name] for name in names}, ranks_per_node=given["ranks"])
-    if given["sequence_length"]:
-        request = request.changed(sequence_length=given["sequence_length"])
-    return job_request(request, given["config"], given["overrides"])
+    request = Request.of(**{name: options[name] for name in names}, ranks_per_node=options["ranks"])
+    if options["sequence_length"]:
+        request = request.changed(sequence_length=options["sequence_length"])
+    return job_request(request, options["config"], options["overrides"])
 
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """The job that is to fly: the model named, else the one that its settings name, else the embedded one."""
-    job, given, _ = settings(config, overrides)
+    job, explicit, _ = settings(config, overrides)
     if request.model is None:
-        name = str(given.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
+        name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
         request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
     try:
         shape = shape_of(request.model or "", job.model_revision)
     except ModelError as error:
         raise RequestError(str(error)) from None
-    return planned_for(replace(request, shape=shape), job, given)
+    return planned_for(replace(request, shape=shape), job, explicit)
 
 
 def step_shape(model: str, layout: str) -> StepShape:

@@ -43,62 +43,62 @@ NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 DEVICES = ("nvidia.com/", *NICS)
 
 
-def spec_of(advice: Recommendation, given: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
+def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequence[str] | None = None) -> JobSpec:
     """The job that the options describe, with the recommendation inside. JobError names what is missing.
 
     `offered` are the nodes' resources where the cluster was asked; what --resource names comes before them. With
     given["dra"] the claim takes GPU and NIC, which the device plugins must then not be asked for as well.
     """
-    if not given["image"]:
+    if not options["image"]:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
-    name = given["name"]
+    name = options["name"]
     optional = {
-        "claim": claim_of(given),
-        "token_secret": given.get("token_secret"),
-        "queue": given["queue"],
-        "topology_label": given["topology"],
-        "service_account": given["service_account"],
-        "preflight_image": given["preflight_image"],
-        "preflight_require": tuple(given["require"]),
-        "measure": bool(given.get("measure")),
-        **({"restarts": given["restarts"]} if given.get("restarts") is not None else {}),
-        "save_seconds": save_seconds(*to_save(advice), storage_rate(given.get("storage_rate"))),
-        "agent": given.get("agent"),
-        "resource_claim_template": f"{name}-gpu-nic" if given["dra"] else None,
-        **({"device_classes": given["device_classes"]} if given.get("device_classes") else {}),
-        "tolerate": tuple(given["tolerate"]),
-        "node_selector": dict(_pair(word, "--node-selector") for word in given["node_selector"]),
-        "limits": dict(_pair(word, "--resource") for word in given["resources"]),
+        "claim": claim_of(options),
+        "token_secret": options.get("token_secret"),
+        "queue": options["queue"],
+        "topology_label": options["topology"],
+        "service_account": options["service_account"],
+        "preflight_image": options["preflight_image"],
+        "preflight_require": tuple(options["require"]),
+        "measure": bool(options.get("measure")),
+        **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
+        "save_seconds": save_seconds(*to_save(advice), storage_rate(options.get("storage_rate"))),
+        "agent": options.get("agent"),
+        "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
+        **({"device_classes": options["device_classes"]} if options.get("device_classes") else {}),
+        "tolerate": tuple(options["tolerate"]),
+        "node_selector": dict(_pair(word, "--node-selector") for word in options["node_selector"]),
+        "limits": dict(_pair(word, "--resource") for word in options["resources"]),
     }
-    _check_gate(given)
+    _check_gate(options)
     named = tuple(optional["limits"])
-    if given["dra"]:
+    if options["dra"]:
         if twice := [word for word in named if word.startswith(DEVICES)]:
             raise JobError(f"--resource {twice[0]}: with --dra the claim takes GPU and NIC; leave one of the two away")
         kept = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
         advice = replace(advice, needs=tuple(kept))
     spec = from_advice(
-        advice, name=name, namespace=given["namespace"], image=given["image"], nodes=given["nodes"] or 1,
+        advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
         allocatable=offered, named=named, config_map=f"{name}-config", command=COMMAND,
         **optional,
     )  # fmt: skip
-    if not given["dra"]:
+    if not options["dra"]:
         return spec
     return replace(spec, limits={name: n for name, n in spec.limits.items() if not name.startswith(DEVICES)})
 
 
-def _check_gate(given: Mapping[str, Any]) -> None:
+def _check_gate(options: Mapping[str, Any]) -> None:
     """JobError where the gate is asked for a check that does not exist, or no gate is there to be asked."""
     try:
-        select((), require=given["require"], known=ALL_CODES)
+        select((), require=options["require"], known=ALL_CODES)
     except GateError as error:
         raise JobError(str(error)) from None
-    image = given["preflight_image"]
-    if given["require"] and not image:
+    image = options["preflight_image"]
+    if options["require"] and not image:
         raise JobError(
-            f"--require {given['require'][0]}: the pods run no gate; --preflight-image IMAGE adds it to each"
+            f"--require {options['require'][0]}: the pods run no gate; --preflight-image IMAGE adds it to each"
         )
-    if image and given.get("no_preflight"):
+    if image and options.get("no_preflight"):
         raise JobError(f"--preflight-image {image}: runs a gate, and --no-preflight wants none; leave one of them away")
 
 
@@ -142,17 +142,17 @@ def not_kept(spec: JobSpec) -> str:
     )
 
 
-def against_dra(advice: Recommendation, given: Mapping[str, Any]) -> str:
+def against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
     """Why this job is better off with the device plugins, whatever the cluster can; empty: nothing speaks against."""
     if advice.backend != "nccl" or advice.chosen is None:
         return "the plan has no GPU"
-    if named := [word for word in given["resources"] if word.startswith(DEVICES)]:
+    if named := [word for word in options["resources"] if word.startswith(DEVICES)]:
         return f"--resource {named[0]} asks for the devices by name"
-    if given["queue"]:
+    if options["queue"]:
         return "Kueue counts a queue's quota in the device plugins' resources"
     if attached := [need.value for need in advice.needs if need.name == "network"]:
         return f"the plan's environment is for {attached[0]}, which Multus attaches"
-    ranks = advice.chosen.layout.world_size // (given["nodes"] or 1)
+    ranks = advice.chosen.layout.world_size // (options["nodes"] or 1)
     for need in advice.needs:
         name, _, count = need.value.partition(": ")
         if need.name == "resource" and name.startswith(NICS) and int(count) > ranks:
@@ -172,29 +172,29 @@ def device_classes(words: Sequence[str]) -> tuple[str, str]:
     return found["gpu"], found["nic"]
 
 
-def check_dra(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> None:
+def check_dra(client: Client, advice: Recommendation, options: Mapping[str, Any]) -> None:
     """Whether the cluster has what the job's claims name: the exceptions of agent.cluster.dra.check."""
-    dra.check(client, spec_of(advice, {**given, "dra": True}))
+    dra.check(client, spec_of(advice, {**options, "dra": True}))
 
 
-def dra_able(client: Client, advice: Recommendation, given: Mapping[str, Any]) -> str:
+def dra_able(client: Client, advice: Recommendation, options: Mapping[str, Any]) -> str:
     """How the cluster can serve this job's claims, or why not: the exceptions of agent.cluster.dra.able."""
-    spec = spec_of(advice, {**given, "dra": True})
+    spec = spec_of(advice, {**options, "dra": True})
     nodes = None
-    if selector := ",".join(given["node_selector"]):
+    if selector := ",".join(options["node_selector"]):
         pages = client.pages(path_of("v1", "nodes"), {"labelSelector": selector})
         nodes = {node["metadata"]["name"] for page, _ in pages for node in page}
     return dra.able(client, spec, nodes)
 
 
 def for_pods(
-    advice: Recommendation, given: Mapping[str, Any], found: Sequence[Snapshot]
+    advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]
 ) -> tuple[Recommendation, list[str]]:
     """The recommendation without what holds on a host and not in a pod, and a line for each setting left out."""
     # without --host this machine was scanned: a node's pod, or the administrator's own
-    here = not given.get("hosts") and not given.get("machine")
-    kept, told = in_pods(advice, found, here=here)
-    return _threads(kept, given), told
+    here = not options.get("hosts") and not options.get("machine")
+    kept, notes = in_pods(advice, found, here=here)
+    return _threads(kept, options), notes
 
 
 def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
@@ -212,7 +212,7 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
     inside = {name for name, seen in roles.items() if seen <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
     where = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
-    kept, told = [], []
+    kept, notes = [], []
     for setting in advice.settings:
         wrong = ""
         if setting.name.endswith("_SOCKET_IFNAME"):
@@ -221,23 +221,23 @@ def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) ->
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
             wrong = f"it counts in the GID table of {where}, and a pod sees another"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
-            told.append(
+            notes.append(
                 f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
             )
         if wrong:
             more = "a capture from a pod on the job's networks tells"
-            told.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
+            notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
         else:
             kept.append(setting)
-    return replace(advice, settings=tuple(kept)), told
+    return replace(advice, settings=tuple(kept)), notes
 
 
-def _threads(advice: Recommendation, given: Mapping[str, Any]) -> Recommendation:
+def _threads(advice: Recommendation, options: Mapping[str, Any]) -> Recommendation:
     """OMP_NUM_THREADS as the pods' own CPU limit allows, where ranks compute on the CPU or are alone in their pod."""
-    cores = [_cores(word.partition("=")[2]) for word in given["resources"] if word.startswith("cpu=")]
+    cores = [_cores(word.partition("=")[2]) for word in options["resources"] if word.startswith("cpu=")]
     if not cores or cores[0] is None or advice.chosen is None:
         return advice
-    ranks = max(1, advice.chosen.layout.world_size // (given["nodes"] or 1))
+    ranks = max(1, advice.chosen.layout.world_size // (options["nodes"] or 1))
     if advice.backend == "nccl" and ranks > 1:
         return advice
     reason = Reason(
@@ -286,17 +286,17 @@ def unknown_mofed(found: Sequence[Snapshot]) -> str:
     )
 
 
-def on_rails(advice: Recommendation, given: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
+def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
     """The recommendation for pods on the networks that --network prints with the job, where these are several.
 
     A record of a pod that is on them already says so itself, and a job of one node needs none.
     """
-    if not given["with_network"] or (given["nodes"] or 1) == 1 or networks.seen_from_a_pod(found):
+    if not options["with_network"] or (options["nodes"] or 1) == 1 or networks.seen_from_a_pod(found):
         return advice
-    spec = networks.from_snapshots(found, namespace=given["namespace"])
+    spec = networks.from_snapshots(found, namespace=options["namespace"])
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
-    named = family("rdma/*", _named_by_user(given))
+    named = family("rdma/*", _named_by_user(options))
     return networks.attached(
         advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
         resource=None if named else f"rdma/{spec.resource_name}",
@@ -324,87 +324,91 @@ def misnamed(found: Sequence[Snapshot]) -> str:
     )
 
 
-def claim_of(given: Mapping[str, Any]) -> str | None:
+def claim_of(options: Mapping[str, Any]) -> str | None:
     """The claim's name; one that is made without a name is called "shared"."""
-    return given["claim"] or ("shared" if given.get("storage_class") else None)
+    return options["claim"] or ("shared" if options.get("storage_class") else None)
 
 
-def storage(given: Mapping[str, Any]) -> tuple[Document, ...]:
+def storage(options: Mapping[str, Any]) -> tuple[Document, ...]:
     """The claim itself, where a storage class says to make it."""
-    if not given["storage_class"]:
+    if not options["storage_class"]:
         return ()
-    check_object_name("--storage-class", given["storage_class"])
-    check_size("--storage-size", given["storage_size"])
+    check_object_name("--storage-class", options["storage_class"])
+    check_size("--storage-size", options["storage_size"])
     claim = networks.shared_claim(
-        name=claim_of(given) or "", namespace=given["namespace"], size=given["storage_size"],
-        storage_class=given["storage_class"],
+        name=claim_of(options) or "", namespace=options["namespace"], size=options["storage_size"],
+        storage_class=options["storage_class"],
     )  # fmt: skip
     return (claim,)
 
 
-def plan_of(advice: Recommendation, given: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
+def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
     """The job's document: the run on the claim, unless the settings say where. JobError where nothing can train."""
-    more = () if not claim_of(given) or "output_dir" in _said(given) else (f"output_dir={MOUNT}/{given['name']}",)
+    more = (
+        ()
+        if not claim_of(options) or "output_dir" in _explicit_settings(options)
+        else (f"output_dir={MOUNT}/{options['name']}",)
+    )
     try:
-        return job_plan(advice, given.get("config"), (*more, *given.get("overrides", ())), found)
+        return job_plan(advice, options.get("config"), (*more, *options.get("overrides", ())), found)
     except LaunchError as error:
         raise JobError(str(error)) from None
 
 
-def refuse_what_cannot_train(advice: Recommendation, given: Mapping[str, Any]) -> None:
+def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any]) -> None:
     """JobError where the pods would start and train nothing, or train nothing that lasts; it says what to give."""
-    said, nodes = _said(given), given["nodes"] or 1
-    if why := job_settings.untrainable(advice, said):
+    explicit, nodes = _explicit_settings(options), options["nodes"] or 1
+    if why := job_settings.untrainable(advice, explicit):
         raise JobError(why)
-    if nodes > 1 and not claim_of(given):
+    if nodes > 1 and not claim_of(options):
         raise JobError(
             f"--claim: {nodes} nodes write one run, so they need one folder; give --claim NAME of a ReadWriteMany "
             "PersistentVolumeClaim, or --storage-class NAME to have one made"
         )
-    output = said.get("output_dir")
+    output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not posixpath.normpath(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")
 
 
-def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """What --config and, over it, --set say."""
     try:
-        return job_settings.said(given.get("config"), given.get("overrides", ()))
+        return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()))
     except RequestError as error:
         raise JobError(str(error)) from None
 
 
-def unnamed(advice: Recommendation, given: Mapping[str, Any]) -> bool:
+def unnamed(advice: Recommendation, options: Mapping[str, Any]) -> bool:
     """Whether the pods need a device whose name only the cluster, or the user, knows."""
-    if given["dra"]:
+    if options["dra"]:
         return False
-    named = _named_by_user(given)
+    named = _named_by_user(options)
     return any(name.endswith("/*") and not family(name, named) for name in _devices(advice))
 
 
-def fixed(advice: Recommendation, given: Mapping[str, Any]) -> list[str]:
+def fixed(advice: Recommendation, options: Mapping[str, Any]) -> list[str]:
     """NICs that the pods need and that go by one name on every cluster, as EFA's do."""
     nics = [name for name in _devices(advice) if name.startswith(NICS) and not name.endswith("/*")]
-    return [] if given["dra"] else [name for name in nics if name not in _named_by_user(given)]
+    return [] if options["dra"] else [name for name in nics if name not in _named_by_user(options)]
 
 
-def _named_by_user(given: Mapping[str, Any]) -> list[str]:
-    return [word.partition("=")[0] for word in given["resources"]]
+def _named_by_user(options: Mapping[str, Any]) -> list[str]:
+    return [word.partition("=")[0] for word in options["resources"]]
 
 
 def _devices(advice: Recommendation) -> list[str]:
     return [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
 
 
-def offered(client: Client, given: Mapping[str, Any]) -> tuple[str, ...]:
+def offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
     """The extended resources that enough of the selected nodes have to give away (node.status.allocatable)."""
-    query = {"labelSelector": ",".join(given["node_selector"])} if given["node_selector"] else {}
+    query = {"labelSelector": ",".join(options["node_selector"])} if options["node_selector"] else {}
     having: Counter[str] = Counter()
     for nodes, _ in client.pages(path_of("v1", "nodes"), query):
         for node in nodes:
             allocatable = (node.get("status") or {}).get("allocatable") or {}
             having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
-    return tuple(sorted(name for name, count in having.items() if count >= (given["nodes"] or 1)))
+    return tuple(sorted(name for name, count in having.items() if count >= (options["nodes"] or 1)))
 
 
 GONE_SECONDS = 30.0  # for a job that failed to be deleted, after the time that its pods have to end
@@ -475,8 +479,8 @@ def _admit(client: Client, job: Document) -> bool:
             raise
         state = job_state(client.get(_path(client, job, job["metadata"]["name"])))
         if state != "failed":
-            told = "complete: --name gives the next one another name" if state == "complete" else "not done"
-            raise ApiError(409, f"{error}, and is {told}", reason=error.reason) from None
+            state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
+            raise ApiError(409, f"{error}, and is {state_text}", reason=error.reason) from None
     about = {key: value for key, value in job["metadata"].items() if key != "name"}
     about["generateName"] = f"{job['metadata']['name']}-"
     client.create(_path(client, job), {**job, "metadata": about}, dry_run=True)

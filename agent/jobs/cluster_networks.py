@@ -73,10 +73,10 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
     chosen = advice.chosen
     assert chosen is not None  # noqa: S101 - the verb has refused otherwise
     if network.rate:
-        asked = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
+        on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
         same = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch", "gradient_accumulation", "sharding"}
         named = tuple((name, getattr(chosen.layout, name)) for name in sorted(same))
-        there = answer(replace(asked, train=replace(request.train, asked=named)), found)
+        there = answer(replace(on_network, train=replace(request.train, asked=named)), found)
         if there.chosen is None:
             raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
         chosen = replace(chosen, forecast=there.chosen.forecast)
@@ -90,26 +90,26 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
         if not setting.name.startswith(_TCP_SETTINGS) and not setting.name.endswith("_SOCKET_IFNAME")
     )  # fmt: skip
     backend = "NCCL" if advice.backend == "nccl" else "GLOO"
-    told = [(f"{backend}_SOCKET_IFNAME", network.name), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
+    variables = [(f"{backend}_SOCKET_IFNAME", network.name), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
     return replace(
-        advice, chosen=chosen, settings=(*kept, *(Setting(name=n, value=v, reason=why) for n, v in told)),
+        advice, chosen=chosen, settings=(*kept, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
         needs=tuple(n for n in needs if n.name not in ("memlock", "capability") and not n.value.startswith(_RDMA)),
     )  # fmt: skip
 
 
 def documents(
-    advice: Recommendation, network: Attached, given: Mapping[str, Any], found: Sequence[Snapshot], launched: str
+    advice: Recommendation, network: Attached, options: Mapping[str, Any], found: Sequence[Snapshot], launched: str
 ) -> tuple[Document, ...]:
     """The job of one network: its name ends with the network's, and so does its output folder."""
-    given = {**given, "name": f"{given['name']}-{network.name}"}
-    spec = cluster_job.spec_of(advice, given)
+    options = {**options, "name": f"{options['name']}-{network.name}"}
+    spec = cluster_job.spec_of(advice, options)
     if network.attachment:
         inside = "" if network.rdma else f"@{network.name}"
         spec = replace(spec, networks=(f"{network.attachment}{inside}",))
-    plan = cluster_job.plan_of(advice, given, found)
+    plan = cluster_job.plan_of(advice, options, found)
     if not (network.rate or network.rdma):  # nothing is known of it that the run could be held against
         plan = replace(plan, forecast=RunForecast())
-    return cluster_job.documents(spec, given["api"], plan, launched=launched)
+    return cluster_job.documents(spec, options["api"], plan, launched=launched)
 
 
 def run(
@@ -131,8 +131,8 @@ def run(
     pods = [pod for page, _ in client.pages(place, query) for pod in page]
     record = next((found for pod in pods if (found := left(pod))), None)
     if record is None:
-        said = "; ".join(filter(None, map(first_pods.how_failed, pods))) or "no pod left a record"
-        return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {said}")
+        reason = "; ".join(filter(None, map(first_pods.how_failed, pods))) or "no pod left a record"
+        return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
     return bar_of(bar, record, network.name, rdma=network.rdma)
 
 

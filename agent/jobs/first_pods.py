@@ -112,8 +112,10 @@ def _silence(client: Client, job: Json, namespace: str, seconds: float, api: str
     except ApiError as error:
         return f"no pod within {seconds:.0f} s, and the job cannot be read: {error}"
     conditions: Sequence[Mapping[str, Any]] = (now.get("status") or {}).get("conditions") or ()
-    said = [str(each.get("message") or each.get("reason")) for each in conditions if each.get("status") == "True"]
-    state = job_state(now) or (said[-1] if said else "its controller has reported nothing: is its operator running?")
+    messages = [str(each.get("message") or each.get("reason")) for each in conditions if each.get("status") == "True"]
+    state = job_state(now) or (
+        messages[-1] if messages else "its controller has reported nothing: is its operator running?"
+    )
     return f"no pod within {seconds:.0f} s: {state}"
 
 

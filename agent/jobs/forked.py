@@ -29,11 +29,11 @@ CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
 GRACE_SECONDS = 5.0  # for the others, once one has failed
 
 
-def run(asked: Mapping[str, Any]) -> list[int]:
+def run(request: Mapping[str, Any]) -> list[int]:
     """Fork the ranks and wait for all; a code below 0 is the signal that ended it."""
-    started = [_fork(rank) for rank in asked["ranks"]]
+    started = [_fork(rank) for rank in request["ranks"]]
     codes: dict[int, int] = {}
-    until = time.monotonic() + asked["seconds"]
+    until = time.monotonic() + request["seconds"]
     while len(codes) < len(started):
         for pid in started:
             if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:

@@ -58,7 +58,7 @@ class Launched:
     record: RunRecord | None = None  # flight.json of this start, where the job came to write it
 
     @property
-    def told_its_end(self) -> bool:
+    def wrote_its_end(self) -> bool:
         """Whether the job itself wrote how it ended; else `record_of` has told it, by `fate`."""
         return self.record is not None and self.record.reason != self.fate
 
@@ -66,18 +66,18 @@ class Launched:
     def fate(self) -> str:
         """What became of the job, in one sentence."""
         if self.exit_code == RESUMABLE:
-            told = "the job saved and ended; the same command goes on from there"
+            ending = "the job saved and ended; the same command goes on from there"
         elif self.killed:
-            told = f"the job did not end within {self.grace_seconds} s of SIGTERM and was killed; " + _AGAIN
+            ending = f"the job did not end within {self.grace_seconds} s of SIGTERM and was killed; " + _AGAIN
         elif self.cut_short and self.exit_code == 0:
-            told = "the job was done by then"
+            ending = "the job was done by then"
         elif self.cut_short:
-            told = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
+            ending = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
         elif struck := run_record.struck("\n".join(self.last_lines)):
-            told = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
+            ending = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
         else:
-            told = f"the job ended with exit code {self.exit_code}"
-        return f"{self.cut_short}: {told}" if self.cut_short else told
+            ending = f"the job ended with exit code {self.exit_code}"
+        return f"{self.cut_short}: {ending}" if self.cut_short else ending
 
 
 def job_plan(
@@ -90,15 +90,15 @@ def job_plan(
         raise LaunchError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
     try:
-        given, said, notes = settings(DEFAULT_CONFIG if embedded and config is None else config, overrides)
+        job_config, explicit, notes = settings(DEFAULT_CONFIG if embedded and config is None else config, overrides)
     except RequestError as error:
         raise LaunchError(str(error)) from None
-    if why := untrainable(advice, said):
+    if why := untrainable(advice, explicit):
         raise LaunchError(why)
     if not embedded:
-        given = replace(given, **left_open(advice, said))
+        job_config = replace(job_config, **left_open(advice, explicit))
     return JobPlan(
-        config=given, layout=advice.chosen.layout, notes=tuple(notes),
+        config=job_config, layout=advice.chosen.layout, notes=tuple(notes),
         forecast=codec.pick(document(advice.chosen.forecast), RunForecast),
         environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
     )  # fmt: skip
@@ -143,11 +143,11 @@ def fly(
 def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
     """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
     before = run_record.of_start(path, began)
-    told = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
-    if before is not None and told is not None and before.status == "running" != told.status:
+    ending = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
+    if before is not None and ending is not None and before.status == "running" != ending.status:
         # says on stderr what went wrong
         subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
-    return told
+    return ending
 
 
 def storage_rate(word: str | None) -> float | None:
@@ -172,7 +172,7 @@ def grace(advice: Recommendation, bytes_per_second: float | None) -> int:
     return save_seconds(*to_save(advice), bytes_per_second, least=GRACE_SECONDS)
 
 
-def told_to_end(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
+def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
     """How long they may take to save, where that goes by a rate of storage that nobody has told; else nothing."""
     if seconds == least or bytes_per_second is not None:
         return ""
@@ -205,14 +205,14 @@ def run(
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as told, lock.run_folder() as temporary:
+    with log.open("wb") as stream, sigterm(stop) as ending, lock.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
         last: deque[str] = deque(maxlen=12)
         with _followed(log, last, on_line):
             try:
                 late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
-                cut_short = late[tree.wait(time.monotonic() + timeout_seconds, told)]
+                cut_short = late[tree.wait(time.monotonic() + timeout_seconds, ending)]
             finally:
                 killed = not tree.ask(grace_seconds) and tree.members()
                 tree.end(_LAST_SECONDS)

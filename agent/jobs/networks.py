@@ -109,8 +109,8 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
         return replace(bar, status="failed", why=record.reason or f"the run is not complete but {record.status}")
     proven, words = proof_of(record, interface, rdma=rdma)
     if not proven:
-        said = "; ".join(words) or "the record names no transport"
-        return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {said}")
+        last_line = "; ".join(words) or "the record names no transport"
+        return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {last_line}")
     step, due = record.measured.step_seconds, record.forecast.step_seconds
     if step is None:
         return replace(bar, proof=words, why="its record has no step time")
@@ -179,8 +179,9 @@ class Local:
         path = output / "flight.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
-            said = (output / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
-            why = f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(said)}; whole log: {output}/rank0.log"
+            log = output / "rank0.log"
+            last_line = log.read_text(errors="replace").strip().splitlines()[-1:]
+            why = f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(last_line)}; whole log: {log}"
             return replace(bar, status="failed", why=why)
         return replace(bar_of(bar, record, network.name), record=str(path))
 
@@ -230,8 +231,8 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
         )
         seen.read()
         if any(codes):
-            said = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
-            seen.outcome.problems.append(f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(said)}")
+            last_line = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
+            seen.outcome.problems.append(f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(last_line)}")
         return assemble(spec, "gloo", seen.outcome, started, time.monotonic() - clock, None)
 
 
@@ -241,18 +242,18 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
     assert model is not None  # noqa: S101 - job_request has named one
     train = request.train
     tokens = train.sequence_length * max(1, (train.global_batch or HOSTS) // HOSTS)
-    asked = CalibrationRequest(
+    calibration = CalibrationRequest(
         hidden=model.hidden, ffn=model.ffn, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
         tokens=min(tokens, 8192), sequence=min(train.sequence_length, tokens), copies=HOSTS, threads=1,
         method="full" if train.method == "full" else "lora",
     )  # fmt: skip
     with lock.run_folder() as folder:
-        (folder / "request.json").write_text(json.dumps(asdict(asked)))
+        (folder / "request.json").write_text(json.dumps(asdict(calibration)))
         words = [[str(folder), str(host)] for host in range(HOSTS)]
         codes = rig.run(rig.networks[0], "collectives.bench.calibrate", words, folder, seconds=120.0)
         if any(codes):
-            said = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise NetworksError(f"GEMMs and a layer could not be timed: {' '.join(said)}")
+            last_line = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
+            raise NetworksError(f"GEMMs and a layer could not be timed: {' '.join(last_line)}")
         answers = [json.loads((folder / f"{host}.json").read_text()) for host in range(HOSTS)]
     return parse_calibration(slowest(answers))
 

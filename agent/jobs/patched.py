@@ -22,7 +22,7 @@ from planner.advice import Reason, Setting
 from planner.forecast.machines import names
 from planner.kubernetes.manifests import mappings
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, wrap
-from planner.lint.change import Change, ChangeError, asked, changed
+from planner.lint.change import Change, ChangeError, changed, parse_remedy
 from planner.lint.sources import read_text
 from planner.why import Patch
 
@@ -49,7 +49,9 @@ def patched(text: str, path: Path, wrong: Sequence[Check], advised: Mapping[str,
         if tries == most or len(left) == _MOST_CHANGES:
             left.append(f"{len(wrong) - number} findings more: give the patched file again")
             break
-        change = asked(check.subject, check.evidence[0].partition("=")[2] if check.evidence else "", check.remedy)
+        change = parse_remedy(
+            check.subject, check.evidence[0].partition("=")[2] if check.evidence else "", check.remedy
+        )
         here = (check.id, check.subject, check.node)
         if here not in standing:  # gone with another
             continue
@@ -148,10 +150,10 @@ def _by_arguments(text: str, file: str, request: Request) -> tuple[str, str]:
         return "", "topoflight recommend --model NAME --machine NAME --nodes N"
     if not request.allow_files or not (request.machine or request.hosts):  # its arguments name files, and the hub
         return "", command
-    given = {"hosts": request.hosts, "root": request.root, "machine": request.machine, "config": None}
+    options = {"hosts": request.hosts, "root": request.root, "machine": request.machine, "config": None}
     try:
         job = jobs_in(documents(text))[0]
-        advice, said = advice_for(job, () if request.machine else snapshots(request.hosts), given)
+        advice, said = advice_for(job, () if request.machine else snapshots(request.hosts), options)
     except (WrapError, YamlTextError, InputError) as error:
         return "", f"topoflight recommend: {error}"
     if advice.chosen is None:

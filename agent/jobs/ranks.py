@@ -69,8 +69,8 @@ def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
     ranks = folder / rank_state.RANKS_FOLDER if (folder / rank_state.RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
     traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
-    last_told = max(states.values(), key=lambda state: state.written, default=None)
-    world = (last_told.world_size or 0) if last_told else 0
+    newest_state = max(states.values(), key=lambda state: state.written, default=None)
+    world = (newest_state.world_size or 0) if newest_state else 0
     if world:  # an earlier start of more ranks may have left its files
         states = {rank: state for rank, state in states.items() if rank < world}
         traces = {rank: trace for rank, trace in traces.items() if rank < world}
@@ -102,14 +102,14 @@ def watch(
     folder: Path, tell: Callable[[Verdict], None], *, seconds: float = 5.0, until: float | None = None
 ) -> Verdict:
     """Look at a run until it ends, or until `until`; each new verdict is told and kept beside the record."""
-    told, asked, pause = "", 0.0, 0.0
+    last_line, asked_at, pause = "", 0.0, 0.0
     while True:
         verdict = look(folder)
         if verdict.state == "failed":  # the others are still to tell how they ended
             time.sleep(SETTLED_SECONDS)
             verdict = look(folder)
-        if verdict.line != told:
-            told = verdict.line
+        if verdict.line != last_line:
+            last_line = verdict.line
             tell(verdict)
             keep(folder, verdict)
         seen = of_run(folder)[0]
@@ -118,9 +118,9 @@ def watch(
             return verdict
         if verdict.state != "fine":
             pause = min(pause, ASK_SECONDS)
-        if time.monotonic() - asked >= pause:
+        if time.monotonic() - asked_at >= pause:
             ask(folder)
-            asked, pause = time.monotonic(), min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
+            asked_at, pause = time.monotonic(), min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
         time.sleep(seconds)
 
 

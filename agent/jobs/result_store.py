@@ -26,7 +26,7 @@ from contracts.run_record import read as read_record
 
 log = logging.getLogger(__name__)
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 DEFAULT_FOLDER = Path("/var/lib/topoflight")
 BENCH_FILE = "bench.json"
@@ -120,10 +120,10 @@ def sweep(place: Path) -> None:
 
 def left_out(path: Path, error: Exception) -> None:
     """Name a file that cannot be used, once: it is looked at with every scan."""
-    told = f"{error}: left out" if str(path) in str(error) else f"{path} is left out: {error}"
-    if told not in _told:
-        _told.add(told)
-        log.warning(told)
+    message = f"{error}: left out" if str(path) in str(error) else f"{path} is left out: {error}"
+    if message not in _logged:
+        _logged.add(message)
+        log.warning(message)
 
 
 def _write(path: Path, value: dict[str, Any]) -> Path | None:

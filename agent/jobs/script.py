@@ -52,13 +52,13 @@ class ScriptPlan:
 
 
 def plan_of(
-    script: Path, arguments: Sequence[str], found: Sequence[Snapshot], given: Mapping[str, Any], folder: Path
+    script: Path, arguments: Sequence[str], found: Sequence[Snapshot], options: Mapping[str, Any], folder: Path
 ) -> ScriptPlan:
     """The torchrun line of this host, and the forecast where the arguments tell the layout."""
-    ranks = given["ranks"] or default_ranks(found)
+    ranks = options["ranks"] or default_ranks(found)
     said = read_command(["torchrun", str(script), *arguments], _text)
     output_dir = said.settings.get("output_dir")
-    request = Request(hosts=given["hosts"], root=given["root"], ranks_per_node=ranks)
+    request = Request(hosts=options["hosts"], root=options["root"], ranks_per_node=ranks)
     advice, lines = forecast_of(said, request, found)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
@@ -78,7 +78,7 @@ def plan_of(
         ),
         forecast=advice.chosen.forecast if advice.chosen else None, said=(*set_already, *lines),
         output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
-        grace_seconds=grace(advice, storage_rate(given["storage_rate"])),
+        grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def fly(
     return replace(done, record=record)
 
 
-def left_by(text: str, found: Sequence[Snapshot], given: Mapping[str, Any], folder: Path) -> RunRecord:
+def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], folder: Path) -> RunRecord:
     """The record of a wrapped job's run, from what its pods left in `folder`. Raises InputError.
 
     Complete is a run whose trainer_state.json has train_runtime, which transformers writes at its end; of any other
@@ -138,7 +138,7 @@ def left_by(text: str, found: Sequence[Snapshot], given: Mapping[str, Any], fold
         raise InputError(str(error)) from None
     if len(jobs) != 1:
         raise InputError(f"--record: a record is of one job; the manifest has {len(jobs)}")
-    advice, lines = advised(jobs[0], found, given)
+    advice, lines = advised(jobs[0], found, options)
     layout = advice.chosen.layout if advice.chosen else None
     plan = JobPlan(layout=layout, environment={each.name: each.value for each in advice.settings},
                    forecast=_forecast(advice), notes=tuple(lines))  # fmt: skip

@@ -42,7 +42,7 @@ def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
     names = {word.partition(":")[0] for word in chosen.lstrip("=").split(",")}
     if not gdrdma_possible(found) or chosen.startswith("^"):
         return ""
-    said = []
+    sentences = []
     for snapshot in found:
         gpus, node = snapshot.facts(GpuFacts), build(snapshot)
         models = [gpu.name for gpu in gpus.gpus] if gpus else [None]
@@ -54,5 +54,5 @@ def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
             if not (taken and near.decidable and near.gdr_by_default and not near.why):
                 return ""
         labels = sorted({near.label for near in node.nearest_nic})
-        said.append(f"{snapshot.hostname}: each GPU is {' or '.join(labels)} from its NIC")
-    return "; ".join(said[:2]) + (f"; and {len(said) - 2} more hosts alike" if len(said) > 2 else "")
+        sentences.append(f"{snapshot.hostname}: each GPU is {' or '.join(labels)} from its NIC")
+    return "; ".join(sentences[:2]) + (f"; and {len(sentences) - 2} more hosts alike" if len(sentences) > 2 else "")

@@ -31,11 +31,11 @@ _MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
 _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
 
 
-def wrapped(text: str, found: Sequence[Snapshot], given: Mapping[str, Any]) -> tuple[str, list[str]]:
+def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The manifest with what its jobs lack on these hosts, and notes. Raises InputError."""
     try:
-        resources = dict(_resource(word) for word in given["resources"])
-        select((), require=given["require"], known=ALL_CODES)
+        resources = dict(_resource(word) for word in options["resources"])
+        select((), require=options["require"], known=ALL_CODES)
         notes: list[str] = []
         additions: list[Additions | None] = []
         manifest = documents(text)
@@ -47,14 +47,14 @@ def wrapped(text: str, found: Sequence[Snapshot], given: Mapping[str, Any]) -> t
                 )
                 additions.append(None)
                 continue
-            advice, said = advised(job, found, given)
-            advice, left_out = in_pods(advice, found, here=not given["hosts"] and not given["machine"])
+            advice, said = advised(job, found, options)
+            advice, left_out = in_pods(advice, found, here=not options["hosts"] and not options["machine"])
             if any(_MPIRUN.search(word) for word in job.command):
                 said.append("ranks that mpirun starts on other nodes get of the environment only what its -x names")
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in said)]
             additions.append(Additions(
-                settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(given["require"]),
-                gate_image=given["preflight_image"], log=advice.backend == "nccl", annotations=forecast(advice),
+                settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
+                gate_image=options["preflight_image"], log=advice.backend == "nccl", annotations=forecast(advice),
             ))  # fmt: skip
         made, kept = wrap(text, additions)
         notes += [*others_in(manifest), *_judged(text, jobs, found)]
@@ -91,18 +91,18 @@ def _resource(word: str) -> tuple[str, str]:
     return name, count
 
 
-def advised(job: Job, found: Sequence[Snapshot], given: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
+def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
     """The advice for the job's nodes, and what was read of its command, or is unknown."""
 
     def file(name: str) -> str | None:
         if name in job.files:
             return job.files[name]
-        here = given["config"]
+        here = options["config"]
         return here.read_text() if here is not None and here.name == Path(name).name else None
 
     said = read_command(job.command, file)
     nodes, ranks = job.nodes or said.nodes, job.ranks_per_node or said.ranks_per_node
-    request = Request(hosts=given["hosts"], root=given["root"], machine=given["machine"], nodes=nodes,
+    request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
                       ranks_per_node=ranks)  # fmt: skip
     if nodes is None or ranks is None:
         said.unknown.append("how many ranks it has: no replicas, nprocPerNode, GPUs or launcher's options say")

@@ -73,8 +73,8 @@ class Rendered:
 
     def prepare(self, view: View) -> None:
         """Render for a new view, in the thread that made it, what was asked of the last one."""
-        asked, self._asked = self._asked, {}
-        made = {key: _rendered(view, accept, self._more(), zipped=key[1]) for key, accept in asked.items()}
+        formats, self._asked = self._asked, {}
+        made = {key: _rendered(view, accept, self._more(), zipped=key[1]) for key, accept in formats.items()}
         self._made = view, made
 
 

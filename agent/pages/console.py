@@ -14,7 +14,7 @@ from agent.cluster.nodes import DAY_SECONDS, Fleet, NodeRecord, seconds_of
 from agent.cluster.places import Places
 from agent.gate.verdict import Check, Verdict, judge
 from agent.history import OF_FINDINGS, clock
-from agent.pages.nodes import ORDER, checks_of_records, first_of, said_gpus
+from agent.pages.nodes import ORDER, checks_of_records, first_of, gpu_text
 from agent.view import Group, grouped
 from topology import diff
 
@@ -133,7 +133,7 @@ def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
     records = fleet.records()
     checks = checks_of_records(fleet, now)
     lines = _lines(fleet, records, checks, places, now)
-    found = [line for line in lines if _asked_for(line, asked)]
+    found = [line for line in lines if _matches(line, asked)]
     ordered = _sections(_sorted(found, asked.sort), asked.group)
     moments = _moments(records, now)
     return Console(
@@ -142,7 +142,7 @@ def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
         pages=max(1, -(-sum(len(mine) for _, mine in ordered) // ROWS)),
         counts=dict(Counter(line.word for line in lines)),
         faults=_faults(records, checks),
-        places=places, map=_map(lines, places), hours=_hours(moments, now), moments=_told(moments),
+        places=places, map=_map(lines, places), hours=_hours(moments, now), moments=_last_events(moments),
         families=_families(fleet, records, now),
         choices={
             "fault": sorted({code for line in lines for code in line.codes}),
@@ -193,7 +193,7 @@ def _line(record: NodeRecord, checks: Sequence[Check], kind: str, place: str, ag
     words = acknowledged.words(record.acknowledged, now)
     return Line(
         name=record.name, word="unknown" if record.silent(now) else record.verdict, worst=worst, more=more,
-        codes=tuple(codes), gpus=said_gpus(record), rdma=record.rdma or "unknown", kind=kind, version=version,
+        codes=tuple(codes), gpus=gpu_text(record), rdma=record.rdma or "unknown", kind=kind, version=version,
         place=place, age_seconds=record.age_seconds(now), age=units.ago(record.age_seconds(now)) if heard else "never",
         since_seconds=since, since=clock(since) if since else "",
         acknowledged=tuple(text for told in words.values() for text in told),
@@ -207,13 +207,13 @@ def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
     sizes, first = Counter(of.values()), {of[record.name]: record for record in records}
     for key, _ in sizes.most_common():
         if key is not None:
-            words = f"{said_gpus(first[key])}, {first[key].links or 'no links'}".replace("NVIDIA ", "")
+            words = f"{gpu_text(first[key])}, {first[key].links or 'no links'}".replace("NVIDIA ", "")
             same = sum(known == words or known.startswith(f"{words} #") for known in named.values())
             named[key] = f"{words} #{same + 1}" if same else words
     return {name: named[key] for name, key in of.items()}
 
 
-def _asked_for(line: Line, asked: Asked) -> bool:
+def _matches(line: Line, asked: Asked) -> bool:
     exact = all(
         not wanted or wanted == mine
         for wanted, mine in ((asked.kind, line.kind), (asked.version, line.version), (asked.place, line.place))
@@ -306,7 +306,7 @@ def _hours(events: Iterable[Event], now: float) -> tuple[tuple[str, dict[str, in
     return tuple((clock(now - 3600.0 * (HOURS - hour)), dict(count)) for hour, count in enumerate(counts))
 
 
-def _told(events: Iterable[Event], most: int = 8) -> tuple[Moment, ...]:
+def _last_events(events: Iterable[Event], most: int = 8) -> tuple[Moment, ...]:
     """The newest, what came on many nodes within ten minutes as one."""
     found: dict[tuple[int, str, str], list[Event]] = defaultdict(list)
     for event in sorted(events, reverse=True):

@@ -69,7 +69,7 @@ def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now:
         made.append(
             Row(
                 name=record.name, word="unknown" if record.silent(now) else record.verdict, worst=worst, more=more,
-                gpus=said_gpus(record),
+                gpus=gpu_text(record),
                 nvlink=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
                 age=units.ago(record.age_seconds(now)) if heard else "never", link=None,
             )
@@ -77,7 +77,7 @@ def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now:
     return _sorted(made)
 
 
-def said_gpus(record: NodeRecord) -> str:
+def gpu_text(record: NodeRecord) -> str:
     """As a record has them."""
     if not record.gpus:
         return "unknown" if record.gpus is None else "none"

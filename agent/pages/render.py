@@ -338,8 +338,8 @@ def picture(
 def _status(checks: Sequence[Check], names: Iterable[str | None]) -> str:
     """The worst of the findings whose subject names the device."""
     patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
-    said = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
-    return next((word for word in ("fail", "warn") if word in said), "")
+    statuses = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
+    return next((word for word in ("fail", "warn") if word in statuses), "")
 
 
 def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:

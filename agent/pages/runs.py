@@ -133,7 +133,7 @@ def why_not_drawn(one: Shown) -> str:
 def not_drawn(found: Iterable[Shown]) -> tuple[str, ...]:
     """Runs that are in no comparison by network, each with the reason."""
     found = tuple(found)
-    told = [
+    rows = [
         f"{one.record.model.name or 'a run'} of {one.record.started_at or 'unknown time'} is in no comparison: {why}"
         for one in found
         if (why := why_not_drawn(one))
@@ -144,8 +144,8 @@ def not_drawn(found: Iterable[Shown]) -> tuple[str, ...]:
             networks.setdefault(_job(one), set()).add(one.transport)
     for job, names in networks.items():
         if len(names) == 1:
-            told.append(f"{job}: all runs took one network, {min(names)}; a comparison needs two")
-    return tuple(told)
+            rows.append(f"{job}: all runs took one network, {min(names)}; a comparison needs two")
+    return tuple(rows)
 
 
 def side_by_side(found: Iterable[Shown]) -> Markup:

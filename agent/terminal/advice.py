@@ -49,8 +49,8 @@ def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
         rows = [row for row in summary(advice, advice.chosen) if row[0] in FIRST_ROWS]
     else:
         count = len(advice.settings)
-        said = f"set {count} variable{'' if count == 1 else 's'}" if count else "nothing to set"
-        out.print(f"Environment: ✓ {said} → for a layout, its speed, memory and cost give --model")
+        sentence = f"set {count} variable{'' if count == 1 else 's'}" if count else "nothing to set"
+        out.print(f"Environment: ✓ {sentence} → for a layout, its speed, memory and cost give --model")
     shown = [f"{setting.name}={shlex.quote(setting.value)}" for setting in advice.settings]
     more = len(shown) - FIRST_SETTINGS
     words = " ".join(shown[:FIRST_SETTINGS]) or "nothing: NCCL finds by itself what this machine has"
@@ -99,8 +99,8 @@ def layout(out: Console, advice: Recommendation) -> None:
             out.print("[bold]? No layout is judged[/bold]" if unjudged else "[bold red]No layout fits[/bold red]")
             rejected(out, advice)
             for help_ in advice.helps_most:
-                said, _, command = help_.partition(": topoflight ")
-                point(out, "→", escape(said))
+                sentence, _, command = help_.partition(": topoflight ")
+                point(out, "→", escape(sentence))
                 if command:  # unbroken, so that it can be copied
                     out.print(f"  topoflight {escape(command)}", soft_wrap=True)
         return

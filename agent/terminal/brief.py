@@ -29,17 +29,17 @@ def opening(
     """The verdict, what it rests on, and what to do first."""
     bad = [group for group in by_weight(checks) if group.status in ("fail", "warn")]
     first = next((group for group in bad if group.status == judged.word), None)
-    said, todo = judged.why, TODO.get(judged.word, "")
+    line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
         more = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
-        said, todo = f"{first.title} {_where(first, at)}".rstrip() + f"{more} ({said})", first.remedy
+        line, todo = f"{first.title} {_where(first, at)}".rstrip() + f"{more} ({line})", first.remedy
     elif judged.word == "unknown":
         required = (group for group in grouped(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
     took = f" in {units.seconds(seconds)}" if seconds is not None else ""
-    said = f"{at}: {said}{took}" if at else said + took
+    line = f"{at}: {line}{took}" if at else line + took
     mark = f"[{COLOURS[judged.word]}]{GLYPHS[judged.word]}[/{COLOURS[judged.word]}]"
-    out.print(f"{mark} {escape(said)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
+    out.print(f"{mark} {escape(line)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
 
 
 def by_weight(checks: Iterable[Check]) -> list[Group]:

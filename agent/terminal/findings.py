@@ -23,15 +23,15 @@ def findings(out: Console, checks: Iterable[Check], *, everything: bool = False)
 
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
-    told = grouped(checks)
+    finding_lines = grouped(checks)
     named = len({check.node for check in checks if check.node}) > 1
-    for group in told:
+    for group in finding_lines:
         if everything or group.status in ("fail", "warn", "info") or (group.required and group.status == "unknown"):
             finding(out, group, named=named)
         else:
             quiet[group.status].append(group)
     unknowns(out, quiet["unknown"])
-    passed = len(passed_ids(told))
+    passed = len(passed_ids(finding_lines))
     if passed and quiet["pass"]:
         out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
 
@@ -86,11 +86,11 @@ def finding(out: Console, group: Group, *, named: bool = False, brief: bool = Fa
 
 def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
     """Every place: those that say the same share a line, and so do nodes with the same devices."""
-    said: dict[str, dict[str, dict[str, None]]] = {}
+    by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
         words = check.message if group.size <= SHOWN else group.message
-        said.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
-    for words, by_node in said.items():
+        by_message.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
+    for words, by_node in by_message.items():
         indented(out, escape(words))
         shared: dict[tuple[str, ...], list[str]] = {}
         for node, subjects in by_node.items():
@@ -105,9 +105,11 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
 def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
     """A line per check of a group whose messages differ."""
     for check in group.checks[:SHOWN]:
-        told = check.subject and subjects and not check.message.startswith(check.subject)
+        finding_lines = check.subject and subjects and not check.message.startswith(check.subject)
         where = f"{check.node}: " if named else ""
-        indented(out, escape(f"{where}{check.subject}: {check.message}" if told else f"{where}{check.message}"))
+        indented(
+            out, escape(f"{where}{check.subject}: {check.message}" if finding_lines else f"{where}{check.message}")
+        )
     if group.size > SHOWN:
         indented(out, f"and {group.size - SHOWN} more")
 
@@ -115,11 +117,11 @@ def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     """The last line."""
     word = {"pass": "green", "warn": "yellow", "fail": "bold red", "unknown": "magenta"}[judged.word]
-    said = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
-    out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(said)} in {units.seconds(seconds)}")
+    by_message = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
+    out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(by_message)} in {units.seconds(seconds)}")
 
 
-def told(out: Console, found: Sequence[Finding]) -> None:
+def finding_lines(out: Console, found: Sequence[Finding]) -> None:
     """What a topology alone shows: failures, warnings and unknowns, with what proves them and what mends them."""
     for finding in found:
         if finding.severity.value in ("fail", "warn", "unknown"):

@@ -39,11 +39,11 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     where = f"{result.world_size} {result.backend} ranks on {some(sorted(set(result.hosts))) or 'this host'}"
     wrong = sum(not m.verified for m in result.measurements)
     mark = "[bold red]✗ FAIL[/bold red]" if wrong or result.problems else "[green]✓[/green]"
-    told = f"{wrong} of {len(result.measurements)} results not verified" if wrong else "every result verified"
+    verified = f"{wrong} of {len(result.measurements)} results not verified" if wrong else "every result verified"
     shown = len(rows.rows)
     more = f"; {len(result.measurements) - shown} smaller sizes: -v" if shown < len(result.measurements) else ""
     todo = "" if wrong or result.problems else " → keep it as the bar: --save FILE, then --baseline FILE"
-    out.print(f"{mark} [bold]Measured[/bold]: {told}{todo}")
+    out.print(f"{mark} [bold]Measured[/bold]: {verified}{todo}")
     out.print(escape(f"{where}{more}"))
     out.print(rows)
     if result.step is not None and verbose:

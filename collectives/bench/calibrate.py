@@ -70,9 +70,9 @@ def calibrate(
                 if ended == "stopped":
                     raise StoppedError("stopped before it was done")
                 if ended == "late" or tree.process.returncode != 0:
-                    said = (folder / f"{index}.log").read_text(errors="replace").split("\n")
+                    lines = (folder / f"{index}.log").read_text(errors="replace").split("\n")
                     last = next(
-                        (line for line in reversed(said) if line.strip()), f"exit code {tree.process.returncode}"
+                        (line for line in reversed(lines) if line.strip()), f"exit code {tree.process.returncode}"
                     )
                     why = f"no answer for {timeout_seconds:g} s" if ended else last
                     raise CalibrationFailedError(f"calibration on {request.device}: {why}")

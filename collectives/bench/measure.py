@@ -180,7 +180,7 @@ def verified_round(me: Rank, op: ops.Op, side: ops.Side | None, name: str) -> tu
 def _fill(me: Rank, op: ops.Op, side: ops.Side) -> None:
     ops.fill(op, side, me.turn)
     if lies(me.faults) and op.gives(side):
-        side.given[side.given.numel() // 2] += 1
+        side.send_buffer[side.send_buffer.numel() // 2] += 1
 
 
 def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
@@ -214,7 +214,7 @@ def name_liars(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> Non
     if side is not None:
         _fill(me, op, side)
         for place, source in enumerate(side.ranks):
-            shown = side.given.clone() if place == side.me else torch.zeros_like(side.given)
+            shown = side.send_buffer.clone() if place == side.me else torch.zeros_like(side.send_buffer)
             dist.broadcast(shown, src=source, group=side.group)
             found += [] if ops.matches(shown, (source,), me.turn) else [source]
     everyone: list[Any] = [None] * me.world

@@ -24,7 +24,7 @@ class Side:
     group: Any  # torch.distributed.ProcessGroup
     ranks: tuple[int, ...]  # global ranks of the group
     me: int  # place in the group
-    given: Any  # tensor this rank gives
+    send_buffer: Any  # tensor this rank gives
     taken: Any  # tensor this rank is left with
 
     @property
@@ -64,17 +64,17 @@ def allocate(op: Op, size_bytes: int, group: Any, ranks: tuple[int, ...], rank: 
     """Allocate the buffers of one rank."""
     import torch
 
-    given, taken = op.shapes(part_elements(op, size_bytes, len(ranks)), len(ranks))
+    send_elements, taken = op.shapes(part_elements(op, size_bytes, len(ranks)), len(ranks))
     out = torch.zeros(taken, dtype=torch.float32, device=device)
-    into = out if op.in_place else torch.zeros(given, dtype=torch.float32, device=device)
-    return Side(group=group, ranks=ranks, me=ranks.index(rank), given=into, taken=out)
+    into = out if op.in_place else torch.zeros(send_elements, dtype=torch.float32, device=device)
+    return Side(group=group, ranks=ranks, me=ranks.index(rank), send_buffer=into, taken=out)
 
 
 def fill(op: Op, side: Side, turn: int) -> None:
     """Write this rank's data of this turn, and wipe what an earlier turn left behind."""
     side.taken.fill_(-1.0)
     if op.gives(side):
-        write_pattern(side.given, (side.ranks[side.me],), turn)
+        write_pattern(side.send_buffer, (side.ranks[side.me],), turn)
 
 
 def pattern(sources: tuple[int, ...], turn: int, start: int, device: Any) -> Any:
@@ -119,7 +119,7 @@ def _wrong_all_to_all(side: Side, turn: int) -> tuple[int, ...]:
 
 
 def _wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
-    scattered = side.given.numel() != side.taken.numel()
+    scattered = side.send_buffer.numel() != side.taken.numel()
     start = side.me * side.taken.numel() if scattered else 0
     return () if matches(side.taken, side.ranks, turn, start) else (UNKNOWN_SOURCE,)
 
@@ -135,13 +135,13 @@ def _wrong_from(source: Callable[[Side], int]) -> Callable[[Side, int], tuple[in
 def _all_gather(side: Side) -> None:
     import torch.distributed as dist
 
-    dist.all_gather_into_tensor(side.taken, side.given, group=side.group)
+    dist.all_gather_into_tensor(side.taken, side.send_buffer, group=side.group)
 
 
 def _reduce_scatter(side: Side) -> None:
     import torch.distributed as dist
 
-    dist.reduce_scatter_tensor(side.taken, side.given, group=side.group)
+    dist.reduce_scatter_tensor(side.taken, side.send_buffer, group=side.group)
 
 
 def _all_reduce(side: Side) -> None:
@@ -153,7 +153,7 @@ def _all_reduce(side: Side) -> None:
 def _all_to_all(side: Side) -> None:
     import torch.distributed as dist
 
-    dist.all_to_all_single(side.taken, side.given, group=side.group)
+    dist.all_to_all_single(side.taken, side.send_buffer, group=side.group)
 
 
 def _broadcast(side: Side) -> None:
@@ -167,7 +167,7 @@ def _send_recv(side: Side) -> None:
     import torch.distributed as dist
 
     following, before = side.ranks[(side.me + 1) % side.n], side.ranks[(side.me - 1) % side.n]
-    send = dist.P2POp(dist.isend, side.given, following, group=side.group)
+    send = dist.P2POp(dist.isend, side.send_buffer, following, group=side.group)
     receive = dist.P2POp(dist.irecv, side.taken, before, group=side.group)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()

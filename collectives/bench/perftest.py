@@ -88,13 +88,13 @@ def write(
             if stop.is_set():
                 problems.append(f"{port}: not measured: stopped")
                 continue
-            said, code = _attempts(port, place, peer, folder / "output", until, stop)
-            made = _read(port, said) if code == 0 else None
+            text, code = _attempts(port, place, peer, folder / "output", until, stop)
+            made = _read(port, text) if code == 0 else None
             if made is not None:
                 found.append(made)
                 until = time.monotonic() + LATER_SECONDS
             else:
-                problems.append(f"{port} to {peer}:{TCP_PORT + place}: {_words(said, code)}")
+                problems.append(f"{port} to {peer}:{TCP_PORT + place}: {_words(text, code)}")
     return RdmaResult(
         host=socket.gethostname(), peer=peer, writes=tuple(found), started_at_seconds=began,
         seconds=time.monotonic() - clock, problems=tuple(problems), stopped_by="its caller" if stop.is_set() else None,
@@ -149,17 +149,17 @@ def _attempts(
         finally:
             tree.end(END_SECONDS)
         code = None if late else tree.process.returncode
-        said = output.read_text(errors="replace")
-        if code in (0, None) or _NOT_YET not in said or time.monotonic() > until or stop.wait(AGAIN_SECONDS):
-            return said, code
+        text = output.read_text(errors="replace")
+        if code in (0, None) or _NOT_YET not in text or time.monotonic() > until or stop.wait(AGAIN_SECONDS):
+            return text, code
 
 
-def _read(port: Port, said: str) -> RdmaWrite | None:
+def _read(port: Port, text: str) -> RdmaWrite | None:
     """The count of completed writes, as it reports it; None where there is none.
 
     Not its MB/s: those come from a CPU frequency that it estimates, which an emulated CPU under load gets wrong.
     """
-    row, mtu = _ROW.search(said), _MTU.search(said)
+    row, mtu = _ROW.search(text), _MTU.search(text)
     if row is None:
         return None
     writes, seconds = int(row[1]), RUN_SECONDS - 2.0 * MARGIN_SECONDS
@@ -169,9 +169,9 @@ def _read(port: Port, said: str) -> RdmaWrite | None:
     )  # fmt: skip
 
 
-def _words(said: str, code: int | None) -> str:
+def _words(text: str, code: int | None) -> str:
     """What a run said beside its table."""
     if code is None:
         return f"{PROGRAM} did not end within {RUN_SECONDS + OVERRUN_SECONDS:g} s"
-    told = [line.strip() for line in said.splitlines() if not _HEADER.search(line)]
-    return f"{'; '.join(told[-3:]) or 'no word'} ({PROGRAM} ended with {code})"
+    lines = [line.strip() for line in text.splitlines() if not _HEADER.search(line)]
+    return f"{'; '.join(lines[-3:]) or 'no word'} ({PROGRAM} ended with {code})"

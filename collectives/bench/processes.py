@@ -157,8 +157,8 @@ class Tree:
 
         with contextlib.suppress(psutil.NoSuchProcess):
             command = psutil.Process(self.process.pid)
-            for asked in command.children() or [command]:
-                _signal(asked, signal.SIGTERM)
+            for target in command.children() or [command]:
+                _signal(target, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_seconds)
         return self.process.poll() is not None

@@ -105,9 +105,9 @@ def _run_in(
     )
     debug = directory / "nccl"
     debug.mkdir()
-    asked = _evidence_environment(debug) if backend == "nccl" else {}
+    nccl_environment = _evidence_environment(debug) if backend == "nccl" else {}
     started, clock = time.time(), time.monotonic()
-    outcome = watch.run_ranks(plan, where, {**asked, **spec.environment}, on_event, stop)
+    outcome = watch.run_ranks(plan, where, {**nccl_environment, **spec.environment}, on_event, stop)
     return assemble(spec, backend, outcome, started, time.monotonic() - clock, _read_evidence(debug))
 
 
@@ -266,7 +266,7 @@ def _stragglers(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
 
 def _lies(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
     """Name the ranks whose data was wrong; a rank that alone sees every other one wrong receives wrongly."""
-    told = []
+    problems = []
     for event in measured:
         sources: dict[int, set[int]] = {}
         for seer, source in event["wrong"]:
@@ -274,15 +274,15 @@ def _lies(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[s
         what = f"{event['op']} of {event['bytes']} bytes is not verified"
         for source, seers in sources.items():
             if source >= 0:
-                told.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {_ranks(seers)}")
+                problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {_ranks(seers)}")
             elif len(sources) == 1:
-                told.append(f"{what}: the sum is wrong on {_ranks(seers)}; each rank's own part is right")
-    return told
+                problems.append(f"{what}: the sum is wrong on {_ranks(seers)}; each rank's own part is right")
+    return problems
 
 
 def _odd_hosts(hello: Sequence[Mapping[str, Any]], backend: str) -> list[str]:
     """Say where ranks differ in what must be alike, and where shared memory is too small for NCCL."""
-    told = []
+    problems = []
     names = sorted({name for row in hello for name in row["versions"]})
     for name in names:
         by_version: dict[str, list[int]] = {}
@@ -290,7 +290,7 @@ def _odd_hosts(hello: Sequence[Mapping[str, Any]], backend: str) -> list[str]:
             by_version.setdefault(row["versions"].get(name, "none"), []).append(row["rank"])
         if len(by_version) > 1:
             listed = "; ".join(f"{version} on {_ranks(ranks, hello)}" for version, ranks in by_version.items())
-            told.append(f"different versions of {name}: {listed}")
+            problems.append(f"different versions of {name}: {listed}")
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for row in hello:
         by_host.setdefault(row["host"], []).append(row)
@@ -300,9 +300,9 @@ def _odd_hosts(hello: Sequence[Mapping[str, Any]], backend: str) -> list[str]:
             needs = (
                 "NCCL's shared-memory transport needs" if backend == "nccl" else "gloo does without, NCCL would need"
             )
-            told.append(f"{host}: /dev/shm has {free} bytes free; {needs} at least {least} for {len(rows)} ranks")
-        told += _small_memlock(host, rows[0], backend)
-    return told
+            problems.append(f"{host}: /dev/shm has {free} bytes free; {needs} at least {least} for {len(rows)} ranks")
+        problems += _small_memlock(host, rows[0], backend)
+    return problems
 
 
 def _small_memlock(host: str, row: Mapping[str, Any], backend: str) -> list[str]:

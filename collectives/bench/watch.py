@@ -215,21 +215,21 @@ class Watch:
 
     def _rendezvous(self, log_tail: str) -> list[str]:
         host = socket.gethostname() if self._plan.host is None else self._plan.host
-        told = [f"{host}: torchrun said: {log_tail[-400:]}"] if log_tail and not self.states else []
+        problems = [f"{host}: torchrun said: {log_tail[-400:]}"] if log_tail and not self.states else []
         if self._where.hosts == 1 or self._where.rendezvous is None:
-            return told
+            return problems
         if self._where.node_rank == 0:  # it is the place itself: what answers there now says nothing
             missing = (
                 f"not all of {self._where.hosts} hosts came to {self._where.rendezvous} within "
                 f"{self._where.startup_seconds:g} s: the others have not started, or cannot reach it"
             )
-            return [f"{host}: {missing}", *told]
+            return [f"{host}: {missing}", *problems]
         address, _, port = self._where.rendezvous.rpartition(":")
         try:
             socket.create_connection((address.strip("[]"), int(port)), timeout=3).close()
         except OSError as error:
-            return [f"{host}: rendezvous {self._where.rendezvous}: {error.strerror or error}", *told]
-        return told
+            return [f"{host}: rendezvous {self._where.rendezvous}: {error.strerror or error}", *problems]
+        return problems
 
 
 def _dead(state: RankState) -> bool:

@@ -236,10 +236,10 @@ class Facts:
 
     def take(self, message: bytes, host: bytes) -> list[str]:
         """Facts that the message states, in words; an empty list if none."""
-        said: list[str] = []
+        facts: list[str] = []
         self.variable = ""
         if b"CCL version" in message or b"nccl==" in message:
-            self._version(message, said)
+            self._version(message, facts)
         if b" Pid " in message and (match := _TEST_RANK.search(message)) and len(self.test_ranks) < MAX_VALUES * 8:
             self.test_ranks[int(match[1])] = match[2]
         # libraries of ROCm
@@ -247,56 +247,56 @@ class Facts:
         if b" set " in message:
             self._environment(message)
         if b"NET" in message or b"etwork " in message:
-            self._network(message, host, said)
+            self._network(message, host, facts)
         if (
             (b"Bootstrap" in message or message.startswith(b"NET : "))
             and (match := _BOOTSTRAP.search(message))
             and len(self.bootstrap) < 64
         ):
             self.bootstrap[match[1].decode("utf-8", "replace")] = None
-            said.append("interface of the bootstrap")
+            facts.append("interface of the bootstrap")
         if b"anks " in message:
-            self._ranks(message, said)
+            self._ranks(message, facts)
         if b"GPU Direct RDMA" in message:
-            self._gdr(message, said)
+            self._gdr(message, facts)
         if b"NVLS" in message or b"MNNVL" in message or b" nvls channels" in message:
-            self._nvlink(message, said)
+            self._nvlink(message, facts)
         if b"type NVL/" in message:
             self.nvlink = True
         if b"NVIDIA" in message or b"Tesla" in message or b"GeForce" in message or b" Pid " in message:
-            self._gpus(message, said)
+            self._gpus(message, facts)
         if _FINISHED.search(message):
             self.finished += 1
-            said.append(END)
-        return said
+            facts.append(END)
+        return facts
 
-    def _nvlink(self, message: bytes, said: list[str]) -> None:
+    def _nvlink(self, message: bytes, facts: list[str]) -> None:
         if b"NVLS multicast support is " in message:
             self.nvls = (self.nvls or False) or b" is available" in message
-            said.append(f"{FABRIC}NVLS multicast {'' if b' is available' in message else 'not '}available")
+            facts.append(f"{FABRIC}NVLS multicast {'' if b' is available' in message else 'not '}available")
         elif b"NVLS comm 0x" in message or b"Connected NVLS tree" in message:
             self.nvls_made += 1
-            said.append(f"{FABRIC}NVLS in use")
+            facts.append(f"{FABRIC}NVLS in use")
         if match := _NVLS_CHANNELS.search(message):
-            said.append(f"{FABRIC}{'no' if match[1] == b'0' else 'some'} NVLS channels")
+            facts.append(f"{FABRIC}{'no' if match[1] == b'0' else 'some'} NVLS channels")
         if match := _MNNVL.search(message):
             self.mnnvl = bool(self.mnnvl) or match[1] == b"1"
             if match[1] == b"1":
-                said.append(f"{FABRIC}MNNVL of a communicator")
+                facts.append(f"{FABRIC}MNNVL of a communicator")
             elif self.nodes > 1 and _NO_MNNVL.search(message):
-                said.append(f"{FABRIC}MNNVL off")
+                facts.append(f"{FABRIC}MNNVL off")
         if match := _CLIQUE.search(message):
             self.mnnvl_clique = max(self.mnnvl_clique, int(match[1]))
         if _FABRIC.search(message):
             self.mnnvl_fabric = True
-            said.append(f"{FABRIC}NVLink reaches over nodes")
+            facts.append(f"{FABRIC}NVLink reaches over nodes")
 
-    def _gpus(self, message: bytes, said: list[str]) -> None:
+    def _gpus(self, message: bytes, facts: list[str]) -> None:
         match = _gpu_name().search(message) or _TEST_GPU.search(message)
         if match and len(self.gpus) < 64:
             name = b" ".join(match[1].split()).decode("utf-8", "replace")
             if name not in self.gpus:
-                said.append(f"GPU {name}")
+                facts.append(f"GPU {name}")
             self.gpus[name] += 1
 
     def take_wrapped(self, message: bytes, host: bytes) -> None:
@@ -308,13 +308,13 @@ class Facts:
         elif (match := _VERSION.search(message)) and b"+" in match[1]:
             self.versions[match[1].decode()] += 1
 
-    def _version(self, message: bytes, said: list[str]) -> None:
+    def _version(self, message: bytes, facts: list[str]) -> None:
         if match := _RCCL_VERSION.search(message):
             self.rccl_version = self.rccl_version or match[1].decode()
-            said.append("RCCL version")
+            facts.append("RCCL version")
         elif (match := _VERSION.search(message) or _VLLM_VERSION.search(message)) and len(self.versions) < 64:
             self.versions[match[1].decode()] += 1
-            said.append("NCCL version")
+            facts.append("NCCL version")
 
     def _environment(self, message: bytes) -> None:
         match = _ENVIRONMENT.search(message)
@@ -322,28 +322,28 @@ class Facts:
             self.variable = match[1].decode()
             self.environment[self.variable] = match[2][:200].decode("utf-8", "replace")
 
-    def _network(self, message: bytes, host: bytes, said: list[str]) -> None:
+    def _network(self, message: bytes, host: bytes, facts: list[str]) -> None:
         if match := _NETWORK.search(message):
             name = match[1].decode()
             if name in self.networks or len(self.networks) < 64:
                 self.networks[name] += 1
-                said.append(f"network {name} selected")
+                facts.append(f"network {name} selected")
         elif (match := _ASSIGNED.search(message)) and len(self.assigned) < 64:
             self.assigned[match[1].decode()] += 1
         elif b"NET/IB : No device found" in message:
             self.no_ib_device += 1
-            said.append("no RDMA device")
+            facts.append("no RDMA device")
         elif b"NET/Socket : Using" in message:
             for name in _SOCKETS.findall(message[:2000]):
                 if len(self.sockets) < 64:
                     self.sockets[name.decode("utf-8", "replace")] = None
-            said.append("socket interfaces")
+            facts.append("socket interfaces")
         elif (match := _IB_USING.search(message)) and _PORT.search(match[1]):
             self._ports(match, host)
-            said.append("RDMA devices in use")
+            facts.append("RDMA devices in use")
         elif (match := _PROVIDER.search(message)) and len(self.providers) < 64:
             self.providers[match[1].decode()] += 1
-            said.append(f"libfabric provider {match[1].decode()}")
+            facts.append(f"libfabric provider {match[1].decode()}")
 
     def _ports(self, match: re.Match[bytes], host: bytes) -> None:
         self.ib_listed += 1
@@ -360,28 +360,28 @@ class Facts:
                 row[port.decode()] = kind
                 self.port_of_index.setdefault(position, set()).add(kind)
 
-    def _ranks(self, message: bytes, said: list[str]) -> None:
+    def _ranks(self, message: bytes, facts: list[str]) -> None:
         if match := _NODES.search(message):
             self.ranks = max(self.ranks, int(match[1]))
             self.nodes = max(self.nodes, int(match[2]))
             self.local_ranks = max(self.local_ranks, int(match[3]))
-            said.append("nodes of the communicator")
+            facts.append("nodes of the communicator")
         elif match := _RANKS.search(message):
             self.ranks = max(self.ranks, int(match[1]))
 
-    def _gdr(self, message: bytes, said: list[str]) -> None:
+    def _gdr(self, message: bytes, facts: list[str]) -> None:
         if match := _GDR_HCA.search(message):
             enabled = match[2] == b"Enabled"
             if len(self.gdr_hca) < 64:
                 self.gdr_hca[(match[1].decode(), enabled)] += 1
-            said.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
+            facts.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
         elif match := _GDR_PATH.search(message):
             key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
             self.gdr_read_allowed |= key[0] and match[4] == b"1"
             if key in self.gdr_paths or len(self.gdr_paths) < 64:
                 self.gdr_paths[key] += 1
             if not key[0]:
-                said.append("GPUDirect RDMA too far")
+                facts.append("GPUDirect RDMA too far")
         elif _GDR_HCA_24.search(message):
             self.gdr_hca[("IB", False)] += 1
-            said.append("GPUDirect RDMA refused by a device")
+            facts.append("GPUDirect RDMA refused by a device")

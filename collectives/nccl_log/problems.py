@@ -116,7 +116,7 @@ class _Findings:
         rows = [row for fact, rows in self.ledger.proof.items() if fact.startswith(starts) for row in rows]
         return tuple(sorted(rows, key=lambda row: row.line)[:3])
 
-    def told(self, *variables: str) -> tuple[ProofLine, ...]:
+    def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
         """The lines that told these variables of the environment."""
         lines = self.ledger.variable_lines
         return tuple(lines[name] for name in variables if name in lines)[:3]
@@ -128,7 +128,7 @@ def find(
     """Problems, and notes: what was seen and is no problem here."""
     found = _Findings(ledger)
     for code in ledger.codes:
-        _add_told(found, code)
+        _add_code(found, code)
     notes: list[LogProblem] = []
     _explain_messages(found, ledger, evidence, notes)
     _network(found, ledger, evidence)
@@ -152,7 +152,7 @@ def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
     )  # fmt: skip
 
 
-def _add_told(found: _Findings, code: str) -> None:
+def _add_code(found: _Findings, code: str) -> None:
     """A code that messages told, in the words of the provider that libfabric chose."""
     provider = found.ledger.facts.provider or "efa"
     if provider.startswith("efa") or code not in _OF_OTHER_PROVIDERS:
@@ -307,7 +307,7 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
         found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
         found.found.pop("gdr_refused_by_plugin", None)
     if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
-        found.add("gdr_disabled_by_env", lines=found.told("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
+        found.add("gdr_disabled_by_env", lines=found.variable_proof("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
     elif is_ib and {enabled for name, enabled in facts.gdr_hca if name != "Socket"} == {False}:
         found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"))
 
@@ -406,7 +406,7 @@ def _within_node(found: _Findings, evidence: Evidence) -> None:
         found.add(
             "net_only_within_node" if only and causes else "net_within_node",
             detail=", ".join(causes),
-            lines=(*found.told(*_WITHIN_NODE), *found.proof("NET/"))[:3],
+            lines=(*found.variable_proof(*_WITHIN_NODE), *found.proof("NET/"))[:3],
         )
 
 
@@ -446,18 +446,18 @@ def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) 
     env = evidence.environment
     if env.get("NCCL_IB_DISABLE", "0") not in ("0", "") and evidence.inter_node_transport == "Socket":
         found.add(
-            "ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=found.told("NCCL_IB_DISABLE"),
+            "ib_disabled_by_env", detail=env["NCCL_IB_DISABLE"], lines=found.variable_proof("NCCL_IB_DISABLE"),
             severity=_if_several(found.ledger, evidence)[1],
         )  # fmt: skip
     if env.get("NCCL_NET") == "Socket" and evidence.inter_node_transport == "Socket":
         severity = _if_several(found.ledger, evidence)[1]
-        found.add("socket_forced_by_env", lines=found.told("NCCL_NET"), severity=severity)
+        found.add("socket_forced_by_env", lines=found.variable_proof("NCCL_NET"), severity=severity)
     odd = [f"{name}={env[name]}" for name in _LEVEL_NAMES if name in env and not _LEVEL.match(env[name])]
     if odd:
-        found.add("unknown_level_value", detail=", ".join(odd), lines=found.told(*_LEVEL_NAMES))
+        found.add("unknown_level_value", detail=", ".join(odd), lines=found.variable_proof(*_LEVEL_NAMES))
     tuned = tuple(_tuned(evidence))
     if tuned:
-        lines = found.told(*(setting.partition("=")[0] for setting in tuned))
+        lines = found.variable_proof(*(setting.partition("=")[0] for setting in tuned))
         found.add("hand_tuned_env", detail=", ".join(tuned[:12]), lines=lines, count=len(tuned))
         # Where the wire is proven, tuning is a matter for the advice, not a fault of the run.
         if evidence.transports or evidence.gdrdma != "none" or any(p.severity == "fail" for p in found.found.values()):

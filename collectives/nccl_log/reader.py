@@ -263,10 +263,10 @@ def _within(held: bytes, content: bytes) -> tuple[bytes, bytes]:
 def _text(field: re.Match[bytes]) -> bytes:
     """A JSON string in the place of an array of bytes; what is none stays as it is."""
     try:
-        told = bytes(int(number) for number in field[2].split(b","))
+        decoded = bytes(int(number) for number in field[2].split(b","))
     except ValueError:
         return field[0]
-    return field[1] + b'"' + told.replace(b"\n", b"\\n") + b'"' + b"\n" * field[2].count(b"\n")
+    return field[1] + b'"' + decoded.replace(b"\n", b"\\n") + b'"' + b"\n" * field[2].count(b"\n")
 
 
 MAX_SHAPES: Final = 8_192  # remembered: what a program prints has few, and memory must stay flat
@@ -314,9 +314,9 @@ class Reader(LineReader):
         if not new:
             return new
         texts = {shapes[number] for number in new}
-        told = self._with_words(texts)
-        self._remember(texts - told)
-        return [number for number in new if shapes[number] in told] if told else []
+        matching = self._with_words(texts)
+        self._remember(texts - matching)
+        return [number for number in new if shapes[number] in matching] if matching else []
 
     def _with_words(self, texts: set[bytes]) -> set[bytes]:
         """The texts in which a word stands. Only words of which a token of the texts may be a part are looked for."""

@@ -135,7 +135,9 @@ def slow_members(rows: Iterable[Performed], outlier: float) -> list[tuple[str, s
         usual = median(times.values())
         name = min(times, key=lambda one: times[one])
         if usual > outlier * times[name]:
-            said = (f"{op} of {size} bytes in {comm}: {name} is within for {times[name] * 1e3:.3g} ms, the others for "
-                    f"{usual * 1e3:.3g} ms: they wait for it")  # fmt: skip
-            found.setdefault(name, (said, usual / times[name]))
-    return [(name, said, times) for name, (said, times) in found.items()]
+            evidence = (
+                f"{op} of {size} bytes in {comm}: {name} is within for {times[name] * 1e3:.3g} ms, the others for "
+                f"{usual * 1e3:.3g} ms: they wait for it"
+            )
+            found.setdefault(name, (evidence, usual / times[name]))
+    return [(name, evidence, times) for name, (evidence, times) in found.items()]

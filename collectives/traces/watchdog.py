@@ -90,7 +90,7 @@ class _Spoken:
 
 class _Reader:
     def __init__(self) -> None:
-        self.told = Told()
+        self.report = Told()
         self.spoken: list[_Spoken] = []
         self.at: dict[tuple[int, int], str] = {}  # (rank, number of the call) -> group
         self.enqueued: dict[tuple[int, str], int] = {}
@@ -101,7 +101,7 @@ class _Reader:
     def line(self, line: str) -> None:
         named, group = _RANK.search(line), _GROUP.search(line)
         if error := _ERROR.search(line):
-            self.told.errors.setdefault(int(error[1]), f"{error[2]}: {error[3]}" if error[3] else error[2])
+            self.report.errors.setdefault(int(error[1]), f"{error[2]}: {error[3]}" if error[3] else error[2])
         here = None
         if group:
             rank, name = int((named or group)[1 if named else 3]), group[1]
@@ -123,13 +123,13 @@ class _Reader:
             self.clash(line)
         elif missed := _BARRIER.search(line):
             words = f"did not come to the barrier within {int(missed[2]) / 1000:g} s"
-            self.told.late.update({int(one): words for one in missed[1].split(",") if one.strip().isdecimal()})
+            self.report.late.update({int(one): words for one in missed[1].split(",") if one.strip().isdecimal()})
         elif found := _JOINS.search(line):
-            join = self.told.joins.setdefault(found[3], Join(world=int(found[4])))
+            join = self.report.joins.setdefault(found[3], Join(world=int(found[4])))
             join.joined, join.over = max(join.joined, int(found[5])), join.over or found[1] == "Timed out"
             join.ranks.add(int(found[2]))
         elif found := _JOINED.search(line):
-            self.told.joins.pop(found[1], None)
+            self.report.joins.pop(found[1], None)
         place = here or self.before
         rank_of = int(named[1]) if named else place[0] if place else None
         if rank_of is not None:
@@ -139,13 +139,13 @@ class _Reader:
     def others(self, line: str, rank: int) -> None:
         """Lines on a watchdog that hangs itself, and on a peer that is gone."""
         if "[TC]" in line and _NCCL2.search(line):
-            self.told.errors.setdefault(rank, "NCCL operation timed out")
+            self.report.errors.setdefault(rank, "NCCL operation timed out")
         if hung := _HUNG.search(line):
-            self.told.hung[rank] = f"stood still for {hung[1]} s"
+            self.report.hung[rank] = f"stood still for {hung[1]} s"
         if (left := _LEFT.search(line)) and int(left[1]) == 0:
-            self.told.idle.add(rank)
+            self.report.idle.add(rank)
         if peer := _PEER.search(line):
-            self.told.lost.setdefault(rank, peer[1] or peer[2] or peer[3])
+            self.report.lost.setdefault(rank, peer[1] or peer[2] or peer[3])
 
     def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
         own = int(work[1])
@@ -162,7 +162,7 @@ class _Reader:
     def clash(self, line: str) -> None:
         for found in _PRINT.finditer(line):
             sizes = tuple(int(n) for n in (found[4] or "").replace(",", " ").split())
-            self.told.clash[int(found[1])] = Call(
+            self.report.clash[int(found[1])] = Call(
                 group="", number=int(found[2] or 0), op=found[3].lower(), dtypes=(found[5],) if found[5] else (),
                 sizes=(sizes,) if found[4] is not None else (),
             )  # fmt: skip
@@ -170,9 +170,9 @@ class _Reader:
     def end(self) -> Told:
         calls: dict[int, dict[str, Call]] = {}
         sizes: dict[str, int] = {}
-        told = {(one.own, one.number) for one in self.spoken if one.prefixed}
+        prefixed = {(one.own, one.number) for one in self.spoken if one.prefixed}
         # the exception says the same once more, without the prefix
-        self.spoken = [one for one in self.spoken if one.prefixed or (one.own, one.number) not in told]
+        self.spoken = [one for one in self.spoken if one.prefixed or (one.own, one.number) not in prefixed]
         for one in self.spoken:
             group = one.group or self.at.get((one.rank, one.number), "")
             if group:
@@ -189,14 +189,14 @@ class _Reader:
         twice = self._shared()
         for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MOST]:
             rows = tuple(_apart(call, twice) for call in calls.get(rank, {}).values())
-            self.told.traces[rank] = RankTrace(
+            self.report.traces[rank] = RankTrace(
                 rank=rank, source="watchdog", calls=rows, partial=True,
                 enqueued={name: n for (r, name), n in self.enqueued.items() if r == rank and name not in twice},
                 names={name: "default_pg" for r, name in self.own if r == rank and name in self.default},
                 sizes={call.group: sizes[call.group] for call in rows if call.group in sizes},
                 own={name: n for (r, name), n in self.own.items() if r == rank},
             )  # fmt: skip
-        return self.told
+        return self.report
 
     def _shared(self) -> set[str]:
         """Names that more than one group bears: two ranks have the same number in them."""

@@ -133,7 +133,7 @@ def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: AR
     now.say(f"{finding.code}: GPUs of a node reach each other through host memory at {slow / GIGA:.3g} GB/s")
 
 
-def _told(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
+def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
     """The graph shows it: name it."""
     where = f" on {finding.subject}" if finding.subject else ""
     now.say(f"{finding.code}{where}: {_SHOWN[finding.code]}")
@@ -301,25 +301,25 @@ RULES: Mapping[str, Rule] = {
          "evidence.gdrdma.off", "pci.acs.on",
          "pci.iommu.translated"), Rule(slow=_through_host)),
     **dict.fromkeys(
-        ("rdma.port.down", "topology.gpu_nic.down", "rdma.port.rate"), Rule(slow=_told, mend=_mend_nic)),
+        ("rdma.port.down", "topology.gpu_nic.down", "rdma.port.rate"), Rule(slow=_report, mend=_mend_nic)),
     **dict.fromkeys(
         ("gpu.pcie.width", "gpu.pcie.generation", "topology.gpu.pcie_bound", "pci.link.width", "pci.link.speed",
          "topology.nic.pcie_bound"),
-        Rule(slow=_told, mend=_mend_pcie)),
+        Rule(slow=_report, mend=_mend_pcie)),
     **dict.fromkeys(
         ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing"),
-        Rule(slow=_told, mend=_mend_nvlink)),
+        Rule(slow=_report, mend=_mend_nvlink)),
     **dict.fromkeys(
         ("gpu.thermal.throttling", "gpu.clocks.slowdown", "gpu.clocks.low", "gpu.power.brake"), Rule(slow=_clock)),
     "gpu.power.limit": Rule(slow=_power),
     "rdma.mtu.small": Rule(slow=_small_packets),
     "gpu.p2p.refused": Rule(slow=_through_memory),
-    "gpu.device.lost": Rule(slow=_told, mend=_mend_gpu),
+    "gpu.device.lost": Rule(slow=_report, mend=_mend_gpu),
     **dict.fromkeys(
         ("gpu.device.mixed", "gpu.device.missing", "gpu.memory.held", "topology.rail.uneven",
          "gpu.nvlink.none", "topology.nvlink.down_hgx", "interfaces.choice.wrong", "interfaces.speed.low",
          "interfaces.link.down", "interfaces.address.missing", *_PART_THE_DOMAIN),
-        Rule(slow=_told)),
+        Rule(slow=_report)),
 }  # fmt: skip
 
 ENDS = frozenset(

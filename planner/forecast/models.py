@@ -442,16 +442,16 @@ def _attention_bias(config: Mapping[str, Any], family: str) -> bool:
 
 def _positions(config: Mapping[str, Any]) -> int | None:
     names = ("max_position_embeddings", "n_positions")
-    given = any(config.get(name) is not None for name in names)
-    return _whole(config, names, default=1 << 20) if given else None
+    present = any(config.get(name) is not None for name in names)
+    return _whole(config, names, default=1 << 20) if present else None
 
 
 def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Of rope_parameters, before transformers 5 rope_scaling; a model with two kinds of layers has one for each."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise ModelError(f"config.json: rope_parameters={given!r}: must be an object")
-    each = [one for one in given.values() if isinstance(one, Mapping)] or [given]
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ModelError(f"config.json: rope_parameters={parameters!r}: must be an object")
+    each = [one for one in parameters.values() if isinstance(one, Mapping)] or [parameters]
     return tuple(sorted({str(one.get("rope_type") or one.get("type") or "default") for one in each}))
 
 
@@ -491,8 +491,8 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     """The window, and how many layers slide where those are not all of them (or Gemma 2's half)."""
     if family == "llama4":
         return _chunked(config, layers)
-    asked = family in _SLIDING or (family in _SLIDING_WHERE_ASKED and bool(config.get("use_sliding_window")))
-    window = config.get("sliding_window") if asked else None
+    enabled = family in _SLIDING or (family in _SLIDING_WHERE_ASKED and bool(config.get("use_sliding_window")))
+    window = config.get("sliding_window") if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
     if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # transformers passes over layer_types there

@@ -249,17 +249,17 @@ def from_advice(
     if advice.backend == "nccl":
         limits["nvidia.com/gpu"] = str(world // nodes)
         environment.setdefault("NCCL_DEBUG", "INFO")  # what `logs POD | topoflight evidence -` reads
-    given = dict(settings)
-    given.setdefault("command", COMMAND)
-    limits |= dict(given.get("limits") or {})  # type: ignore[call-overload]
-    given["limits"] = limits
+    options = dict(settings)
+    options.setdefault("command", COMMAND)
+    limits |= dict(options.get("limits") or {})  # type: ignore[call-overload]
+    options["limits"] = limits
     gpus = limits.get("nvidia.com/gpu", "")
     if advice.backend == "nccl" and gpus.isdecimal() and int(gpus) < world // nodes:
         raise JobError(f"resource nvidia.com/gpu={gpus}: the plan has {world // nodes} ranks in a pod, one per GPU")
     return JobSpec(
         name=name, image=image, nodes=nodes, processes_per_node=world // nodes,
         environment=environment, networks=tuple(dict.fromkeys(networks)),
-        shm_bytes=shm, ipc_lock=lock, compute_domain=domain, **given,  # type: ignore[arg-type]
+        shm_bytes=shm, ipc_lock=lock, compute_domain=domain, **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -283,5 +283,5 @@ def _named(resource: str, allocatable: Sequence[str] | None) -> str:
     if len(found) == 1:
         return found[0]
     offered = f"the nodes offer {', '.join(found) or 'none'}"
-    asked = offered if allocatable is not None else "not asked what the nodes offer (KUBECONFIG or --context would)"
-    raise JobError(f"resource {resource}: {asked}; name the one to use with --resource NAME=COUNT")
+    detail = offered if allocatable is not None else "not asked what the nodes offer (KUBECONFIG or --context would)"
+    raise JobError(f"resource {resource}: {detail}; name the one to use with --resource NAME=COUNT")

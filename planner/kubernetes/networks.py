@@ -43,19 +43,19 @@ PRIVATE = tuple(
 _MULTUS = "Multus annotation k8s.v1.cni.cncf.io/networks"
 
 
-def ranges(given: str, gateway: str | None, count: int) -> list[tuple[str, str | None]]:
+def ranges(cidr: str, gateway: str | None, count: int) -> list[tuple[str, str | None]]:
     """Range and gateway of each of `count` rails: networks of one size, from the given one on."""
-    first = ipaddress.ip_network(given)
+    first = ipaddress.ip_network(cidr)
     home = next((block for block in PRIVATE if first[0] in block and first[-1] in block), None)
     if home is None or int(first[0]) + count * first.num_addresses - 1 > int(home[-1]):
         blocks = ", ".join(str(block) for block in PRIVATE)
         raise JobError(
-            f"range={given!r}: {count} interfaces need {count} networks of its size, one after the other, and these "
+            f"range={cidr!r}: {count} interfaces need {count} networks of its size, one after the other, and these "
             f"{f'leave {home}' if home else 'are not private'}; all of them must lie within one of {blocks}"
         )
     first_hop = ipaddress.ip_address(gateway) if gateway else None
     if first_hop and first_hop not in first:
-        raise JobError(f"gateway={gateway!r}: must be within range={given!r}: each of {count} interfaces has its own")
+        raise JobError(f"gateway={gateway!r}: must be within range={cidr!r}: each of {count} interfaces has its own")
     steps = [index * first.num_addresses for index in range(count)]
     return [(f"{first[0] + step}/{first.prefixlen}", str(first_hop + step) if first_hop else None) for step in steps]
 
@@ -114,12 +114,12 @@ def attached(
     needs = [PodNeed(name="network", value=name, reason=where) for name in networks]
     if resource:
         needs.append(PodNeed(name="resource", value=f"{resource}: 1", reason=where))
-    said = _settings(advice.backend, snapshots, rails, seen, len(networks))
-    named = {setting.name for setting in said}
+    pod_settings = _settings(advice.backend, snapshots, rails, seen, len(networks))
+    named = {setting.name for setting in pod_settings}
     return replace(
         advice,
         needs=(*advice.needs, *needs),
-        settings=(*said, *(setting for setting in advice.settings if setting.name not in named)),
+        settings=(*pod_settings, *(setting for setting in advice.settings if setting.name not in named)),
         notes=tuple(note for note in advice.notes if note.topic not in named),
     )
 
@@ -210,8 +210,8 @@ class NetworkSpec:
             return (self,) if self.interfaces else ()
         addresses = ranges(self.range, self.gateway, len(self.interfaces))
         return tuple(
-            replace(self, interfaces=(interface,), name=f"{self.name}-{i + 1}", range=given, gateway=gateway)
-            for i, (interface, (given, gateway)) in enumerate(zip(self.interfaces, addresses, strict=True))
+            replace(self, interfaces=(interface,), name=f"{self.name}-{i + 1}", range=cidr, gateway=gateway)
+            for i, (interface, (cidr, gateway)) in enumerate(zip(self.interfaces, addresses, strict=True))
         )
 
 
@@ -238,13 +238,13 @@ def from_snapshots(snapshots: Sequence[Snapshot], **settings: Any) -> NetworkSpe
     # where it is loaded that driver is on the node already
     loaded = [facts.peermem_loaded for snapshot in snapshots if (facts := snapshot.facts(PciFacts))]
     there = True if loaded and len(loaded) == len(snapshots) and all(loaded) else None
-    given: dict[str, Any] = {"interfaces": (), "infiniband": infiniband, "host_mofed": there}
+    defaults: dict[str, Any] = {"interfaces": (), "infiniband": infiniband, "host_mofed": there}
     if common:
         ports = {port for snapshot in snapshots for name in common for port in _names_of_ports(snapshot, name)}
-        given |= {
+        defaults |= {
             "interfaces": tuple(sorted(common)), "ports": tuple(sorted(ports)), "mtu_bytes": min(common.values()),
         }  # fmt: skip
-    return NetworkSpec(**{**given, **settings})
+    return NetworkSpec(**{**defaults, **settings})
 
 
 def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:

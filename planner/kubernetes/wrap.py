@@ -74,10 +74,10 @@ class Part:
     @property
     def without_gpus(self) -> bool:
         """Whether nothing may give it a GPU: a resource, whatever its vendor calls it, a claim, or a node's runtime."""
-        asked = {**(self.resources.get("requests") or {}), **self.limits}
+        requested = {**(self.resources.get("requests") or {}), **self.limits}
         body = (self.pod or {}).get("spec") or {}
         elsewhere = self.resources.get("claims") or body.get("resourceClaims") or body.get("runtimeClassName")
-        return not asks_for_gpus(asked) and not elsewhere
+        return not asks_for_gpus(requested) and not elsewhere
 
     @property
     def gpus(self) -> int | None:

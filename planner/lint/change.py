@@ -42,7 +42,7 @@ class Change:
         return f"remove {self.name}={self.was}" if self.to is None else f"{self.name}={self.to} in place of {self.was}"
 
 
-def asked(name: str, was: str, remedy: str) -> Change | None:
+def parse_remedy(name: str, was: str, remedy: str) -> Change | None:
     """The change that a remedy asks for; None where it leaves the choice to a person."""
     written = re.match(rf"Write {re.escape(name)}=(\S+?)[.,]?(?:\s|\Z)", remedy)
     quoted = re.match(r'Write "(.*)" in quotes\.', remedy)
@@ -135,7 +135,7 @@ def in_shell(text: str, change: Change) -> str:
     made, hits = text, 0
     for found in reversed(list(pattern.finditer(text))):
         line = text.rfind("\n", 0, found.start()) + 1
-        if re.search(r"(?:^|\s)#", text[line : found.start()]) or _said(found["value"]) != change.was:
+        if re.search(r"(?:^|\s)#", text[line : found.start()]) or _unquoted(found["value"]) != change.was:
             continue
         hits += 1
         if change.to is not None:
@@ -148,7 +148,7 @@ def in_shell(text: str, change: Change) -> str:
     return made
 
 
-def _said(word: str) -> str:
+def _unquoted(word: str) -> str:
     try:
         return "".join(shlex.split(word))
     except ValueError:

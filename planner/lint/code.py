@@ -106,8 +106,8 @@ def read_systemd(text: str) -> Script:
             except ValueError:
                 words = rest.split()
             for word in words:
-                name, given, value = word.partition("=")
-                if given:
+                name, separator, value = word.partition("=")
+                if separator:
                     script.assigned.append(Assigned(name=name, value=value, raw=value, line=number))
         elif key == "EnvironmentFile":
             script.files.append(rest.strip().lstrip("-"))

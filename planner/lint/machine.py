@@ -104,9 +104,9 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
 
 def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     """A class that no flow control protects, where another is protected."""
-    asked = {name: environment[name] for name in ("NCCL_IB_TC", "NCCL_IB_SL") if name in environment}
-    numbers = {name: strtoll(value) for name, value in asked.items()}
-    if not asked or not all(whole and 0 <= number <= 255 for number, whole in numbers.values()):
+    variables = {name: environment[name] for name in ("NCCL_IB_TC", "NCCL_IB_SL") if name in environment}
+    numbers = {name: strtoll(value) for name, value in variables.items()}
+    if not variables or not all(whole and 0 <= number <= 255 for number, whole in numbers.values()):
         return  # what cannot be right by itself has a finding of its own
     by_dscp, by_tag = numbers.get("NCCL_IB_TC", (0, True))[0] >> 5, numbers.get("NCCL_IB_SL", (0, True))[0]
     bare = [
@@ -119,7 +119,7 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     ]
     if not bare:
         return
-    name, value = next(iter(asked.items()))
+    name, value = next(iter(variables.items()))
     meant = f"priority {by_dscp}" if by_dscp == by_tag else f"priority {by_dscp} by DSCP or {by_tag} by VLAN tag"
     yield finding(
         "env.class.unprotected", Severity.WARN, name, value,
@@ -127,7 +127,7 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         "they are dropped.",
         "Take the class of a protected priority, as `topoflight recommend` names it; check it against the switches.",
         (
-            *(f"{other}={text}" for other, text in asked.items() if other != name),
+            *(f"{other}={text}" for other, text in variables.items() if other != name),
             *(f"{view.name}: PFC on {', '.join(map(str, view.port.pfc_priorities or ()))}" for view in bare[:8]),
         ),
     )  # fmt: skip

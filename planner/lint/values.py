@@ -573,10 +573,10 @@ def _launch_mode(name: str, value: str, version: Version | None) -> Iterator[Fin
     """
     default = _default_mode(version)
     exact = version is not None and version < (2, 13, 0)
-    asked = value.upper()
-    if not value or asked == default or (asked in ("PARALLEL", "GROUP") and (not exact or value == asked)):
+    mode = value.upper()
+    if not value or mode == default or (mode in ("PARALLEL", "GROUP") and (not exact or value == mode)):
         return
-    case = "case counts, " if asked in ("PARALLEL", "GROUP") else ""
+    case = "case counts, " if mode in ("PARALLEL", "GROUP") else ""
     yield finding(
         "env.value.token", Severity.WARN, name, value,
         f"Not one of PARALLEL, GROUP ({case}so NCCL ignores it and launches in {default} mode).",

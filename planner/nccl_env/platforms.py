@@ -343,11 +343,11 @@ def _unknown(case: Situation) -> str:
         info = node.hostinfo()
         if info is None:
             continue
-        said = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
+        dmi_name = " ".join(filter(None, (info.vendor, info.product))) or "nothing"
         cloud = cloud_of(info)
         of = f", which is of {CLOUDS[cloud[0]]}" if cloud else ""
         gpus = f" with {names[0]}" if (names := node.gpu_names()) else ""
-        return f"DMI of {node.hostname} says {said}{of}{gpus}, and no published recipe is known for it"
+        return f"DMI of {node.hostname} says {dmi_name}{of}{gpus}, and no published recipe is known for it"
     return ""
 
 

@@ -56,7 +56,7 @@ def ib_hca(case: Situation) -> Setting | Note | None:
     value = str(next(iter(values.values())))
     marks = (("^", "('^' leaves out the ones named: names of virtual functions differ from pod to pod)"),
              ("=", "('=' asks for exact names: a prefix would also take the others)"))  # fmt: skip
-    exact = next((f" {said}" for mark, said in marks if value.startswith(mark)), "")
+    exact = next((f" {meaning}" for mark, meaning in marks if value.startswith(mark)), "")
     evidence = _hca_evidence(choice, _returning(_view(case, host), choice))
     reason = Reason(rule=_hca_rule(choice) + exact, evidence=evidence, source=f"{_INIT_CC}; {_ENV_RST}")
     return Setting(name=topic, value=value, reason=reason)

@@ -138,7 +138,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
         return known
     classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
-    told = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
+    pfc_configs = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
     if _by_pcp(roce):
         return None  # the class is not looked at: `ib_service_level`
     if len(classes) == 1:
@@ -153,7 +153,7 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
             evidence += "; " + _say(roce, _protected)
         reason = Reason(rule=rule, evidence=evidence, source=_ENV_RST)
         return Setting(name=topic, value=str(classes.pop()), reason=reason)
-    if len(told) > 1 and not classes:
+    if len(pfc_configs) > 1 and not classes:
         text = "Flow control protects other priorities on one port than on the next: agree on one, then set NCCL_IB_TC."
         return Note(topic=topic, text=text, evidence=_say(roce, _protected))
     if len(lossless) == 1 and not classes:

@@ -257,9 +257,9 @@ def _without_rdma(node: NodeTopology | None) -> NodeTopology | None:
     return node and replace(node, nics=tuple(nic for nic in node.nics if nic.kind not in RDMA_KINDS), nearest_nic=())
 
 
-def _version(given: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
-    if given is not None:
-        padded = (*given, 0, 0, 0)
+def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
+    if version is not None:
+        padded = (*version, 0, 0, 0)
         return (padded[0], padded[1], padded[2])
     if evidence is not None and evidence.nccl_version:
         try:
@@ -282,8 +282,8 @@ def _nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[
         return
     for snapshot in snapshots:
         yield NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=topologies.get(snapshot.hostname))
-    asked = {(id(node.gpus), id(node.nics)) for node in cluster.nodes if node.hostname in probed}
-    left = [node for node in cluster.nodes if (id(node.gpus), id(node.nics)) not in asked]
+    probed_hardware = {(id(node.gpus), id(node.nics)) for node in cluster.nodes if node.hostname in probed}
+    left = [node for node in cluster.nodes if (id(node.gpus), id(node.nics)) not in probed_hardware]
     kinds = {(id(node.gpus), id(node.nics)): node for node in reversed(left)}
     for node in reversed(kinds.values()):
         yield NodeView(hostname=node.hostname, snapshot=None, topology=node)

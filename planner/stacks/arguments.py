@@ -48,35 +48,35 @@ class Said:
 
 def read_command(words: Sequence[str], files: Files) -> Said:
     """The command of a container, or of a shell; a command in which nothing is known is said to be unknown."""
-    said = Said()
+    parsed = Said()
     line = next((each for each in _simple_commands(words) if _is_launch(each)), None)
     if line is None:
-        said.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
-        return said
+        parsed.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
+        return parsed
     line = line[next(i for i, word in enumerate(line) if os.path.basename(word) in _LAUNCHERS) :]  # noqa: PTH119 - text
-    said.launcher = os.path.basename(line[0])  # noqa: PTH119
+    parsed.launcher = os.path.basename(line[0])  # noqa: PTH119
     at = _script_at(line)
     if at is None:
-        said.unknown.append(f"{said.launcher}: which script it starts")
-        return said
-    said.script = line[at]
+        parsed.unknown.append(f"{parsed.launcher}: which script it starts")
+        return parsed
+    parsed.script = line[at]
     options = _options(line[1:at])
-    if said.launcher.startswith("python") and "torch.distributed.run" in line[:at]:
-        said.launcher = "torchrun"
-    said.nodes, said.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
-    if said.launcher == "accelerate":
-        _accelerate(options, files, said)
+    if parsed.launcher.startswith("python") and "torch.distributed.run" in line[:at]:
+        parsed.launcher = "torchrun"
+    parsed.nodes, parsed.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
+    if parsed.launcher == "accelerate":
+        _accelerate(options, files, parsed)
     redirected = next((i for i, word in enumerate(line) if i > at and _REDIRECTION.match(word)), len(line))
     words = line[at + 1 : redirected]
     options = _options(words)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser's: the file alone, or before others
         options.setdefault("config", words[0])
-    said.unknown += [f"{word}: what the shell's variable holds" for word in words[:first] if "$" in word]
-    if _OTHER_LOSS.search(said.script):
-        said.unknown.append(f"{said.script}: what its loss takes: the forecast is of supervised fine-tuning")
-    _script(options, files, said)
-    return said
+    parsed.unknown += [f"{word}: what the shell's variable holds" for word in words[:first] if "$" in word]
+    if _OTHER_LOSS.search(parsed.script):
+        parsed.unknown.append(f"{parsed.script}: what its loss takes: the forecast is of supervised fine-tuning")
+    _script(options, files, parsed)
+    return parsed
 
 
 def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
@@ -165,89 +165,89 @@ def _count(options: dict[str, Any], names: Iterable[str]) -> int | None:
     return None
 
 
-def _script(options: dict[str, Any], files: Files, said: Said) -> None:
+def _script(options: dict[str, Any], files: Files, parsed: Said) -> None:
     """The script's own settings: its file's, and the arguments over them."""
     named = options.pop("config", None)
-    settings: dict[str, Any] = dict(said.settings)
-    if isinstance(named, str) and (inside := _file(named, files, said)) is not None:
+    settings: dict[str, Any] = dict(parsed.settings)
+    if isinstance(named, str) and (inside := _file(named, files, parsed)) is not None:
         settings |= inside
     settings |= options
     for name in ("deepspeed", "fsdp_config"):
         if isinstance(settings.get(name), str) and settings[name]:
-            inside = _file(settings.pop(name), files, said)
+            inside = _file(settings.pop(name), files, parsed)
             if inside is not None:
                 settings[name] = inside
     if strange := sorted(set(settings) - known_settings()):
-        said.notes.append(f"settings of the script's own, which no forecast reads: {', '.join(strange)}")
-    said.unknown += [f"{name}={settings[name]!r}: what the script's own setting does to memory and step time"
-                     for name in strange if _telling(name, settings[name])]  # fmt: skip
-    said.settings = {name: value for name, value in settings.items() if name not in strange}
+        parsed.notes.append(f"settings of the script's own, which no forecast reads: {', '.join(strange)}")
+    parsed.unknown += [f"{name}={settings[name]!r}: what the script's own setting does to memory and step time"
+                       for name in strange if _telling(name, settings[name])]  # fmt: skip
+    parsed.settings = {name: value for name, value in settings.items() if name not in strange}
 
 
 def _telling(name: str, value: Any) -> bool:
-    asked = value is not None and value is not False and value != ""
-    return asked and bool(_TELLING.search(name)) and not _NOT_OF_STEPS.search(name)
+    is_set = value is not None and value is not False and value != ""
+    return is_set and bool(_TELLING.search(name)) and not _NOT_OF_STEPS.search(name)
 
 
-def _file(name: str, files: Files, said: Said) -> dict[str, Any] | None:
+def _file(name: str, files: Files, parsed: Said) -> dict[str, Any] | None:
     text = files(name)
     if text is None:
-        said.unknown.append(f"{name}: what the file says, which is not here")
+        parsed.unknown.append(f"{name}: what the file says, which is not here")
         return None
     try:
         return parse_mapping(text, name)
     except ConfigError as error:
-        said.unknown.append(str(error))
+        parsed.unknown.append(str(error))
         return None
 
 
 _ACCELERATE_KINDS = (None, "NO", False, "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")  # YAML reads NO as false
 
 
-def _accelerate(options: dict[str, Any], files: Files, said: Said) -> None:
+def _accelerate(options: dict[str, Any], files: Files, parsed: Said) -> None:
     """accelerate's file and options as settings of transformers' Trainer, which they decide for."""
-    given: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if isinstance(options.get("config_file"), str):
-        given = _file(options["config_file"], files, said) or {}
-    given |= options
-    machines = _count(given, ("num_machines",)) or 1
-    processes = _count(given, ("num_processes",))
-    said.nodes = machines
-    said.ranks_per_node = processes // machines if processes and processes % machines == 0 else None
-    if given.get("mixed_precision") in ("bf16", "fp16"):
-        said.settings[given["mixed_precision"]] = True
-    elif given.get("mixed_precision") == "fp8":
-        said.unknown.append("mixed_precision=fp8: bf16 and fp32 are forecast")
-    kind = given.get("distributed_type")
-    if kind not in _ACCELERATE_KINDS or given.get("use_megatron_lm"):
-        said.unknown.append(f"accelerate's distributed_type={kind}: read are DDP, FSDP and DeepSpeed")
-    if kind == "FSDP" or given.get("use_fsdp"):
+        config = _file(options["config_file"], files, parsed) or {}
+    config |= options
+    machines = _count(config, ("num_machines",)) or 1
+    processes = _count(config, ("num_processes",))
+    parsed.nodes = machines
+    parsed.ranks_per_node = processes // machines if processes and processes % machines == 0 else None
+    if config.get("mixed_precision") in ("bf16", "fp16"):
+        parsed.settings[config["mixed_precision"]] = True
+    elif config.get("mixed_precision") == "fp8":
+        parsed.unknown.append("mixed_precision=fp8: bf16 and fp32 are forecast")
+    kind = config.get("distributed_type")
+    if kind not in _ACCELERATE_KINDS or config.get("use_megatron_lm"):
+        parsed.unknown.append(f"accelerate's distributed_type={kind}: read are DDP, FSDP and DeepSpeed")
+    if kind == "FSDP" or config.get("use_fsdp"):
         inside = {k: v for k, v in options.items() if k.startswith("fsdp_") and k != "fsdp_config"}
-        inside = {**(given.get("fsdp_config") or {}), **inside}
-        said.settings |= {"fsdp": True, "fsdp_config": inside}
-    elif kind == "DEEPSPEED" or given.get("use_deepspeed"):
-        _accelerate_deepspeed({**(given.get("deepspeed_config") or {}), **options}, said)
-    if given.get("parallelism_config"):
-        said.settings["parallelism_config"] = given["parallelism_config"]
+        inside = {**(config.get("fsdp_config") or {}), **inside}
+        parsed.settings |= {"fsdp": True, "fsdp_config": inside}
+    elif kind == "DEEPSPEED" or config.get("use_deepspeed"):
+        _accelerate_deepspeed({**(config.get("deepspeed_config") or {}), **options}, parsed)
+    if config.get("parallelism_config"):
+        parsed.settings["parallelism_config"] = config["parallelism_config"]
 
 
-def _accelerate_deepspeed(given: dict[str, Any], said: Said) -> None:
-    if isinstance(given.get("deepspeed_config_file"), str):
-        said.settings["deepspeed"] = given["deepspeed_config_file"]  # read with the script's own
+def _accelerate_deepspeed(config: dict[str, Any], parsed: Said) -> None:
+    if isinstance(config.get("deepspeed_config_file"), str):
+        parsed.settings["deepspeed"] = config["deepspeed_config_file"]  # read with the script's own
         return
-    zero: dict[str, Any] = {"stage": given.get("zero_stage", 2)}  # accelerate's default
+    zero: dict[str, Any] = {"stage": config.get("zero_stage", 2)}  # accelerate's default
     for name in ("offload_optimizer", "offload_param"):
-        if device := given.get(f"{name}_device"):
+        if device := config.get(f"{name}_device"):
             zero[name] = {"device": device}
-    said.settings["deepspeed"] = {"zero_optimization": zero}
-    if "gradient_accumulation_steps" in given:
-        said.settings["gradient_accumulation_steps"] = given["gradient_accumulation_steps"]
+    parsed.settings["deepspeed"] = {"zero_optimization": zero}
+    if "gradient_accumulation_steps" in config:
+        parsed.settings["gradient_accumulation_steps"] = config["gradient_accumulation_steps"]
 
 
-def as_run(said: Said) -> dict[str, Any]:
+def as_run(parsed: Said) -> dict[str, Any]:
     """The settings as the trainer runs them: what nothing says is its own default, and a note says so."""
     elsewhere = ("report_to", "output_dir", "push_to_hub")
-    made = {name: value for name, value in said.settings.items() if name not in elsewhere}
+    made = {name: value for name, value in parsed.settings.items() if name not in elsewhere}
     assumed: dict[str, Any] = {name: value for name, value in _TRAINER.items() if name not in made}
     if not {"fsdp", "fsdp_config", "deepspeed", "parallelism_config", "layout"} & set(made):
         assumed["fsdp"] = False  # DDP
@@ -255,10 +255,10 @@ def as_run(said: Said) -> dict[str, Any]:
         assumed["gradient_checkpointing"] = True  # TRL 1.x SFTConfig; transformers' own Trainer has False
     if not {"bf16", "fp16"} & set(made):
         assumed["bf16"] = True  # TRL 1.x SFTConfig
-    of_trl = said.launcher == "trl" or said.script.endswith("trl/scripts/sft.py")
+    of_trl = parsed.launcher == "trl" or parsed.script.endswith("trl/scripts/sft.py")
     if of_trl and not {"dtype", "torch_dtype", "load_in_4bit"} & set(made):
         assumed["dtype"] = "float32"  # TRL 1.x ModelConfig; from_pretrained itself has the type of the file
     if assumed:
         words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
-        said.notes.append(f"taken as TRL 1.x and transformers 5 have them, as nothing says: {words}")
+        parsed.notes.append(f"taken as TRL 1.x and transformers 5 have them, as nothing says: {words}")
     return {**made, **assumed}

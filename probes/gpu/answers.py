@@ -113,9 +113,9 @@ class Asker:
             return [None] * len(fields)
         if not isinstance(values, list) or len(values) != len(fields):
             return [None] * len(fields)
-        for asked, value in zip(fields, values, strict=True):
+        for field_id, value in zip(fields, values, strict=True):
             if isinstance(value, str):  # the name of an error
-                self.note("nvmlDeviceGetFieldValues", (asked,), value)
+                self.note("nvmlDeviceGetFieldValues", (field_id,), value)
         return [value if isinstance(value, int) else None for value in values]
 
 
@@ -172,12 +172,12 @@ def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
 
     Where no GPU of the model tells a link's state, nothing is known of that link, not even that it exists.
     """
-    told = {link for twin in of_twins for link, state in twin.states.items() if state is not None}
-    found.states = {link: state for link, state in found.states.items() if state is not None or link in told}
+    known_links = {link for twin in of_twins for link, state in twin.states.items() if state is not None}
+    found.states = {link: state for link, state in found.states.items() if state is not None or link in known_links}
     if not found.absent:
-        found.states |= dict.fromkeys(found.unlisted & told)
+        found.states |= dict.fromkeys(found.unlisted & known_links)
     found.states = dict(sorted(found.states.items()))
-    found.known = found.known and (not told or bool(found.states) or found.absent)
+    found.known = found.known and (not known_links or bool(found.states) or found.absent)
 
 
 def nvlinks(ask: Asker, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
@@ -335,19 +335,19 @@ def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
     if most is None or not 0 <= most <= MIG_MAX:
         return None
     before = len(ask.unread)
-    told = [ask(MIG_SLICE, place) for place in range(most)]
+    answers = [ask(MIG_SLICE, place) for place in range(most)]
     if len(ask.unread) > before or ask.lost:
         return None
     return tuple(
         MigSlice(uuid=one["uuid"], profile=_profile(one["name"]),
                  gpu_instance=one["gpuInstance"], compute_instance=one["computeInstance"])
-        for one in told if one is not None
+        for one in answers if one is not None
     )  # fmt: skip
 
 
 def _profile(name: str) -> str | None:
-    told = _PROFILE.search(name)
-    return told[1] if told else None
+    match = _PROFILE.search(name)
+    return match[1] if match else None
 
 
 # nvmlDeviceGetName of a MIG device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "... MIG 1c.3g.40gb", "... MIG 1g.10gb+me"

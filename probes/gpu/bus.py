@@ -57,8 +57,8 @@ def _gpu(host: Host, address: str) -> BusGpu | None:
     driver = sysfs.target_name(host, f"{folder}/driver")
     if is_passed_through(driver) or sysfs.target_name(host, f"{folder}/physfn") is not None:
         return None
-    told = re.search(r"^Device Minor:\s*(\d{1,3})\s*$", sysfs.text(host, f"{PROC}/{address}/information") or "", re.M)
-    minor = int(told[1]) if told else None
+    match = re.search(r"^Device Minor:\s*(\d{1,3})\s*$", sysfs.text(host, f"{PROC}/{address}/information") or "", re.M)
+    minor = int(match[1]) if match else None
     there = None if minor is None else host.exists(f"/dev/nvidia{minor}")
     usable = _usable(host, minor) if minor is not None and there else None
     return BusGpu(bus_id=address, driver=driver, minor=minor, node_exists=there, node_usable=usable)
@@ -83,15 +83,15 @@ def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Find
     unplaced = max(0, count - len(listed))
     if not absent or len(absent) <= unplaced:
         return
-    given = {gpu: _is_given(gpu, bus, count) for gpu in absent}
-    missing = [gpu for gpu in absent if given[gpu]]
+    assigned = {gpu: _is_assigned(gpu, bus, count) for gpu in absent}
+    missing = [gpu for gpu in absent if assigned[gpu]]
     if len(missing) > unplaced:
         yield _missing(missing, bound, count, unplaced)
-    if others := [gpu for gpu in absent if not given[gpu]]:
-        yield _not_given(others, bound, count, bus, doubtful=None in (given[gpu] for gpu in others))
+    if others := [gpu for gpu in absent if not assigned[gpu]]:
+        yield _not_assigned(others, bound, count, bus, doubtful=None in (assigned[gpu] for gpu in others))
 
 
-def _is_given(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
+def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
     """Whether this process was to see the GPU; None where that cannot be told.
 
     What a container or a device cgroup keeps from this process is none of its own.
@@ -107,25 +107,25 @@ def _is_given(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
     return True if bus.nodes > count else None if bus.all_requested else False
 
 
-def _missing(given: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
-    names = ", ".join(gpu.bus_id for gpu in given)
-    which = names if not unplaced else f"{len(given) - unplaced} of {names}"
+def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
+    names = ", ".join(gpu.bus_id for gpu in gpus)
+    which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
     return Finding(
         code="gpu.device.missing",
         severity=Severity.FAIL,
-        subject=", ".join(gpu.bus_id for gpu in given[:8]),
+        subject=", ".join(gpu.bus_id for gpu in gpus[:8]),
         message=f"NVML lists {count} of the {len(bound)} GPUs that the nvidia driver holds on the PCI bus: "
-        f"{which} {'is' if len(given) == 1 else 'are'} missing; no job can use {'it' if len(given) == 1 else 'them'}",
+        f"{which} {'is' if len(gpus) == 1 else 'are'} missing; no job can use {'it' if len(gpus) == 1 else 'them'}",
         evidence=(
             f"nvmlDeviceGetCount = {count}",
-            *(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in given[:8]),
+            *(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in gpus[:8]),
         ),
         remedy="Read the kernel log for NVRM and Xid lines of this address, then reset the GPU or reboot the host; "
         "drain the node until then.",
     )
 
 
-def _not_given(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
+def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     place = f"this {bus.container} container" if bus.container else "this process"
     # where none was given nothing was read: then the machine's GPUs are unknown, not fine

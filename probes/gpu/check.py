@@ -44,7 +44,7 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
     for gpu in facts.gpus:
         if gpu.error is not None:
             yield _refused(gpu)
-    if facts.seconds_per_call is not None or _not_asked(facts):
+    if facts.seconds_per_call is not None or _count_unqueried(facts):
         yield _slow(facts)
     yield from _mixed(answering)
     yield from _split(answering)
@@ -157,14 +157,14 @@ def _refused(gpu: Gpu) -> Finding:
     )  # fmt: skip
 
 
-def _not_asked(facts: GpuFacts) -> int:
+def _count_unqueried(facts: GpuFacts) -> int:
     left = (*(gpu.unread for gpu in facts.gpus), *(pair.unread for pair in facts.pairs))
     refused = sum(gpu.refusal == NOT_ASKED for gpu in facts.gpus)
     return refused + sum(question.endswith(f"= {NOT_ASKED}") for questions in left for question in questions)
 
 
 def _slow(facts: GpuFacts) -> Finding:
-    left, pace = _not_asked(facts), facts.seconds_per_call
+    left, pace = _count_unqueried(facts), facts.seconds_per_call
     takes = f"takes {pace * 1e3:.0f} ms for an answer" if pace else "did not answer everything in time"
     return finding(
         "gpu.driver.slow", Severity.WARN, "",

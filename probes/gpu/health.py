@@ -162,9 +162,9 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
         yield finding(
             "gpu.ecc.lifetime", Severity.INFO, subject,
-            f"uncorrectable memory errors in the board's life: {_said(gpu.ecc_uncorrected_lifetime)}, of these in "
-            f"on-chip memory (SRAM) {_said(gpu.sram_uncorrected_lifetime)}",
-            f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {_said(gpu.ecc_uncorrected_lifetime)}",
+            f"uncorrectable memory errors in the board's life: {_count_text(gpu.ecc_uncorrected_lifetime)}, of these "
+            f"in on-chip memory (SRAM) {_count_text(gpu.sram_uncorrected_lifetime)}",
+            f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {_count_text(gpu.ecc_uncorrected_lifetime)}",
         )  # fmt: skip
     if gpu.ecc_enabled is False:
         delivered_off = gpu.ecc_default is False
@@ -183,7 +183,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _said(number: int | None) -> str:
+def _count_text(number: int | None) -> str:
     return "unknown" if number is None else str(number)
 
 

@@ -192,8 +192,8 @@ def _xids(host: Host) -> dict[str, list[int]] | None:
         return None
     found: dict[str, list[int]] = {}
     for line in lines:
-        if (told := xid_of_line(line)) is not None:
-            found.setdefault(told[0], []).append(told[1])
+        if (parsed := xid_of_line(line)) is not None:
+            found.setdefault(parsed[0], []).append(parsed[1])
     return found
 
 
@@ -213,27 +213,27 @@ def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | No
 def _gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
     """Every GPU, one stage of questions after the other; a GPU that the driver does not give is asked no more."""
     found: list[_Found] = [_identity(ask) for ask in asks]
-    given = [(ask, facts) for ask, facts in zip(asks, found, strict=True) if "error" not in facts]
+    readable = [(ask, facts) for ask, facts in zip(asks, found, strict=True) if "error" not in facts]
     for stage in _FIRST:
-        for ask, facts in given:
+        for ask, facts in readable:
             facts.update(stage(ask))
-    states = {ask.handle.index: link_states(ask) for ask, _ in given}
+    states = {ask.handle.index: link_states(ask) for ask, _ in readable}
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
-    for ask, facts in given:
+    for ask, facts in readable:
         by_model[facts["name"]].append(states[ask.handle.index])
     for twins in by_model.values():
         for one in twins:
             settle(one, twins)
     for stage in _THEN:
-        for ask, facts in given:
+        for ask, facts in readable:
             facts.update(stage(ask))
-    for ask, facts in given:
+    for ask, facts in readable:
         mine = states[ask.handle.index]
         facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(ask, mine.states, facts["compute_capability"]))
     for stage in _LAST:
-        for ask, facts in given:
+        for ask, facts in readable:
             facts.update(stage(ask))
-    for ask, facts in given:
+    for ask, facts in readable:
         bus_id = facts["bus_id"]
         facts.update(numa_node=_numa_node(ask, bus_id), link_in_sysfs=_width_in_sysfs(ask.host, bus_id), error=ask.lost)
     return tuple(

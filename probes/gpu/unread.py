@@ -94,8 +94,8 @@ def _unread(facts: GpuFacts) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _finding(code: str, severity: Severity, subjects: dict[str, list[str]]) -> Finding:
-    questions = [f"{subject}: {q}" if subject else q for subject, asked in subjects.items() for q in asked]
-    reasons = list(dict.fromkeys(_reason(question) for asked in subjects.values() for question in asked))
+    questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
+    reasons = list(dict.fromkeys(_reason(question) for queries in subjects.values() for question in queries))
     more = f" and {len(reasons) - 2} more" if len(reasons) > 2 else ""
     evidence = questions[:EVIDENCE_MAX]
     if len(questions) > EVIDENCE_MAX:

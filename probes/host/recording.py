@@ -234,10 +234,10 @@ def _unpack(text: str, limit: int) -> bytes:
         raise OSError(errno.EIO, f"bytes in the recording cannot be unpacked: {error}") from None
 
 
-def _numbers(answer: Json, asked: str) -> tuple[int | None, int | None]:
+def _numbers(answer: Json, query: str) -> tuple[int | None, int | None]:
     """Two whole numbers, or None for each; a recording may hold anything."""
     if not isinstance(answer, list) or len(answer) != 2 or not all(type(n) in (int, type(None)) for n in answer):
-        raise OSError(errno.EIO, "the recording holds no two numbers", asked)
+        raise OSError(errno.EIO, "the recording holds no two numbers", query)
     return answer[0], answer[1]
 
 
@@ -245,19 +245,19 @@ def _is_error(answer: Json) -> bool:
     return isinstance(answer, dict) and not answer.keys().isdisjoint(("$errno", "$nvml", "$import"))
 
 
-def _raised(answer: Json, asked: str) -> Json:
+def _raised(answer: Json, query: str) -> Json:
     """The answer, or the error that it stands for."""
     if not _is_error(answer):
         return answer
     if "$nvml" in answer:
         code = answer.get("code", ERROR_CODES.get(answer["$nvml"], 999))
-        raise NvmlError(str(answer.get("symbol", asked)), code, answer["$nvml"])
+        raise NvmlError(str(answer.get("symbol", query)), code, answer["$nvml"])
     if "$import" in answer:
         raise ImportError(answer["$import"])
     name = answer["$errno"]
     numbered = isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 6
     number = getattr(errno, name) if name in errno.errorcode.values() else int(name) if numbered else errno.EIO
-    raise OSError(number, answer.get("text", os.strerror(number)), asked)
+    raise OSError(number, answer.get("text", os.strerror(number)), query)
 
 
 def without_secrets(answer: Json) -> Json:

@@ -59,10 +59,10 @@ def container(host: Host) -> str | None:
         return "podman"
     if host.exists("/.dockerenv"):
         return "docker"
-    return named or next(_told(host), None)
+    return named or next(_candidates(host), None)
 
 
-def _told(host: Host) -> Iterator[str]:
+def _candidates(host: Host) -> Iterator[str]:
     """What the mounts of a pod, the container manager and the root's place say, in this order."""
     mounts = (sysfs.text(host, "/proc/self/mountinfo") or "").splitlines()
     if any(_POD_MOUNT.search(line) for line in mounts):

@@ -387,14 +387,14 @@ def neighbour(frame: bytes) -> str | None:
     """The system's name and its port, as far as they are text; None where the frame names no system."""
     if frame[12:_FRAME_HEADER] != _ETHERTYPE:
         return None
-    said: dict[int, str] = {}
+    fields: dict[int, str] = {}
     for kind, value in _tlvs(frame[_FRAME_HEADER:]):
         if kind == _SYSTEM_NAME:
-            said.setdefault(kind, _plain(value))
+            fields.setdefault(kind, _plain(value))
         elif kind in _TEXT and value and value[0] in _TEXT[kind]:
-            said.setdefault(kind, _plain(value[1:]))
-    system = said.get(_SYSTEM_NAME) or said.get(_CHASSIS)
-    return " ".join(filter(None, (system, said.get(_PORT)))) if system else None
+            fields.setdefault(kind, _plain(value[1:]))
+    system = fields.get(_SYSTEM_NAME) or fields.get(_CHASSIS)
+    return " ".join(filter(None, (system, fields.get(_PORT)))) if system else None
 
 
 def _tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -162,8 +162,8 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
     link_layer = sysfs.text(host, f"{folder}/link_layer")
     rate_text = sysfs.text(host, f"{folder}/rate")
     counters = _counters(host, folder)
-    said = _port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
-    fastest, pfc = said.get("speed_max_megabits"), said.get("pfc_mask")
+    link_settings = _port_link(host, netdev) if netdev and link_layer == "Ethernet" else {}
+    fastest, pfc = link_settings.get("speed_max_megabits"), link_settings.get("pfc_mask")
     return RdmaPort(
         port=number,
         state=_after_colon(sysfs.text(host, f"{folder}/state")),
@@ -178,8 +178,8 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         gids_known=known,
         counters=counters,
         pfc_priorities=tuple(n for n in range(8) if pfc >> n & 1) if isinstance(pfc, int) else None,
-        trust=_trust(host, device_folder, netdev, said),
-        dscp_priorities=_dscp_priorities(said),
+        trust=_trust(host, device_folder, netdev, link_settings),
+        dscp_priorities=_dscp_priorities(link_settings),
         rate_max_bytes_per_second=fastest * 1e6 / 8 if isinstance(fastest, int) and fastest > 0 else None,
         ecn=_ecn(host, netdev, counters),
         traffic_class=_traffic_class(host, device_folder, number),
@@ -193,7 +193,7 @@ def _port_link(host: Host, netdev: str) -> dict[str, Json]:
         return {}
 
 
-def _trust(host: Host, device_folder: str, netdev: str | None, said: dict[str, Json]) -> str | None:
+def _trust(host: Host, device_folder: str, netdev: str | None, link_settings: dict[str, Json]) -> str | None:
     """MLNX_OFED's file where it is; else what DCB says: a table with DSCP entries is what switches mlx5 to DSCP.
 
     Linux drivers/net/ethernet/mellanox/mlx5/core/en_dcbnl.c, mlx5e_dcbnl_ieee_setapp: the first DSCP entry sets the
@@ -204,14 +204,14 @@ def _trust(host: Host, device_folder: str, netdev: str | None, said: dict[str, J
     written = sysfs.text(host, f"/sys/class/net/{netdev}/qos/trust")
     if written in ("dscp", "pcp"):
         return written
-    if "app_dscp" not in said:
+    if "app_dscp" not in link_settings:
         return None
     mellanox = sysfs.target_name(host, f"{device_folder}/device/driver") == "mlx5_core"
-    return "dscp" if said["app_dscp"] else "pcp" if mellanox else None
+    return "dscp" if link_settings["app_dscp"] else "pcp" if mellanox else None
 
 
-def _dscp_priorities(said: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
-    listed = said.get("app_dscp")
+def _dscp_priorities(link_settings: dict[str, Json]) -> tuple[tuple[int, int], ...] | None:
+    listed = link_settings.get("app_dscp")
     if not isinstance(listed, list | tuple):
         return None
     pairs = (divmod(entry, 8) for entry in listed if type(entry) is int and 0 <= entry < 512)

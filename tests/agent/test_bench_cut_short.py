@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent.cli.exits import EXIT_FAILED
-from agent.gate.measured import asked_now, checks_of_bench
+from agent.gate.measured import checks_of_bench, must_be_measured
 from agent.gate.verdict import judge
 from agent.jobs import bench_history
 from agent.jobs import result_store as keep
@@ -48,10 +48,10 @@ def test_who_asked_for_the_measurement_gets_no_pass() -> None:
     view = look((scan(load(MACHINE)),), bench=CUT)
     kept = {check.id: check.status for check in view.checks}
     assert kept["bench.run.incomplete"] == "unknown"
-    now = asked_now(view.checks)
+    now = must_be_measured(view.checks)
     assert {check.id: check.status for check in now}["bench.run.incomplete"] == "fail"
     assert judge(now, fail_on="fail").exit_code == EXIT_FAILED
-    assert asked_now(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())
+    assert must_be_measured(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())
 
 
 def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) -> None:

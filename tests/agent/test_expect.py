@@ -17,7 +17,7 @@ from kustomization import render
 from agent.cli.main import cli
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import Fleet, records_of
-from agent.gate.expect import EXPECT_CODES, KEYS, Expectation, asked, parse, read_file
+from agent.gate.expect import EXPECT_CODES, KEYS, Expectation, expectation, parse, read_file
 from agent.gate.verdict import GateError, judge
 from agent.http.server import create
 from agent.http.state import State
@@ -139,7 +139,7 @@ def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
     path.write_text("gpus: 8\nnvlink: NV18\ngdr: on\nmemlock: unlimited\ninterface: [net1, net2]\ndriver: 550.9\n")
     words = "gpus=8,nvlink=NV18,gdr=on,memlock=unlimited,interface=net1,interface=net2,driver=550.9"
     assert read_file(path) == parse([words])
-    assert asked(["gpus=4"], path) == replace(read_file(path), gpus=4), "the command line goes before the file"
+    assert expectation(["gpus=4"], path) == replace(read_file(path), gpus=4), "the command line goes before the file"
     path.write_text("# gpus: 8\n")
     assert read_file(path) == Expectation()
     assert judged(recorded(), "") == {}
@@ -177,7 +177,7 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
     """What the DaemonSet's ConfigMap says: changed, broken and mended under a running agent."""
     path = tmp_path / "expect.yaml"
     path.write_text("gpus: 8\n")
-    state = State(lambda: (recorded(),), interval_seconds=3600, expected=lambda: asked((), path))
+    state = State(lambda: (recorded(),), interval_seconds=3600, expected=lambda: expectation((), path))
     client = TestClient(create(state))
 
     def said() -> tuple[str, int]:

@@ -125,6 +125,6 @@ def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> N
 def test_who_told_the_end_is_known() -> None:
     """By the launcher's own words; a job that wrote no record told nothing."""
     done = Launched(exit_code=3, seconds=9.0, output=Path("job.log"), last_lines=())
-    assert not done.told_its_end
-    assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.fate})).told_its_end
-    assert replace(done, record=run_record.record_of({**RECORD, "reason": "the loss is not finite"})).told_its_end
+    assert not done.wrote_its_end
+    assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.fate})).wrote_its_end
+    assert replace(done, record=run_record.record_of({**RECORD, "reason": "the loss is not finite"})).wrote_its_end

@@ -40,11 +40,13 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     assert plan.transport.get("network") == network
     assert evidence in plan.transport.get("evidence", "")
     assert bool(plan.transport) is (network is not None)
-    refused = channels.asked(plan.environment, plan.transport).refuses("Socket")
+    refused = channels.planned_channels(plan.environment, plan.transport).refuses("Socket")
     assert refused is (network is not None)
     assert (gdrdma is None) is (plan.transport.get("gdrdma") is None)
     assert gdrdma is None or gdrdma in plan.transport["gdrdma"]
-    assert bool(channels.asked(plan.environment, plan.transport).gdrdma) is bool(plan.transport.get("gdrdma"))
+    assert bool(channels.planned_channels(plan.environment, plan.transport).gdrdma) is bool(
+        plan.transport.get("gdrdma")
+    )
 
 
 def test_a_machine_that_nobody_looked_at_promises_no_gpudirect():

@@ -12,7 +12,7 @@ import pytest
 
 from agent.cli.hosts import snapshots
 from agent.gate import bars
-from agent.gate.expect import asked
+from agent.gate.expect import expectation
 from agent.gate.preflight import due_of
 from agent.jobs.benchmark import default_ranks, preflight_spec
 from collectives.bench import run as bench
@@ -120,7 +120,7 @@ def test_the_algorithm_is_that_of_version_and_environment(
 
 def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     """`--expect nvlink=NV9,hcas=4,rate=400G`: what was bought, on a board that the table does not know."""
-    due = due_of(asked(("nvlink=NV9,hcas=4,rate=400G",), None))
+    due = due_of(expectation(("nvlink=NV9,hcas=4,rate=400G",), None))
     found = host("hgx-h100-8xH100-8hca")
     links = preflight_spec(found, 8, 20, force=False, backend="nccl", due=due).links
     assert links["as it should be"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)

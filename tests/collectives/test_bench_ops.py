@@ -55,7 +55,7 @@ def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
     sides = [allocate(op, size, None, ranks, rank, "cpu") for rank in ranks]
     for side in sides:
         fill(op, side, turn)
-    given = [side.given.clone() for side in sides]
+    given = [side.send_buffer.clone() for side in sides]
     n = len(ranks)
     for place, side in enumerate(sides):
         whole = {
@@ -125,5 +125,5 @@ def test_sums_are_exact_for_many_ranks():
 
 
 def test_a_side_knows_its_group():
-    side = Side(group=None, ranks=(3, 5), me=1, given=None, taken=None)
+    side = Side(group=None, ranks=(3, 5), me=1, send_buffer=None, taken=None)
     assert side.n == 2

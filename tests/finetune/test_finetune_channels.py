@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune import channels, train
-from finetune.channels import asked, look, record
+from finetune.channels import look, planned_channels, record
 
 ROOT = Path(__file__).parents[2]
 INFO = "node-a:4711:4720 [0] NCCL INFO "
@@ -50,7 +50,7 @@ def written(folder, version, net, gdr=True, selected=None):
 
 
 def differs(path, environment=None, transport=None, hosts=2):
-    return look(path, asked(environment or {}, transport or {}), hosts=hosts).wrong
+    return look(path, planned_channels(environment or {}, transport or {}), hosts=hosts).wrong
 
 
 @pytest.mark.parametrize("version", FORMS)
@@ -91,7 +91,7 @@ def test_sockets_where_rdma_was_planned_stop_the_job_and_name_the_line(tmp_path,
 )
 def test_the_network_that_was_planned_passes(tmp_path, version, network, environment, transport):
     """Under each name that its releases print."""
-    plan = asked(environment, transport)
+    plan = planned_channels(environment, transport)
     seen = look(written(tmp_path, version, network), plan, hosts=2)
     assert seen.wrong == ()
     assert record([seen, seen], plan, hosts=2).verdict == "as planned"
@@ -135,7 +135,7 @@ def test_sockets_take_the_interface_of_the_plan(tmp_path, named, stops):
     """By NCCL's own rules of NCCL_SOCKET_IFNAME, also on one host."""
     path = tmp_path / "log"
     path.write_text(log("Bootstrap : Using eth1:10.0.0.1<0>", "NET/Socket : Using [0]eth1:10.0.0.1<0>", *LOCAL))
-    plan = asked({"NCCL_SOCKET_IFNAME": named}, {})
+    plan = planned_channels({"NCCL_SOCKET_IFNAME": named}, {})
     seen = look(path, plan, hosts=1)
     wrong = seen.wrong
     assert record([seen], plan, hosts=1).interfaces == ["eth1"]
@@ -150,7 +150,7 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
     path = tmp_path / "log"
     if text is not None:
         path.write_text(text)
-    plan = asked({"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "SYS"}, {})
+    plan = planned_channels({"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "SYS"}, {})
     seen = look(path, plan, hosts=2)
     assert seen.wrong == ()
     assert record([seen, seen], plan, hosts=2).verdict == "unknown"
@@ -159,7 +159,7 @@ def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text)
 
 def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_path):
     """Neither is a pass."""
-    plan = asked({}, {"network": "IB"})
+    plan = planned_channels({}, {"network": "IB"})
     strange = look(written(tmp_path, "2.21", "Strange"), plan, hosts=2)
     assert strange.wrong == ()
     assert record([strange], plan, hosts=2).verdict == "unknown"
@@ -171,16 +171,16 @@ def test_a_plugin_that_nobody_knows_and_a_rank_without_a_log_are_unknown(tmp_pat
 
 def test_nothing_between_hosts_is_compared_on_one_host(tmp_path):
     """Where all ranks share a host there is no channel that the plan speaks of."""
-    plan = asked({"NCCL_IB_HCA": "mlx5"}, {})
+    plan = planned_channels({"NCCL_IB_HCA": "mlx5"}, {})
     seen = look(written(tmp_path, "2.21", "Socket", gdr=False), plan, hosts=1)
     assert seen.wrong == ()
     assert record([seen], plan, hosts=1).verdict == "one host"
-    assert record([seen], asked({}, {}), hosts=2).verdict == "nothing planned"
+    assert record([seen], planned_channels({}, {}), hosts=2).verdict == "nothing planned"
 
 
 def test_channels_are_counted_by_transport_over_all_ranks(tmp_path):
     """The names are those of ever; the numbers are the ranks' together."""
-    plan = asked({}, {})
+    plan = planned_channels({}, {})
     path = tmp_path / "log"
     more = (
         "Channel 02/0 : 0[0] -> 2[0] [send] via NET/IB/1(3)",
@@ -205,7 +205,7 @@ def test_a_log_without_end_is_read_to_a_bound(tmp_path):
         while file.tell() < channels.MAX_LOG_BYTES:
             file.write(filler)
         file.write(log(FORMS["2.21"][1].format(net="Socket", tag="", pci="")))
-    seen = look(path, asked({"NCCL_IB_HCA": "mlx5"}, {}), hosts=2)
+    seen = look(path, planned_channels({"NCCL_IB_HCA": "mlx5"}, {}), hosts=2)
     assert seen.channels == {"NET/IB/0/GDRDMA": 1}
     assert seen.wrong == ()
 

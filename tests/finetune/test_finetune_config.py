@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.job_config import ConfigError, JobConfig, layout_asked, parse_config, read_config
+from contracts.job_config import ConfigError, JobConfig, parse_config, read_config, resolve_layout
 from contracts.job_plan import JobPlan, dumps, parse_layout
 from contracts.job_plan import read as read_plan
 from contracts.layout import Layout
@@ -357,5 +357,5 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
 )
 def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
     """However many the job comes to have."""
-    asked = layout_asked(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0].layout, ranks, node)
+    asked = resolve_layout(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0].layout, ranks, node)
     assert (asked["dp_replicate"], asked["dp_shard"]) == degrees

@@ -39,7 +39,7 @@ def write(path, rows, **options):
     return path
 
 
-def told_apart(example):
+def distinct_names(example):
     """Arrays as lists, which compare as a whole."""
     return {field.name: getattr(example, field.name).tolist() for field in fields(example)}
 
@@ -52,7 +52,7 @@ def test_each_row_shape_reads_as_from_json(tmp_path, shape):
     tokenizer = load_tokenizer(config)
     assert load_rows(config, "train") == [row] * 3
     examples, told = prepare(config, "train", tokenizer)
-    assert list(map(told_apart, examples)) == [told_apart(encode(row, tokenizer, config))] * 3
+    assert list(map(distinct_names, examples)) == [distinct_names(encode(row, tokenizer, config))] * 3
     assert (told["rows"], told["dropped_rows"]) == (3, 0)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.sockets import Seen, differences, spell, taken, told
+from finetune.sockets import Seen, differences, spell, taken, transports
 
 ROOT = Path(__file__).parents[2]
 INTERFACES = ({"10.0.0.1": ("net1",), "192.0.2.1": ("eth0",)}, {"10.0.0.2": ("net1",), "192.0.2.2": ("eth0",)})
@@ -56,18 +56,18 @@ def test_behind_source_translation_the_accepting_end_is_enough():
     accepting = Seen(((OVER_NET1[1], ("172.16.5.9", 31001)),), INTERFACES[1])
     for seen in ([connecting, accepting], [accepting, connecting]):
         assert sorted(taken(seen)) == [[("10.0.0.1", ("net1",))], [("10.0.0.2", ("net1",))]]
-    assert told([connecting, accepting]) == ["gloo: TCP over net1 (10.0.0.1)"]
+    assert transports([connecting, accepting]) == ["gloo: TCP over net1 (10.0.0.1)"]
     assert len(differences([connecting, accepting], {"GLOO_SOCKET_IFNAME": "eth0"})) == 2
 
 
 def test_what_is_not_known_says_why():
     """Both ends translated, or nothing to read; a rank that is alone has no transport to know."""
     elsewhere = [Seen((OVER_NET1,), INTERFACES[0]), Seen(((("10.9.9.9", 5001), ("172.16.5.9", 3)),), INTERFACES[1])]
-    assert told(elsewhere) == [
+    assert transports(elsewhere) == [
         "gloo: unknown: no end of a connection is seen by two ranks, as behind address translation (NAT)"
     ]
-    assert told([Seen((), {}), Seen((), {})]) == ["gloo: unknown: this rank's TCP connections cannot be read"]
-    assert told([Seen((OVER_NET1,), INTERFACES[0])]) == []
+    assert transports([Seen((), {}), Seen((), {})]) == ["gloo: unknown: this rank's TCP connections cannot be read"]
+    assert transports([Seen((OVER_NET1,), INTERFACES[0])]) == []
     own = (("127.0.0.1", 4001), ("127.0.0.1", 5001))
     others = (("127.0.0.1", 5001), ("127.0.0.1", 777))
     assert taken([Seen((own,), {}), Seen((others,), {})]) == [[], []], "loopback of two hosts is not one"

@@ -128,7 +128,7 @@ def test_the_time_to_save_here_is_that_of_the_checkpoint(rate):
     assert saved > 8e9 * (4 + 2 * 4)  # fp32 weights, and Adam's two moments
     given = launch.storage_rate(rate)
     assert launch.grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
-    assert launch.told_to_end(advice, "the ranks", launch.grace(advice, None), 20, None)
+    assert launch.grace_notice(advice, "the ranks", launch.grace(advice, None), 20, None)
     assert launch.grace(replace(advice, model=None), None) == launch.GRACE_SECONDS
     with pytest.raises(JobError, match="--storage-rate"):
         launch.storage_rate("fast")

@@ -198,7 +198,7 @@ def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
     seen = []
     for _ in range(5):  # the three latest of three hundred are other work's as often as the agent's
         alone = load.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
-        with load.asked(served.port):
+        with load.background_load(served.port):
             beside = load.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
         seen.append((alone, beside))
         if beside <= 3 * alone:

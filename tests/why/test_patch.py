@@ -15,7 +15,7 @@ from agent import why as gathered
 from agent.advise import Request
 from agent.cli.main import cli
 from agent.gate.lint import lint_text
-from planner.lint.change import Change, ChangeError, asked, changed, in_shell
+from planner.lint.change import Change, ChangeError, changed, in_shell, parse_remedy
 from planner.why import Verdict
 
 HERE = Path(__file__).parent
@@ -305,11 +305,11 @@ def test_another_value_is_not_touched() -> None:
 
 
 def test_what_a_remedy_asks_for() -> None:
-    assert asked("NCCL_X", "1", "Unset NCCL_X.") == Change(name="NCCL_X", was="1", to=None)
-    assert asked("NCCL_X", "y", "Write NCCL_X=1, or unset it.") == Change(name="NCCL_X", was="y", to="1")
-    assert asked("NCCL_X", "1", 'Write "1" in quotes.') == Change(name="NCCL_X", was="1", to="1")
-    assert asked("NCCL_X", "1", "Unset NCCL_X or NCCL_Y.") is None
-    assert asked("NCCL_X", "1", "Did you mean NCCL_Y? Correct the name, or unset it.") is None
+    assert parse_remedy("NCCL_X", "1", "Unset NCCL_X.") == Change(name="NCCL_X", was="1", to=None)
+    assert parse_remedy("NCCL_X", "y", "Write NCCL_X=1, or unset it.") == Change(name="NCCL_X", was="y", to="1")
+    assert parse_remedy("NCCL_X", "1", 'Write "1" in quotes.') == Change(name="NCCL_X", was="1", to="1")
+    assert parse_remedy("NCCL_X", "1", "Unset NCCL_X or NCCL_Y.") is None
+    assert parse_remedy("NCCL_X", "1", "Did you mean NCCL_Y? Correct the name, or unset it.") is None
 
 
 def test_many_changes_of_a_long_file_come_in_turns(tmp_path: Path) -> None:

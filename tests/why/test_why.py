@@ -157,7 +157,7 @@ def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> 
         )
         for rank, group, number, newest in rows
     }  # fmt: skip
-    return Seen(told={"watchdog": traces})
+    return Seen(reported={"watchdog": traces})
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ Root Cause (first observed failure):
 
 
 def test_the_dumps_count_before_the_watchdog() -> None:
-    seen = replace(dumped(WAITS, WAITS, {}, WAITS), told=logged((0, "0", 4, 4)).told)
+    seen = replace(dumped(WAITS, WAITS, {}, WAITS), reported=logged((0, "0", 4, 4)).reported)
     assert judge(seen).ranks == (2,)
 
 
@@ -690,15 +690,15 @@ def test_a_rank_that_dumps_for_another_says_which_call_it_is_in_itself() -> None
         "[rank{0}]:[E ProcessGroupNCCL.cpp:1746] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Received a dump signal due "
         "to a collective timeout from  rank 6. Last enqueued NCCL work: {1}, last completed NCCL work: {2}."
     )
-    found = judge(Seen(told={"watchdog": watchdog.read([said.format(1, 31, 29), said.format(2, 31, 29)]).traces}))
+    found = judge(Seen(reported={"watchdog": watchdog.read([said.format(1, 31, 29), said.format(2, 31, 29)]).traces}))
     assert (found.state, found.ranks) == ("stuck", ())
     assert "ranks 1, 2 wait in a collective, number 30 of group 0" in found.line
-    idle = judge(Seen(told={"watchdog": watchdog.read([said.format(1, 31, 31)]).traces}))
+    idle = judge(Seen(reported={"watchdog": watchdog.read([said.format(1, 31, 31)]).traces}))
     assert idle.state == "fine"
     behind = watchdog.read(
         [said.format(0, 31, 30), said.format(1, 31, 30), said.format(2, 31, 30), said.format(3, 29, 29)]
     )
-    assert judge(Seen(told={"watchdog": behind.traces}, world=4)).ranks == (3,)
+    assert judge(Seen(reported={"watchdog": behind.traces}, world=4)).ranks == (3,)
 
 
 def test_a_rank_whose_gpu_is_in_a_call_that_the_others_have_left_is_behind_by_the_log() -> None:

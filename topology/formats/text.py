@@ -118,8 +118,8 @@ def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
         near if near.path is not None and near.path <= PathClass.PIX else replace(near, decidable=False, why=why)
         for near in node.nearest_nic
     )
-    said = f"{why}: those left out are in no verdict; virtual functions count, so fewer of them show all"
-    return _with_warning(replace(node, nearest_nic=nearest, rails=rails(nearest)), said)
+    warning = f"{why}: those left out are in no verdict; virtual functions count, so fewer of them show all"
+    return _with_warning(replace(node, nearest_nic=nearest, rails=rails(nearest)), warning)
 
 
 def _no_matrix(lines: list[str], source: str) -> TopologyTextError:
@@ -236,9 +236,9 @@ def _below(lines: list[str], matrix: Matrix) -> list[str]:
 def _kind(above: list[str], below: list[str], pairs: tuple[Pair, ...]) -> str:
     if any(pair.nvlinks for pair in pairs):
         return "-m"
-    said = re.findall(r"nvidia-smi\s+topo\s+(-mp|-m|--matrix)\b", "\n".join(above[-8:]))
-    if said:
-        return "-mp" if said[-1] == "-mp" else "-m"
+    options = re.findall(r"nvidia-smi\s+topo\s+(-mp|-m|--matrix)\b", "\n".join(above[-8:]))
+    if options:
+        return "-mp" if options[-1] == "-mp" else "-m"
     legend = "\n".join(below)
     # -mp prints the same legend without its last line.
     return "-mp" if re.search(r"\bPIX\s*=", legend) and "NV#" not in legend else "-m"

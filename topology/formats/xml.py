@@ -223,15 +223,15 @@ def bus_id_of(text: str) -> str:
 
 def cpu_of_element(element: Element, position: int) -> CpuNode:
     """A `<cpu>`; without numaid its position stands in."""
-    said = element.attributes
-    numa = _decimal(said.get("numaid"))
+    attributes = element.attributes
+    numa = _decimal(attributes.get("numaid"))
     return CpuNode(
         numa_node=numa if numa is not None else position,
-        affinity=said.get("affinity"),
-        arch=said.get("arch"),
-        vendor=said.get("vendor"),
-        family=_decimal(said.get("familyid")),
-        model=_decimal(said.get("modelid")),
+        affinity=attributes.get("affinity"),
+        arch=attributes.get("arch"),
+        vendor=attributes.get("vendor"),
+        family=_decimal(attributes.get("familyid")),
+        model=_decimal(attributes.get("modelid")),
     )
 
 
@@ -248,23 +248,23 @@ def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
 
 
 def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
-    said = element.attributes
-    if "busid" not in said:
+    attributes = element.attributes
+    if "busid" not in attributes:
         raise TopologyXmlError(found.source, element.line, "<pci> without busid")
-    bus_id = bus_id_of(said["busid"])
+    bus_id = bus_id_of(attributes["busid"])
     if bus_id in found.pci:
         raise TopologyXmlError(found.source, element.line, f"busid {bus_id} stands twice in the file")
     numa = found.cpus[cpu].numa_node
-    class_code = _number(said.get("class"))
+    class_code = _number(attributes.get("class"))
     node = PciNode(
         bus_id=bus_id,
         parent=parent,
         numa_node=numa,
         class_code=class_code,
-        vendor_id=_number(said.get("vendor")),
-        device_id=_number(said.get("device")),
-        link_transfers_per_second=_speed(said.get("link_speed")),
-        link_width=_decimal(said.get("link_width")),
+        vendor_id=_number(attributes.get("vendor")),
+        device_id=_number(attributes.get("device")),
+        link_transfers_per_second=_speed(attributes.get("link_speed")),
+        link_width=_decimal(attributes.get("link_width")),
     )
     found.pci[bus_id] = node
     found.cpu_of[bus_id] = cpu
@@ -320,24 +320,26 @@ def _gpu(element: Element, node: PciNode, found: Found) -> GpuNode:
 
 def _gdr_refused(elements: list[Element]) -> str:
     """The first of these that says that NCCL found no GPUDirect RDMA, where all do; empty else."""
-    said = [(each, each.attributes.get("gdr", "").strip()) for each in elements]
-    if not said or any(gdr != "0" for _, gdr in said):
+    gdr_values = [(each, each.attributes.get("gdr", "").strip()) for each in elements]
+    if not gdr_values or any(gdr != "0" for _, gdr in gdr_values):
         return ""
-    first = said[0][0]
+    first = gdr_values[0][0]
     name = first.attributes.get("name") or first.attributes.get("dev", "")
     return f'line {first.line}: <{first.tag} {"name" if first.tag == "net" else "dev"}="{name[:64]}" gdr="0">'
 
 
 def _link(element: Element, found: Found) -> NvLinkTarget:
-    said = element.attributes
-    count = _decimal(said.get("count"))
+    attributes = element.attributes
+    count = _decimal(attributes.get("count"))
     if count is None or count < 0:
-        raise TopologyXmlError(found.source, element.line, f"<nvlink> count is {said.get('count')!r}, not a number")
+        raise TopologyXmlError(
+            found.source, element.line, f"<nvlink> count is {attributes.get('count')!r}, not a number"
+        )
     kinds = {0x068000: "nvswitch", 0x068001: "cpu", 0x030000: "gpu", 0x030200: "gpu"}
-    target = bus_id_of(said.get("target", ""))
+    target = bus_id_of(attributes.get("target", ""))
     # NCCL writes a target of f's where a hypervisor hides the switch.
     hidden = re.fullmatch(r"f+:f+:f+(\.f)?", target) is not None
-    kind = kinds.get(_number(said.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
+    kind = kinds.get(_number(attributes.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
     return NvLinkTarget(bus_id=None if hidden else target, count=count, kind=kind)
 
 
@@ -372,8 +374,8 @@ def _nic(node: PciNode, nets: list[Element], numa: int) -> NicNode:
         kind = "hca"
     else:
         # RoCE cards have Ethernet's class too: without vendor and name nothing tells them from others.
-        told = node.class_code is not None and (node.vendor_id is not None or bool(names))
-        kind = "ethernet" if told else "unknown"
+        identified = node.class_code is not None and (node.vendor_id is not None or bool(names))
+        kind = "ethernet" if identified else "unknown"
     return NicNode(
         name=name,
         kind=kind,

@@ -61,11 +61,11 @@ def _quoted(value: object) -> str:
 
 
 def _cpu(numa: int, cpu: CpuNode | None) -> str:
-    said: dict[str, object] = {"numaid": numa}
+    attributes: dict[str, object] = {"numaid": numa}
     if cpu:
-        said |= {"affinity": cpu.affinity, "arch": cpu.arch, "vendor": cpu.vendor}
-        said |= {"familyid": cpu.family, "modelid": cpu.model}
-    return _attributes(said)
+        attributes |= {"affinity": cpu.affinity, "arch": cpu.arch, "vendor": cpu.vendor}
+        attributes |= {"familyid": cpu.family, "modelid": cpu.model}
+    return _attributes(attributes)
 
 
 def _pci(
@@ -77,11 +77,11 @@ def _pci(
     indent: str,
 ) -> Lines:
     here = devices.get(pci.bus_id, [])
-    said: dict[str, object] = {"busid": pci.bus_id, "class": _hex(pci.class_code, 6)}
-    said |= {"vendor": _hex(pci.vendor_id, 4), "device": _hex(pci.device_id, 4)}
+    attributes: dict[str, object] = {"busid": pci.bus_id, "class": _hex(pci.class_code, 6)}
+    attributes |= {"vendor": _hex(pci.vendor_id, 4), "device": _hex(pci.device_id, 4)}
     if pci.link_transfers_per_second:
-        said["link_speed"] = f"{pci.link_transfers_per_second / 1e9:.1f} GT/s PCIe"
-    said["link_width"] = pci.link_width
+        attributes["link_speed"] = f"{pci.link_transfers_per_second / 1e9:.1f} GT/s PCIe"
+    attributes["link_width"] = pci.link_width
     inside: Lines = []
     for device in here:
         inside += (
@@ -89,7 +89,7 @@ def _pci(
         )
     for child in below.get(pci.bus_id, []):
         inside += _pci(child, below, devices, links, devs, indent + "  ")
-    head = f"{indent}<pci{_attributes(said)}"
+    head = f"{indent}<pci{_attributes(attributes)}"
     return [f"{head}>", *inside, f"{indent}</pci>"] if inside else [f"{head}/>"]
 
 
