@@ -164,8 +164,8 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     [
         ("", ["num_train_epoch=3"], "--set unknown setting 'num_train_epoch'; close: num_train_epochs"),
         ("num_train_epoch: 3\n", [], "job.yaml: unknown setting 'num_train_epoch'"),
-        ("dataset_mixer: {}\nbeta: 0.1\n", [], "'dataset_mixer'; close: dataset_name"),
-        ("dataset_mixer: {}\nbeta: 0.1\n", [], "; also unknown: 'beta'"),
+        ("dataset_nam: a\nbeta: 0.1\n", [], "'dataset_nam'; close: dataset_name"),
+        ("dataset_nam: a\nbeta: 0.1\n", [], "; also unknown: 'beta'"),
         ("", ["lora_r=many"], "--set lora_r='many': must be a whole number"),
         ("", ["fsdp_config.reshard=true"], "unknown setting 'fsdp_config.reshard'"),
     ],

@@ -3,6 +3,7 @@ perftest does; real traffic runs on the Soft-RoCE guests."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -54,8 +55,18 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.write_text(STAND_IN.replace("{python}", sys.executable).replace("{writes}", "12000"))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    with socket.create_server(("127.0.0.1", 0)) as free:  # other tests of this machine may hold perftest's own
-        monkeypatch.setattr(perftest, "TCP_PORT", free.getsockname()[1])
+    monkeypatch.setattr(perftest, "TCP_PORT", _free_ports(len(PORTS)))
+
+
+def _free_ports(many: int) -> int:
+    """The first of so many ports in a row that nobody holds, below those that the kernel hands out in between."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for first in range(lowest - 4 * (1 + os.getpid() % 1000), 1024, -4):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + many):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no port is free")
 
 
 def listening(wait_seconds: float, *, ports: tuple[Port, ...] = PORTS, stop: threading.Event | None = None):  # type: ignore[no-untyped-def]
