@@ -160,6 +160,10 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
             documents = load_all(value, most_aliases=0)
         except YamlTextError as error:
             raise ConfigError(f"override {text!r}: {error}") from None
+        if not parents:  # an older name of the same setting, in the file
+            today = trl.RENAMED.get(key, key)
+            for name in [other for other in raw if other != key and trl.RENAMED.get(other, other) == today]:
+                del raw[name]
         target[last] = documents[0] if documents else None
     return raw
 
@@ -217,15 +221,14 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
         raise ConfigError(f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}")
+    refused: list[str] = []
     for name, value in _renamed(raw, note).items():
-        if name in _APART or trl.without_effect(name, value, note):
-            continue
-        if name in trl.IN_LAYOUT:
-            if value is not None:
-                member, label = trl.IN_LAYOUT[name], written.get(name, name)
-                trl.put(layout, member, _member(member, value, label), label)
-            continue
-        _put(values, name, value, note, written.get(name, name))
+        try:
+            _read(name, value, written.get(name, name), values, layout, note)
+        except ConfigError as error:
+            refused.append(str(error))
+    if refused:
+        raise ConfigError("; ".join(refused))
     trl.precision(raw, layout)
     trl.checkpointing(raw, layout)
     trl.parallelism(raw, layout, note)  # degrees that it leaves away are FSDP's to set
@@ -234,6 +237,17 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
     if layout:
         values["layout"] = _layout(layout)
     return JobConfig(**values), values, list(notes)
+
+
+def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
+    """One setting of the file, into the settings or into the layout; `label` is its name in the file."""
+    if name in _APART or trl.without_effect(name, value, note):
+        return
+    if name not in trl.IN_LAYOUT:
+        _put(values, name, value, note, label)
+    elif value is not None:
+        member = trl.IN_LAYOUT[name]
+        trl.put(layout, member, _member(member, value, label), label)
 
 
 _REWRITTEN = ("warmup_ratio", "group_by_length", "data_seed", "model_init_kwargs")

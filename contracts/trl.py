@@ -38,6 +38,7 @@ RENAMED = {
     "torch_compile": "compile",
     "gradient_checkpointing": "activation_checkpointing",
 }
+MOST_SHOWN = 80  # characters of a value that is refused: lists of data sets run over pages
 # Settings that are members of the layout.
 IN_LAYOUT = {
     "per_device_train_batch_size": "micro_batch",
@@ -171,7 +172,7 @@ OTHERS = {
     "axolotl": ("base_model", "datasets"), "LLaMA-Factory": ("stage", "finetuning_type"),
     "torchtune": ("tokenizer", "checkpointer"), "NeMo": ("trainer", "exp_manager"),
     "nanotron": ("parallelism", "tokens"), "verl": ("actor_rollout_ref",),
-    "accelerate": ("compute_environment", "distributed_type"), "DeepSpeed": ("zero_optimization",),
+    "accelerate": ("distributed_type",), "DeepSpeed": ("zero_optimization",),
 }  # fmt: skip
 
 _FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload")
@@ -221,8 +222,10 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
         value = truth(value)
     if value is not None and not any(value == one and isinstance(value, bool) == isinstance(one, bool)
                                      for one in allowed):  # fmt: skip
-        words = " or ".join(repr(one) for one in allowed if one not in ("", {}, [])) or "nothing"
-        raise ConfigError(f"{name}={value!r}: only {words} is allowed: {why}")
+        named = " or ".join(repr(one) for one in allowed if one not in ("", {}, []))
+        shown = repr(value)
+        shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+        raise ConfigError(f"{name}={shown}: {f'only {named}' if named else 'nothing'} is allowed: {why}")
     note(f"{name}: no effect, {why}")
     return True
 

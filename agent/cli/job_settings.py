@@ -5,6 +5,7 @@ Specification: docs/finetune.md, the names of contracts.job_config. The job itse
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,7 @@ def settings(config: Path | None, overrides: Iterable[str]) -> tuple[JobConfig, 
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
-    try:
-        parse_config(raw)
-    except ConfigError as error:
-        raise RequestError(f"--config {config}: {error}") from None
+    alone = copy.deepcopy(raw)
     words = list(overrides)
     for word in words:
         name, equals, value = word.partition("=")
@@ -50,7 +48,18 @@ def settings(config: Path | None, overrides: Iterable[str]) -> tuple[JobConfig, 
         dumps(JobPlan(config=parsed[0]))  # what no rank would read is refused before any starts
         return parsed
     except ConfigError as error:
-        raise RequestError(f"--set {error}") from None
+        wrong = _wrong_alone(alone)
+        where = f"--config {config}:" if str(error) == wrong else f"--config {config} with --set:" if wrong else "--set"
+        raise RequestError(f"{where} {error}") from None
+
+
+def _wrong_alone(raw: Mapping[str, Any]) -> str:
+    """Why the file itself cannot be read, without what `--set` puts over it."""
+    try:
+        parse_config(raw)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:

@@ -180,6 +180,17 @@ def test_a_setting_that_the_job_does_not_have_is_refused_before_anything_starts(
         job_request(Request(), job if text else None, words)
 
 
+def test_what_a_file_says_and_cannot_be_is_mended_by_set(tmp_path: Path) -> None:
+    """The last word is the command's, under an older name too; what is left to mend is named with where it stands."""
+    job = tmp_path / "job.yaml"
+    job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
+    with pytest.raises(RequestError, match=r"^--config \S*job.yaml: push_to_hub=True"):
+        job_request(Request(), job, ["max_length=512"])
+    assert job_request(Request(), job, ["push_to_hub=false", "max_length=512"]).train.sequence_length == 512
+    with pytest.raises(RequestError, match=r"job.yaml with --set: lora_r='x'"):
+        job_request(Request(), job, ["push_to_hub=false", "lora_r=x"])
+
+
 def test_a_number_that_no_rank_would_read_is_refused_before_any_starts(tmp_path: Path) -> None:
     """plan.json is read within bounds; a launch that writes what they refuse would fail on every pod."""
     done = CliRunner().invoke(launch, ["--output", str(tmp_path / "out"), "--set", "learning_rate=1e30"])

@@ -284,6 +284,17 @@ def test_what_trl_may_say_and_this_job_cannot(raw, words):
         assert word in str(caught.value)
 
 
+def test_all_that_a_file_says_and_cannot_be_is_named_at_once():
+    """One correction, not one a start; of a long value its beginning."""
+    several = {"push_to_hub": True, "trust_remote_code": True, "lora_r": "x",
+               "dataset_mixture": {"datasets": [{"id": f"org/name-{n}"} for n in range(50)]}}  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        parse_config(several)
+    text = str(caught.value)
+    assert [name for name in several if f"{name}=" in text] == list(several)
+    assert "org/name-0" in text and "org/name-9" not in text
+
+
 def test_a_dump_of_transformers_defaults_asks_for_nothing():
     """What TrainingArguments.to_dict() writes beside the settings: -1, empty lists, empty mappings."""
     raw = {"max_steps": -1, "warmup_ratio": 0.0, "warmup_steps": 0, "fsdp": [], "deepspeed": None, "debug": [],
