@@ -344,15 +344,21 @@ def storage(options: Mapping[str, Any]) -> tuple[Document, ...]:
 
 def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
     """The job's document: the run on the claim, unless the settings say where. JobError where nothing can train."""
-    more = (
-        ()
-        if not claim_of(options) or "output_dir" in _explicit_settings(options)
-        else (f"output_dir={MOUNT}/{options['name']}",)
-    )
+    output = str(_explicit_settings(options).get("output_dir", ""))
+    folder = _on_claim(output or options["name"])
+    more = (f"output_dir={folder}",) if claim_of(options) else ()
     try:
-        return job_plan(advice, options.get("config"), (*more, *options.get("overrides", ())), found)
+        plan = job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
     except LaunchError as error:
         raise JobError(str(error)) from None
+    if not more or output in ("", folder):
+        return plan
+    return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
+
+
+def _on_claim(folder: str) -> str:
+    """A folder of the settings as the pods see it: one that is relative lies where the claim is."""
+    return posixpath.normpath(posixpath.join(MOUNT, folder))
 
 
 def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any]) -> None:
@@ -366,7 +372,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
             "PersistentVolumeClaim, or --storage-class NAME to have one made"
         )
     output = explicit.get("output_dir")
-    if nodes > 1 and output is not None and not posixpath.normpath(str(output)).startswith(f"{MOUNT}/"):
+    if nodes > 1 and output is not None and not _on_claim(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write one run: must be below {MOUNT}, where the claim is")
 
 

@@ -164,7 +164,12 @@ def test_an_agent_that_has_no_address_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["dataset_name: openai/gsm8k\n", "dataset_name: openai/gsm8k\noutput_dir: /mnt/shared/a\n"]
+    "text",
+    [
+        "dataset_name: openai/gsm8k\n",
+        "dataset_name: openai/gsm8k\noutput_dir: /mnt/shared/a\n",
+        "dataset_name: openai/gsm8k\noutput_dir: ./a\n",
+    ],
 )
 def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) -> None:
     """What the file says stands; what it leaves open is the model of the plan and a folder on the claim."""
@@ -221,6 +226,7 @@ DRY = ["--api", "job", "--dry-run", "--no-dra", "--no-preflight"]
     ("more", "told"),
     [
         (["--set", "output_dir=/mnt/shared/../x"], "must be below /mnt/shared"),
+        (["--set", "output_dir=../x"], "must be below /mnt/shared"),
         (["--require", "rdma.port.dwon", "--preflight-image", "r.example/t:1"], "no such check"),
         (["--require", "rdma.port.down"], "the pods run no gate"),
         (["--preflight-image", "r.example/t:1"], "--no-preflight wants none"),
