@@ -397,6 +397,7 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
             raise ConfigError(f"{where}.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
         values["max_grad_norm"] = clipping
     _deepspeed_optimizer(config, where)
+    _deepspeed_scheduler(config, raw, values, where, note)
     _deepspeed_alone({**config, **{f"zero_optimization.{name}": value for name, value in zero.items()}}, where)
     passed = sorted(set(config) - set(_DEEPSPEED_SECTIONS))
     note(f"{where}: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
@@ -442,18 +443,40 @@ def _deepspeed_offload(zero: Mapping[str, Any], layout: dict[str, Any], where: s
         put(layout, "offload", "all", f"{where}.offload_param")
 
 
+def _section(config: Mapping[str, Any], name: str) -> tuple[Any, bool]:
+    """The type that a section names, and whether it leaves every parameter to the file's own settings."""
+    section = config.get(name)
+    kind = section.get("type") if isinstance(section, dict) else section
+    parameters = (section.get("params") if isinstance(section, dict) else None) or {}
+    return kind, isinstance(parameters, dict) and all(value == "auto" for value in parameters.values())
+
+
 def _deepspeed_optimizer(config: Mapping[str, Any], where: str) -> None:
-    """transformers takes both from there; here the file's own settings decide."""
-    for name, allowed in (("optimizer", ("Adam", "AdamW")), ("scheduler", ())):
-        section = config.get(name)
-        if section is None:
-            continue
-        kind = section.get("type") if isinstance(section, dict) else section
-        parameters = (section.get("params") if isinstance(section, dict) else None) or {}
-        if kind not in allowed or any(value != "auto" for value in parameters.values()):
-            words = "AdamW with each parameter 'auto'" if allowed else "none"
-            decides = "learning_rate, adam_beta1, weight_decay ..." if allowed else "lr_scheduler_type"
-            raise ConfigError(f"{where}.{name}: only {words} is allowed: {decides} decide")
+    kind, automatic = _section(config, "optimizer")
+    if kind is not None and (kind not in ("Adam", "AdamW") or not automatic):
+        raise ConfigError(f"{where}.optimizer: only AdamW with each parameter 'auto' is allowed: learning_rate, "
+                          "adam_beta1, weight_decay ... decide")  # fmt: skip
+
+
+# DeepSpeed's schedules by transformers' names of them (its DeepSpeed page: "Scheduler")
+_SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear"}
+
+
+def _deepspeed_scheduler(
+    config: Mapping[str, Any], raw: Mapping[str, Any], values: dict[str, Any], where: str, note: Note
+) -> None:
+    kind, automatic = _section(config, "scheduler")
+    if kind is None:
+        return
+    if kind not in _SCHEDULES or not automatic:
+        raise ConfigError(f"{where}.scheduler: only {' or '.join(_SCHEDULES)} with each parameter 'auto' is allowed: "
+                          "learning_rate and warmup_steps decide")  # fmt: skip
+    schedule = _SCHEDULES[kind]
+    if raw.get("lr_scheduler_type", schedule) != schedule:
+        raise ConfigError(f"{where}.scheduler={kind}: is {schedule}, and lr_scheduler_type says "
+                          f"{raw['lr_scheduler_type']!r}")  # fmt: skip
+    values["lr_scheduler_type"] = schedule
+    note(f"{where}.scheduler: {kind} is lr_scheduler_type: {schedule}, with a linear warm-up")
 
 
 _PARALLELISM = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_size": "tp", "cp_size": "cp"}

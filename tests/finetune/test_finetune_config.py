@@ -351,6 +351,24 @@ def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
         read_config(job)
 
 
+DECAYING = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}  # fmt: skip
+
+
+def test_a_schedule_of_deepspeed_is_transformers_own():
+    """Where it leaves its numbers to the file; another one beside it is refused, and so are numbers of its own."""
+    assert parse_config({"deepspeed": DECAYING})[0].lr_scheduler_type == "linear"
+    constant = {**DECAYING, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    config, _, notes = parse_config({"deepspeed": constant, "lr_scheduler_type": "constant_with_warmup"})
+    assert config.lr_scheduler_type == "constant_with_warmup"
+    assert any("WarmupLR is lr_scheduler_type: constant_with_warmup" in note for note in notes)
+    with pytest.raises(ConfigError, match="WarmupLR: is constant_with_warmup, and lr_scheduler_type says 'cosine'"):
+        parse_config({"deepspeed": constant, "lr_scheduler_type": "cosine"})
+    constant["scheduler"]["params"]["warmup_max_lr"] = 1e-4
+    with pytest.raises(ConfigError, match=r"deepspeed.scheduler: only WarmupLR or WarmupDecayLR"):
+        parse_config({"deepspeed": constant})
+
+
 def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
     """DeepSpeed's JSON and a chat template, beside the settings; the launcher hands on one document."""
     (tmp_path / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}))
