@@ -137,7 +137,7 @@ def bars(tmp_path_factory, timed, forked):
         for number in range(ROUNDS):
             for name, device in NETWORKS.items():
                 said = forecast(timed, RATE_BYTES[device])
-                flown = fly(forked, rig, folder / f"{name}-{number}", [0, 1], device, predicted=said)
+                flown = fly(forked, rig, folder / f"{name}-{number}", [0, 1], device, said=said)
                 flights[name] = min((flights.get(name, flown), flown), key=best)
             if as_forecast(flights, timed):
                 break
