@@ -311,8 +311,8 @@ def _nodes(check: Check) -> set[str]:
 
 def digest(view: View) -> str:
     """Changes when a verdict, a benchmark or a flight does, and not with every scan."""
-    remedies = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
-    return hashlib.sha256(repr(remedies).encode()).hexdigest()[:16]
+    state = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
+    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:

@@ -66,8 +66,8 @@ def snapshots(
 ) -> tuple[Snapshot, ...]:  # fmt: skip
     """Scan this host in a child process, `timeout_seconds` for each probe, or replay the recordings in order.
 
-    A person at a terminal sees that it is under way; `told` is for callers that say so themselves. Soon after `stop` is
-    set this returns: what a scan was asked from then on is failed in it, and recordings not yet read are left out.
+    A person at a terminal sees that it is under way; `quiet` is for callers that say so themselves. Soon after `stop`
+    is set this returns: what a scan was asked from then on is failed in it, and recordings not yet read are left out.
     """
     stop = stop or threading.Event()
     if quiet or not sys.stderr.isatty():  # what draws on terminals is not imported where there is none

@@ -73,9 +73,8 @@ def planned_for(request: Request, config: JobConfig, explicit: Mapping[str, Any]
     if {"model_name_or_path", "max_length"} & set(explicit) == {"model_name_or_path"} and (
         request.train.sequence_length == TrainSpec().sequence_length
     ):
-        requested["sequence_length"] = (
-            config.max_length
-        )  # a whole job that is silent on it has TRL's default, as the job
+        # a whole job that is silent on it has TRL's default, as the job
+        requested["sequence_length"] = config.max_length
     if "attn_implementation" in explicit:
         kernel = config.attn_implementation
         requested["attention"] = "flash" if kernel == "flash_attention_2" else kernel

@@ -99,7 +99,7 @@ def _buses(path: Path) -> dict[str, PciFacts]:
         return {
             str(snapshot["hostname"]): PciFacts(
                 devices=tuple(
-                    PciDevice(**{key: message for key, message in device.items() if key in names})
+                    PciDevice(**{key: value for key, value in device.items() if key in names})
                     for device in snapshot["outcomes"]["pci"]["facts"]["devices"]
                 )
             )

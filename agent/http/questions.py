@@ -95,17 +95,17 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """The page of layouts; its form is read here, so that a wrong field is told on the page."""
     from agent.pages import render as pages
 
-    filters, view = dict(fields), known.current()
-    if not filters.get("model"):
+    form, view = dict(fields), known.current()
+    if not form.get("model"):
         worked = [(one, advise.for_view(view, question(one))) for one in EXAMPLES]
-        return _page(pages.what_if_page(view, filters, None, "", examples=worked))
+        return _page(pages.what_if_page(view, form, None, "", examples=worked))
     try:
-        wanted = question(filters)
+        wanted = question(form)
         advice = advise.for_view(view, wanted)
         points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
-        return _page(pages.what_if_page(view, filters, advice, "", points=points))
+        return _page(pages.what_if_page(view, form, advice, "", points=points))
     except advise.RequestError as error:
-        return _page(pages.what_if_page(view, filters, None, str(error)), 400)
+        return _page(pages.what_if_page(view, form, None, str(error)), 400)
 
 
 def nodes(
@@ -168,27 +168,27 @@ def _page(html: str, status: int = 200) -> Answer:
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
 
 
-def question(filters: Mapping[str, str]) -> advise.Request:
+def question(form: Mapping[str, str]) -> advise.Request:
     """What the form asks; an empty field is one left out, and a wrong one is named with what is allowed."""
-    method, methods = filters.get("method") or "lora", ("full", "lora", "qlora")
+    method, methods = form.get("method") or "lora", ("full", "lora", "qlora")
     if method not in methods:
         raise advise.RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
     return advise.Request.of(
-        model=(filters.get("model") or "")[:200] or None,
+        model=(form.get("model") or "")[:200] or None,
         method=method,
-        machine=(filters.get("machine") or "")[:64] or None,
-        nodes=_whole(filters, "nodes", 100_000),
-        network=(filters.get("network") or "").strip()[:32] or None,
-        transport=(filters.get("transport") or "")[:32] or None,
-        sequence_length=_whole(filters, "sequence_length", 10_000_000) or 2048,
-        global_batch=_whole(filters, "global_batch", 10_000_000),
-        price=(filters.get("price") or "").strip()[:16] or None,
+        machine=(form.get("machine") or "")[:64] or None,
+        nodes=_whole(form, "nodes", 100_000),
+        network=(form.get("network") or "").strip()[:32] or None,
+        transport=(form.get("transport") or "")[:32] or None,
+        sequence_length=_whole(form, "sequence_length", 10_000_000) or 2048,
+        global_batch=_whole(form, "global_batch", 10_000_000),
+        price=(form.get("price") or "").strip()[:16] or None,
         allow_files=False,
     )
 
 
-def _whole(filters: Mapping[str, str], name: str, most: int) -> int | None:
-    text = (filters.get(name) or "").strip()
+def _whole(form: Mapping[str, str], name: str, most: int) -> int | None:
+    text = (form.get(name) or "").strip()
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= most):

@@ -47,7 +47,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
     """The job that the options describe, with the recommendation inside. JobError names what is missing.
 
     `offered` are the nodes' resources where the cluster was asked; what --resource names comes before them. With
-    given["dra"] the claim takes GPU and NIC, which the device plugins must then not be asked for as well.
+    options["dra"] the claim takes GPU and NIC, which the device plugins must then not be asked for as well.
     """
     if not options["image"]:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")

@@ -143,11 +143,11 @@ def fly(
 def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
     """The job's record of this start; the end of one that could not write it (SIGKILL) is told by what was seen."""
     before = run_record.of_start(path, began)
-    ending = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
-    if before is not None and ending is not None and before.status == "running" != ending.status:
+    closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
+    if before is not None and closed is not None and before.status == "running" != closed.status:
         # says on stderr what went wrong
         subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
-    return ending
+    return closed
 
 
 def storage_rate(word: str | None) -> float | None:
@@ -205,14 +205,14 @@ def run(
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as ending, lock.run_folder() as temporary:
+    with log.open("wb") as stream, sigterm(stop) as stopping, lock.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
         last: deque[str] = deque(maxlen=12)
         with _followed(log, last, on_line):
             try:
                 late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
-                cut_short = late[tree.wait(time.monotonic() + timeout_seconds, ending)]
+                cut_short = late[tree.wait(time.monotonic() + timeout_seconds, stopping)]
             finally:
                 killed = not tree.ask(grace_seconds) and tree.members()
                 tree.end(_LAST_SECONDS)

@@ -109,8 +109,8 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
         return replace(bar, status="failed", why=record.reason or f"the run is not complete but {record.status}")
     proven, words = proof_of(record, interface, rdma=rdma)
     if not proven:
-        last_line = "; ".join(words) or "the record names no transport"
-        return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {last_line}")
+        transports = "; ".join(words) or "the record names no transport"
+        return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {transports}")
     step, due = record.measured.step_seconds, record.forecast.step_seconds
     if step is None:
         return replace(bar, proof=words, why="its record has no step time")

@@ -23,15 +23,15 @@ def findings(out: Console, checks: Iterable[Check], *, everything: bool = False)
 
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
-    finding_lines = grouped(checks)
+    groups = grouped(checks)
     named = len({check.node for check in checks if check.node}) > 1
-    for group in finding_lines:
+    for group in groups:
         if everything or group.status in ("fail", "warn", "info") or (group.required and group.status == "unknown"):
             finding(out, group, named=named)
         else:
             quiet[group.status].append(group)
     unknowns(out, quiet["unknown"])
-    passed = len(passed_ids(finding_lines))
+    passed = len(passed_ids(groups))
     if passed and quiet["pass"]:
         out.print(f"[dim]{units.count(passed, 'check')} passed (--all names them)[/dim]")
 
@@ -105,11 +105,9 @@ def _places(out: Console, group: Group, *, named: bool, one: bool) -> None:
 def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
     """A line per check of a group whose messages differ."""
     for check in group.checks[:SHOWN]:
-        finding_lines = check.subject and subjects and not check.message.startswith(check.subject)
+        prefixed = check.subject and subjects and not check.message.startswith(check.subject)
         where = f"{check.node}: " if named else ""
-        indented(
-            out, escape(f"{where}{check.subject}: {check.message}" if finding_lines else f"{where}{check.message}")
-        )
+        indented(out, escape(f"{where}{check.subject}: {check.message}" if prefixed else f"{where}{check.message}"))
     if group.size > SHOWN:
         indented(out, f"and {group.size - SHOWN} more")
 
@@ -117,8 +115,8 @@ def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     """The last line."""
     word = {"pass": "green", "warn": "yellow", "fail": "bold red", "unknown": "magenta"}[judged.word]
-    by_message = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
-    out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(by_message)} in {units.seconds(seconds)}")
+    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
+    out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(summary)} in {units.seconds(seconds)}")
 
 
 def finding_lines(out: Console, found: Sequence[Finding]) -> None:

@@ -59,7 +59,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _free_ports(many: int) -> int:
-    """The first of so many ports in a row that nobody holds, below those that the kernel hands out in between."""
+    """The first of so many ports in a row that no process holds, below those that the kernel hands out in between."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for first in range(lowest - 4 * (1 + os.getpid() % 1000), 1024, -4):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
