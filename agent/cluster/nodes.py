@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent import units
-from agent.cluster import acknowledged, node_facts, old_records
+from agent.cluster import node_facts, old_records
 from agent.cluster.node_facts import clean
 from agent.cluster.repeats import Repeated
 from agent.gate.coverage import no_gpu_read
@@ -74,7 +74,6 @@ class NodeRecord:
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
     measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
     changes: tuple[Json, ...] = ()  # what came, went and changed within 30 days, oldest first: at, kind, text, code
-    acknowledged: tuple[Json, ...] = ()  # by people, in annotations; the agent itself writes none
     agent_version: str = VERSION
     stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
 
@@ -334,7 +333,6 @@ def from_resource(item: Json) -> NodeRecord:
         graph=graph, facts=facts, machine=machine,
         agent_version=str(status.get("agentVersion") or ""), addresses=tuple(status.get("addresses") or ()),
         measured=tuple(status.get("measured") or ()), changes=tuple(status.get("changes") or ()),
-        acknowledged=acknowledged.read(item["metadata"].get("annotations")),
     )  # fmt: skip
 
 

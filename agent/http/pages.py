@@ -76,7 +76,7 @@ def install(
         request: Request,
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
         search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
-        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass|acknowledged)$")] = "",
+        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
         fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
         kind: Field = "", version: Field = "", place: Field = "",
         group: Annotated[str, Query(pattern="^(|fault|kind|version|place)$")] = "",

@@ -25,7 +25,7 @@ from agent.cluster.publish import Publisher
 from agent.documents import document as plain_document
 from agent.gate.codes import ALL_CODES
 from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
-from agent.http import acknowledge, models, pages, problem, runs, why
+from agent.http import models, pages, problem, runs, why
 from agent.http.access import POSTS_PER_MINUTE, Bucket, Guard, ReadHosts, Tokens
 from agent.http.answers import Format, Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
@@ -97,7 +97,6 @@ def create(
     _gate(app, state, worker, rendered)
     runs.install(app, state)
     why.install(app, state, worker, rendered)
-    acknowledge.install(app, cluster)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 

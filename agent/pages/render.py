@@ -21,7 +21,6 @@ from markupsafe import Markup, escape
 
 from agent import history, units
 from agent.advise import EXPORTS
-from agent.cluster import acknowledged
 from agent.cluster.places import Places
 from agent.gate.explain import UnknownCodeError, section
 from agent.gate.judged import expected_words
@@ -191,10 +190,9 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
         snapshots=(snapshot,), topologies=topologies, cluster=join(topologies), checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
     )  # fmt: skip
-    words = acknowledged.words(record.acknowledged, now)
     template = _environment(html=True).get_template("published.html.j2")
     return template.render(
-        view=view, record=record, source=source, acknowledged=[text for told in words.values() for text in told],
+        view=view, record=record, source=source,
         silent=record.silent(now), age=units.ago(record.age_seconds(now)), style=_file("style.css"),
         script=_file("page.js"),
     )  # fmt: skip

@@ -55,21 +55,6 @@
     });
   }
 
-  document.addEventListener("submit", async (event) => {
-    const form = event.target.closest("form.post");
-    if (!form) { return; }
-    event.preventDefault();
-    const given = new FormData(form), [code, ...subject] = given.get("finding").split(" ");
-    const until = new Date(Date.now() + 3600000 * given.get("hours")).toISOString().replace(/\.\d+/, "");
-    const answer = await fetch(form.action, {
-      method: "POST",
-      headers: { "Content-Type": "application/json", Authorization: "Bearer " + given.get("token") },
-      body: JSON.stringify({ node: form.dataset.node, code, subject: subject.join(" "), reason: given.get("reason"), until }),
-    });
-    if (answer.ok) { form.reset(); document.activeElement.blur(); setTimeout(renew, 1000); }
-    say(answer.ok ? "Acknowledged." : (await answer.json()).detail);
-  });
-
   const busy = () => !results && document.activeElement && document.activeElement.closest("form");
   const every = Number(document.body.dataset.renew); // seconds; pages of other agents' records have no stream
   if (every) { setInterval(() => { if (!document.hidden && !busy()) { renew(); } }, 1000 * every); }
