@@ -36,7 +36,6 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "openshift-host-network": (("kubernetes", "openshift", "host-network"), ()),
     "eks-efa": (("eks-efa",), ()),
     "prometheus-operator": (("kubernetes",), ("monitoring.enabled=true",)),
-    "kueue": (("kubernetes",), ("kueue=true",)),
 }
 
 
@@ -78,7 +77,7 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     values = {
         "image": {"repository": "your.registry/topoflight", "tag": "9"}, "privileged": True,
         "driverPaths": ["/host/opt/nvidia", "/opt/x"], "networks": "default/rail-1,default/rail-2",
-        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "kueue": True, "ownNode": True,
+        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "ownNode": True,
         "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
         "monitoring": {"enabled": True, "namespaces": ["watch"], "docsUrl": "https://d.test/x/",
                        "grafanaUrl": "https://g.test", "pageUrl": "https://p.test/fleet/"},
