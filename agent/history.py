@@ -114,7 +114,6 @@ class History:
         self._kept.open = _known(self._kept.open)
         self.elsewhere: Callable[[], Kept | None] | None = None
         self._last: dict[Key, str] = {}
-        self._runs: dict[str, str] = {}  # state by run, as last told
         self._driver = True  # whether it answered in the scan before, where there is one
         self._settled_at = 0.0
 
@@ -133,7 +132,6 @@ class History:
             self._take_in(found, view, now)
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
-        self._stands(view, now)
         checks = tuple(self._holding(view.checks, now, settling=settling))
         kept = self._kept
         kept.events = [event for event in kept.events if event.at_seconds > now - KEPT_SECONDS][-MOST_EVENTS:]
@@ -219,14 +217,6 @@ class History:
         kind: Any = "version" if part not in ("", "hardware") else "changed"
         code = part if hardware or part != "hardware" else ""
         self._kept.events.append(Event(at_seconds=now, kind=kind, text=difference.message[:TEXT], code=code))
-
-    def _stands(self, view: View, now: float) -> None:
-        """A watched run that is stuck, slow, has failed, or goes on again."""
-        for one in view.runs:
-            before, state = self._runs.get(one.run, "fine"), one.verdict.state
-            if state != before:
-                self._tell(now, "changed", f"run {one.run}: {one.verdict.line}")
-        self._runs = {one.run: one.verdict.state for one in view.runs}
 
     def _holding(self, checks: Sequence[Check], now: float, *, settling: bool) -> Iterable[Check]:
         """Findings as they hold; one that is new is unknown until it persists."""

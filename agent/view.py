@@ -42,7 +42,6 @@ from topology.graph import ClusterTopology, NodeTopology
 if TYPE_CHECKING:
     from agent.history import Event
     from agent.jobs.bench_history import Line
-    from agent.jobs.ranks import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,6 @@ class View:
     bench_at_seconds: float | None = None
     benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
     flights: tuple[RunRecord, ...] = ()  # newest first
-    runs: tuple[Standing, ...] = ()  # that this agent watches, newest first
     events: tuple[Event, ...] = ()  # of 30 days, oldest first; of the resident agent's own host
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
 

@@ -24,7 +24,7 @@ from agent.cli.output import say
 ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no endpoints that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
     "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
-    "allowed_hosts": (), "runs": None,
+    "allowed_hosts": (),
 }  # fmt: skip
 MOST_CONNECTIONS = 512  # each costs some 20 KiB while it is open
 RESERVED_DESCRIPTORS = 64  # for the probes' child, state files, the API server and what libraries open
@@ -46,8 +46,6 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 )
 @click.option("--state", "folder", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
               type=click.Path(file_okay=False, path_type=Path), help="Results of benchmarks and flights.")  # fmt: skip
-@click.option("--runs", default=None, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER",
-              help="Watch the runs in it: who is behind is in /why, metrics and events.")  # fmt: skip
 @click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
               help="What each node must have, judged at every scan: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
 @click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -89,7 +87,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],
         expected=lambda: expectation(options["expect"], options["expect_file"]),
-        history=None if hosts else _history(options["folder"]), runs=options["runs"],
+        history=None if hosts else _history(options["folder"]),
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
@@ -241,10 +239,6 @@ def application(state: Any, options: dict[str, Any]) -> Any:
             client, latest, namespace=_namespace(client),
             interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
-        if options["runs"]:
-            from agent.cluster.run_events import RunEvents
-
-            state.before.append(RunEvents(client, _namespace(client)).of_view)
     return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))
 
 

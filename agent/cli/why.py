@@ -71,16 +71,7 @@ def why(
         if watch and run is None:
             raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:
-            from agent.cluster.run_events import of_pod
-
-            events = of_pod(lambda text: say(text, err=True))
-
-            def tell(verdict: Any) -> None:
-                emit(verdict, form, lambda out: show(out, verdict))
-                if events is not None:
-                    events.tell(run.name, verdict)
-
-            found = watch_run(run, tell)
+            found = watch_run(run, lambda verdict: emit(verdict, form, lambda out: show(out, verdict)))
         else:
             found = gathered.answer(sources)
             emit(found, form, lambda out: show(out, found))

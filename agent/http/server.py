@@ -96,7 +96,7 @@ def create(
     _advice(app, state, cluster, worker, rendered)
     _gate(app, state, worker, rendered)
     runs.install(app, state)
-    why.install(app, state, worker, rendered)
+    why.install(app, worker)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 

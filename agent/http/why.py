@@ -1,4 +1,4 @@
-"""GET and POST /why: how the runs that this agent knows stand, and the verdict on what is posted of another.
+"""POST /why: the verdict on the logs, traces and records of a run that are posted.
 
 Specification: docs/why.md. What is posted goes as it came to the worker process, which reads it within the bounds of
 the readers; nothing in it names a file, a host or a port that the agent would open.
@@ -17,12 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from agent.http.access import POSTS_PER_MINUTE, Bucket
-from agent.http.answers import Format, Rendered, form_of, respond
-from agent.http.models import TOKEN, YAML, problems
+from agent.http.answers import respond
+from agent.http.models import TOKEN, problems
 from agent.http.problem import ProblemError
-from agent.http.state import State
 from agent.http.worker import Worker
-from agent.jobs.ranks import Standing
 from contracts import plain
 from planner.why import Verdict
 
@@ -119,21 +117,12 @@ def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tup
     return tuple(map(str, paths))
 
 
-def install(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
-    """Add the endpoints."""
+def install(app: FastAPI, worker: Worker) -> None:
+    """Add the endpoint."""
     posts = Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
     taken = {
         "requestBody": {"required": True, "content": {"application/json": {"schema": Sources.model_json_schema()}}}
     }
-
-    @app.get("/why", tags=["facts"], operation_id="why", response_model=list[Standing],
-             responses={**problems(), **YAML})  # fmt: skip
-    async def why(request: Request, form: Format = None) -> Response:
-        """Runs that this agent watches, newest first: stuck, slow, failed or fine, who is behind, and why."""
-        view = state.view
-        if view is None:
-            raise ProblemError(503, state.error or "the first scan is not done yet", headers={"Retry-After": "2"})
-        return await rendered.of(request, view, ("/why",), lambda: view.runs, form_of(request, form), worker)
 
     @app.post("/why", tags=["facts"], operation_id="why_judge", max_body_size=MOST_POSTED_BYTES, dependencies=TOKEN,
               openapi_extra=taken, response_model=Verdict, responses=problems(413))  # fmt: skip

@@ -138,16 +138,12 @@ def test_a_second_apply_changes_nothing(folder: Path) -> None:
 
 @every_overlay
 def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
-    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch; Events in its own namespace."""
+    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch."""
     documents = render(folder)
-    held = {(d["roleRef"]["kind"], d["roleRef"]["name"]) for d in documents if d["kind"].endswith("RoleBinding")}
-    assert ("ClusterRole", "topoflight-run-events") not in held  # a job's own, which an administrator binds
     rules = [
         (group, resource, verb)
         for d in documents
-        if d["kind"] in ("ClusterRole", "Role")
-        and d["metadata"]["name"].startswith("topoflight")
-        and (d["kind"], d["metadata"]["name"]) != ("ClusterRole", "topoflight-run-events")
+        if d["kind"] in ("ClusterRole", "Role") and d["metadata"]["name"].startswith("topoflight")
         for rule in d["rules"]
         for group in rule.get("apiGroups", [])
         for resource in rule.get("resources", [])
@@ -156,7 +152,7 @@ def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
     allowed = {"topoflight.io", "authentication.k8s.io", "authorization.k8s.io", "nfd.k8s-sigs.io"}
     allowed |= {"security.openshift.io"} if folder.name.startswith("openshift") else set()
     assert {group for group, _, _ in rules if group} == allowed
-    assert sorted(rule for rule in rules if not rule[0]) == [("", "events", "create"), ("", "nodes", "list")]
+    assert sorted(rule for rule in rules if not rule[0]) == [("", "nodes", "list")]
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
 
