@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -305,12 +304,6 @@ class UnknownNameError(ValueError):
 def _nodes(check: Check) -> set[str]:
     """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
     return set(check.node.split(", "))
-
-
-def digest(view: View) -> str:
-    """Changes when a verdict, a benchmark or a flight does, and not with every scan."""
-    state = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
-    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:

@@ -466,7 +466,7 @@ def _served(**more: Any) -> object:
 
     view = look(_view().snapshots, **more)
     metrics.exposition(view, "")
-    pages.node_page(view, None, "", digest="", trouble=None)
+    pages.node_page(view, None, "", trouble=None)
     return document({"bench": view.bench, "flights": view.flights, "checks": view.checks})
 
 

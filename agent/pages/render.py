@@ -146,24 +146,20 @@ def _environment(*, html: bool) -> Environment:
 
 
 def node_page(
-    view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None, fleet: int = 1,
+    view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, fleet: int = 1,
     others: bool = False,
 ) -> str:  # fmt: skip
-    """The page of one node; `fleet` is how many are served in all, `digest` what the stream compares.
+    """The page of one node; `fleet` is how many are served in all.
 
     `trouble` is why the newest scan failed, where this view is an older one; `others` says that a page of the whole
     cluster has something to show.
     """
-    return _page(
-        "node", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, fleet=fleet, others=others
-    )
+    return _page("node", view, advice=advice, why_not=why_not, trouble=trouble, fleet=fleet, others=others)
 
 
-def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None) -> str:
+def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None) -> str:
     """The page of several nodes: which is sick, and with what."""
-    return _page(
-        "cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=page_nodes.rows(view)
-    )
+    return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=page_nodes.rows(view))
 
 
 def fleet_page(

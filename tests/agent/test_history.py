@@ -123,7 +123,7 @@ def test_since_when_after_what_and_how_often(tray: Snapshot, tmp_path: Path) -> 
     words = history.since_words(shown[-1], "rdma.port.down", "mlx5_2:1")
     began = history.clock(START + late)
     assert words == f"since {began}, after driver 570.124.06 -> 580.65.06 ({began}); third time this week"
-    assert words in html.unescape(render.node_page(shown[-1], None, "no model", digest="", trouble=None))
+    assert words in html.unescape(render.node_page(shown[-1], None, "no model", trouble=None))
     body = exposition(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
     assert shown_at and float(shown_at[1]) == pytest.approx(START + late)
