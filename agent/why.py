@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from agent.jobs.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
-from collectives.traces import calls, inspector, ras, watchdog
+from collectives.traces import calls, ras, watchdog
 from contracts import bounded, run_record
 from contracts.layout import LayoutError, values_of
 from contracts.run_record import RunRecord
@@ -57,7 +56,6 @@ class Asked:
     logs: tuple[str, ...] = ()
     run: Path | None = None
     ras: tuple[str, ...] = ()  # files, or HOST:PORT
-    inspector: Path | None = None
     recorder: Path | None = None
     diagnostics: tuple[str, ...] = ()
     manifest: Path | None = None
@@ -90,8 +88,6 @@ def answer(sources: Asked) -> Verdict:
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
-    if sources.inspector is not None:
-        verdict = with_inspector(verdict, sources.inspector)
     if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
         verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
     request = sources.request or Request()
@@ -334,30 +330,6 @@ def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     return [
         (comm.id, dict(comm.spread), {r: dict(one.counts) for r, one in comm.ranks.items()}) for comm in report.comms
     ]
-
-
-def with_inspector(verdict: Verdict, folder: Path) -> Verdict:
-    """Inspector's times: who waits for nobody is waited for."""
-    try:
-        rows = [row for line in inspector.lines_of(folder) if (row := inspector.read_line(line))]
-    except OSError as error:
-        raise WhyError(f"--inspector {error.filename}: {error.strerror}") from None
-    except LogFileError as error:
-        raise WhyError(f"--inspector {error}") from None
-    found = inspector.slow_members(rows, why.OUTLIER)
-    sources = (*verdict.sources, f"Inspector: {len(rows)} collectives")
-    if verdict.causes or not found:
-        return replace(verdict, sources=sources)
-    counts = Counter(name for name, _, _ in found)
-    causes = tuple(
-        Cause(code="rank.late", message=f"{name} comes last to its collectives", evidence=(said,),
-              ranks=(int(name.split()[1]),) if name.startswith("rank ") else (), action=why.ACTIONS["compute"])
-        for name, said, _ in found if counts[name]
-    )  # fmt: skip
-    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
-    return replace(
-        verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes, ranks=ranks, sources=sources
-    )
 
 
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why

@@ -613,11 +613,6 @@ WATCHED = (
     b"[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 30000 ms\nRank 1 is running collective: "
     b"CollectiveFingerPrint(SequenceNumber=5, OpType=REDUCE, TensorShape=[2, 5], T"
 )
-PERFORMED: dict[str, Any] = {
-    "header": {"id": "0x7f", "rank": 2, "n_ranks": 8}, "metadata": {"hostname": "host-a"},
-    "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 8, "coll_exec_time_us": 9,
-                  "coll_busbw_gbs": 1.5},
-}  # fmt: skip
 
 
 def flight_recorder(data: bytes) -> object:
@@ -640,18 +635,15 @@ def ras_answer(data: bytes) -> object:
 
 
 def trace_lines(data: bytes) -> object:
-    """Lines of a log and of Inspector."""
-    from collectives.traces import inspector, watchdog
+    """Lines of a log."""
+    from collectives.traces import watchdog
     from planner import why
 
     lines = data.decode("utf-8", errors="replace").splitlines()
-    if data[:1] == b"\1":
-        lines = [json.dumps(changed(PERFORMED, data[1:]))]
-    rows = [row for line in lines if (row := inspector.read_line(line))]
     report = watchdog.read(lines)
     seen = why.Seen(reported={"watchdog": report.traces}, errors=report.errors, late=report.late, clash=report.clash,
                     hung=report.hung, lost=report.lost, world=max(report.traces, default=0) + 1)  # fmt: skip
-    return why.judge(seen), inspector.slow_members(rows, 1.3)
+    return why.judge(seen)
 
 
 def rank_state(data: bytes) -> object:
@@ -741,9 +733,7 @@ def targets() -> Mapping[str, Target]:
             errors=_own("collectives.traces.ras", "RasError"),
             seeds=lambda: [dumped(RAS).encode(), RAS_TEXT.encode()],
         ),
-        "trace_lines": Target(
-            run=trace_lines, errors=(), seeds=lambda: [b"{}", WATCHDOG, WATCHED, dumped(PERFORMED).encode()]
-        ),
+        "trace_lines": Target(run=trace_lines, errors=(), seeds=lambda: [b"{}", WATCHDOG, WATCHED]),
         "rank_state": Target(
             run=rank_state, errors=_own("contracts.rank_state", "StateError"), seeds=_with_steps(b'{"rank": 1}')
         ),

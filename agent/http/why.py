@@ -43,7 +43,6 @@ class Sources(BaseModel):
     logs: list[_Text] = Field(default=[], max_length=16)
     ras: list[_Text] = Field(default=[], max_length=2)
     diagnostics: list[_Text] = Field(default=[], max_length=16)
-    inspector: _Text = ""
     manifest: _Text = ""
     states: list[dict[str, Any]] = Field(default=[], max_length=MOST_RANKS)
     traces: dict[_Rank, dict[str, Any]] = Field(default={}, max_length=MOST_RANKS)
@@ -86,9 +85,6 @@ def judged(body: bytes) -> Verdict:
         folder = Path(name)
         files = {kind: _written(folder, kind, getattr(sources, kind)) for kind in ("logs", "ras", "diagnostics")}
         manifest = _written(folder, "manifest", [sources.manifest] if sources.manifest else [])
-        inspector = folder / "inspector"
-        inspector.mkdir()
-        (inspector / "lines.jsonl").write_text(sources.inspector, encoding="utf-8")
         ranks = folder / "run" / "ranks"
         ranks.mkdir(parents=True)
         for number, state in enumerate(sources.states):
@@ -103,7 +99,7 @@ def judged(body: bytes) -> Verdict:
                 logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
                 request=replace(request, hosts=tuple(map(Path, recordings))),
                 run=folder / "run" if sources.states or sources.traces or sources.record else None,
-                layout=sources.layout, inspector=inspector if sources.inspector else None,
+                layout=sources.layout,
                 manifest=Path(manifest[0]) if manifest else None,
             ))  # fmt: skip
         except InputError as error:
