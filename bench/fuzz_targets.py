@@ -299,13 +299,11 @@ def topo_text(data: bytes) -> object:
 
 
 def topo_xml(data: bytes) -> object:
-    """NCCL's topology XML, written again."""
-    from topology.formats.xml import parse, write
+    """NCCL's topology XML."""
+    from topology.formats.xml import parse
     from topology.render import json_document
 
-    node = parse(data.decode("utf-8", errors="replace"))
-    write(node)
-    return json.dumps(json_document(node), allow_nan=False)
+    return json.dumps(json_document(parse(data.decode("utf-8", errors="replace"))), allow_nan=False)
 
 
 def model_config(data: bytes) -> object:

@@ -33,7 +33,7 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
               help="Read `nvidia-smi topo -m` text, NCCL XML or a recording in place of this host.")  # fmt: skip
 @click.option(
     "-o", "--output", "form",
-    type=click.Choice(["table", "json", "yaml", "svg", "xml"]), default="table", show_default=True,
+    type=click.Choice(["table", "json", "yaml", "svg"]), default="table", show_default=True,
 )  # fmt: skip
 @verbose_option
 def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
@@ -44,13 +44,12 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     if source and hosts:
         raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
-    if form in ("svg", "xml"):
-        from topology import render
+    if form == "svg":
+        from topology.render import svg
 
         if len(nodes) != 1:
-            raise click.UsageError(f"-o {form} draws one node, {len(nodes)} were given")
-        draw = {"svg": render.svg, "xml": render.xml}[form]
-        say(draw(nodes[0]), nl=False)
+            raise click.UsageError(f"-o svg draws one node, {len(nodes)} were given")
+        say(svg(nodes[0]), nl=False)
         return
     from agent.terminal import findings as findings_view
     from agent.terminal import topology as topology_view
