@@ -313,7 +313,7 @@ def test_the_examples_for_ci_say_what_a_node_must_have(name: str) -> None:
 # A host without a GPU ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["table", "markdown", "github"])
+@pytest.mark.parametrize("form", ["table", "github"])
 def test_a_pass_without_a_gpu_says_so_in_its_first_line(form: str) -> None:
     """Whatever a pipeline reads first."""
     result = preflight("cpu-only-vm", "-o", form)

@@ -300,7 +300,7 @@ def test_the_interface_that_nccl_names_goes_before_the_one_that_was_asked_for() 
     assert seen == ["TCP over eth0 (NET/Socket)", *["TCP over net1 (NET/Socket)"] * 3]
 
 
-def test_one_job_over_three_networks_is_three_bars_in_html_and_in_markdown() -> None:
+def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal() -> None:
     """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
     found = shown_of(
         [
