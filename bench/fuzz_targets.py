@@ -155,15 +155,6 @@ def _snapshot() -> Any:
 
 
 @cache
-def _graph() -> Any:
-    import base64
-    import zlib
-
-    record = json.loads((ROOT / "tests/agent/old_records/titan-rtx-2x-nv2.json").read_text())
-    return json.loads(zlib.decompress(base64.b64decode(record["status"]["topology"])))
-
-
-@cache
 def _report() -> Any:
     from agent.documents import document
     from agent.view import look
@@ -405,16 +396,6 @@ def baseline(data: bytes) -> object:
 
     held = read(_scratch().file("report.json", _json(_report, data)))
     return regressions((), held)
-
-
-def node_graph(data: bytes) -> object:
-    """A node's graph as agents wrote it before `status.machine`, joined with others and shown."""
-    import base64
-    import zlib
-
-    raw = _json(_graph, data)
-    packed = base64.b64encode(zlib.compress(raw, 1)).decode() if not data[:1] or data[0] % 4 < 3 else data[1:].hex()
-    return _records_shown({"topology": packed})
 
 
 def machine(data: bytes) -> object:
@@ -707,7 +688,6 @@ def targets() -> Mapping[str, Target]:
             run=network_status, errors=(ValueError,), seeds=_with_steps(dumped(STATUS).encode(), dumped("[]").encode())
         ),
         "baseline": Target(run=baseline, errors=gates, seeds=_with_steps(b'{"checks": []}')),
-        "node_graph": Target(run=node_graph, errors=(), seeds=_with_steps(b"{}")),
         "machine": Target(run=machine, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "calibration": Target(

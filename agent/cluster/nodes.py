@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agent import units
-from agent.cluster import node_facts, old_records
+from agent.cluster import node_facts
 from agent.cluster.node_facts import clean
 from agent.cluster.repeats import Repeated
 from agent.gate.coverage import no_gpu_read
@@ -68,8 +68,8 @@ class NodeRecord:
     memlock: str | None = None  # "unlimited", "8.0 MiB"
     findings: tuple[Json, ...] = ()
     graph: str | None = None  # key of what the graph is built from: nodes with the same one have equal graphs
-    facts: str | None = None  # key of the whole machine; of an old record both are its packed texts
-    machine: Json | None = field(default=None, compare=False, repr=False)  # of these keys; None in old records
+    facts: str | None = None  # key of the whole machine
+    machine: Json | None = field(default=None, compare=False, repr=False)  # of these keys
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
     measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
@@ -323,7 +323,7 @@ def from_resource(item: Json) -> NodeRecord:
         ended = None  # an agent has scanned since
     last = status.get("lastVerdict") if ended is not None else None
     machine = status.get("machine") if isinstance(status.get("machine"), dict) else None
-    graph, facts = _keys(machine) if machine is not None else (status.get("topology"), status.get("facts"))
+    graph, facts = _keys(machine) if machine is not None else (None, None)
     return NodeRecord(
         name=name, host=str(status.get("node") or name),
         verdict=str(last or status.get("verdict") or "unknown"), stopped_at_seconds=ended,
@@ -341,7 +341,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._texts: dict[str, str] = {}  # keys and old texts: equal nodes hold each of them once
+        self._texts: dict[str, str] = {}  # keys: equal nodes hold each of them once
         self._machines: dict[str, Json] = {}  # by key, as they
         self._graphs: dict[str, NodeTopology | None] = {}
         self._kinds: dict[NodeTopology, str] = {}  # equal graphs, whatever else of their facts differs
@@ -417,8 +417,7 @@ class Fleet:
             return None
         if record.graph not in self._graphs:
             try:
-                old = record.machine is None
-                graph = old_records.graph(record.graph) if old else _graph_of(self._machine(record))
+                graph = _graph_of(self._machine(record))
             except ValueError:
                 graph = None  # of another release
             if graph is not None:  # one object for equal graphs: by that the planner knows that they are alike
@@ -432,8 +431,7 @@ class Fleet:
             return None
         if record.facts not in self._facts:
             try:
-                old = record.machine is None
-                found = old_records.facts(record.facts) if old else node_facts.unpack(record.machine or {})
+                found = node_facts.unpack(record.machine or {})
             except ValueError:
                 found = None
             self._facts[record.facts] = found
@@ -454,7 +452,7 @@ class Fleet:
         return node_facts.unpublished(record.name, why)
 
     def _interned(self, record: NodeRecord) -> NodeRecord:
-        """The record with its machine and its long texts shared: equal nodes hold each of them once."""
+        """The record with its machine and its keys shared: equal nodes hold each of them once."""
         graph, facts = (self._texts.setdefault(text, text) if text else text for text in (record.graph, record.facts))
         machine = record.machine
         if machine is not None and facts is not None:

@@ -52,7 +52,6 @@ from probes.scan import scan
 from topology.formats.matrix import columns
 from topology.formats.matrix import render as matrix
 
-OLD = Path(__file__).parent.parent / "agent" / "old_records"
 NODES = path_of(API_VERSION, PLURAL)
 NAMES = sorted(path.name for path in MACHINES.glob("*.json"))
 H100 = next(name for name in NAMES if name.startswith("hgx-h100"))
@@ -91,24 +90,6 @@ def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, 
     publisher.write(replace(record, verdict="fail", links=None))
     changed = from_resource(client.get(path_of(API_VERSION, PLURAL, node)))
     assert changed.verdict == "fail"
-
-
-def test_a_record_of_the_old_form_is_rewritten_by_the_first_write(client: Client, node: str) -> None:
-    """What the release before wrote is admitted still, read, and gone once the node's new agent has written."""
-    old = json.loads((OLD / "hgx-h100-8xH100-8hca.json").read_text())
-    about = {**old, "metadata": {"name": node}, "spec": {"nodeName": node}}
-    path = path_of(API_VERSION, PLURAL, node)
-    client.apply(path, {name: value for name, value in about.items() if name != "status"})
-    client.apply(path_of(API_VERSION, PLURAL, node, sub="status"), {**about, "spec": {}})
-    stored = from_resource(client.get(path))
-    held = Fleet()
-    held.set([stored])
-    graph = held.topology(stored)
-    assert stored.machine is None and graph is not None and len(graph.gpus) == 8
-    record = record_of(H100, node)
-    Publisher(client, lambda: record, namespace="default", labels=False).write(record)
-    status = client.get(path)["status"]
-    assert not {"topology", "facts"} & set(status) and {"graph", "machine"} <= set(status)
 
 
 def test_what_kubectl_shows_of_the_graph_is_the_matrix() -> None:
