@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from agent import units
-from agent.advise import Request, model_of, of_cluster, with_fsdp
-from agent.cli.job_settings import EMBEDDED_MODEL
-from agent.documents import write_atomic
+from agent.advice.advise import Request, model_of, of_cluster, with_fsdp
+from agent.advice.job_settings import EMBEDDED_MODEL
+from agent.base import units
+from agent.base.documents import write_atomic
 from agent.jobs.launch import job_plan
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts
 from collectives.bench import lock, watch

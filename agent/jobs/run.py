@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent import units
+from agent.base import units
 from contracts.run_record import RunRecord
 from planner.advice import Forecast, Interval
 

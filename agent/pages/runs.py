@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from agent import units
+from agent.base import units
 from agent.jobs.run import division
 from agent.pages import charts
 from contracts.job_plan import Bounds

@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agent import units
-from agent.gate.judged import bar_words, expected_words
+from agent.base import units
+from agent.checks.judged import bar_words, expected_words
 from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult, RdmaResult
 from contracts.run_record import RunRecord
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
-from agent.terminal.tables import SHOWN, some, table
+    from agent.jobs.report import Report
+from agent.base.tables import SHOWN, some, table
 
 
 def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:

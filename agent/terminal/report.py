@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
+    from agent.jobs.report import Report
 from agent.terminal import brief
 from agent.terminal.advice import recommendation
 from agent.terminal.findings import findings, verdict
