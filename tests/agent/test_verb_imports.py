@@ -43,7 +43,7 @@ def loaded(*words: str, given: str = "") -> set[str]:
         (("explain", "gpu.pcie.width"), {"planner", "topology", "collectives", "yaml", "agent.checks.view"}),
         (("bench", "--help"), {"planner", "topology", "probes", "agent.checks.view", "collectives"}),
         (("preflight", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.checks"}),
-        (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http"}),
+        (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http.server"}),
         (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages.render", "finetune"}),
         (("lint-env", "-"), {"planner.recommend", "agent.pages.render", "agent.cluster", "finetune"}),
         (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages.render", "agent.cluster", "finetune"}),
