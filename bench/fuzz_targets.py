@@ -520,11 +520,10 @@ def _no_gpu() -> Any:
 
 def flight(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    from agent.jobs.run import compare
-    from contracts.run_record import read
+    from contracts.run_record import compare, read
 
     record = read(_scratch().file("flight.json", _json(lambda: FLIGHT, data)))
-    return record.placements, compare(None, record), _served(flights=(record,))
+    return record.placements, compare(record), _served(flights=(record,))
 
 
 def words(data: bytes) -> object:

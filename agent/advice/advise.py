@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from agent.base.inputs import RequestError, parse_version
 from contracts import bounded
+from contracts.interval import Interval
 from contracts.job_config import ConfigError, read_mapping
 from contracts.layout import LayoutError, values_of
 from planner import stacks
-from planner.advice import ExportError, Interval, Note, RankedLayout, Recommendation, request_of
+from planner.advice import ExportError, Note, RankedLayout, Recommendation, request_of
 from planner.forecast import machines, models
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings

@@ -8,9 +8,8 @@ from dataclasses import replace
 from agent.base import units
 from agent.checks.judged import checks_of_bars
 from agent.checks.verdict import Check
-from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult
-from contracts.run_record import RunRecord
+from contracts.run_record import Comparison, RunRecord, compare
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
@@ -140,9 +139,7 @@ def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
     return bool(snapshots)
 
 
-def checks_of_run(
-    record: RunRecord | None, comparisons: Sequence[Comparison], node: str, why: str
-) -> tuple[Check, ...]:
+def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Check, ...]:
     """What the run established; `why` says why there is no record."""
     if record is None:
         failed = Check(id="flight.run.failed", status="fail", node=node, message=why)
@@ -151,7 +148,7 @@ def checks_of_run(
         _ended(record, node),
         _layout(record, node),
         _loss(record, node),
-        *(_compared(line, node) for line in comparisons),
+        *(_compared(line, node) for line in compare(record)),
     )
 
 
@@ -185,15 +182,15 @@ def _loss(record: RunRecord, node: str) -> Check:
 
 
 def _compared(line: Comparison, node: str) -> Check:
-    code = "forecast.step_time.outside" if line.what == "step time" else "forecast.memory.outside"
+    code = "forecast.step_time.outside" if line.quantity == "step_seconds" else "forecast.memory.outside"
     forecast, measured = (
         units.interval(line.forecast, line.unit),
         (units.seconds(line.measured) if line.unit == "s" else units.size(line.measured)),
     )
     message = f"forecast {forecast}, measured {measured}"
-    if line.inside is None:
+    if line.within is None:
         return Check(id=code, status="unknown", node=node, message=message)
     return Check(
-        id=code, status="pass" if line.inside else "warn", node=node, message=message,
-        remedy="" if line.inside else "Run `topoflight calibrate` on this machine.",
+        id=code, status="pass" if line.within else "warn", node=node, message=message,
+        remedy="" if line.within else "Run `topoflight calibrate` on this machine.",
     )  # fmt: skip

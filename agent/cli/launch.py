@@ -471,7 +471,6 @@ def _launch_script(
     from agent.base.result_store import keep_flight
     from agent.jobs import launch as launcher
     from agent.jobs import script as trainer
-    from agent.jobs.run import compare
     from agent.terminal import measured
     from contracts import codec
 
@@ -507,7 +506,7 @@ def _launch_script(
         say("\n".join(done.last_lines), err=True)
         say(f"{done.fate} (whole log: {done.output}; record: {folder / 'flight.json'})", err=True)
         sys.exit(EXIT_FAILED)
-    measured.comparison(console(), compare(plan.forecast, done.record))
+    measured.comparison(console(), done.record)
     say(f"record: {folder / 'flight.json'}", err=True)
 
 
@@ -526,7 +525,6 @@ def _launch_here(
 ) -> None:
     from agent.base.result_store import keep_flight
     from agent.jobs import launch as launcher
-    from agent.jobs.run import compare
     from agent.terminal import measured
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
@@ -560,5 +558,5 @@ def _launch_here(
         say(f"{done.fate} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     measured.run(console(), done.record)
-    measured.comparison(console(), compare(advice.chosen.forecast, done.record))
+    measured.comparison(console(), done.record)
     sys.exit(EXIT_PASS)

@@ -28,10 +28,11 @@ from collectives.bench.plan import write as write_plan
 from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble, plan_of
 from contracts import run_record
+from contracts.interval import Interval
 from contracts.job_plan import dumps
 from contracts.layout import Layout
 from contracts.run_record import RunRecord
-from planner.advice import Interval, Recommendation
+from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot

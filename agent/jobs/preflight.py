@@ -27,7 +27,6 @@ from agent.checks.view import View, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import benchmark, launch
 from agent.jobs.report import Report
-from agent.jobs.run import Comparison, compare
 from collectives.bench.lock import BusyError
 from collectives.bench.results import BenchResult
 from collectives.bench.run import run as run_bench
@@ -117,7 +116,6 @@ def _judged(
     advice = _recommend(options, found, result, calibration)
 
     record: RunRecord | None = None
-    comparisons: tuple[Comparison, ...] = ()
     if options.fly and (signal := _stopped_by(result, stop)):
         extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: stopped by {signal} before that")
     elif (
@@ -126,11 +124,11 @@ def _judged(
         extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {failed}; --force flies all the same")
         notes.append(f"not flown: {failed}")
     elif options.fly and not options.hosts:
-        record, comparisons, why = _fly(options, advice, progress, stop)
+        record, why = _fly(options, advice, progress, stop)
         if stop.is_set() and record is None:  # what became of the job then says nothing of the machine
             extra += measured.unmeasured(measured.FLIGHT_CODES, why)
         else:
-            extra += measured.checks_of_run(record, comparisons, found[0].hostname, why)
+            extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
         extra += measured.unmeasured(measured.FLIGHT_CODES, "not asked for: --fly")
     progress.done()
@@ -155,7 +153,6 @@ def _judged(
         bench=result,
         recommendation=advice,
         flight=record,
-        comparisons=comparisons,
         flights=_flights(options),
         notes=tuple(notes),
     )
@@ -274,8 +271,8 @@ def _recommend(
 
 def _fly(
     options: Options, advice: Recommendation, progress: Progress, stop: threading.Event
-) -> tuple[RunRecord | None, tuple[Comparison, ...], str]:
-    """Launch the job with exactly the recommended environment and layout, and compare."""
+) -> tuple[RunRecord | None, str]:
+    """Launch the job with exactly the recommended environment and layout."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
     # a folder of its own for every flight: the job would resume what it finds, and a finished run has no step left
     output = options.output / "flights" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
@@ -289,8 +286,8 @@ def _fly(
         if done.record is not None:
             keep.keep_flight(done.record)
         if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)):
-            return None, (), ended
+            return None, ended
         record = done.record
     except (launch.LaunchError, OSError) as error:
-        return None, (), str(error)
-    return record, compare(advice.chosen.forecast if advice.chosen else None, record), ""
+        return None, str(error)
+    return record, ""

@@ -14,10 +14,9 @@ from agent.base.documents import document, write_atomic
 from agent.checks.baseline import REPORT_VERSION
 from agent.checks.verdict import Check, Verdict, unjudged, worst_first
 from agent.cluster.nodes import NodeRecord
-from agent.jobs.run import Comparison
 from collectives.bench.results import BenchResult
 from contracts.plain import printable
-from contracts.run_record import RunRecord
+from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from probes.api import Snapshot
 from topology.graph import NodeTopology
@@ -39,11 +38,15 @@ class Report:
     bench: BenchResult | None = None
     recommendation: Recommendation | None = None
     flight: RunRecord | None = None
-    comparisons: tuple[Comparison, ...] = ()
     flights: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
     notes: tuple[str, ...] = ()  # steps that were left out, and why
     nodes: tuple[NodeRecord, ...] = ()  # judged by what their agents published, without their graphs
     schema_version: int = REPORT_VERSION
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Step time and memory of the run beside its forecast; empty without a run."""
+        return compare(self.flight) if self.flight else ()
 
     @property
     def subject(self) -> str:

@@ -31,7 +31,7 @@ from agent.cluster import acknowledged
 from agent.cluster.places import Places
 from agent.pages import benches, charts, console
 from agent.pages import nodes as page_nodes
-from agent.pages.runs import by_network, shown, side_by_side
+from agent.pages.runs import by_network, division, shown, side_by_side
 from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
 from collectives.bench.results import BenchResult
@@ -137,6 +137,7 @@ def _environment(*, html: bool) -> Environment:
         summary=summary,
         as_it_is=as_it_is,
         shown=shown,
+        division=division,
         side_by_side=side_by_side,
         by_network=by_network,
         history_of=_history,

@@ -35,7 +35,7 @@ def report(out: Console, whole: Report, *, verbose: bool = False, everything: bo
         recommendation(out, whole.recommendation, brief=not verbose)
     if whole.flight is not None:
         run(out, whole.flight)
-        comparison(out, whole.comparisons)
+        comparison(out, whole.flight)
     by_network(out, whole)
     if verbose:
         out.print("\n[bold]Findings[/bold]")

@@ -20,8 +20,9 @@ from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
 from agent.terminal.findings import findings
+from contracts.interval import Interval
 from contracts.run_record import record_of
-from planner.advice import Interval, Part
+from planner.advice import Part
 from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
