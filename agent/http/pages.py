@@ -12,14 +12,15 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, Response
 
-from agent import advise
+from agent.advice import advise
+from agent.base.inputs import RequestError
+from agent.checks.view import View, only
 from agent.http.answers import Rendered, respond
 from agent.http.cluster import Cluster
 from agent.http.models import Responses, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.http.worker import Answer, Worker
-from agent.view import View, only
 from planner.advice import Recommendation
 
 Field = Annotated[str, Query(max_length=4096)]  # of a form, where an empty one is one left out
@@ -120,5 +121,5 @@ def _advice(view: View) -> tuple[Recommendation | None, str]:
     """The environment to run with, or why there is none."""
     try:
         return advise.for_view(view, advise.Request()), ""
-    except advise.RequestError as error:
+    except RequestError as error:
         return None, str(error)

@@ -66,10 +66,9 @@ def judged(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     import json
 
-    from agent.advise import Request as Question
-    from agent.advise import RequestError
-    from agent.cli.inputs import InputError
-    from agent.why import Asked, answer
+    from agent.advice.advise import Request as Question
+    from agent.base.inputs import InputError, RequestError
+    from agent.why.diagnosis import Asked, answer
 
     try:
         sources = Sources.model_validate(plain.loads(body, unknown_numbers=True))

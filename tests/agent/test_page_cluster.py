@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from rigs.fleet import resources
 
-from agent import units
-from agent.cli.hosts import snapshots
+from agent.base import units
+from agent.base.hosts import snapshots
+from agent.checks.view import look
 from agent.cluster.nodes import Fleet, NodeRecord, records_of, to_resource
 from agent.cluster.places import Places, chosen
 from agent.pages import console
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
-from agent.view import look
 from probes.host.recording import load
 from probes.scan import scan
 

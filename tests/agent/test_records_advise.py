@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from agent import advise
+from agent.advice import advise
+from agent.checks.view import look
 from agent.cluster import node_facts
 from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, kept_in, records_of, to_resource
 from agent.http.cluster import advise_cluster, topology_document
-from agent.view import look
 from planner.advice import Recommendation
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
