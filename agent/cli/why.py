@@ -13,7 +13,7 @@ import click
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import format_option, host_option, machine_option
-from agent.base.output import emit, say
+from agent.base.output import emit
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -74,8 +74,6 @@ def why(
         else:
             found = gathered.answer(sources)
             emit(found, form, lambda out: show(out, found))
-            if form == "table" and found.patch is not None:
-                say(found.patch.diff, nl=False)
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)

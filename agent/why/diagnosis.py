@@ -31,7 +31,6 @@ from planner import why
 from planner.forecast import machines
 from planner.forecast.faults import RULES
 from planner.kubernetes.manifests import attached
-from planner.lint.change import elsewhere
 from planner.lint.sources import EnvironmentTextError, read_text
 from planner.recommend import cost_of, forecast_named, plan
 from planner.why import Cause, Seen, Unknown, Verdict
@@ -505,9 +504,9 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
 def with_manifest(
     verdict: Verdict, path: Path, request: Request, layout: str = "", snapshots: Sequence[Snapshot] = ()
 ) -> Verdict:  # fmt: skip
-    """Settings of the job's environment that `lint-env` warns of, their price, and the file's patch without them."""
+    """Settings of the job's environment that `lint-env` warns of, and what they cost."""
     from agent.checks.lint import Linted, lint_text
-    from agent.jobs.patched import forecast_after, patched, placed
+    from agent.jobs.manifest import elsewhere, forecast_after, placed
 
     try:
         raw = bounded.read(path, 16 << 20)
@@ -537,9 +536,7 @@ def with_manifest(
         verdict = replace(verdict, forecast=verdict.forecast or over.forecast, unknown=verdict.unknown + over.unknown)
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
     sources = (*verdict.sources, f"manifest: {linted.read}")
-    advised = dict(line.split("=", 1) for line in verdict.change)  # what the log's cause asks for
-    file = path if request.allow_files else Path(path.name)  # a posted one has no place
-    patch = patched(text, file, wrong, advised) if (wrong or advised) and raw == text.encode() else None
+    asks_for_change = bool(wrong or verdict.change)
     others = tuple(
         Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
                 command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
@@ -550,8 +547,8 @@ def with_manifest(
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
     verdict = replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
-                      patch=patch, unknown=(*verdict.unknown, *others))  # fmt: skip
-    if verdict.forecast or patch is None or not patch.diff:
+                      unknown=(*verdict.unknown, *others))  # fmt: skip
+    if verdict.forecast or not asks_for_change:
         return verdict
     told, command = forecast_after(text, path.name, request)
     unknown = Unknown(what="the forecast after the change", command=command)
