@@ -58,7 +58,7 @@ class View:
     bench_at_seconds: float | None = None
     benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
     flights: tuple[RunRecord, ...] = ()  # newest first
-    events: tuple[Event, ...] = ()  # of 30 days, oldest first; of the resident agent's own host
+    events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
 
 

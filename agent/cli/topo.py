@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import sys
-import time
 import zlib
 from dataclasses import asdict
 from io import BytesIO
@@ -76,22 +75,6 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
         sys.exit(EXIT_UNKNOWN)
 
 
-def _since(age: str, state: Path, form: str) -> None:
-    """The agent's history from then on, newest first."""
-    from agent.checks import history
-
-    try:
-        after = time.time() - history.age(age)
-    except ValueError as error:
-        raise click.UsageError(f"--since {error}") from None
-    path = state / history.FILE
-    if not path.exists():
-        raise inputs.InputError(f"{path}: no history here; the agent (topoflight serve --state {state}) keeps it")
-    events = [event for event in history.read(path).events if event.at_seconds >= after]
-    lines = history.lines(events, after) or [history.silence(after)]
-    emit(events, form, lambda out: out.print("\n".join(lines), markup=False))
-
-
 def build_node(snapshot: object) -> NodeTopology:
     """The topology of one scanned or replayed host."""
     from probes.api import Snapshot
@@ -145,20 +128,12 @@ def _recording(source: str, raw: bytes) -> NodeTopology:
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--fleet", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of recordings.")
-@click.option("--since", metavar="24h", help="What this host's agent saw come, go and change: 30min, 24h, 7d.")
-@click.option("--state", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
-              type=click.Path(path_type=Path), help="With --since: the agent's folder.")  # fmt: skip
 @format_option
-def diff(files: tuple[Path, ...], fleet: Path | None, since: str | None, state: Path, form: str) -> None:
+def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
     """Say what differs between recordings A and B that matters for training, worst first.
 
-    With --fleet DIR: the odd nodes out among many, the rest in groups. With --since: this node's last hours or days.
+    With --fleet DIR: the odd nodes out among many, the rest in groups.
     """
-    if since is not None:
-        if files or fleet is not None:
-            raise click.UsageError("--since is about this host: it takes no recordings")
-        _since(since, state, form)
-        return
     from topology import diff as differ
 
     if fleet is not None:

@@ -36,7 +36,6 @@ from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.build import build
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
-from topology.traits import traits
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
-MOST_CHANGES = 32  # the newest of 30 days; why so many: docs/decisions/0026
+MOST_CHANGES = 32  # the newest; why so many: docs/decisions/0026
 DAY_SECONDS = 86400.0
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
@@ -73,7 +72,7 @@ class NodeRecord:
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
     measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
-    changes: tuple[Json, ...] = ()  # what came, went and changed within 30 days, oldest first: at, kind, text, code
+    changes: tuple[Json, ...] = ()  # what came, went and changed of late, oldest first: at, kind, text, code
     agent_version: str = VERSION
     stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
 
@@ -112,7 +111,7 @@ def _changes(view: View) -> tuple[Json, ...]:
 
 
 def kept_in(record: NodeRecord) -> Kept:
-    """The history that the record holds: its changes, the findings that held, and by its facts the versions.
+    """The history that the record holds: its changes, and the findings that held with the time since when.
 
     Raises ValueError, KeyError or TypeError where it is none of ours.
     """
@@ -127,9 +126,6 @@ def kept_in(record: NodeRecord) -> Kept:
                 since=seconds_of(one.get("since")) or record.scanned_at_seconds, scans=SCANS_TO_RAISE, raised=True)
             for one in held
         },
-        traits={key: trait.value for key, trait in traits(node_facts.unpack(record.machine)).items()}
-        if record.machine else {},
-        until=record.scanned_at_seconds or None,
     )  # fmt: skip
 
 

@@ -158,7 +158,7 @@ class Publisher:
 
 
 class LeftBehind:
-    """What the node's record holds of its history, for an agent without a file: read before it is written over.
+    """What the agent before has left in the node's record: read before the record is written over.
 
     `view` is the newest that is handed out. Called by the scan, whose view holds what is taken in.
     """

@@ -72,6 +72,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     With --host it serves recordings in place of this host.
     """
     from agent.base.hosts import snapshots
+    from agent.checks.history import History
     from agent.http.state import State
     from probes.hostinfo.container import ROLE
     from probes.scanner import Scanner
@@ -88,7 +89,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],
         expected=lambda: _expected(options),
-        history=None if hosts else _history(options["folder"]),
+        history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
@@ -106,13 +107,6 @@ def _expected(options: dict[str, Any]) -> Any:
 
     file: Path | None = options["expect_file"]
     return expectation(options["expect"], file if file is not None and file.exists() else None)
-
-
-def _history(folder: Path | None) -> Any:
-    from agent.checks import history
-
-    kept = folder if folder is not None and folder.is_dir() and os.access(folder, os.W_OK) else None
-    return history.History(kept / history.FILE if kept else None, lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 def _url(address: str, port: int) -> str:
@@ -241,7 +235,7 @@ def application(state: Any, options: dict[str, Any]) -> Any:
 
         assert client is not None  # noqa: S101 - made above
         left = None
-        if state.history is not None and state.history.empty:
+        if state.history is not None:
             state.history.elsewhere = left = LeftBehind(client, str(name), lambda: state.view)
 
         def latest() -> Any:
