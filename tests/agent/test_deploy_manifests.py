@@ -158,6 +158,7 @@ def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
     allowed |= {"security.openshift.io"} if folder.name.startswith("openshift") else set()
     assert {group for group, _, _ in rules if group} == allowed
     assert sorted(rule for rule in rules if not rule[0]) == [("", "nodes", "list")]
+    assert sorted(verb for group, _, verb in rules if group == "nfd.k8s-sigs.io") == ["create", "patch"]
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
 

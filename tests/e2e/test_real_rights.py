@@ -65,6 +65,7 @@ CAN = [
     ("deletecollection", "nodetopologies.topoflight.io", "", set()),
     ("update", "customresourcedefinitions.apiextensions.k8s.io", "", set()),
     ("patch", "nodefeatures.nfd.k8s-sigs.io", RUN, {AGENT}),
+    ("get", "nodefeatures.nfd.k8s-sigs.io", RUN, set()),
     ("patch", "nodefeatures.nfd.k8s-sigs.io", "kube-system", set()),
     ("list", "nodes", "", {AGENT}),
     ("get", "nodes", "", set()),
