@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.nccl_log import evidence
+from collectives.nccl_log import evidence, other_texts
 from collectives.nccl_log import lines as evidence_lines
 from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES
@@ -414,7 +414,7 @@ def test_rows_of_the_tables_are_valid() -> None:
 def test_every_code_can_be_reached() -> None:
     """A code that nothing gives is no vocabulary."""
     given = {sign.code for sign in SIGNS}
-    source = Path(evidence_problems.__file__).read_text() + Path(evidence_lines.__file__).read_text()
+    source = "".join(Path(module.__file__).read_text() for module in (evidence_problems, evidence_lines, other_texts))
     assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
 
 
