@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.gate.coverage import covered, no_gpu_read
-from agent.gate.expect import EXPECT_CODES, Expectation, checks_of, seen, settled
+from agent.gate.expect_checks import EXPECT_CODES, checks_of, seen, settled
 from agent.gate.verdict import (
     MANY_CODES,
     Check,
@@ -40,6 +40,7 @@ from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:
+    from agent.gate.expect import Expectation
     from agent.history import Event
     from agent.jobs.bench_history import Line
     from agent.jobs.ranks import Standing
@@ -104,7 +105,7 @@ def look(
 
 
 def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
-    if isinstance(expected, Expectation):
+    if not isinstance(expected, str):
         return checks_of(expected, seen(snapshot, node), snapshot.hostname)
     return (Check(id=EXPECT_CODES[0], status="unknown", node=snapshot.hostname, message=expected, required=True),)
 

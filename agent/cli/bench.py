@@ -14,6 +14,7 @@ import click
 
 from agent import units
 from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
+from agent.cli.inputs import OUTPUT_FILE
 from agent.cli.output import Progress, console, emit, format_option, render, say, verbose_option
 from agent.documents import write_atomic
 
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Run although GPUs are in use by others.")
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="What --save wrote when all was well, or a report.json: under 80 % is low.")  # fmt: skip
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON result here.")
+@click.option("--save", type=OUTPUT_FILE, help="Also write the JSON result here.")
 @format_option
 @verbose_option
 @click.pass_context
@@ -215,7 +216,7 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
 @click.option(
     "--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would."
 )
-@click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
+@click.option("-f", "--file", "target", type=OUTPUT_FILE, help="Write here, not stdout.")
 def calibrate(
     model: str,
     sequence_length: int,

@@ -1,12 +1,15 @@
-"""What a person gives to a verb: a file, or "-" for standard input."""
+"""What a person gives to a verb: a file, or "-" for standard input; and where its result is to be written."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import click
 
 from agent.cli.exits import EXIT_FAILED, EXIT_USAGE
+from agent.documents import unwritable
 from contracts import bounded
 
 
@@ -35,3 +38,25 @@ def read(source: str, limit_bytes: int, *, hint: str) -> bytes:
         raise InputError(f"{name_of(source)}: {error.strerror or error}") from None
     except bounded.TooLargeError as error:
         raise InputError(f"{name_of(source)}: {error}{hint}") from None
+
+
+def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
+    """Refuse an output that cannot be written, before anything is scanned or any load is made. Raises InputError."""
+    if why := unwritable(path, folder=folder):
+        raise InputError(f"{option} {path}: {why}")
+
+
+class _Output(click.Path):
+    """The path of an option that a verb writes to, checked when the option is read."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises InputError where nothing can be written there."""
+        path = super().convert(value, param, ctx)
+        if str(path) != "-":
+            require_writable(param.opts[-1] if param else "output", Path(path), folder=not self.file_okay)
+        return path
+
+
+OUTPUT_FILE = _Output(path_type=Path)
+OUTPUT_FOLDER = _Output(file_okay=False, path_type=Path)
+OUTPUT_FILE_OR_STDOUT = _Output(allow_dash=True)

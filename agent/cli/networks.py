@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from agent.cli.hosts import host_option, root_option
-from agent.cli.inputs import InputError
+from agent.cli.inputs import InputError, require_writable
 from agent.cli.launch import OF_A_CLUSTER, cluster_options
 from agent.cli.output import Progress, emit, format_option, say, verbose_option, waiting
 from agent.cli.preflight import with_model_options, with_options
@@ -70,6 +70,8 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     for name in (*OF_A_CLUSTER, "storage_rate", "hosts", "dry_run"):
         if options["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')}: is of jobs on a cluster: it wants --api")
+    if not options["dry_run"]:
+        require_writable("--report", options["folder"], folder=True)
     try:
         found = _here(options) if options["api"] == "local" else _there(options)
     except (NamespaceError, BusyError) as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agent import streams
 from agent.documents import render as render  # for the verbs
 from contracts.plain import printable
 
@@ -35,7 +36,13 @@ def console() -> Console:
 
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     """A line, or the whole of a result, without what steers a terminal; a line may end as in DOS."""
-    click.echo("\r\n".join(map(printable, text.split("\r\n"))), nl=nl, err=err)
+    shown = "\r\n".join(map(printable, text.split("\r\n")))
+    stream = sys.stderr if err else sys.stdout
+    try:
+        click.echo(streams.printable_in(shown, stream.encoding), nl=nl, err=err)
+    except BrokenPipeError:
+        if not err:
+            streams.discard_output()
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.cli.hosts import host_option, root_option
+from agent.cli.inputs import OUTPUT_FOLDER, require_writable
 from agent.cli.output import Progress, console, render, say, verbose_option, waiting
 from agent.documents import write_atomic
 from contracts.plain import printable
@@ -59,7 +60,7 @@ with_model_options = with_options(model_options)
 @click.option(
     "--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job."
 )
-@click.option("--report", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
+@click.option("--report", "folder", default=None, type=OUTPUT_FOLDER,
               help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
               help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
@@ -103,6 +104,8 @@ def preflight(
     from agent.pages import render as pages
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
+    if options["fly"]:
+        require_writable("--report", folder or Path("reports"), folder=True)
     where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
     try:
         if where["nodes"] or where["selector"]:
@@ -126,11 +129,10 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.gate import checks_of, fleet, named, records_of
-    from agent.gate.expect import expectation
-    from agent.gate.preflight import report_of
+    from agent.gate.preflight import expectation_of, report_of
 
     wrong = [name for name in ("fly", "measure", "hosts") if options[name]]
-    expected = expectation(options["expect"], options["expect_file"])
+    expected = expectation_of(options["expect"], options["expect_file"])
     if wrong:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
     try:
@@ -162,6 +164,8 @@ def _target(form: str) -> tuple[str, Path | None]:
     name, _, file = form.partition("=")
     if name not in FORMATS:
         raise click.UsageError(f"-o {form}: the format must be one of {', '.join(FORMATS)}")
+    if file:
+        require_writable(f"-o {name}", Path(file))
     return name, Path(file) if file else None
 
 

@@ -67,9 +67,7 @@ LINT_KINDS = (
 @click.option("--sweep", default=None, metavar="nodes=1,2,4", help="Best layout for each number of nodes (--machine).")
 @click.option("--frontier", is_flag=True, help="What nothing beats in time and money, over the --machine A,B,... (or "
               "those of --price), nodes (--sweep) and --network A,B.")  # fmt: skip
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep or --frontier: write an SVG here."
-)
+@click.option("--plot", type=inputs.OUTPUT_FILE, help="With --sweep or --frontier: write an SVG here.")
 @click.option("--explain", is_flag=True, help="Reasons, other layouts, what was turned down, and the forecast's parts.")
 @click.option("--compare", nargs=2, default=None, metavar="A B",
               help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from agent.cli.hosts import host_option, root_option, snapshots
+from agent.cli.inputs import OUTPUT_FILE
 from agent.cli.output import console, emit, format_option, say, verbose_option, waiting
 
 
@@ -39,7 +39,7 @@ def scan(
 
 @click.command()
 @root_option
-@click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
+@click.option("-f", "--file", "target", type=OUTPUT_FILE, help="Write here, not stdout.")
 def capture(root: str, target: Path | None) -> None:
     """Record every answer this host gives to the probes.
 
@@ -53,7 +53,7 @@ def capture(root: str, target: Path | None) -> None:
     with waiting("capture: asking this host"):
         text = dumps(record(root))
     if target is None:
-        sys.stdout.write(text)
+        say(text, nl=False)
         return
     try:
         write_atomic(target, text)

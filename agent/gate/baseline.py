@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from agent.gate.expect import EXPECT_CODES
+from agent.gate.expect_checks import EXPECT_CODES
 from agent.gate.report import SCHEMA_VERSION
 from agent.gate.verdict import ORDER, Check, GateError, Status
 from collectives.bench.results import ResultError, result_from_json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.cluster.gate import CLUSTER_CODES
-from agent.gate.expect import EXPECT_CODES
+from agent.gate.expect_checks import EXPECT_CODES
 from agent.gate.measured import BENCH_CODES, FLIGHT_CODES
 from agent.gate.rdma_bars import RDMA_BENCH_CODES
 from planner.lint.environment import CODES as ENVIRONMENT_CODES

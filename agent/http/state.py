@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agent.gate.expect import Expectation
 from agent.gate.verdict import GateError
 from agent.history import History
 from agent.jobs import bench_history
@@ -21,6 +21,9 @@ from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
 from probes.increases import Past
+
+if TYPE_CHECKING:
+    from agent.gate.expect import Expectation
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from agent import streams
 from contracts.plain import printable
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
@@ -123,15 +124,16 @@ class _Plain:
 
 
 class _Console(Console):
-    """A console that leaves a closed pipe to `agent.cli.main`, which ends quietly."""
+    """A console that a closed pipe silences: the verb goes on to its verdict and its files."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """All text comes this way, that of records and recordings too; rich lets escape sequences pass."""
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Called by rich while it handles the error: let it go on."""
-        raise BrokenPipeError
+        """Called by rich where the reader has left."""
+        self.quiet = True
+        streams.discard_output()
 
 
 def console() -> Console:
