@@ -742,7 +742,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         times = measured / forecast.mid if forecast.mid else measured / forecast.high
         said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
         parts = tuple(
-            f"{part.words}: {part.measured_seconds:.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
         )
         cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
                       cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent import units
-from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
+from agent.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
 from agent.cli.inputs import OUTPUT_FILE
 from agent.cli.output import Progress, console, emit, format_option, render, say, verbose_option
 from agent.documents import write_atomic
@@ -77,7 +77,8 @@ def bench(
 ) -> None:
     """Measure collectives with real ranks, or with --rdma the RDMA network alone. Makes load: one at a time per host.
 
-    Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry.
+    Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry; 130
+    Ctrl-C.
     """
     if options["rdma"]:
         _refuse_beside_rdma(context)
@@ -155,9 +156,9 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     from agent.terminal import measured
     from collectives.bench import lock, perftest
 
-    stop = threading.Event()
+    stop, got = threading.Event(), list[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda received, _frame: (got.append(received), stop.set()))
     seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
     try:
@@ -177,6 +178,8 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
                 for problem in problems:
                     say(problem, err=True)
                 _report_low(_causes(found) if problems else ())
+                if signal.SIGINT in got:
+                    return EXIT_INTERRUPTED
                 return EXIT_PASS if served and not problems else EXIT_FAILED
             progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
             result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
@@ -190,6 +193,8 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     emit(result, form, lambda out: measured.rdma(out, result))
     _save(result, save)
     well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
+    if signal.SIGINT in got:
+        return EXIT_INTERRUPTED
     return EXIT_PASS if well and result.complete else EXIT_FAILED
 
 
@@ -201,6 +206,8 @@ def _causes(found: Snapshot) -> list[Check]:
 
 
 def _bench_exit(result: BenchResult, well: bool) -> int:
+    if result.stopped_by == signal.SIGINT.name:
+        return EXIT_INTERRUPTED
     whole = result.complete and result.measurements and all(m.verified for m in result.measurements)
     return EXIT_PASS if whole and well else EXIT_FAILED
 

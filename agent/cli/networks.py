@@ -231,18 +231,18 @@ def _leave(found: NetworkBars, folder: Path) -> None:
 def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     """The verdict and the bars on the terminal; what proves them where it is `verbose`."""
     from rich.markup import escape
-    from rich.table import Table
 
     from agent import units
     from agent.jobs.networks import words_of
     from agent.pages import charts
+    from agent.terminal.tables import grid
 
     drawn = [charts.Run(label=bar.network, value=bar.step_seconds, shown="") for bar in found.bars if bar.step_seconds]
     blocks = {label: block for label, block, _ in charts.blocks(drawn, 20)}
     best = min((run.value for run in drawn), default=0.0)
     out.print(escape(_verdict(found, verbose=verbose)))
     out.print(f"[dim]{escape(found.title)}[/dim]")
-    rows = Table.grid(padding=(0, 2))
+    rows = grid(2, 3)
     for bar in found.bars:
         words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
         rows.add_row(escape(bar.network), blocks.get(bar.network, ""), escape(words))

@@ -49,6 +49,11 @@ def test_the_parts_stand_beside_the_forecast():
         "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
         "gradient reduction 20 ms (forecast 10 ms)"
     )
+    profiled = [{**part, "measured_seconds": 1.1 * part["measured_seconds"]} for part in PARTS]
+    (slower, _) = compare(forecast(), record_of({**RECORD, "parts": profiled}))
+    assert slower.detail == step.detail, "the profiler's own time is in no part: they add up to the step"
+    (over, _) = compare(forecast(), record_of({**RECORD, "parts": [{**part, "share": 0.6} for part in PARTS]}))
+    assert over.detail.endswith("these parts overlap")
     (one,) = shown([record_of(RECORD)])
     assert "all-gather 31 % exposed" in one.lines[0][-1]
 
