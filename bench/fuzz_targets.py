@@ -406,7 +406,7 @@ def baseline(data: bytes) -> object:
     from agent.gate.baseline import read, regressions
 
     held = read(_scratch().file("report.json", _json(_report, data)))
-    return regressions((), held)
+    return regressions((), held.statuses)
 
 
 def node_graph(data: bytes) -> object:

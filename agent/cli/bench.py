@@ -15,7 +15,7 @@ import click
 from agent import units
 from agent.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
 from agent.cli.inputs import OUTPUT_FILE
-from agent.cli.output import Progress, console, emit, format_option, render, say, verbose_option
+from agent.cli.output import Progress, console, emit, format_option, render, save_json, save_option, say, verbose_option
 from agent.documents import write_atomic
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
               "Default: every ACTIVE port, the first of this host to the first of HOST.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run although GPUs are in use by others.")
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="What --save wrote when all was well, or a report.json: under 80 % is low.")  # fmt: skip
-@click.option("--save", type=OUTPUT_FILE, help="Also write the JSON result here.")
+              help="What --save wrote when all was well, here or of preflight: under 80 % is low.")  # fmt: skip
+@save_option
 @format_option
 @verbose_option
 @click.pass_context
@@ -84,7 +84,7 @@ def bench(
         _refuse_beside_rdma(context)
         sys.exit(_rdma(options, form, save, baseline))
     from agent.cli.hosts import snapshots
-    from agent.gate.baseline import read_bench
+    from agent.gate.baseline import read as read_baseline
     from agent.gate.judged import against_baseline, checks_of_bars
     from agent.gate.verdict import GateError
     from agent.jobs.benchmark import replay_spec, spec_of, watch
@@ -98,7 +98,7 @@ def bench(
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     progress = Progress()
     try:
-        before = read_bench(baseline) if baseline else {}  # first: a wrong file costs no run
+        before = read_baseline(baseline, ("busbw",)).busbw  # first: a wrong file costs no run
         spec = spec_of(options)
         if options["model"]:
             spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
@@ -118,14 +118,9 @@ def bench(
 
 
 def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
-    """Write the JSON result, last: a full disk must not cost the result, which stands on stdout by now."""
-    if path is not None:
-        from collectives.bench.results import result_to_json
+    from collectives.bench.results import result_to_json
 
-        try:
-            write_atomic(path, json.dumps(result_to_json(result), indent=1) + "\n")
-        except OSError as error:
-            raise click.ClickException(f"--save {path}: {error.strerror}") from None
+    save_json(path, lambda: json.dumps(result_to_json(result), indent=1) + "\n")
 
 
 def _report_low(checks: Iterable[Check]) -> bool:
@@ -151,7 +146,8 @@ def _refuse_beside_rdma(context: click.Context) -> None:
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Write to the other host, or be written to; gives the exit code."""
     from agent.cli.hosts import snapshots
-    from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
+    from agent.gate.baseline import read as read_baseline
+    from agent.gate.rdma_bars import checks_of_writes, ports_of, with_bars
     from agent.gate.verdict import GateError
     from agent.terminal import measured
     from collectives.bench import lock, perftest
@@ -162,7 +158,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
     try:
-        before = read_baseline(baseline) if baseline else {}  # first: a wrong file costs no run
+        before = read_baseline(baseline, ("writes",)).writes  # first: a wrong file costs no run
         perftest.require_program()
         (found,) = snapshots((), stop=stop)
         ports = ports_of(found, options["devices"])
@@ -219,7 +215,13 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
     "--tokens", default=None, type=click.IntRange(1, 1 << 22), help="Of one micro-batch. Default: one sequence."
 )
 @click.option("--method", default="lora", type=click.Choice(["full", "lora"]), show_default=True)
-@click.option("--budget", default=90.0, show_default=True, type=click.FloatRange(1, 3600), help="Seconds.")
+@click.option(
+    "--budget",
+    default=90.0,
+    show_default=True,
+    type=click.FloatRange(1, 3600),
+    help="Seconds of measuring; up to a minute more to start.",
+)
 @click.option(
     "--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would."
 )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from agent import streams
+from agent.cli.inputs import OUTPUT_FILE
 from agent.documents import render as render  # for the verbs
+from agent.documents import write_atomic
 from contracts.plain import printable
 
 if TYPE_CHECKING:
@@ -51,6 +54,22 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
         table(console())
         return
     say(render(value, form), nl=False)
+
+
+save_option = click.option(
+    "--save",
+    type=OUTPUT_FILE,
+    help="Also write the result here, as JSON, for --baseline.",
+)
+
+
+def save_json(path: Path | None, text: Callable[[], str]) -> None:
+    """What --save asks for; last, for a full disk must not cost the result, which stands on stdout by now."""
+    if path is not None:
+        try:
+            write_atomic(path, text())
+        except OSError as error:
+            raise click.ClickException(f"--save {path}: {error.strerror}") from None
 
 
 _waiting: list[Any] = []  # the live line that is shown, if one is

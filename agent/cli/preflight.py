@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ import click
 
 from agent.cli.hosts import host_option, root_option
 from agent.cli.inputs import OUTPUT_FOLDER, require_writable
-from agent.cli.output import Progress, console, render, say, verbose_option, waiting
+from agent.cli.output import Progress, console, render, save_json, save_option, say, verbose_option, waiting
 from agent.documents import write_atomic
 from contracts.plain import printable
 
@@ -65,7 +67,8 @@ with_model_options = with_options(model_options)
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
               help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="A report.json or recording of a good state: only what got worse fails.")  # fmt: skip
+              help="What --save wrote in a good state, or a recording: only what got worse fails.")  # fmt: skip
+@save_option
 @click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
               help="What each node must have, else it fails: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
 @click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -81,8 +84,9 @@ with_model_options = with_options(model_options)
 @click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def preflight(
-    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, **options: Any
-) -> None:
+    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown.
 
     75 where SIGTERM ended it first: the report holds what was known by then.
@@ -104,6 +108,9 @@ def preflight(
     from agent.pages import render as pages
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
+    if not options["fly"] and (options["overrides"] or options["config"]):
+        word = "--set" if options["overrides"] else "--config"
+        raise click.UsageError(f"{word} is for the job that --fly launches; add --fly, or leave {word} out")
     if options["fly"]:
         require_writable("--report", folder or Path("reports"), folder=True)
     where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
@@ -116,6 +123,7 @@ def preflight(
         raise click.UsageError(str(error)) from None
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
+    save_json(save, lambda: render(report, "json"))
     if folder is not None:
         try:
             written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
@@ -135,17 +143,19 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     expected = expectation_of(options["expect"], options["expect_file"])
     if wrong:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
+    started = time.monotonic()
     try:
         with waiting("preflight: asking the cluster"):
-            client = connect(where["context"])
+            client = connect(where["context"]).waited_for()
             names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
             held = fleet(client)
     except (AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
-    return report_of(
+    report = report_of(
         checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
     )  # fmt: skip
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _options(options: dict[str, Any], folder: Path | None) -> Any:

@@ -162,8 +162,9 @@ def calibration(
         hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
+        budget_seconds=budget_seconds,
     )  # fmt: skip
-    return parse_calibration(calibrate(request, timeout_seconds=budget_seconds, stop=stop))
+    return parse_calibration(calibrate(request, stop=stop))
 
 
 def has_gpu(found: Sequence[Snapshot]) -> bool:
