@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from agent import streams
-from agent.cli.exits import EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
+from agent.base import streams
+from agent.base.exits import EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
 
 # What a disk, a file or a folder of the user refuses is no fault of the program: one line, and no traceback.
 FILE_ERRORS = (
@@ -48,7 +48,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Run one fine-tune over each network and draw the bars (makes load).",
     ),
     "wrap": ("agent.cli.wrap:wrap", "Add gate, environment and needs to the manifest of your own job."),
-    "serve": ("agent.cli.serve:serve", "Run the HTTP agent."),
+    "serve": ("agent.http.serve:serve", "Run the HTTP agent."),
     "admission": ("agent.cli.admission:admission", "Answer Kueue's admission checks from what agents publish."),
     "explain": ("agent.cli.scan:explain", "Explain a finding code: what it means, how to see and mend it."),
 }
@@ -89,7 +89,7 @@ class LazyGroup(click.Group):
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     """Print it; looking it up imports as much as all else that --help needs, so it is done only here."""
     if wanted:
-        from agent.version import VERSION
+        from agent.base.version import VERSION
 
         click.echo(f"topoflight, version {VERSION}")
         ctx.exit()

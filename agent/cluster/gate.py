@@ -8,23 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agent import units
+from agent.base import units
+from agent.checks.bars import BASELINE_LEAST
+from agent.checks.codes import CLUSTER_CODES
+from agent.checks.expect_checks import Seen, seen, settled
+from agent.checks.expect_checks import checks_of as expectations
+from agent.checks.judged import BUSBW, bar_words, status_of
+from agent.checks.verdict import Check, GateError, Status
 from agent.cluster import acknowledged
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
-from agent.gate.bars import BASELINE_LEAST
-from agent.gate.expect_checks import Seen, seen, settled
-from agent.gate.expect_checks import checks_of as expectations
-from agent.gate.judged import BUSBW, bar_words, status_of
-from agent.gate.verdict import Check, GateError, Status
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 
 if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
-    from agent.gate.expect import Expectation
+    from agent.checks.expect import Expectation
 
 Json = dict[str, Any]
-CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
 _SILENT, _VERDICT = CLUSTER_CODES
 
 
@@ -126,7 +126,7 @@ def _seen(record: NodeRecord, held: Fleet) -> Seen:
     """What the node has by its record; of a record of another release nothing is known."""
     node = held.topology(record)
     if node is None:
-        from agent.gate.expect import KEYS
+        from agent.checks.expect import KEYS
 
         why = f"the record of {record.name} holds no graph of this release"
         return Seen(why=dict.fromkeys(KEYS, why))
