@@ -11,6 +11,7 @@ import click
 
 from agent.base.documents import unwritable
 from agent.base.exits import EXIT_FAILED, EXIT_USAGE
+from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded
 
 
@@ -73,6 +74,20 @@ class _Output(click.Path):
         return self.coerce_path_result(path)
 
 
+class _Size(click.ParamType[int]):
+    """Bytes, at least 1, with or without a unit: 65536, 64MiB, 1G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes. Raises BadParameter that says what is allowed."""
+        size = value if isinstance(value, int) else parse_size(value)
+        if not size:
+            self.fail(f"{value!r}: must be {SIZE_WORDS}", param, ctx)
+        return size
+
+
+SIZE = _Size()
 OUTPUT_FILE = _Output(path_type=Path)
 OUTPUT_FOLDER = _Output(file_okay=False, path_type=Path)
 OUTPUT_FILE_OR_STDOUT = _Output(allow_dash=True)

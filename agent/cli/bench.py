@@ -15,7 +15,7 @@ import click
 from agent.base import units
 from agent.base.documents import write_atomic
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
-from agent.base.inputs import OUTPUT_FILE
+from agent.base.inputs import OUTPUT_FILE, SIZE
 from agent.base.options import format_option, save_option, verbose_option
 from agent.base.output import Progress, console, emit, render, save_json, say
 
@@ -35,12 +35,10 @@ if TYPE_CHECKING:
 @click.option(
     "--ranks", default=None, type=click.IntRange(1, 1024), help="Ranks on this host. Default: one per GPU, else 2."
 )
-@click.option("--min-bytes", default=None, type=click.IntRange(1), help="A sweep by factors of 4 from here.")
-@click.option("--max-bytes", default=None, type=click.IntRange(1),
+@click.option("--min-bytes", default=None, type=SIZE, help="A sweep by factors of 4 from here.")
+@click.option("--max-bytes", default=None, type=SIZE,
               help="Up to here. Default: 64 KiB, 1 MiB, 16 MiB and, on GPUs, 64 MiB of every rank.")  # fmt: skip
-@click.option(
-    "--size", "sizes", multiple=True, type=click.IntRange(1), help="Exact sizes in bytes, in place of the sweep."
-)
+@click.option("--size", "sizes", multiple=True, type=SIZE, help="Exact sizes (64MiB, 65536), in place of the sweep.")
 @click.option("--precision", default="5%", show_default=True, help="Stop a size when its interval is this tight.")
 @click.option(
     "--budget",

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from agent.cli.serve import _expected
 from click.testing import CliRunner, Result
 from fastapi.testclient import TestClient
 from kustomization import render
@@ -23,6 +22,7 @@ from agent.checks.view import look
 from agent.cli.main import cli
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import Fleet, records_of
+from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
 from probes.api import Failed, Ok, Snapshot
