@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from agent.base import units
 from agent.checks.expect_checks import UNLIMITED
@@ -22,11 +22,8 @@ from agent.checks.verdict import GateError
 from contracts import bounded
 
 MOST_BYTES = 1 << 16  # a file of a dozen lines
-MOST_COUNT = 1024
 MOST_NAMES = 64
-_RATE = re.compile(r"(\d{1,5})\s*(?:Gb/s|Gbps|Gbit/s|Gb|G)?", re.IGNORECASE)
-_SELECTOR = re.compile(r"[A-Za-z0-9_.*?\[\]!-]{1,64}")
-_NAME = re.compile(r"(?!\d+$)[A-Za-z0-9_.:@*?-]{1,64}")
+RATE = "gigabits a second of one device: 400, 200Gb/s, or of those of a name: mlx5_[0-7]:400"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,77 +43,63 @@ class Selected:
         return not self.pattern or fnmatchcase(device, self.pattern)
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) <= MOST_COUNT):
-        raise ValueError(f"a number from 0 to {MOST_COUNT}")
-    return int(text)
+def _form(pattern: str, allowed: str, made: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """A reader of texts of this form in any case; `allowed` says which. It raises ValueError."""
+
+    def read(text: str) -> Any:
+        if not re.fullmatch(pattern, text, re.IGNORECASE):
+            raise ValueError(allowed)
+        return made(text)
+
+    return read
 
 
-def _links(text: str) -> int:
-    found = re.fullmatch(r"(?:NV)?(\d{1,2})", text.upper())
-    if found is None or not int(found[1]):
-        raise ValueError("NVLinks between two GPUs as nvidia-smi prints them: NV1 to NV99")
-    return int(found[1])
-
-
-def _switch(text: str) -> bool:
-    if text.lower() != "on":
-        raise ValueError("on; leave it out where it is not needed")
-    return True
-
-
-def _bytes(text: str) -> int:
+def _size(text: str, allowed: str = units.SIZE_WORDS) -> int:
     value = units.parse_size(text)
     if value is None:
-        raise ValueError(units.SIZE_WORDS)
+        raise ValueError(allowed)
     return value
 
 
 def _limit(text: str) -> int | str:
-    value = UNLIMITED if text.lower() == UNLIMITED else units.parse_size(text)
-    if value is None:
-        close = "; did you mean unlimited?" if difflib.get_close_matches(text.lower(), [UNLIMITED]) else ""
-        raise ValueError(f"unlimited, or {units.SIZE_WORDS}{close}")
-    return value
-
-
-def _gigabits(text: str) -> float:
-    found = _RATE.fullmatch(text)
-    if found is None or not int(found[1]):
-        raise ValueError("gigabits a second of one device: 400, 200Gb/s, or of those of a name: mlx5_[0-7]:400")
-    return int(found[1]) * 1e9 / 8
-
-
-def _selected(text: str, read: Any) -> Selected:
-    """[PATTERN:]VALUE."""
-    pattern, colon, value = text.rpartition(":")
-    if colon and not _SELECTOR.fullmatch(pattern):
-        raise ValueError("[DEVICE:]VALUE; * ? and [0-7] stand for parts of a device's name: mlx5_[0-7]:400")
-    return Selected(pattern=pattern, value=read(value))
-
-
-def _version(text: str) -> str:
-    if not re.fullmatch(r"\d{1,6}(?:\.\d{1,6}){0,3}", text):
-        raise ValueError("a release of NVIDIA's driver, at least: 570.86")
-    return text
+    close = "; did you mean unlimited?" if difflib.get_close_matches(text.lower(), [UNLIMITED]) else ""
+    return UNLIMITED if text.lower() == UNLIMITED else _size(text, f"unlimited, or {units.SIZE_WORDS}{close}")
 
 
 def _model(text: str) -> str:
-    if not 1 <= len(text) <= 64 or not text.isprintable() or not re.search(r"[^\W\d_]", text):
-        count = f"; for a number of GPUs write gpus={text}" if text.isdigit() else ""
-        raise ValueError(f"part of a GPU's model as nvidia-smi prints it, letters in it: H100{count}")
-    return text
+    count = f"; for a number of GPUs write gpus={text}" if text.isdigit() else ""
+    allowed = f"part of a GPU's model as nvidia-smi prints it, letters in it: H100{count}"
+    return str(_form(r"(?=.*[A-Z])[ -~]{1,64}", allowed)(text))
 
 
-def _name(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise ValueError("a network interface's name, letters in it, * and ? stand for others: net1, rail*")
-    return text
+_count = _form(r"\d{1,3}|10[01]\d|102[0-4]", "a number from 0 to 1024", int)
+_gigabits = _form(
+    r"0*[1-9]\d{0,4}\s*(?:Gb/s|Gbps|Gbit/s|Gb|G)?", RATE, lambda t: int(re.findall(r"\d+", t)[0]) * 1e9 / 8
+)
+_name = _form(r"(?!\d+$)[A-Z0-9_.:@*?-]{1,64}",
+              "a network interface's name, letters in it, * and ? stand for others: net1, rail*")  # fmt: skip
+_device = _form(r"[A-Z0-9_.*?\[\]!-]{1,64}",
+                "[DEVICE:]VALUE; * ? and [0-7] stand for parts of a device's name: mlx5_[0-7]:400")  # fmt: skip
 
 
-def _each(read: Any) -> BeforeValidator:
-    """A validator of texts, one by one."""
+def _selected(read: Callable[[str], float]) -> Callable[[str], Selected]:
+    """A reader of [PATTERN:]VALUE."""
+
+    def selected(text: str) -> Selected:
+        pattern, colon, value = text.rpartition(":")
+        return Selected(pattern=_device(pattern) if colon else "", value=read(value))
+
+    return selected
+
+
+def _each(read: Callable[[str], Any]) -> BeforeValidator:
     return BeforeValidator(lambda texts: tuple(read(text) for text in texts))
+
+
+_LINKS = _form(r"(?:NV)?0?[1-9]\d?", "NVLinks between two GPUs as nvidia-smi prints them: NV1 to NV99",
+               lambda text: int(text.upper().removeprefix("NV")))  # fmt: skip
+_ON = _form("on", "on; leave it out where it is not needed", bool)
+_DRIVER = _form(r"\d{1,6}(?:\.\d{1,6}){0,3}", "a release of NVIDIA's driver, at least: 570.86")
 
 
 class Expectation(BaseModel):
@@ -124,28 +107,16 @@ class Expectation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    gpus: Annotated[int | None, BeforeValidator(_count)] = Field(None, description="GPUs that answer, at least")
-    gpu: Annotated[str | None, BeforeValidator(_model)] = Field(None, description="words of every GPU's model")
-    nvlink: Annotated[int | None, BeforeValidator(_links)] = Field(
-        None, description="NVLinks between every two GPUs, at least"
-    )
-    hcas: Annotated[tuple[Selected, ...], _each(lambda text: _selected(text, _count))] = Field(
-        (), description="RDMA devices with an ACTIVE port, at least"
-    )
-    rate: Annotated[tuple[Selected, ...], _each(lambda text: _selected(text, _gigabits))] = Field(
-        (), description="bytes per second of each of these, at least"
-    )
-    gdr: Annotated[bool | None, BeforeValidator(_switch)] = Field(
-        None, description="GPUDirect RDMA possible from every GPU to its nearest NIC"
-    )
-    memlock: Annotated[int | str | None, BeforeValidator(_limit)] = Field(
-        None, description='bytes at least, or "unlimited"'
-    )
-    shm: Annotated[int | None, BeforeValidator(_bytes)] = Field(None, description="bytes of /dev/shm, at least")
-    interface: Annotated[tuple[str, ...], _each(_name)] = Field((), description="up, running and with an address")
-    driver: Annotated[str | None, BeforeValidator(_version)] = Field(
-        None, description="release of NVIDIA's driver, at least"
-    )
+    gpus: Annotated[int | None, BeforeValidator(_count)] = None  # that answer, at least
+    gpu: Annotated[str | None, BeforeValidator(_model)] = None  # words of every GPU's model: "H100"
+    nvlink: Annotated[int | None, BeforeValidator(_LINKS)] = None  # between every two GPUs, at least: NV18
+    hcas: Annotated[tuple[Selected, ...], _each(_selected(_count))] = ()  # with an ACTIVE port, at least
+    rate: Annotated[tuple[Selected, ...], _each(_selected(_gigabits))] = ()  # bytes/s of each of these, at least
+    gdr: Annotated[bool | None, BeforeValidator(_ON)] = None  # GPUDirect RDMA from every GPU to its nearest NIC
+    memlock: Annotated[int | str | None, BeforeValidator(_limit)] = None  # bytes at least, or "unlimited"
+    shm: Annotated[int | None, BeforeValidator(_size)] = None  # bytes of /dev/shm, at least
+    interface: Annotated[tuple[str, ...], _each(_name)] = ()  # up, running and with an address; patterns
+    driver: Annotated[str | None, BeforeValidator(_DRIVER)] = None  # release of NVIDIA's driver, at least: "570.86"
 
 
 KEYS = tuple(Expectation.model_fields)
@@ -210,7 +181,7 @@ def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise GateError(f"{where}: {key[:64]}: no such expectation; one of {', '.join(KEYS)}{hint}")
+        raise GateError(f"{where}: {key[:64]!r}: no such expectation; one of {', '.join(KEYS)}{hint}")
     shown = ",".join(found[key])[:64]
     raise GateError(f"{where}: {key}={shown}: must be {first['ctx']['error']}")
 

@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
         if error.errno not in FILE_ERRORS:
             raise
         streams.discard_output()  # what is held back cannot be written either
-        click.echo(f"Error: {error.filename or 'a disk'}: {error.strerror}", err=True)
+        click.echo(f"Error: {error.filename or 'standard output or a temporary folder'}: {error.strerror}", err=True)
         code = EXIT_USAGE if str(error.filename) in words else EXIT_TOOL_ERROR
     sys.exit(code)
 
