@@ -99,6 +99,8 @@ def bench(
     try:
         before = read_baseline(baseline, ("busbw",)).busbw  # first: a wrong file costs no run
         spec = spec_of(options)
+        if options["layout"] and not options["model"]:
+            raise click.UsageError("--layout goes with --like, which names the model")
         if options["model"]:
             spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
