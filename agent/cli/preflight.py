@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from contracts.plain import printable
 if TYPE_CHECKING:
     from agent.jobs.report import Report
 
-FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
+FORMATS = ("table", "json", "yaml", "junit", "github")
 
 model_options = (
     click.option("--model", default=None, help="Known model name or config.json; default with --fly: a tiny Llama."),
@@ -65,7 +65,7 @@ with_model_options = with_options(model_options)
 @click.option("--report", "folder", default=None, type=OUTPUT_FOLDER,
               help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
-              help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
+              help="table, json, yaml, junit or github; repeat for several.")  # fmt: skip
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="What --save wrote in a good state, or a recording: only what got worse fails.")  # fmt: skip
 @save_option
@@ -127,7 +127,7 @@ def preflight(
     save_json(save, lambda: render(report, "json"))
     if folder is not None:
         try:
-            written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
+            written = write_folder(report, folder, pages.report_page(report))
         except OSError as error:
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         say(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
@@ -192,26 +192,21 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
     from agent.jobs.report import junit
-    from agent.pages import render as pages
 
-    if form == "table" and path is None:
+    if form == "table":
+        from agent.base.tables import plain_console
         from agent.terminal.report import report as show
 
-        show(console(), report, verbose=verbose, everything=everything)
-        return
-    text = {
-        "json": lambda: render(report, "json"),
-        "yaml": lambda: render(report, "yaml"),
-        "junit": lambda: junit(report),
-        "github": lambda: github(report),
-        "markdown": lambda: pages.report_markdown(report),
-        "table": lambda: pages.report_markdown(report),
-    }[form]()
+        if path is None:
+            show(console(), report, verbose=verbose, everything=everything)
+            return
+        table = io.StringIO()
+        show(plain_console(table), report, verbose=verbose, everything=everything)
+        text = table.getvalue()
+    else:
+        text = {"junit": junit, "github": github}.get(form, lambda whole: render(whole, form))(report)
     if path is None:
         say(text, nl=False)
-        if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
-            with Path(summary).open("a", encoding="utf-8") as stream:
-                stream.write(pages.report_markdown(report))
         return
     try:
         write_atomic(path, text)
