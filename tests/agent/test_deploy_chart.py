@@ -25,8 +25,8 @@ from kubectl_layer import helm, tool
 from kustomization import LOADER, render
 from test_deploy_manifests import CUSTOM, FOLDERS, OVERLAYS
 
-from agent.gate.expect import KEYS, _made
-from agent.gate.verdict import GateError
+from agent.checks.expect import KEYS, _made
+from agent.checks.verdict import GateError
 
 ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "deploy/chart"

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import yaml
+from agent.cli.serve import _expected
 from click.testing import CliRunner, Result
 from fastapi.testclient import TestClient
 from kustomization import render
 
+from agent.checks.expect import EXPECT_CODES, KEYS, Expectation, expectation, parse, read_file
+from agent.checks.verdict import GateError, judge
+from agent.checks.view import look
 from agent.cli.main import cli
-from agent.cli.serve import _expected
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import Fleet, records_of
-from agent.gate.expect import EXPECT_CODES, KEYS, Expectation, expectation, parse, read_file
-from agent.gate.verdict import GateError, judge
 from agent.http.server import create
 from agent.http.state import State
-from agent.view import look
 from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agent import history
+from agent.checks import history
+from agent.checks.codes import ALL_CODES
+from agent.checks.expect import Expectation
+from agent.checks.explain import section
+from agent.checks.history import AT_ONCE, History
+from agent.checks.view import View, look
 from agent.cli.main import cli
-from agent.gate.codes import ALL_CODES
-from agent.gate.expect import Expectation
-from agent.gate.explain import section
-from agent.history import AT_ONCE, History
 from agent.metrics.families import exposition
 from agent.pages import render
-from agent.view import View, look
 from probes.api import Absent, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
