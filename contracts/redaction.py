@@ -1,9 +1,9 @@
 """The one filter for secrets in whatever leaves a process: recordings, bundles, records of runs, HTTP answers.
 
-A secret is recognised by the name before it (`PASSWORD=`, `--token X`, `"auth": `, a header, the variable of a manifest) or
+A secret is recognised by the name before it (`PASSWORD=`, `--token X`, `"auth": `, a header, a manifest's variable) or
 by its own form (`ghp_...`, a private key, a password in a URL). What only looks alike stays readable: counts of tokens,
 names and paths of secrets, references such as `$TOKEN`, words such as `auth: required`.
-Forms: the patterns that GitHub, GitLab, Slack, npm, Google, OpenAI, Hugging Face, AWS and Azure publish for secret scanning.
+Forms: what GitHub, GitLab, Slack, npm, Google, OpenAI, Hugging Face, AWS and Azure document of their keys and tokens.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ HARMLESS = [
     "secretName: registry", "secretKeyRef: {name: a, key: b}", "authorization-mode=Node,RBAC", "auth: required",
     "authentication: webhook", "author: someone", "password: null", "password=${DB_PASSWORD}", "HF_TOKEN=$HF_TOKEN",
     'token: "{{ .Values.x }}"', "passed=8 bypass=1 compass=2", "key: value", "private_key_file=/etc/ssl/k.pem",
-    "NCCL_DEBUG=INFO", "monkey=1", "a bearer token is required", "basic authentication", "risk-free-rate-of-a-long-name",
+    "NCCL_DEBUG=INFO", "monkey=1", "a bearer token is required", "basic authentication", "risk-free-rate-of-one",
     "sk-learn-is-a-library-name-of-some-length", "npm_config_cache=/tmp", "hf_hub_download_some_file", "xoxb", "ghp_",
     "https://host:8080/path", "git@host:repo", "token: (left out)", "[rank0] step 3 loss 2.5 tokens 4096",
     "cookiecutter: x", "GPU-1b2c3d4e-aaaa-bbbb-cccc-0123456789ab", "sha256:" + "ab12" * 16, "signature: valid",
