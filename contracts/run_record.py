@@ -365,18 +365,13 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
     return updated
 
 
-def verdict_beside(folder: Path) -> tuple[str, str]:
-    """(state, line) of the verdict that whoever watches the run has left beside its record; empty without one."""
+def watched(folder: Path) -> str:
+    """The verdict that `why --watch` left beside the record, as a note; empty where nothing was found."""
     try:
         found = plain(bounded.read_text(folder / WHY, 1 << 20))
-        return str(found["state"]), str(found["line"])
+        state, line = str(found["state"]), str(found["line"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "", ""
-
-
-def watched(folder: Path) -> str:
-    """The same as a note of the record; empty where nothing was found."""
-    state, line = verdict_beside(folder)
+        return ""
     return f"why: {line}"[:500] if state not in ("", "fine") else ""
 
 

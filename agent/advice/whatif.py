@@ -1,4 +1,4 @@
-"""What if: more nodes (--sweep), another layout (--compare), other machines and networks (--frontier)."""
+"""What if: more nodes, other machines and networks (--sweep), another layout (--compare)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.machines import MachineError
 from planner.forecast.specs import TrainSpec, mean_length
 from planner.recommend import forecast_named, plan, scaled
-from planner.sweep import FrontierPoint, compare, frontier, frontier_svg, sweep, sweep_svg
+from planner.sweep import FrontierPoint, compare, frontier, frontier_svg
 
 MOST_POINTS = 64
-DEFAULT_NODES = "nodes=1,2,4,8"
 
 
 def run(request: Request, options: Mapping[str, Any], form: str) -> None:
@@ -45,10 +44,8 @@ def run(request: Request, options: Mapping[str, Any], form: str) -> None:
     if form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
     if request.model is None:
-        raise click.UsageError("--sweep, --compare and --frontier need --model")
-    if options["frontier"]:
-        _frontier(request, str(options["sweep"] or DEFAULT_NODES), options["plot"], form)
-    elif options["sweep"]:
+        raise click.UsageError("--sweep and --compare need --model")
+    if options["sweep"]:
         _sweep(request, str(options["sweep"]), options["plot"], form)
     else:
         _compare(request, tuple(options["compare"]), form)
@@ -74,14 +71,14 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
     named = [word for word in (request.machine or "").split(",") if word]
     names = named or list(prices if isinstance(prices, dict) else ())
     if not names:
-        raise RequestError("frontier: name the machines (--machine A,B,...), or give their prices in a file")
+        raise RequestError("sweep: name the machines (--machine A,B,...), or give their prices in a file")
     networks = [None, *(word for word in (request.network or "").split(",") if word)]
     if len(names) * len(nodes) * len(networks) > MOST_POINTS:
         count = f"{len(names)} machines x {len(nodes)} numbers of nodes x {len(networks)} networks"
-        raise RequestError(f"frontier: {count} are more than {MOST_POINTS} points")
+        raise RequestError(f"sweep: {count} are more than {MOST_POINTS} points")
     try:
         if train.global_batch is None:  # one batch for all points, or they would do different jobs
-            sizes = [machines.cluster(name, max(nodes)) for name in names]
+            sizes = [machines.cluster(name, max(nodes), gpus_per_node=request.ranks_per_node) for name in names]
             largest = max(sizes, key=lambda cluster: cluster.world_size)
             train = replace(train, global_batch=plan(largest, (), model, train).global_batch)
         return frontier(
@@ -93,6 +90,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
             tokens=tokens_of(request, train),
             prices=prices,
             transport=request.transport,
+            gpus_per_node=request.ranks_per_node,
         )
     except (MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
@@ -114,8 +112,8 @@ def tokens_of(request: Request, train: TrainSpec) -> float:
     return PER_TOKENS
 
 
-def _frontier(request: Request, text: str, plot: Path | None, form: str) -> None:
-    with waiting("recommend: forecasting the frontier"):
+def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
+    with waiting(f"recommend: forecasting layouts for {text}"):
         points = frontier_of(request, _numbers(text))
     if plot is not None:
         _write(plot, frontier_svg(points, f"{request.model}, {request.train.method}"))
@@ -144,37 +142,6 @@ def _write(plot: Path, drawn: str) -> None:
         write_atomic(plot, drawn)
     except OSError as error:
         raise click.UsageError(f"--plot {plot}: {error.strerror or error}") from None
-
-
-def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
-    if request.machine is None:
-        raise click.UsageError("--sweep needs --machine: a sweep is over nodes of one kind")
-    model = model_of(request)
-    assert model is not None  # noqa: S101 - `run` has refused otherwise
-    nodes, train = _numbers(text), request.train
-    try:
-        if train.global_batch is None:  # one batch for all points, or the curve would compare different jobs
-            largest = machines.cluster(request.machine, max(nodes), gpus_per_node=request.ranks_per_node)
-            batch = plan(largest, (), model, train).global_batch
-            train = replace(train, global_batch=batch)
-        with waiting(f"recommend: forecasting layouts for {text}"):
-            points = sweep(request.machine, nodes, model, train, gpus_per_node=request.ranks_per_node,
-                           network=request.network, transport=request.transport)  # fmt: skip
-    except (MachineError, ValueError) as error:
-        raise RequestError(str(error)) from None
-    if plot is not None:
-        _write(plot, sweep_svg(points, f"{model.name} on {request.machine}"))
-
-    def show(out: Console) -> None:
-        rows = table("nodes", "ranks", "layout", "step", "tokens/s", "efficiency")
-        for point in points:
-            efficiency = f"{point.efficiency:.0%}" if point.efficiency is not None else "-"
-            rate = f"{point.tokens_per_second:,.0f}" if point.tokens_per_second is not None else "-"
-            step = units.seconds(point.step_seconds) if point.step_seconds is not None else point.reason
-            rows.add_row(str(point.nodes), str(point.ranks), point.family or "nothing fits", step, rate, efficiency)
-        out.print(rows)
-
-    emit([asdict(point) for point in points], form, show)
 
 
 def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:

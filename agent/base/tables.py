@@ -141,7 +141,12 @@ def console() -> Console:
     """
     if sys.stdout.isatty():
         return _Console(file=sys.stdout, highlight=False, soft_wrap=False, emoji=False)
+    return plain_console(sys.stdout)
+
+
+def plain_console(stream: TextIO) -> Console:
+    """For a pipe or a file: plain lines of at most COLUMNS characters, 80 where that variable is not set."""
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) > 0 else 80
-    plain: Any = _Plain(sys.stdout)
+    plain: Any = _Plain(stream)
     return _Console(file=plain, width=width, highlight=False, soft_wrap=False, emoji=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +42,6 @@ from topology.graph import ClusterTopology, NodeTopology
 if TYPE_CHECKING:
     from agent.base.bench_history import Line
     from agent.checks.history import Event
-    from agent.why.ranks import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,7 @@ class View:
     bench_at_seconds: float | None = None
     benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
     flights: tuple[RunRecord, ...] = ()  # newest first
-    runs: tuple[Standing, ...] = ()  # that this agent watches, newest first
-    events: tuple[Event, ...] = ()  # of 30 days, oldest first; of the resident agent's own host
+    events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
 
 
@@ -315,12 +312,6 @@ class UnknownNameError(ValueError):
 def _nodes(check: Check) -> set[str]:
     """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
     return set(check.node.split(", "))
-
-
-def digest(view: View) -> str:
-    """Changes when a verdict, a benchmark or a flight does, and not with every scan."""
-    state = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
-    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:

@@ -24,7 +24,7 @@ from agent.base.output import say, waiting
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Write one file for whoever helps: recording, findings, history, versions, limits, kubelet's account, logs.
+    """Write one file for whoever helps: recording, findings, versions, limits, kubelet's account, logs.
 
     Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
     """

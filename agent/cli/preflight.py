@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from contracts.plain import printable
 if TYPE_CHECKING:
     from agent.jobs.report import Report
 
-FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
+FORMATS = ("table", "json", "yaml", "junit", "github")
 
 model_options = (
     click.option("--model", default=None, help="Known model name or config.json; default with --fly: a tiny Llama."),
@@ -63,7 +63,7 @@ with_model_options = with_options(model_options)
 @click.option("--report", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
               help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
-              help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
+              help="table, json, yaml, junit or github; repeat for several.")  # fmt: skip
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="A report.json or recording of a good state: only what got worse fails.")  # fmt: skip
 @click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
@@ -117,7 +117,7 @@ def preflight(
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     if folder is not None:
         try:
-            written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
+            written = write_folder(report, folder, pages.report_page(report))
         except OSError as error:
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         say(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
@@ -179,26 +179,21 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
     from agent.jobs.report import junit
-    from agent.pages import render as pages
 
-    if form == "table" and path is None:
+    if form == "table":
+        from agent.base.tables import plain_console
         from agent.terminal.report import report as show
 
-        show(console(), report, verbose=verbose, everything=everything)
-        return
-    text = {
-        "json": lambda: render(report, "json"),
-        "yaml": lambda: render(report, "yaml"),
-        "junit": lambda: junit(report),
-        "github": lambda: github(report),
-        "markdown": lambda: pages.report_markdown(report),
-        "table": lambda: pages.report_markdown(report),
-    }[form]()
+        if path is None:
+            show(console(), report, verbose=verbose, everything=everything)
+            return
+        table = io.StringIO()
+        show(plain_console(table), report, verbose=verbose, everything=everything)
+        text = table.getvalue()
+    else:
+        text = {"junit": junit, "github": github}.get(form, lambda whole: render(whole, form))(report)
     if path is None:
         say(text, nl=False)
-        if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
-            with Path(summary).open("a", encoding="utf-8") as stream:
-                stream.write(pages.report_markdown(report))
         return
     try:
         write_atomic(path, text)

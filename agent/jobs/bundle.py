@@ -98,7 +98,7 @@ def _text(path: Path) -> str:
 
 
 def _kept(state: Path) -> Iterator[tuple[str, bytes]]:
-    """What the agent keeps: history, last benchmark, flights; whatever is no JSON is left out and named."""
+    """What the agent keeps: last benchmark, flights; whatever is no JSON is left out and named."""
     for path in sorted([*state.glob("*.json"), *state.glob("flights/*.json")])[:128]:
         name = f"state/{path.relative_to(state).as_posix()}"
         try:

@@ -162,9 +162,6 @@ OWN: tuple[Family, ...] = (
     _agent("transport_channels", "Channel lines of the last log by transport.", "transport"),
     _agent("transport_info", "Transports proven by the last log.", "inter_node", "intra_node", "gdrdma", kind="info"),
     _agent("log_problems", "Problems the last log shows.", "code", "severity"),
-    # --- runs that the agent watches
-    _agent("run_verdicts", "Watched runs by how they stand: fine, slow, stuck, failed.", "status"),
-    _agent("run_stalled", "1 where a watched run is stuck or has failed."),
     # --- the last flight
     _agent("flights", "Flights the agent remembers, by how they ended.", "status"),
     _agent("flight_success", "1 where the last flight ended complete."),

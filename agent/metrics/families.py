@@ -143,10 +143,6 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
         yield from _bench_values(view.bench)
         if view.bench.evidence is not None:
             yield from _evidence_values(view.bench.evidence)
-    if view.runs:
-        states = Counter(one.verdict.state for one in view.runs)
-        yield "run_verdicts", [((state,), float(count)) for state, count in sorted(states.items())]
-        yield "run_stalled", [((), float(bool(states["stuck"] + states["failed"])))]
     if view.flights:
         yield from _run_values(view)
 

@@ -116,8 +116,6 @@ def renamed(documents: Iterable[Document], run: str) -> list[Document]:
             about["name"] = spaces[about["name"]]
         elif about["name"] in whole and document["kind"] in CLUSTER_SCOPED:
             about["name"] += f"-{run}"
-        if document["kind"] == "AdmissionCheck":  # an installed controller is not to answer it
-            document["spec"]["controllerName"] = f"topoflight.io/{run}"
     if "runtimeClassName" in json.dumps(made):
         made.append({"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "nvidia",
                      "metadata": {"name": f"{run}-nvidia"}})  # fmt: skip
