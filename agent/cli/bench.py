@@ -101,6 +101,8 @@ def bench(
         spec = spec_of(options)
         if options["layout"] and not options["model"]:
             raise click.UsageError("--layout goes with --like, which names the model")
+        if options["rendezvous"] and options["hosts"] == 1:
+            raise click.UsageError("--rendezvous goes with --nodes: one host alone meets nobody")
         if options["model"]:
             spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")

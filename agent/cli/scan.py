@@ -16,7 +16,9 @@ from agent.base.output import console, emit, say, waiting
 @host_option
 @root_option
 @format_option
-@click.option("--timeout", default=30.0, show_default=True, help="Seconds for each probe.")
+@click.option(
+    "--timeout", default=30.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds for each probe."
+)
 @click.option("--all", "everything", is_flag=True, help="With -v: list passed checks too.")
 @verbose_option
 @click.argument("name", required=False)
