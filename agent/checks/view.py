@@ -22,6 +22,7 @@ from agent.checks.verdict import (
     worst_first,
 )
 from collectives.bench.results import BenchResult
+from contracts.redaction import redact
 from contracts.run_record import RunRecord
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
@@ -86,6 +87,7 @@ def look(
         from agent.checks.measured import checks_of_bench
 
         checks.extend(checks_of_bench(bench, snapshots))
+    checks = [check if check.status == "pass" else _without_secrets(check) for check in checks]
     return View(
         snapshots=tuple(snapshots),
         topologies=topologies,
@@ -98,6 +100,12 @@ def look(
         benches=benches,
         flights=flights,
     )
+
+
+def _without_secrets(check: Check) -> Check:
+    """The check as it may be shown: messages and evidence quote environments, files and the kernel's log."""
+    evidence = tuple(map(redact, check.evidence))
+    return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
 
 
 def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
