@@ -49,7 +49,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "wrap": ("agent.cli.wrap:wrap", "Add gate, environment and needs to the manifest of your own job."),
     "serve": ("agent.http.serve:serve", "Run the HTTP agent."),
-    "explain": ("agent.cli.scan:explain", "Explain a finding code: what it means, how to see and mend it."),
+    "explain": ("agent.cli.explain:explain", "Explain a finding code: what it means, how to see and mend it."),
 }
 
 

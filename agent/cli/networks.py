@@ -87,8 +87,8 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 def _here(options: dict[str, Any]) -> NetworkBars:
     """Over namespaces of this host."""
-    from agent.advice.advise import Request
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.request import Request
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.base.result_store import keep_flight

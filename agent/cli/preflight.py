@@ -170,7 +170,7 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
 
 
 def _options(options: dict[str, Any], folder: Path | None) -> Any:
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.jobs.preflight import Options
 
     request = Request.of(

@@ -78,7 +78,8 @@ def recommend(**options: object) -> None:
 
     Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
     """
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export
+    from agent.advice.request import Request
 
     if options.pop("list_exports"):
         say("\n".join(FORMATS))
@@ -96,7 +97,7 @@ def recommend(**options: object) -> None:
             settings = dataset.named(str(options["dataset"]), request.tokenizer, request.model)
             request = dataset.with_rows(request, settings)
     if options["sweep"] or options["compare"]:
-        from agent.advice import whatif
+        from agent.cli import whatif
 
         whatif.run(request, options, form)
         return

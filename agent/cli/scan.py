@@ -1,4 +1,4 @@
-"""The verbs scan, capture and explain."""
+"""The verbs scan, capture and demo."""
 
 from __future__ import annotations
 
@@ -63,19 +63,6 @@ def capture(root: str, target: Path | None) -> None:
     except OSError as error:
         raise click.ClickException(f"{target}: {error.strerror}") from None
     say(f"{target}: {len(text)} bytes", err=True)
-
-
-@click.command()
-@click.argument("code")
-def explain(code: str) -> None:
-    """Explain a finding CODE or an alert: what it means, how to see it and what mends it."""
-    from agent.base.tables import explanation
-    from agent.checks.explain import UnknownCodeError, section
-
-    try:
-        explanation(console(), section(code))
-    except UnknownCodeError as error:
-        raise click.UsageError(str(error)) from None
 
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.json"

@@ -52,7 +52,7 @@ def why(
 
     Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
     """
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.terminal.why import verdict as show
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run

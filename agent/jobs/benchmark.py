@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request
 from agent.advice.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import RequestError
 from agent.base.output import Progress

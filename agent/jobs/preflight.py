@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.advice.advise import Request, answer, with_fsdp
+from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, settings
+from agent.advice.request import Request
 from agent.base import result_store as keep
 from agent.base import units
 from agent.base.hosts import snapshots as read_snapshots
