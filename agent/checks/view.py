@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.checks.coverage import covered, no_gpu_read
-from agent.checks.expect import EXPECT_CODES, Expectation, checks_of, seen, settled
+from agent.checks.expect_checks import EXPECT_CODES, checks_of, seen, settled
 from agent.checks.verdict import (
     MANY_CODES,
     Check,
@@ -22,6 +22,7 @@ from agent.checks.verdict import (
     worst_first,
 )
 from collectives.bench.results import BenchResult
+from contracts.redaction import redact
 from contracts.run_record import RunRecord
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
@@ -40,6 +41,7 @@ from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:
     from agent.base.bench_history import Line
+    from agent.checks.expect import Expectation
     from agent.checks.history import Event
 
 
@@ -86,6 +88,7 @@ def look(
         from agent.checks.measured import checks_of_bench
 
         checks.extend(checks_of_bench(bench, snapshots))
+    checks = [check if check.status == "pass" else _without_secrets(check) for check in checks]
     return View(
         snapshots=tuple(snapshots),
         topologies=topologies,
@@ -100,8 +103,14 @@ def look(
     )
 
 
+def _without_secrets(check: Check) -> Check:
+    """The check as it may be shown: messages and evidence quote environments, files and the kernel's log."""
+    evidence = tuple(map(redact, check.evidence))
+    return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
+
+
 def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
-    if isinstance(expected, Expectation):
+    if not isinstance(expected, str):
         return checks_of(expected, seen(snapshot, node), snapshot.hostname)
     return (Check(id=EXPECT_CODES[0], status="unknown", node=snapshot.hostname, message=expected, required=True),)
 

@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +32,6 @@ RESERVED_DESCRIPTORS = 64  # for the probes' child, state files, the API server 
 BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
 HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
 KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
-LINES_PER_MINUTE = 10.0  # of complaints about what clients send
 GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
@@ -137,16 +135,13 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.access import Bucket
     from agent.http.limits import Limited
 
-    for name in ("uvicorn.error", "asyncio"):  # hostile clients do not fill the log
-        logging.getLogger(name).addFilter(_Seldom(Bucket(rate=LINES_PER_MINUTE / 60, size=LINES_PER_MINUTE).take))
     sys.setswitchinterval(SWITCH_SECONDS)
     connections = _connections()
     Limited.most_per_address = min(Limited.most_per_address, max(4, connections // 4))
     config = uvicorn.Config(
-        app, host=address, port=port, log_level=logging.getLevelName(logging.getLogger().level).lower(),
+        app, host=address, port=port, log_level=_log_level(),
         access_log=False, ws="none", http=Limited, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
         limit_concurrency=connections, h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
     )  # fmt: skip
@@ -166,13 +161,10 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
         raise click.ClickException("the HTTP agent did not start")
 
 
-class _Seldom(logging.Filter):
-    def __init__(self, take: Callable[[], bool]) -> None:
-        super().__init__()
-        self._take = take
-
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - whatever it says
-        return self._take()
+def _log_level() -> int:
+    """The level of uvicorn's log. uvicorn warns of each request that is no HTTP: without -v only errors are logged."""
+    level = logging.getLogger().level
+    return logging.ERROR if level >= logging.WARNING else level
 
 
 def _connections() -> int:

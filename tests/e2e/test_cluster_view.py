@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from api_server import CRD, ApiServer, configuration, write_kubeconfig
-from e2e_client import MACHINES, client_of
+from e2e_client import MACHINES, client_of, merge
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
@@ -204,9 +204,9 @@ def test_an_old_resource_version_conflicts(client: Client, node: str) -> None:
     path = path_of(API_VERSION, PLURAL, node)
     made = client.apply(path, to_resource(record_of(H100, node))[0])
     old = made["metadata"]["resourceVersion"]
-    client.merge(path, {"metadata": {"labels": {"a": "b"}}})
+    merge(client, path, {"metadata": {"labels": {"a": "b"}}})
     with pytest.raises(ApiError) as caught:
-        client.merge(path, {"metadata": {"resourceVersion": old, "labels": {"a": "c"}}})
+        merge(client, path, {"metadata": {"resourceVersion": old, "labels": {"a": "c"}}})
     assert caught.value.status == 409
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import urllib3
+from e2e_client import merge
 from real_cluster import (
     MACHINES,
     ROOT,
@@ -171,7 +172,7 @@ def test_the_agent_writes_of_no_other_node(agent_client: Client, cluster: list[D
         assert refused and f"may not write of node {other}" in refused
         for noted in ({"annotations": {"a": "b"}}, {"labels": {"a": "b"}}):
             with pytest.raises(ApiError, match="may not write of node"):
-                agent_client.merge(path, {"metadata": noted})
+                merge(agent_client, path, {"metadata": noted})
     finally:
         admin().request("DELETE", path)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from readers import TARGETS
 
-from agent.advice.advise import Request, model_of
+from agent.advice.request import Request, model_of
 from agent.base.inputs import RequestError
 from agent.base.result_store import MOST_RECORD_BYTES
 from agent.base.result_store import read as read_kept

@@ -310,14 +310,14 @@ def test_without_descriptors_it_waits_and_does_not_spin(served: Served, eventual
 
 
 def test_the_log_stays_short(impatient: Served) -> None:
-    """Hundreds of lines of nonsense are a handful in the log: ten a minute."""
+    """Hundreds of lines of nonsense are none in the log."""
     assert impatient.log is not None
     before = len(impatient.log.read_text().splitlines())
     for _ in range(300):
         with connect(impatient, b"nonsense\r\n\r\n") as client:
             assert status(read(client)) == 400
     impatient.honest()
-    assert len(impatient.log.read_text().splitlines()) - before < 60
+    assert len(impatient.log.read_text().splitlines()) - before < 10
 
 
 def test_few_descriptors_mean_few_places(tmp_path: Path) -> None:
