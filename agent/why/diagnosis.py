@@ -137,7 +137,7 @@ def _lines(sources: Sequence[str]) -> Iterator[str]:
             if source == "-":
                 continue
             try:
-                with path.open("rb") as stream:
+                with bounded.open_regular(path) as stream:
                     rest = b""
                     unpacked = Unpacked(stream)
                     while left > 0 and (block := unpacked.read(1 << 20)):
@@ -170,7 +170,7 @@ def _cut_short(logs: Sequence[str]) -> str:
 def _tails(logs: Sequence[str]) -> Iterator[str]:
     """The ends of logs, where torchrun's table stands."""
     for log in logs:
-        with suppress(OSError), Path(log).open("rb") as stream:
+        with suppress(OSError), bounded.open_regular(log) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
             yield stream.read().decode("utf-8", errors="replace")
 
