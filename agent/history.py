@@ -235,8 +235,8 @@ class History:
             if check.status in ("fail", "warn"):
                 key = check.id, check.subject
                 found[key] = (*found.get(key, ()), check)
-        judged = {check.id for check in checks if check.status != "unknown"}
-        self._count(found, judged, now, settling=settling)
+        unknown = {(check.id, check.subject) for check in checks if check.status == "unknown"}
+        self._count(found, unknown, now, settling=settling)
         why = "this host or its driver has just started" if settling else "seen for the first time"
         open_now = {key: seen for key, seen in self._kept.open.items() if seen.raised}
         yield from (check for seen in open_now.values() for check in seen.checks)
@@ -249,7 +249,13 @@ class History:
             if check.status not in ("fail", "warn") and not (check.status == "pass" and check.id in raised):
                 yield check
 
-    def _count(self, found: Mapping[Key, tuple[Check, ...]], judged: set[str], now: float, *, settling: bool) -> None:
+    def _count(self, found: Mapping[Key, tuple[Check, ...]], unknown: set[Key], now: float, *, settling: bool) -> None:
+        """Count the scans of each finding: raise those that persist, clear those that are gone.
+
+        A finding stays while a check of its code is unknown, for its subject or as a whole (subject ""). Where this
+        scan has no check for it at all, nobody asks any more (a withdrawn expectation), and it is gone like one that
+        passes.
+        """
         held = self._kept.open
         for key, checks in itertools.islice(found.items(), MOST_OPEN):
             if settling and AT_ONCE.get(key[0]) == _COMPARED:  # what counted while the host started is of the start
@@ -261,7 +267,7 @@ class History:
                 seen.raised = True
                 self._tell(seen.since, "raised", checks[0].message, checks[0])
         for key, seen in list(held.items()):
-            if key in found or key[0] not in judged:  # what was not judged is not gone
+            if key in found or key in unknown or (key[0], "") in unknown:
                 continue
             seen.missing, seen.scans = seen.missing + 1, 0
             if not seen.raised or seen.missing >= SCANS_TO_CLEAR:

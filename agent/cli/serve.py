@@ -21,6 +21,8 @@ import click
 from agent.cli.hosts import host_option, root_option
 from agent.cli.output import say
 
+log = logging.getLogger(__name__)
+
 ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no endpoints that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
     "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
@@ -50,8 +52,8 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
               help="Watch the runs in it: who is behind is in /why, metrics and events.")  # fmt: skip
 @click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
               help="What each node must have, judged at every scan: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
-@click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              metavar="FILE", help="The same as a YAML mapping; read anew for each scan.")  # fmt: skip
+@click.option("--expect-file", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="The same as a YAML mapping, read for each scan. An absent file asks nothing.")  # fmt: skip
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
               help="A name beside localhost and this host's own under which the agent may be read.")  # fmt: skip
 @click.option("--reads", default="open", type=click.Choice(["open", "token"]), show_default=True,
@@ -72,7 +74,6 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     With --host it serves recordings in place of this host.
     """
     from agent.cli.hosts import snapshots
-    from agent.gate.expect import expectation
     from agent.http.state import State
     from probes.hostinfo.container import ROLE
     from probes.scanner import Scanner
@@ -88,7 +89,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],
-        expected=lambda: expectation(options["expect"], options["expect_file"]),
+        expected=lambda: _expected(options),
         history=None if hosts else _history(options["folder"]), runs=options["runs"],
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
@@ -99,6 +100,14 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     finally:
         if scanner:
             scanner.close()
+
+
+def _expected(options: dict[str, Any]) -> Any:
+    """What each node must have now: the ConfigMap of an administrator comes, changes and goes. Raises GateError."""
+    from agent.gate.expect import expectation
+
+    file: Path | None = options["expect_file"]
+    return expectation(options["expect"], file if file is not None and file.exists() else None)
 
 
 def _history(folder: Path | None) -> Any:
@@ -191,9 +200,12 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
     from agent.gate.verdict import GateError
 
     try:
-        expectation(options["expect"], options["expect_file"])
+        expectation(options["expect"], None)
     except GateError as error:
         raise click.UsageError(str(error)) from None
+    file = options["expect_file"]
+    if file is not None and not file.exists():
+        log.warning("--expect-file %s: there is no such file; nothing is expected of this node until there is", file)
     if options["token_file"] and options["token_review"]:
         raise click.UsageError("--token-file and --token-review: only one of them can judge tokens")
     if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
