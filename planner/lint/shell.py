@@ -852,23 +852,3 @@ def bash_of_csh(text: str) -> str:
     for pattern, words in _CSH:
         text = re.sub(pattern, words, text, flags=re.MULTILINE)
     return text
-
-
-def bash_of_fish(text: str) -> str:
-    """The control structures of a fish script in bash's words, line by line."""
-    rows, open_blocks = [], list[str]()
-    for row in text.splitlines():
-        match = re.match(r"\s*(else if|if|for|while|function|begin|switch|end|else)\b(.*)", row)
-        word, rest = (match[1], match[2].rstrip("; ")) if match else ("", "")
-        if word in ("if", "for", "while"):
-            row = f"{word}{rest}; {'then' if word == 'if' else 'do'}"
-            open_blocks.append("fi" if word == "if" else "done")
-        elif word in ("function", "begin", "switch"):
-            row = ""
-            open_blocks.append("")
-        elif word == "else if":
-            row = f"elif{rest}; then"
-        elif word == "end":
-            row = open_blocks.pop() if open_blocks else ""
-        rows.append(row)
-    return "\n".join(rows)
