@@ -66,9 +66,7 @@ class Output(NamedTuple):
     piped: bool = False  # its output goes into the next command
 
 
-def read_shell(
-    text: str, *, known: dict[str, str | None] | None = None, depth: int = 0, line: int = 1
-) -> Script:
+def read_shell(text: str, *, known: dict[str, str | None] | None = None, depth: int = 0, line: int = 1) -> Script:
     """Read all that a script sets. `known` are variables set before it, `line` the number of its first line."""
     return _Reader({} if known is None else dict(known), depth).read(text, line)
 
@@ -498,7 +496,7 @@ class _Reader:
         if value_node is not None and value_node.type == "array":
             items = [word for each in value_node.named_children for word in self._word(each)]
             kept = self._arrays.get(name, []) if node.children[1].type == "+=" else []
-            self._arrays[name], self.values[name] = [*kept, *items][:_MOST_VALUE >> 4], None
+            self._arrays[name], self.values[name] = [*kept, *items][: _MOST_VALUE >> 4], None
             return
         for inner in _descend(value_node, "command_substitution") if "NCCL_" in raw else ():
             if self._value(inner) is None:
@@ -513,9 +511,7 @@ class _Reader:
         raw = self._raw(value_node) if value_node else ""
         self._put(name, value, raw, self._line(node), exported=exported, scope=scope)
 
-    def _put(
-        self, name: str, value: str | None, raw: str, line: int, *, exported: bool, scope: str = ""
-    ) -> None:
+    def _put(self, name: str, value: str | None, raw: str, line: int, *, exported: bool, scope: str = "") -> None:
         if not NAME.match(name):
             return
         for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix

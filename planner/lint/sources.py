@@ -190,7 +190,9 @@ def why_nothing(text: str, reading: Reading) -> str:
     """The sentence for a text in which no variable was found."""
     lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
     if not lines:
-        return f"No variable of NCCL, PyTorch's process groups or their plugins is in it. It was read as: {reading.form}"
+        return (
+            f"No variable of NCCL, PyTorch's process groups or their plugins is in it. It was read as: {reading.form}"
+        )
     looks = _foreign(text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks else ""
@@ -258,7 +260,9 @@ def _script(text: str, kind: str) -> Script:
     return script
 
 
-_LOGGED = re.compile(r"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`\n]*?)\.?[ \t]*$", re.M)
+_LOGGED = re.compile(
+    r"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`\n]*?)\.?[ \t]*$", re.M
+)
 
 
 def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
