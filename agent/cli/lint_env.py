@@ -25,7 +25,7 @@ LINT_KINDS = ("env", "shell", "conf", "yaml", "json", "toml", "dockerfile", "log
 @host_option
 @click.option("-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table")
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
-    """Check NCCL environment variables in a script, manifest or running process.
+    """Check NCCL variables in a script, manifest or running process.
 
     Reads env files, nccl.conf, shell and Slurm scripts with the options of launchers, Kubernetes and Compose YAML,
     Helm templates, Dockerfiles, NCCL's logs and running processes. Each finding says what NCCL does with the setting.

@@ -34,8 +34,8 @@ class Linted:
     """What was read of a text, and what is to be said of it."""
 
     read: str  # in words: how many variables, in which form
-    unread: str  # in words: the lines that were not understood; "" where all were
     checks: tuple[Check, ...]
+    unread: str = ""  # in words: the lines that were not understood; empty where all were
 
     @property
     def exit_code(self) -> int:

@@ -38,15 +38,13 @@ class _Stage(NamedTuple):
 
 def read_dockerfile(text: str) -> Script:
     """Read the variables that the last stage's containers have; those of other stages hold under the stage's name."""
-    script = Script()
-    stages = [_Stage("", {}, [])]
+    script, stage, named = Script(), _Stage("", {}, []), dict[str, _Stage]()
     for each in _instructions(text, script):
-        stage = stages[-1]
         if each.name == "FROM":
-            words = [word for word in each.rest.split() if not word.startswith("--")]
-            base = next((one for one in stages[1:] if words and one.name == words[0].lower()), None)
-            name = words[2].lower() if len(words) > 2 else str(len(stages) - 1)
-            stages.append(_Stage(name, dict(base.known if base else {}), list(base.assigned if base else ())))
+            words = [word.lower() for word in each.rest.split() if not word.startswith("--")]
+            base = named.get(words[0], _Stage("", {}, [])) if words else stage
+            name = words[2] if len(words) > 2 else str(len(named))
+            stage = named[name] = _Stage(name, dict(base.known), list(base.assigned))
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
         elif each.name in ("CMD", "ENTRYPOINT"):
@@ -58,11 +56,11 @@ def read_dockerfile(text: str) -> Script:
         else:
             target = each.rest.split()[-1]
             script.inner += [Inner(text=body, target=target, line=line) for line, body in each.documents]
-    for stage in stages[:-1]:
-        script.assigned += [
-            replace(each, scope=f"stage {stage.name}") for each in stage.assigned if each not in stages[-1].assigned
-        ]
-    script.assigned += stages[-1].assigned
+    last = set(stage.assigned)
+    for other in named.values():
+        if other is not stage:
+            script.assigned += [replace(one, scope=f"stage {other.name}") for one in other.assigned if one not in last]
+    script.assigned += stage.assigned
     return script
 
 
@@ -90,7 +88,7 @@ def _command(each: _Instruction, known: dict[str, str | None]) -> Script:
             words = json.loads(each.rest)
         except (ValueError, RecursionError):
             words = None
-        if isinstance(words, list) and all(isinstance(word, str) for word in words):
+        if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
             return read_words(words, each.line)
     return read_shell(each.rest, known=known, line=each.line)
 

@@ -104,10 +104,7 @@ def parse(text: str, kind: str) -> list[list[Any]]:
             return [[tomllib.loads(text)]]
         if kind == "json":
             return [[json.loads(text)]]
-        if "{{" in text or "{%" in text:
-            texts = list(dict.fromkeys(_without_templates(text, branch) for branch in range(_MOST_BRANCHES)))
-        else:
-            texts = [text]
+        texts = _without_templates(text) if "{{" in text or "{%" in text else [text]
         return [_parse_yaml(each) for each in texts]
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise DocumentError(str(error)) from None
@@ -119,49 +116,53 @@ def _parse_yaml(text: str) -> list[Any]:
 
 
 _ONLY_TEMPLATE = re.compile(r"(?:-\s+)?(?:\{\{.*\}\}|\{%.*%\})(?:\s*#.*)?")
+_QUOTED_TEMPLATE = re.compile(r"\"\s*\$?\{\{[^{}]*\}\}\s*\"|'\s*\$?\{\{[^{}]*\}\}\s*'")
+_VALUE_OF_TEMPLATE = re.compile(r"\$?\{\{[^{}]*\}\}|\{%.*?%\}")
+_CLOSED_AT_ONCE = re.compile(r"(?:\{\{|\{%)[-+]?\s*end")
 _STEP_OF_TEMPLATE = re.compile(r"(?:\{\{|\{%)[-+]?\s*(if|with|range|define|block|for|else|elif|end\w*)\b(.*)")
 
 
-def _without_templates(text: str, branch: int) -> str:
+def _without_templates(text: str) -> list[str]:
     """Helm and Jinja: lines that are all template go, values that are become unknown.
 
-    Of each `if ... else` only the given branch stays, the last one where it has fewer: both never hold together.
+    Returns one text for each branch: of every `if ... else` only that branch stays, or the last one where it has fewer.
+    Both never hold together.
     """
-    rows: list[str] = []
-    text = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL)
-    lines = text.splitlines()
+    lines = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL).splitlines()
     branches = _branches(lines)
-    for number, row in enumerate(lines):
-        bare = row.strip()
-        if any(which != min(branch, last) for which, last in branches[number]) or (
-            _ONLY_TEMPLATE.fullmatch(bare) and not re.match(r".*:\s*\{\{", bare)
-        ):
-            rows.append("")
-            continue
-        row = re.sub(r"\"\s*\$?\{\{[^{}]*\}\}\s*\"|'\s*\$?\{\{[^{}]*\}\}\s*'", _OPEN, row)
-        rows.append(re.sub(r"\$?\{\{[^{}]*\}\}|\{%.*?%\}", _OPEN, row))
-    return "\n".join(rows)
+    plain = [
+        re.sub(_VALUE_OF_TEMPLATE, _OPEN, re.sub(_QUOTED_TEMPLATE, _OPEN, row))
+        if not _ONLY_TEMPLATE.fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
+        else ""
+        for row in lines
+    ]
+    most = min(_MOST_BRANCHES, 1 + max((last for line in branches for _, last in line), default=0))
+    return [
+        "\n".join(
+            row if all(own == min(branch, last) for own, last in line) else ""
+            for row, line in zip(plain, branches, strict=True)
+        )
+        for branch in range(most)
+    ]
 
 
 def _branches(lines: list[str]) -> list[list[tuple[int, int]]]:
     """For each line the blocks with an `else` around it: the number of its branch, and that of the block's last one."""
-    blocks: list[list[int]] = []  # [branch, last branch] of each block that is open
-    found: list[list[list[int]]] = []
-    for row in lines:
-        step = _STEP_OF_TEMPLATE.match(row.strip())
-        closed = step is not None and re.search(r"(?:\{\{|\{%)[-+]?\s*end", step[2]) is not None
-        if step and step[1].startswith("end"):
-            blocks[-1:] = []
-        elif step and step[1] in ("else", "elif") and blocks:
-            blocks[-1] = [blocks[-1][0] + 1, blocks[-1][1]]
-        elif step and not closed and len(blocks) < _LIMIT_DEPTH:
-            blocks.append([0, len(found)])
-        found.append([list(each) for each in blocks])
+    blocks: tuple[tuple[int, int], ...] = ()  # branch, and the line where the block begins
+    found: list[tuple[tuple[int, int], ...]] = []
     last: dict[int, int] = {}
-    for line in found:
-        for branch, block in line:
-            last[block] = max(last.get(block, 0), branch)
-    return [[(branch, last[block]) for branch, block in line if last[block]] for line in found]
+    for number, row in enumerate(lines):
+        step = _STEP_OF_TEMPLATE.match(row.strip())
+        if step and step[1].startswith("end"):
+            blocks = blocks[:-1]
+        elif step and step[1] in ("else", "elif") and blocks:
+            branch, begin = blocks[-1]
+            last[begin] = branch + 1
+            blocks = (*blocks[:-1], (branch + 1, begin))
+        elif step and len(blocks) < _LIMIT_DEPTH and not _CLOSED_AT_ONCE.search(step[2]):
+            blocks = (*blocks, (0, number))
+        found.append(blocks)
+    return [[(branch, last[begin]) for branch, begin in line if begin in last] for line in found]
 
 
 def read_documents(branches: list[list[Any]]) -> tuple[Place, ...]:

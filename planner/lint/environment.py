@@ -39,6 +39,7 @@ from planner.nccl_env.names import (
     torch_names,
     version_text,
 )
+from planner.nccl_env.platforms import Platform, platform_of_plugin
 from planner.nccl_env.situation import NodeView
 from probes.api import Finding, Severity, Snapshot
 from topology.build import build
@@ -58,7 +59,14 @@ _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
 
 
 def check_leftover(
-    name: str, value: str, entry: NcclName, version: Version | None, node: NodeView, *, plugin: bool
+    name: str,
+    value: str,
+    entry: NcclName,
+    version: Version | None,
+    node: NodeView,
+    *,
+    plugin: bool,
+    vendor: Platform | None,
 ) -> Iterator[Finding]:
     """A setting of the Debugging section that stayed. `plugin`: aws-ofi-nccl is in use and may have set it itself."""
     if plugin and (value in settings().plugin_values.get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")):
@@ -77,6 +85,9 @@ def check_leftover(
         return
     if entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
+    if vendor is not None:
+        yield from _beside_a_vendors_plugin(name, value, vendor)
+        return
     if name == "NCCL_PXN_DISABLE" and _without_nvlink(node):
         yield finding(
             "env.debug.leftover", Severity.INFO, name, value,
@@ -92,6 +103,20 @@ def check_leftover(
         f"A debugging setting that stayed: {settings().effects.get(name, _DEFAULT_EFFECT)}.",
         f"Unset {name}, unless a measurement on this machine speaks for it.",
         ("NCCL docs/userguide/source/env.rst: section Debugging",),
+    )  # fmt: skip
+
+
+def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
+    """A debugging setting where the plugin's vendor publishes an environment, which may hold it."""
+    published, _ = vendor.values().get(name, ("", None))
+    if published.lower() == value.lower():
+        return
+    script = vendor.script[0] if vendor.script else "the vendor's script"
+    recipe = f"publishes {name}={published}" if published else f"does not publish {name}"
+    yield finding(
+        "env.debug.leftover", Severity.INFO, name, value,
+        f"The recipe of the plugin's vendor for {vendor.name} {recipe}. The plugin is tested with that recipe only.",
+        f"Write {name}={published}." if published else f"Compare it with {script} before you change it.",
     )  # fmt: skip
 
 
@@ -212,6 +237,7 @@ def lint(
             quoted += check_quotes(name, value)
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, node, source)
+    vendor = platform_of_plugin(environment)
     carried = other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else "")
     for name, value in environment.items():
         if name == "NCCL_IB_DISABLE" and carried and strtoll(value) == (1, True):
@@ -221,7 +247,7 @@ def lint(
                 f"Unset {name}: it hides RDMA where the plugin is missing.",
             ))  # fmt: skip
             continue
-        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own)
+        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own, vendor=vendor)
     for name, raw in (unresolved or {}).items():
         found += _judge_name(name, raw, version, source, node, plugin=plugin, known=False, own=own)
     found += _unexported(unexported or {})
@@ -254,6 +280,7 @@ def _judge_name(
     plugin: bool,
     known: bool = True,
     own: frozenset[str] = frozenset(),
+    vendor: Platform | None = None,
 ) -> Iterator[Finding]:
     """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
     if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
@@ -294,7 +321,7 @@ def _judge_name(
         return
     if known:
         yield from check_value(name, value, entry, version)
-        yield from check_leftover(name, value, entry, version, node, plugin=plugin)
+        yield from check_leftover(name, value, entry, version, node, plugin=plugin, vendor=vendor)
 
 
 def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:

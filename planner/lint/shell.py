@@ -14,6 +14,7 @@ import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import tree_sitter_bash
@@ -22,7 +23,9 @@ from tree_sitter import Language, Node, Parser
 from planner.lint.script import NAME, NAMED, SETS, Assigned, Inner, Script, Unread
 
 _BASH = Language(tree_sitter_bash.language())
-_MOST_SECONDS = 2.0  # of CPU for one parse: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
+_MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
+_MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pipeline is
+_BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
 _MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
 _MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
 _MOST_SCRIPTS = 6  # scripts in quotes in scripts
@@ -30,11 +33,14 @@ _MOST_COMMANDS = 50_000  # that are followed, loops and calls of functions count
 _MOST_ROUNDS = 64  # of one loop over words
 
 _DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
+_SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
+_COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
+_REMOTE = {"ssh", "pdsh", "clush", "su"}
 _SHELLS = {"bash", "sh", "zsh", "dash", "ksh", "csh", "tcsh", "fish", "ssh", "srun", "sbatch", "su", "eval"}
 _WRAPPERS = {"time", "exec", "command", "nohup", "sudo", "numactl", "builtin", "nice"}
 _FISH = {"-x", "-gx", "-xg", "-Ux", "-xU", "-lx"}
-_TAKES_SETTING = {"-x", "-e", "--env", "-env", "--envs", "--container-env"}
+_TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
 _TAKES_PAIR = {"-genv", "--genv"}  # NAME and VALUE are two words
 _TAKES_LIST = {"--export", "--env-export"}
 _TAKES_FILE = {"--env-file", "--export-file", "--env_file"}
@@ -84,17 +90,26 @@ def expand(text: str) -> str | None:
     return _Reader({}, 0).read_value(quoted)
 
 
+def limit_parsing() -> None:
+    """Give the text that is read next a new budget of CPU time, all texts inside it included."""
+    _BUDGET.set([_MOST_SECONDS])
+
+
 def _parse(source: bytes) -> Node | None:
     """The tree's root; None where the text takes too long."""
-    until = time.process_time() + _MOST_SECONDS
+    left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
+    if source.count(b"|") > _MOST_PIPES:
+        return None
 
     def stop(_offset: int, _has_error: bool) -> bool:
-        return time.process_time() > until
+        return time.process_time() - start > left[0]
 
     try:
         tree = Parser(_BASH).parse(lambda offset, _point: source[offset : offset + 65536], progress_callback=stop)
     except ValueError:  # "Parsing failed": it was stopped
         return None
+    finally:
+        left[0] -= time.process_time() - start
     return tree.root_node
 
 
@@ -335,12 +350,13 @@ class _Reader:
                 self._visit(child)
 
     def _not_understood(self, node: Node) -> None:
-        text = self._text(node)
-        if NAMED.search(text) or not re.fullmatch(r"[\s<>&|;()]*", text):
-            self.script.unread.append(Unread(line=self._line(node), why="no shell syntax that is known"))
-        for child in node.children:
-            if child.is_named and child.type not in _EXPANSIONS | {"word", "number", "variable_name"}:
+        """Name the lines of what fits nowhere, where settings are near; statements inside are followed."""
+        near = NAMED.search(self._text(node)) is not None
+        for child in node.children or [node]:
+            if child.is_named and child != node and child.type not in _EXPANSIONS | {"word", "number", "variable_name"}:
                 self._visit(child)
+            elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self._text(child)):
+                self.script.unread.append(Unread(line=self._line(child), why="no shell syntax that is known"))
 
     def _inside(self, scope: str, nodes: Iterable[Node]) -> None:
         """Follow statements that run only under a condition or for one command."""
@@ -384,7 +400,7 @@ class _Reader:
         of = self._title([node.child_by_field_name("value") or node])
         for item in node.children:
             if item.type == "case_item":
-                patterns = [each for each in item.children_by_field_name("value")]
+                patterns = item.children_by_field_name("value")
                 rest = [each for each in item.children if each not in patterns]
                 self._inside(f"case {of} in {self._title(patterns)}"[:80], rest)
 
@@ -622,8 +638,8 @@ class _Reader:
         if texts[1:2] == ["="] and len(texts) > 2:
             self.values[texts[0]] = rest[2].value
         for number, text in enumerate(texts):
-            named = text in ("-o", "+o") and texts[number + 1 : number + 2] == ["allexport"]
-            if named or re.fullmatch(r"[-+][a-z]*a[a-z]*", text):
+            everything = text in ("-o", "+o") and texts[number + 1 : number + 2] == ["allexport"]
+            if everything or re.fullmatch(r"[-+][a-z]*a[a-z]*", text):
                 self._export_everything = text[0] == "-"
 
     def _write(self, program: str, rest: list[Word], line: int, piped: str, output: Output) -> None:
@@ -668,8 +684,9 @@ class _Reader:
             taken = self._launcher_option(words, at, line, where)
             if taken is None:
                 self._plain_word(words, at, line, where, settings=settings)
-                settings = word.text.rsplit("/", 1)[-1] == "env" or (settings and word.text[:1] in "-kse")
-                settings = settings or bool(_SETTING.match(word.text))
+                unset = at > 0 and words[at - 1].text in ("-u", "-C")
+                more = unset or re.match(r"-|[A-Za-z_]\w*=|(?:kubectl|set)\Z", word.text)
+                settings = word.text.rsplit("/", 1)[-1] == "env" or (settings and bool(more))
             at += 1 + (taken or 0)
 
     def _plain_word(self, words: list[Word], at: int, line: int, where: str, *, settings: bool) -> None:
@@ -681,12 +698,14 @@ class _Reader:
         elif program.startswith("python") and runs:
             self._other_language(text, word.line or line, "Python")
         elif runs:
-            self._text_in_word(text, word.line or line, where)
+            self._nested(text, word.line or line, where)
         elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
             tail = text[dotted.end() :].strip("\"'")
             self._pair(dotted[1], None if word.value is None else tail, tail, line, where)
-        elif "=" in text and (settings or _SETTING.match(text)) and NAME.match(text.partition("=")[0]):
+        elif _SETTER.match(text) and (settings or (at and words[at - 1].text[:1] == "-" and _SETTING.match(text))):
             self._setting(text, word.value, line, where)
+        elif at and program in _REMOTE and re.search(r"\s", text) and NAMED.search(text):
+            self._nested(text, word.line or line, where)
         elif at:
             self._text_in_word(text, word.line or line, where)
 
@@ -699,10 +718,10 @@ class _Reader:
             if at + 2 < len(words):
                 self._pair(after.text, words[at + 2].value, words[at + 2].raw, line, where)
             return 2
-        if text in _TAKES_SETTING:
+        if _TAKES_SETTING.fullmatch(text):
             self._setting(after.text, after.value, line, where)
             return 1
-        if equals and option in _TAKES_SETTING:
+        if equals and _TAKES_SETTING.fullmatch(option):
             self._setting(tail, None if word.value is None else tail, line, where)
         elif text.startswith(("-xNCCL_", "-eNCCL_")):
             self._setting(text[2:], None if word.value is None else text[2:], line, where)
@@ -739,21 +758,21 @@ class _Reader:
         """A script, JSON or options inside one word."""
         if not NAMED.search(text):
             return
-        inside = text.split("=", 1)[1].strip() if re.match(r"--?[\w.-]+=", text) else text.strip()
-        if inside.startswith(("{", "[")) and '"' in inside:
+        inside = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=", text) else text
+        if inside.lstrip().startswith(("{", "[")) and '"' in inside:
             self.script.inner.append(Inner(text=inside, target="option.json", line=line))
         elif "os.environ" in inside:
             self._other_language(inside, line, "Python")
-        elif re.search(r"[\s;=]", inside):
-            self._nested(inside, line, scope)
+        elif _COMMANDS.search(inside):
+            self._nested(inside, line, scope, surely=False)
 
     def _other_language(self, text: str, line: int, language: str) -> None:
         for number, row in enumerate(text.splitlines()):
             if SETS.search(row) and not row.lstrip().startswith("#"):
                 self.script.unread.append(Unread(line=line + number, why=f"a setting in {language}"))
 
-    def _nested(self, text: str, line: int, scope: str) -> None:
-        """A script inside this one: `bash -c`, eval, ssh, a here-document for a shell."""
+    def _nested(self, text: str, line: int, scope: str, *, surely: bool = True) -> None:
+        """A script inside this one: `bash -c`, eval, ssh, a here-document; not `surely` where it may be prose."""
         if self._depth >= _MOST_SCRIPTS:
             self.script.unread.append(Unread(line=line, why="scripts in quotes nested too deeply"))
             return
@@ -764,6 +783,8 @@ class _Reader:
         self._commands = inner._commands
         if not scope:
             self.values = inner.values
+        if not surely:
+            inner.script.unread.clear()
         self.script.add(inner.script)
 
 

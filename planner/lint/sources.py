@@ -6,6 +6,7 @@ modules of their own: `shell`, `documents`, `dockerfile`. Lines that are not und
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.pairs import JOB_SIZE
 from planner.lint.script import SETS, Assigned, Inner, Script, Unread
-from planner.lint.shell import bash_of_csh, directives, is_csh, read_shell
+from planner.lint.shell import bash_of_csh, directives, is_csh, limit_parsing, read_shell
 from probes.api import Finding, Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 
@@ -106,6 +107,7 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
         raise EnvironmentTextError(
             f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
         )
+    limit_parsing()
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     guessed = kind or guess_kind(text, name)
     if guessed not in FORMS:
@@ -190,9 +192,7 @@ def why_nothing(text: str, reading: Reading) -> str:
     """The sentence for a text in which no variable was found."""
     lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
     if not lines:
-        return (
-            f"No variable of NCCL, PyTorch's process groups or their plugins is in it. It was read as: {reading.form}"
-        )
+        return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
     looks = _foreign(text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks else ""
@@ -225,7 +225,7 @@ def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
             places = read_documents(branches)
         except DocumentError as error:
             raise EnvironmentTextError(str(error)) from None
-        title, parts = form(branches[0], title), []
+        title, parts = form(branches[0], kind), []
         for place in places:
             parts += [(place.source, place.script), *_inner(place.script, place.source, depth)]
         return title, parts
@@ -261,7 +261,8 @@ def _script(text: str, kind: str) -> Script:
 
 
 _LOGGED = re.compile(
-    r"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`\n]*?)\.?[ \t]*$", re.M
+    r"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`\n]*?)\.?[ \t]*$",
+    re.MULTILINE,
 )
 
 
@@ -309,10 +310,8 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
         where = inner.target if "/" in inner.target or "." in inner.target else f"{inner.target} of line {inner.line}"
         where = f"line {inner.line}" if where == "option.json" else where
         found: _Parts = []
-        try:
+        with contextlib.suppress(EnvironmentTextError):  # its lines are named below
             found = _read(inner.text, "other" if kind == "log" else kind, depth + 1)[1]
-        except EnvironmentTextError:
-            pass
         parts += [(f"{source}, {where}", each) for _inside, each in found]
         if not any(each.assigned for _, each in found):
             script.unread += _settings_inside(inner)
@@ -504,9 +503,12 @@ def guess_kind(text: str, name: str = "") -> str:
         return "dockerfile"
     if _YAML_HINT.search(text) or text.lstrip().startswith(("{", "[{", '["')):
         return "yaml"
-    if _foreign(text) and not re.search(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", text, re.MULTILINE):
+    foreign = _foreign(text)
+    if foreign and (
+        foreign == "Markdown" or not re.search(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", text, re.MULTILINE)
+    ):
         return "other"
-    if _SHELL_HINT.search(text) and not re.search(r"^[ \t]*(?:```|~~~)", text, re.MULTILINE):
+    if _SHELL_HINT.search(text):
         return "shell"
     if re.search(r"^\[[\w.\"-]+\][ \t]*$", text, re.MULTILINE):
         return "toml"
