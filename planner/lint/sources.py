@@ -26,7 +26,8 @@ FORMS: Mapping[str, str] = {
 }  # fmt: skip
 KINDS = tuple(kind for kind in FORMS if kind != "other")
 _DOCUMENTS = ("yaml", "json", "toml")
-_LIMIT_CHARACTERS = 16 << 20  # an environment or a manifest is kilobytes; a log may be megabytes
+_LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes
+_LIMIT_LOG = 16 << 20
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
@@ -103,7 +104,7 @@ def read_environment(text: str, kind: str | None = None, name: str = "") -> tupl
 
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     """The same with the form it was read as. Raises EnvironmentTextError."""
-    if len(text) > _LIMIT_CHARACTERS:
+    if len(text) > (_LIMIT_LOG if (kind or guess_kind(text[:_LIMIT_SCRIPT], name)) == "log" else _LIMIT_CHARACTERS):
         raise EnvironmentTextError(
             f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
         )
