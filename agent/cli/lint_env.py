@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from agent.cli import inputs
-from agent.cli.hosts import host_option, snapshots
-from agent.cli.output import render, say
+from agent.base import inputs
+from agent.base.hosts import snapshots
+from agent.base.options import host_option
+from agent.base.output import render, say
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
@@ -32,7 +33,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     Lines that could not be understood are named first. Exit code 3 when a setting is wrong, 5 when part of the text
     could not be understood, 2 when nothing could be read, 0 otherwise.
     """
-    from agent.gate.lint import lint_text, process_environment
+    from agent.checks.lint import lint_text, process_environment
 
     if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
         text, kind = process_environment(source), "process"
@@ -46,7 +47,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         say("\n".join(filter(None, (linted.unread, linted.read))), err=True)
         say(render(list(linted.checks), form), nl=False)
         sys.exit(linted.exit_code)
-    from agent.cli.output import console
+    from agent.base.output import console
     from agent.terminal.findings import findings
 
     if linted.unread:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kustomization import render
 
-from agent.view import View, look
+from agent.checks.view import View, look
 from probes.host.live import ENVIRONMENT, SECRET
 from probes.host.protocol import GpuHandle, Json
 from probes.host.recording import RecordedHost, load
@@ -78,6 +78,8 @@ class PodHost(RecordedHost):
         """The pod's own files stand above the machine's."""
         if path in self.files:
             return self.files[path]
+        if path.startswith("/etc/podinfo/") and not self.host_network:
+            raise FileNotFoundError(errno.ENOENT, "of the recorded pod", path)
         if path.startswith(("/proc/net/", "/proc/self/net/")) and not self.host_network:
             raise FileNotFoundError(errno.ENOENT, "of the host's network namespace", path)
         if "/gid_attrs/" in path and not self.host_network:

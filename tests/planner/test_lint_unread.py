@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.gate.lint import lint_text
+from agent.checks.lint import lint_text
 from planner.lint.environment import lint
 from planner.lint.sources import Reading, read_text
 
