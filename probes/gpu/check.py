@@ -15,12 +15,11 @@ from probes.gpu import unread as gpu_unread
 from probes.gpu.bus import PCI, check_bus
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.gpu.health import BUSY_RATIO, finding, subject_of
-from probes.gpu.read import SLOW_SECONDS_PER_CALL
-from probes.host.nvml import CRASHED, HUNG, NO_DEVICE_FILES, NOT_ASKED
+from probes.host.nvml import NO_DEVICE_FILES
 from probes.pci import probe as pci_probe
 
 CODES = (
-    "gpu.driver.unusable", "gpu.driver.slow", "gpu.device.lost", "gpu.device.denied", "gpu.device.unread",
+    "gpu.driver.unusable", "gpu.device.lost", "gpu.device.denied", "gpu.device.unread",
     "gpu.device.missing", "gpu.device.not_given",
     "gpu.device.recovery", "gpu.device.mixed", "gpu.device.mode", "gpu.pcie.width", "gpu.pcie.generation",
     "gpu.nvlink.missing", "gpu.nvlink.none", "gpu.nvlink.errors", "gpu.c2c.off", "gpu.fabric.incomplete",
@@ -44,8 +43,6 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
     for gpu in facts.gpus:
         if gpu.error is not None:
             yield _refused(gpu)
-    if facts.seconds_per_call is not None or _count_unqueried(facts):
-        yield _slow(facts)
     yield from _mixed(answering)
     yield from _split(answering)
     yield from _nvlink_counts(answering)
@@ -142,35 +139,10 @@ def _refused(gpu: Gpu) -> Finding:
             f"this process may not use this GPU{where}, so nothing of it was judged", evidence,
             "Scan outside of the job or container that limits its devices, or ask for this GPU too.",
         )  # fmt: skip
-    if gpu.refusal in (HUNG, CRASHED):
-        does = "hangs" if gpu.refusal == HUNG else "crashes"
-        return finding(
-            "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
-            f"the driver {does} when it is asked about this GPU{where}, so nothing of it was judged",
-            f"nvml: {gpu.refusal}{xids}",
-            "Drain the node, look for NVRM lines and Xids in dmesg, and reboot it.",
-        )  # fmt: skip
     return finding(
         "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
         f"the driver did not give this GPU{where}, so nothing of it was judged: {gpu.error}", evidence,
         "Scan again, and look for NVRM lines in dmesg if it stays so.",
-    )  # fmt: skip
-
-
-def _count_unqueried(facts: GpuFacts) -> int:
-    left = (*(gpu.unread for gpu in facts.gpus), *(pair.unread for pair in facts.pairs))
-    refused = sum(gpu.refusal == NOT_ASKED for gpu in facts.gpus)
-    return refused + sum(question.endswith(f"= {NOT_ASKED}") for questions in left for question in questions)
-
-
-def _slow(facts: GpuFacts) -> Finding:
-    left, pace = _count_unqueried(facts), facts.seconds_per_call
-    takes = f"takes {pace * 1e3:.0f} ms for an answer" if pace else "did not answer everything in time"
-    return finding(
-        "gpu.driver.slow", Severity.WARN, "",
-        f"the NVIDIA driver {takes}" + (f"; {left} questions were left unasked: unknown" * bool(left)),
-        f"NVML: {takes}, over {SLOW_SECONDS_PER_CALL * 1e3:.0f} ms is slow; {left} questions not asked",
-        "Look for NVRM lines in dmesg and for monitors that ask the driver all the time; turn persistence mode on.",
     )  # fmt: skip
 
 

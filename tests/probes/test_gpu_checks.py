@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probes.api import Finding, Severity
-from probes.gpu.answers import cpu_list
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
 from probes.gpu.probe import PROBE
+from probes.gpu.read import cpu_list
 from probes.host.nvml import nvml_bus_id, sysfs_bus_id
 from probes.host.recording import load
 from probes.scan import scan
