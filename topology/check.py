@@ -429,13 +429,23 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _reference(node: NodeTopology, gpus_on_bus: int | None) -> Iterator[Finding]:
-    """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer."""
+    """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer.
+
+    NVLinks that are missing cost their share of every collective, also where all GPUs lack the same number.
+    """
     row = reference_of(node)
     lost = row is not None and bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
+    whole = min(row.links_per_pair, default=0) if row else 0
+    fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=whole)
     for departure in departures(node):
+        severity = Severity.WARN
+        if lost and departure.startswith(f"{len(node.gpus)} GPUs, "):
+            severity = Severity.FAIL
+        elif "fewer NVLinks than" in departure:
+            severity = by_loss(1.0 - fewest / whole)
         yield Finding(
             code=REFERENCE,
-            severity=Severity.FAIL if lost and departure.startswith(f"{len(node.gpus)} GPUs, ") else Severity.WARN,
+            severity=severity,
             subject="",
             message=departure,
             evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),

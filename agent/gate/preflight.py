@@ -28,7 +28,7 @@ from agent.jobs import result_store as keep
 from agent.jobs.run import Comparison, compare
 from agent.pages.runs import not_drawn, shown
 from agent.version import VERSION
-from agent.view import View, look, with_environment
+from agent.view import View, for_next_job, look, with_environment
 from collectives.bench.lock import BusyError
 from collectives.bench.results import BenchResult
 from collectives.bench.run import run as run_bench
@@ -111,6 +111,7 @@ def _judged(
     if result is not None and options.baseline is not None:
         result = against_baseline(result, read_bench(options.baseline))
     view = look(found, bench=result, expected=expected)
+    view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
 
@@ -177,7 +178,8 @@ def _against(before: Mapping[Key, Status], checks: Iterable[Check], stopped: str
 def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Check, ...]:
     """The checks as the flight meets them: what its own environment mends does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
-    return look([with_environment(one, settings) for one in view.snapshots], bench=view.bench, expected=expected).checks
+    flown = look([with_environment(one, settings) for one in view.snapshots], bench=view.bench, expected=expected)
+    return for_next_job(flown.checks, view.snapshots)
 
 
 def _stopping(options: Options, found: Sequence[Check], before: Mapping[Key, Status] | None) -> str:
