@@ -165,8 +165,8 @@ def _graph() -> Any:
 
 @cache
 def _report() -> Any:
-    from agent.documents import document
-    from agent.view import look
+    from agent.base.documents import document
+    from agent.checks.view import look
     from probes.host.recording import RecordedHost
     from probes.scan import scan
 
@@ -310,7 +310,8 @@ def topo_xml(data: bytes) -> object:
 
 def model_config(data: bytes) -> object:
     """A model's config.json, by both ways to it."""
-    from agent.advise import Request, RequestError, model_of
+    from agent.advice.advise import Request, model_of
+    from agent.base.inputs import RequestError
     from planner.forecast.models import load_model
 
     path = _scratch().file("config.json", _json(lambda: CONFIG, data))
@@ -368,9 +369,9 @@ def manifest(data: bytes) -> object:
 
 def recording(data: bytes) -> object:
     """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
-    from agent.documents import document
+    from agent.base.documents import document
+    from agent.checks.view import look
     from agent.metrics import families as metrics
-    from agent.view import look
     from probes.host.recording import load
     from probes.scan import scan
     from probes.wire import dumps, loads
@@ -403,7 +404,7 @@ def network_status(data: bytes) -> object:
 
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
-    from agent.gate.baseline import read, regressions
+    from agent.checks.baseline import read, regressions
 
     held = read(_scratch().file("report.json", _json(_report, data)))
     return regressions((), held)
@@ -450,7 +451,7 @@ def _machine() -> Any:
 
 @cache
 def _view() -> Any:
-    from agent.view import look
+    from agent.checks.view import look
     from probes.host.recording import RecordedHost
     from probes.scan import scan
 
@@ -459,10 +460,10 @@ def _view() -> Any:
 
 def _served(**more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
-    from agent.documents import document
+    from agent.base.documents import document
+    from agent.checks.view import look
     from agent.metrics import families as metrics
     from agent.pages import render as pages
-    from agent.view import look
 
     view = look(_view().snapshots, **more)
     metrics.exposition(view, "")
@@ -501,7 +502,7 @@ def bench_result(data: bytes) -> object:
 
 def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
-    from agent.advise import Request, answer
+    from agent.advice.advise import Request, answer
     from planner.forecast.calibration import dump_calibration, load_calibration
 
     path = _scratch().file("calibration.json", _json(lambda: CALIBRATION, data))
@@ -519,16 +520,16 @@ def _no_gpu() -> Any:
 
 def flight(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    from agent.jobs.run import compare
-    from contracts.run_record import read
+    from contracts.run_record import compare, read
 
     record = read(_scratch().file("flight.json", _json(lambda: FLIGHT, data)))
-    return record.placements, compare(None, record), _served(flights=(record,))
+    return record.placements, compare(record), _served(flights=(record,))
 
 
 def words(data: bytes) -> object:
     """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
-    from agent import advise
+    from agent.advice import advise
+    from agent.base.inputs import parse_version
     from agent.http.questions import question
     from contracts.layout import Layout, values_of
 
@@ -537,7 +538,7 @@ def words(data: bytes) -> object:
         case 0:
             return Layout(world_size=8, **values_of(text))
         case 1:
-            return advise.version(text)
+            return parse_version(text)
         case 2:
             return advise.histogram_of(text)
         case _:
@@ -671,8 +672,8 @@ def targets() -> Mapping[str, Target]:
     """Every target by name."""
     lints = _own("planner.lint.sources", "EnvironmentTextError")
     jobs, records = _own("contracts.job_config", "ConfigError"), _own("probes.host.recording", "RecordingError")
-    gates, flights = _own("agent.gate.verdict", "GateError"), _own("contracts.run_record", "RecordError")
-    lay = (*_own("contracts.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
+    gates, flights = _own("agent.checks.verdict", "GateError"), _own("contracts.run_record", "RecordError")
+    lay = (*_own("contracts.layout", "LayoutError"), *_own("agent.advice.advise", "RequestError"))
     dumped = json.dumps
     return {
         "nccl_log": Target(

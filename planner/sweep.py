@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.advice import Interval, RankedLayout
+from contracts.interval import Interval
+from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.recommend import best_layout, plan, search_planned, unjudged

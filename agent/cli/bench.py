@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent import units
-from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
-from agent.cli.output import Progress, console, emit, format_option, render, say, verbose_option
-from agent.documents import write_atomic
+from agent.base import units
+from agent.base.documents import write_atomic
+from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
+from agent.base.options import format_option, verbose_option
+from agent.base.output import Progress, console, emit, render, say
 
 if TYPE_CHECKING:
-    from agent.gate.verdict import Check
+    from agent.checks.verdict import Check
     from collectives.bench.results import BenchResult, RdmaResult
     from probes.api import Snapshot
 
@@ -81,12 +82,12 @@ def bench(
     if options["rdma"]:
         _refuse_beside_rdma(context)
         sys.exit(_rdma(options, form, save, baseline))
-    from agent.cli.hosts import snapshots
-    from agent.gate.baseline import read_bench
-    from agent.gate.judged import against_baseline, checks_of_bars
-    from agent.gate.verdict import GateError
+    from agent.base.hosts import snapshots
+    from agent.base.result_store import keep_bench
+    from agent.checks.baseline import read_bench
+    from agent.checks.judged import against_baseline, checks_of_bars
+    from agent.checks.verdict import GateError
     from agent.jobs.benchmark import replay_spec, spec_of, watch
-    from agent.jobs.result_store import keep_bench
     from agent.terminal import measured
     from collectives.bench.lock import BusyError
     from collectives.bench.run import SpecError, run
@@ -148,9 +149,9 @@ def _refuse_beside_rdma(context: click.Context) -> None:
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Write to the other host, or be written to; gives the exit code."""
-    from agent.cli.hosts import snapshots
-    from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
-    from agent.gate.verdict import GateError
+    from agent.base.hosts import snapshots
+    from agent.checks.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
+    from agent.checks.verdict import GateError
     from agent.terminal import measured
     from collectives.bench import lock, perftest
 
@@ -194,7 +195,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
 
 def _causes(found: Snapshot) -> list[Check]:
     """What this host's own scan knows that keeps RDMA from running."""
-    from agent.gate.verdict import checks_of_snapshot
+    from agent.checks.verdict import checks_of_snapshot
 
     return [c for c in checks_of_snapshot(found) if c.status == "fail" and c.id.startswith(("rdma.", "limits.memlock"))]
 
@@ -226,7 +227,7 @@ def calibrate(
     target: Path | None,
 ) -> None:
     """Measure GEMMs of the model's shapes and one layer, so that forecasts narrow. Makes load."""
-    from agent.cli.hosts import snapshots
+    from agent.base.hosts import snapshots
     from agent.jobs.benchmark import calibration, default_ranks, has_gpu
 
     found_hosts = snapshots(())

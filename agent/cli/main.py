@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from agent.cli.exits import EXIT_TOOL_ERROR
+from agent.base.exits import EXIT_TOOL_ERROR
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # the user's disk, no fault of the program
 
@@ -44,7 +44,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Run one fine-tune over each network and draw the bars (makes load).",
     ),
     "wrap": ("agent.cli.wrap:wrap", "Add gate, environment and needs to the manifest of your own job."),
-    "serve": ("agent.cli.serve:serve", "Run the HTTP agent."),
+    "serve": ("agent.http.serve:serve", "Run the HTTP agent."),
     "admission": ("agent.cli.admission:admission", "Answer Kueue's admission checks from what agents publish."),
     "explain": ("agent.cli.scan:explain", "Explain a finding code: what it means, how to see and mend it."),
 }
@@ -85,7 +85,7 @@ class LazyGroup(click.Group):
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     """Print it; looking it up imports as much as all else that --help needs, so it is done only here."""
     if wanted:
-        from agent.version import VERSION
+        from agent.base.version import VERSION
 
         click.echo(f"topoflight, version {VERSION}")
         ctx.exit()

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.cli.hosts import host_option, root_option
-from agent.cli.output import Progress, console, render, say, verbose_option, waiting
-from agent.documents import write_atomic
+from agent.base.documents import write_atomic
+from agent.base.options import host_option, root_option, verbose_option
+from agent.base.output import Progress, console, render, say, waiting
 from contracts.plain import printable
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
+    from agent.jobs.report import Report
 
 FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
 
@@ -87,7 +88,7 @@ def preflight(
     75 where SIGTERM ended it first: the report holds what was known by then.
     """
     if list_checks:
-        from agent.gate.codes import ALL_CODES
+        from agent.checks.codes import ALL_CODES
 
         say("\n".join(ALL_CODES))
         return
@@ -97,9 +98,9 @@ def preflight(
     ]
     if alone:
         raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
-    from agent.gate.preflight import run
-    from agent.gate.report import write_folder
-    from agent.gate.verdict import GateError
+    from agent.checks.verdict import GateError
+    from agent.jobs.preflight import run
+    from agent.jobs.report import write_folder
     from agent.pages import render as pages
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
@@ -109,6 +110,7 @@ def preflight(
             report = _of_cluster(where, options)
         else:
             report = run(_options(options, folder), Progress(quiet=quiet))
+            report = replace(report, notes=(*report.notes, *_not_drawn(options["flights"])))
     except GateError as error:
         raise click.UsageError(str(error)) from None
     for form, path in targets:
@@ -122,12 +124,22 @@ def preflight(
     sys.exit(report.verdict.exit_code)
 
 
+def _not_drawn(flights: Sequence[Path]) -> tuple[str, ...]:
+    """Which of the earlier runs are in no comparison of networks, each with the reason."""
+    if not flights:
+        return ()
+    from agent.base import result_store
+    from agent.pages.runs import not_drawn, shown
+
+    return not_drawn(shown(result_store.flights(flights)))
+
+
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
+    from agent.checks.expect import expectation
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.gate import checks_of, fleet, named, records_of
-    from agent.gate.expect import expectation
-    from agent.gate.preflight import report_of
+    from agent.jobs.preflight import report_of
 
     wrong = [name for name in ("fly", "measure", "hosts") if options[name]]
     expected = expectation(options["expect"], options["expect_file"])
@@ -147,8 +159,8 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
 
 
 def _options(options: dict[str, Any], folder: Path | None) -> Any:
-    from agent.advise import Request
-    from agent.gate.preflight import Options
+    from agent.advice.advise import Request
+    from agent.jobs.preflight import Options
 
     request = Request.of(
         hosts=options["hosts"], root=options["root"], model=options.pop("model"), method=options.pop("method"),
@@ -166,7 +178,7 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
-    from agent.gate.report import junit
+    from agent.jobs.report import junit
     from agent.pages import render as pages
 
     if form == "table" and path is None:
@@ -196,8 +208,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
 def github(report: Report) -> str:
     """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
-    from agent.gate.verdict import unjudged
-    from agent.view import grouped
+    from agent.checks.verdict import unjudged
+    from agent.checks.view import grouped
 
     levels = {"fail": "error", "warn": "warning"}
     aside = unjudged(report.checks)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import click
 
-from agent.cli import inputs
-from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
-from agent.cli.output import emit, render, say, waiting
+from agent.base import inputs
+from agent.base.hosts import snapshots
+from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
+from agent.base.output import emit, render, say, waiting
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
@@ -79,7 +80,7 @@ def recommend(**options: object) -> None:
 
     Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
     """
-    from agent.advise import ENVIRONMENTS, FORMATS, Request, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, advise, export
 
     if options.pop("list_exports"):
         say("\n".join(FORMATS))
@@ -91,13 +92,13 @@ def recommend(**options: object) -> None:
     _refuse_unused(options)
     request = Request.of(**options)
     if options["dataset"]:
-        from agent import dataset
+        from agent.advice import dataset
 
         with waiting("recommend: measuring rows"):
             settings = dataset.named(str(options["dataset"]), request.tokenizer, request.model)
             request = dataset.with_rows(request, settings)
     if options["sweep"] or options["compare"] or options["frontier"]:
-        from agent import whatif
+        from agent.advice import whatif
 
         whatif.run(request, options, form)
         return
@@ -160,7 +161,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     TOML, a log, or a process. Each finding says what NCCL will really do. Exit code 3 when a setting is wrong, 2 when
     no variable was found or the form is not one that is read, 0 otherwise.
     """
-    from agent.gate.lint import lint_text, process_environment
+    from agent.checks.lint import lint_text, process_environment
 
     if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
         text, kind = process_environment(source), "process"
@@ -173,7 +174,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     if form != "table":
         say(linted.read, err=True)
     if form == "table":
-        from agent.cli.output import console
+        from agent.base.output import console
         from agent.terminal.findings import findings
 
         if not linted.checks:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import console, emit, format_option, say, verbose_option, waiting
+from agent.base.hosts import snapshots
+from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.output import console, emit, say, waiting
 
 
 @click.command()
@@ -23,8 +24,8 @@ def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
 ) -> None:
     """Probe this host and print what was found: reads only, makes no load. NAME: all of one node, device or code."""
+    from agent.checks.view import UnknownNameError, look, named
     from agent.terminal.hosts import scan as show
-    from agent.view import UnknownNameError, look, named
 
     view = look(snapshots(hosts, root=root, timeout_seconds=timeout))
     try:
@@ -46,7 +47,7 @@ def capture(root: str, target: Path | None) -> None:
     The recording replays the whole product with --host, without the hardware. It holds no environment variable
     outside NCCL's families, and no process names.
     """
-    from agent.documents import write_atomic
+    from agent.base.documents import write_atomic
     from probes.host.recording import dumps
     from probes.scanner import capture as record
 
@@ -66,8 +67,8 @@ def capture(root: str, target: Path | None) -> None:
 @click.argument("code")
 def explain(code: str) -> None:
     """Explain a finding CODE or an alert: what it means, how to see it and what mends it."""
-    from agent.gate.explain import UnknownCodeError, section
-    from agent.terminal.tables import explanation
+    from agent.base.tables import explanation
+    from agent.checks.explain import UnknownCodeError, section
 
     try:
         explanation(console(), section(code))
@@ -85,15 +86,17 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 @click.pass_context
 def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     """Show what a sick node of eight GPUs looks like. The machine is built: no real node, and nothing is measured."""
+    from agent.checks.view import look
     from agent.terminal.hosts import scan as show
-    from agent.view import look
 
     say("A built machine that ships with this program, sick on purpose: it is no real node.")
     view = look(snapshots((DEMO,)))
     show(console(), view, verbose=verbose, everything=False)
     say(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
     if page:
-        from agent.cli.serve import ALONE, serve
-
-        options = {**ALONE, "folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
+        root = context.find_root().command
+        serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None
+        assert serve is not None  # noqa: S101 - a verb of the same program
+        # no state folder: what a built machine shows is not kept with this host's own history
+        options = {"folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
         context.invoke(serve, **options, interval=3600.0)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from agent.cli import inputs
-from agent.cli.exits import EXIT_UNKNOWN
-from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import emit, format_option, say, verbose_option
+from agent.base import inputs
+from agent.base.exits import EXIT_UNKNOWN
+from agent.base.hosts import snapshots
+from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.output import emit, say
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
 
 def _since(age: str, state: Path, form: str) -> None:
     """The agent's history from then on, newest first."""
-    from agent import history
+    from agent.checks import history
 
     try:
         after = time.time() - history.age(age)

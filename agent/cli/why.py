@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
-from agent.cli.hosts import host_option, machine_option
-from agent.cli.output import emit, format_option, say
+from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
+from agent.base.options import format_option, host_option, machine_option
+from agent.base.output import emit, say
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -53,10 +53,10 @@ def why(
 
     Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
     """
-    from agent import why as gathered
-    from agent.advise import Request
-    from agent.jobs.ranks import watch as watch_run
+    from agent.advice.advise import Request
     from agent.terminal.why import verdict as show
+    from agent.why import diagnosis as gathered
+    from agent.why.ranks import watch as watch_run
 
     options["nodes"], checks, published = _nodes(options["nodes"])
     with ExitStack() as stack:

@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from agent.cli import inputs
-from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
-from agent.cli.output import say
-from agent.documents import difference, write_atomic
+from agent.base import inputs
+from agent.base.documents import difference, write_atomic
+from agent.base.hosts import snapshots
+from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
+from agent.base.output import say
 from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20
@@ -70,7 +71,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
 
 
 def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:
-    from agent.jobs.result_store import keep_flight
+    from agent.base.result_store import keep_flight
     from agent.jobs.script import left_by
 
     try:

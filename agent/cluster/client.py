@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from agent.base.version import VERSION
 from agent.cluster.repeats import Repeats
-from agent.version import VERSION
 from contracts import bounded
 
 if TYPE_CHECKING:

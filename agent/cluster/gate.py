@@ -8,20 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent import units
+from agent.base import units
+from agent.checks.bars import BASELINE_LEAST
+from agent.checks.codes import CLUSTER_CODES
+from agent.checks.expect import KEYS, Expectation, Seen, seen, settled
+from agent.checks.expect import checks_of as expectations
+from agent.checks.judged import BUSBW, bar_words, status_of
+from agent.checks.verdict import Check, GateError, Status
 from agent.cluster import acknowledged
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
-from agent.gate.bars import BASELINE_LEAST
-from agent.gate.expect import KEYS, Expectation, Seen, seen, settled
-from agent.gate.expect import checks_of as expectations
-from agent.gate.judged import BUSBW, bar_words, status_of
-from agent.gate.verdict import Check, GateError, Status
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 
 Json = dict[str, Any]
-CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
 _SILENT, _VERDICT = CLUSTER_CODES
 
 

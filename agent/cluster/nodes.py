@@ -20,15 +20,15 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from agent import units
+from agent.base import units
+from agent.base.version import VERSION
+from agent.checks.coverage import no_gpu_read
+from agent.checks.history import SCANS_TO_RAISE, Event, Kept, Seen
+from agent.checks.verdict import Check, judge, worst_first
+from agent.checks.view import View
 from agent.cluster import acknowledged, node_facts, old_records
 from agent.cluster.node_facts import clean
 from agent.cluster.repeats import Repeated
-from agent.gate.coverage import no_gpu_read
-from agent.gate.verdict import Check, judge, worst_first
-from agent.history import SCANS_TO_RAISE, Event, Kept, Seen
-from agent.version import VERSION
-from agent.view import View
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -136,7 +136,7 @@ def kept_in(record: NodeRecord) -> Kept:
 
 def _measured(result: BenchResult) -> tuple[Json, ...]:
     """Each op at its largest verified size, where one host measured itself and nothing ended it early."""
-    from agent.jobs.bench_history import line_of  # it draws as well, and a report holds records
+    from agent.base.bench_history import line_of  # it draws as well, and a report holds records
 
     line = line_of(result)
     if line.hosts != 1 or not line.complete:

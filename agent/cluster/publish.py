@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from agent.base.counters import PublishTally
+from agent.checks.history import Kept
+from agent.checks.view import View
 from agent.cluster.client import ApiError, Client, backoff_seconds, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, from_resource, kept_in, to_resource
-from agent.history import Kept
-from agent.metrics.counters import PublishTally
-from agent.view import View
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agent.checks.view import View
 from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
 from agent.cluster.publish import REFUSED, claims_of
-from agent.view import View
 from planner.why import Verdict
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from agent.documents import render
+from agent.base.documents import render
+from agent.checks.view import View
 from agent.http.problem import ProblemError
 from agent.http.worker import Answer, Worker
-from agent.view import View
 
 Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
 MOST_ANSWERS = 64

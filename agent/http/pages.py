@@ -15,14 +15,15 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
-from agent import advise
+from agent.advice import advise
+from agent.base.inputs import RequestError
+from agent.checks.view import View, digest, only
 from agent.http.answers import Rendered, respond
 from agent.http.cluster import Cluster
 from agent.http.models import Responses, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.http.worker import Answer, Worker
-from agent.view import View, digest, only
 from planner.advice import Recommendation
 
 MOST_STREAMS = 64  # open pages that are kept fresh; one more is told to come back later
@@ -130,7 +131,7 @@ def _advice(view: View) -> tuple[Recommendation | None, str]:
     """The environment to run with, or why there is none."""
     try:
         return advise.for_view(view, advise.Request()), ""
-    except advise.RequestError as error:
+    except RequestError as error:
         return None, str(error)
 
 

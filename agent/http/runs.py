@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from agent.base import result_store as keep
 from agent.http.access import POSTS_PER_MINUTE, Bucket
 from agent.http.models import TOKEN, Kept, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
-from agent.jobs import result_store as keep
 from contracts import plain
 from contracts.run_record import RunRecord, dumps, record_of
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from agent.gate.expect import Expectation
-from agent.gate.verdict import GateError
-from agent.history import History
-from agent.jobs import bench_history
-from agent.jobs import result_store as keep
-from agent.jobs.ranks import watched
-from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
-from agent.view import View, look
+from agent.base import bench_history
+from agent.base import result_store as keep
+from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.checks.expect import Expectation
+from agent.checks.history import History
+from agent.checks.verdict import GateError
+from agent.checks.view import View, look
+from agent.why.ranks import watched
 from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
 from probes.api import Snapshot

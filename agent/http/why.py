@@ -22,7 +22,7 @@ from agent.http.models import TOKEN, YAML, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.http.worker import Worker
-from agent.jobs.ranks import Standing
+from agent.why.ranks import Standing
 from contracts import plain
 from planner.why import Verdict
 
@@ -69,10 +69,9 @@ def judged(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     import json
 
-    from agent.advise import Request as Question
-    from agent.advise import RequestError
-    from agent.cli.inputs import InputError
-    from agent.why import Asked, answer
+    from agent.advice.advise import Request as Question
+    from agent.base.inputs import InputError, RequestError
+    from agent.why.diagnosis import Asked, answer
 
     try:
         sources = Sources.model_validate(plain.loads(body, unknown_numbers=True))

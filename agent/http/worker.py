@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agent.checks.history import Event
+from agent.checks.view import View
 from agent.cluster.nodes import DAY_SECONDS, NodeRecord
-from agent.history import Event
 from agent.http.problem import ProblemError
-from agent.view import View
 from collectives.bench import processes
 
 if TYPE_CHECKING:

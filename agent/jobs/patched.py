@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent import units
-from agent.advise import Request, advise
-from agent.cli.hosts import snapshots
-from agent.cli.inputs import InputError
-from agent.documents import difference
-from agent.gate.lint import lint_text
-from agent.gate.verdict import Check
+from agent.advice.advise import Request, advise
+from agent.base import units
+from agent.base.documents import difference
+from agent.base.hosts import snapshots
+from agent.base.inputs import InputError
+from agent.checks.lint import lint_text
+from agent.checks.verdict import Check
 from agent.jobs.wrapped import advised as advice_for
 from contracts.yaml_edit import EditError, documents
 from contracts.yaml_text import YamlTextError

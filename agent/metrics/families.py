@@ -15,9 +15,11 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from agent.gate.judged import is_judged_result, least_of
-from agent.gate.measured import gdrdma_possible
-from agent.history import PARTS
+from agent.base.version import VERSION
+from agent.checks.history import PARTS
+from agent.checks.judged import is_judged_result, least_of
+from agent.checks.measured import gdrdma_possible
+from agent.checks.view import View
 from agent.metrics.catalogue import (
     CATALOGUE,
     KEPT_COLLECTIVES,
@@ -28,8 +30,6 @@ from agent.metrics.catalogue import (
     PROBES,
     Family,
 )
-from agent.version import VERSION
-from agent.view import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Communication, RunRecord

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlencode
 
-from agent import units
+from agent.base import units
+from agent.checks.history import OF_FINDINGS, clock
+from agent.checks.verdict import Check, Verdict, judge
+from agent.checks.view import Group, grouped
 from agent.cluster import acknowledged
 from agent.cluster.nodes import DAY_SECONDS, Fleet, NodeRecord, seconds_of
 from agent.cluster.places import Places
-from agent.gate.verdict import Check, Verdict, judge
-from agent.history import OF_FINDINGS, clock
 from agent.pages.nodes import ORDER, checks_of_records, first_of, gpu_text
-from agent.view import Group, grouped
 from topology import diff
 
 ROWS = 100  # of one page of the table

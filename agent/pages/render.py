@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from agent import history, units
-from agent.advise import EXPORTS
+from agent.advice.advise import EXPORTS
+from agent.base import bench_history, units
+from agent.base.tables import GLYPHS
+from agent.checks import history
+from agent.checks.explain import UnknownCodeError, section
+from agent.checks.judged import expected_words
+from agent.checks.verdict import Check, judge, unjudged, worst_first
+from agent.checks.view import Group, View, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster import acknowledged
 from agent.cluster.places import Places
-from agent.gate.explain import UnknownCodeError, section
-from agent.gate.judged import expected_words
-from agent.gate.verdict import Check, judge, unjudged, worst_first
-from agent.jobs import bench_history
-from agent.pages import charts, console
+from agent.pages import benches, charts, console
 from agent.pages import nodes as page_nodes
-from agent.pages.runs import by_network, shown, side_by_side
+from agent.pages.runs import by_network, division, shown, side_by_side
 from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
-from agent.terminal.tables import GLYPHS
-from agent.view import Group, View, grouped, passed_ids, reasons, unknown_ids
 from collectives.bench.results import BenchResult
 from contracts.plain import printable
 from planner.advice import RankedLayout, Recommendation
@@ -49,7 +49,7 @@ from topology.graph import NodeTopology, level, nvlinks
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord
-    from agent.gate.report import Report
+    from agent.jobs.report import Report
 
 _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 
@@ -137,6 +137,7 @@ def _environment(*, html: bool) -> Environment:
         summary=summary,
         as_it_is=as_it_is,
         shown=shown,
+        division=division,
         side_by_side=side_by_side,
         by_network=by_network,
         history_of=_history,
@@ -293,7 +294,7 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
 
 
 def _history(lines: Sequence[bench_history.Line]) -> Markup:
-    return bench_history.figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
+    return benches.figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
 
 
 def _kind(label: str) -> str:

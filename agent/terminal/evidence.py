@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from agent import units
-from agent.terminal.tables import COLOURS, GLYPHS, indented, pairs
+from agent.base import units
+from agent.base.tables import COLOURS, GLYPHS, indented, pairs
 from collectives.nccl_log.transport import Evidence, ProofLine
 
 ORDER = ("fail", "warn", "unknown", "info", "pass")

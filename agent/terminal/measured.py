@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agent import units
-from agent.gate.judged import bar_words, expected_words
-from agent.jobs.run import Comparison
+from agent.base import units
+from agent.checks.judged import bar_words, expected_words
 from collectives.bench.results import BenchResult, RdmaResult
-from contracts.run_record import RunRecord
+from contracts.run_record import RunRecord, compare
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
-from agent.terminal.tables import SHOWN, some, table
+    from agent.jobs.report import Report
+from agent.base.tables import SHOWN, some, table
 
 
 def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
@@ -87,17 +85,19 @@ def rdma(out: Console, result: RdmaResult) -> None:
         out.print(f"[red]! {escape(problem)}[/red]")
 
 
-def comparison(out: Console, lines: Iterable[Comparison]) -> None:
-    """Forecast against flight, a line each."""
+def comparison(out: Console, record: RunRecord) -> None:
+    """Print the forecast and the measurement of step time and memory, and the parts of the step."""
+    from agent.pages.runs import division
+
     out.print("\n[bold]Forecast against flight[/bold]")
-    for line in lines:
+    for line in compare(record):
         show = units.seconds if line.unit == "s" else units.size
         out.print(
-            f"{line.what}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: "
-            f"{line.words}"
+            f"{line.title}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: "
+            f"{line.verdict}"
         )
-        if line.detail:
-            out.print(f"  {escape(line.detail)}")
+        if line.quantity == "step_seconds" and (parts := division(record)):
+            out.print(f"  {escape(parts)}")
 
 
 def run(out: Console, record: RunRecord) -> None:

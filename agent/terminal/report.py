@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
+    from agent.jobs.report import Report
 from agent.terminal import brief
 from agent.terminal.advice import recommendation
 from agent.terminal.findings import findings, verdict
@@ -35,7 +35,7 @@ def report(out: Console, whole: Report, *, verbose: bool = False, everything: bo
         recommendation(out, whole.recommendation, brief=not verbose)
     if whole.flight is not None:
         run(out, whole.flight)
-        comparison(out, whole.comparisons)
+        comparison(out, whole.flight)
     by_network(out, whole)
     if verbose:
         out.print("\n[bold]Findings[/bold]")

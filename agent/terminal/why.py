@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from agent.terminal.tables import indented
+from agent.base.tables import indented
 from planner.why import Verdict
 
 _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}

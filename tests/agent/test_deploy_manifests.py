@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kubectl_layer import tool
 from kustomization import render
 
 ROOT = Path(__file__).parent.parent.parent
@@ -101,6 +105,7 @@ def test_the_agent_has_no_privilege(folder: Path) -> None:
     assert paths == ({"/", "/dev/null"} if folder.name == "plain" else set())
     mounts = {mount["name"]: mount for container in spec["containers"] for mount in container["volumeMounts"]}
     assert "host" not in mounts or mounts["host"]["readOnly"]
+    assert "mountPropagation" not in mounts.get("host", {}), "refused where the node's root is a private mount"
 
 
 @every_overlay
@@ -200,6 +205,29 @@ def test_monitoring_reaches_the_agents_and_nothing_reaches_the_controller(folder
     assert admits(agents, "training", {"topoflight.io/access": "true"})
     if "kueue" in folder.name:
         assert "ingress" not in policies["topoflight-admission"]["spec"]
+
+
+@pytest.mark.parametrize("name", ["plain", "kubernetes", "prometheus-operator"])
+def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> None:
+    """The kustomization of docs/kubernetes.md, in another namespace: rights, image and Secret arrive there."""
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r" *```yaml\n *# mine/kustomization.yaml\n(.*?) *```", page, re.S)
+    own = yaml.safe_load(text)
+    place = (ROOT / "deploy/daemonset/overlays" / name).relative_to(ROOT)
+    own |= {"namespace": "elsewhere", "resources": [f"checkout/{place}"]}
+    (tmp_path / "checkout").mkdir()
+    shutil.copytree(ROOT / "deploy", tmp_path / "checkout/deploy", symlinks=True)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    words = [str(tool("kubectl")), "kustomize", str(tmp_path)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True)
+    documents = [d for d in yaml.safe_load_all(said.stdout) if d]
+    places = {d["metadata"].get("namespace") for d in documents}
+    places |= {one.get("namespace") for d in documents for one in d.get("subjects", ())}
+    assert places - {None} == {"elsewhere"}
+    assert [d["metadata"]["name"] for d in documents if d["kind"] == "Namespace"] == ["elsewhere"]
+    (account,) = [d for d in documents if d["kind"] == "ServiceAccount"]
+    assert account["imagePullSecrets"] == [{"name": "YOUR-SECRET"}]
+    assert "your.registry/topoflight" in said.stdout and "registry.example/topoflight:" not in said.stdout
 
 
 def test_daemonset_arguments_are_understood() -> None:

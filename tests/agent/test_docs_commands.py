@@ -210,19 +210,6 @@ def test_snippets_run_or_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> N
             readers[kind](text)
 
 
-def test_docs_stay_within_their_budget() -> None:
-    """25,000 words at most for what a user reads; reasons, tutorials and translations are not counted."""
-    docs = ROOT / "docs"
-    counted = {
-        page.relative_to(docs).as_posix(): len(page.read_text(encoding="utf-8").split())
-        for page in docs.rglob("*.md")
-        if page.relative_to(docs).parts[0] not in ("decisions", "ko")
-        and not page.name.startswith("tutorial-")
-        and page.name != "quickstart.md"
-    }
-    assert sum(counted.values()) <= 25_000, sorted(counted.items(), key=lambda each: -each[1])[:8]
-
-
 def test_links_between_pages_lead_somewhere() -> None:
     """The file exists, and the heading in it that a fragment names."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,19 @@ from typing import Any
 
 import pytest
 import yaml
+from agent.cli.serve import _expected
 from click.testing import CliRunner, Result
 from fastapi.testclient import TestClient
 from kustomization import render
 
+from agent.checks.expect import EXPECT_CODES, KEYS, Expectation, expectation, parse, read_file
+from agent.checks.verdict import GateError, judge
+from agent.checks.view import look
 from agent.cli.main import cli
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import Fleet, records_of
-from agent.gate.expect import EXPECT_CODES, KEYS, Expectation, expectation, parse, read_file
-from agent.gate.verdict import GateError, judge
 from agent.http.server import create
 from agent.http.state import State
-from agent.view import look
 from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -174,10 +176,10 @@ def test_files_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
 
 
 def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path) -> None:
-    """What the DaemonSet's ConfigMap says: changed, broken and mended under a running agent."""
+    """What the DaemonSet's ConfigMap says: absent, there, changed, broken, mended and withdrawn."""
     path = tmp_path / "expect.yaml"
-    path.write_text("gpus: 8\n")
-    state = State(lambda: (recorded(),), interval_seconds=3600, expected=lambda: expectation((), path))
+    options = {"expect": (), "expect_file": path}
+    state = State(lambda: (recorded(),), interval_seconds=3600, expected=lambda: _expected(options))
     client = TestClient(create(state))
 
     def said() -> tuple[str, int]:
@@ -186,14 +188,18 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
         return verdict["word"], verdict["exit_code"]
 
     assert said() == ("pass", 0)
+    path.write_text("gpus: 8\n")
+    assert said() == ("pass", 0)
     path.write_text("gpus: 16\n")
     assert said() == ("fail", 3)
     assert records_of(state.view)[0].verdict == "fail" if state.view else False
     path.write_text("gpuz: 16\n")
     assert said() == ("unknown", 5)
-    path.unlink()
-    assert said() == ("unknown", 5)
     path.write_text("")
+    assert said() == ("pass", 0)
+    path.write_text("gpus: 16\n")
+    assert said() == ("fail", 3)
+    path.unlink()
     assert said() == ("pass", 0)
 
 
@@ -280,24 +286,24 @@ def test_ports_whose_state_is_unknown_are_not_counted_as_down() -> None:
     assert judged(broken, "hcas=8") == {"hcas=8": "unknown"}
 
 
-def test_the_daemonset_reads_its_config_map() -> None:
-    """As shipped it asks nothing; every line in it that is commented out would be understood."""
+def test_the_daemonset_reads_the_administrators_config_map(tmp_path: Path) -> None:
+    """No manifest holds it, so that applying them again changes nothing of it; the documented file is understood."""
     documents = render(ROOT / "deploy/daemonset/base")
-    (config,) = [d for d in documents if d["kind"] == "ConfigMap"]
+    assert not [d for d in documents if d["kind"] == "ConfigMap"]
     (daemonset,) = [d for d in documents if d["kind"] == "DaemonSet"]
     pod: dict[str, Any] = daemonset["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    path = container["args"][container["args"].index("--expect-file") + 1]
-    (volume,) = [v for v in pod["volumes"] if v.get("configMap", {}).get("name") == config["metadata"]["name"]]
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    (name, file), *more = re.findall(r"create configmap (\S+) --from-file=(\S+)", page)
+    assert not more
+    (volume,) = [v for v in pod["volumes"] if v.get("configMap", {}).get("name") == name]
+    assert volume["configMap"]["optional"] is True
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
-    ((file, text),) = config["data"].items()
-    assert f"{mount['mountPath']}/{file}" == path
-    assert yaml.safe_load(text) is None
-    lines = "\n".join(line.removeprefix("# ") for line in text.splitlines())
-    temporary: dict[str, Any] = yaml.safe_load(lines)
-    assert set(temporary) <= set(KEYS)
-    words = [f"{key}={'on' if value is True else value}" for key, value in temporary.items() if key != "interface"]
-    assert parse([*words, *(f"interface={name}" for name in temporary["interface"])])
+    assert f"{mount['mountPath']}/{file}" == container["args"][container["args"].index("--expect-file") + 1]
+    (text,) = re.findall(rf"```yaml\n# {re.escape(file)}\n(.*?)```", page, re.S)
+    (tmp_path / file).write_text(text)
+    assert set(yaml.safe_load(text)) == set(KEYS) - {"shm"}, "shm is unknown to an agent"
+    read_file(tmp_path / file)
 
 
 @pytest.mark.parametrize("name", ["github-actions.yaml", "gitlab-ci.yaml", "tekton-task.yaml", "init-container.yaml"])

@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from api_server import ApiServer, configuration
 from kustomization import render
 
+from agent.base import result_store as keep
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.runs import MOST_POSTED_BYTES, MOST_VALUES, Record
 from agent.http.server import create
 from agent.http.state import State
-from agent.jobs import result_store as keep
 from contracts.run_record import RECORD_VERSION, record_of
 from finetune.recorder import MAX_STEPS
 from planner.kubernetes import job, manifests

@@ -21,11 +21,11 @@ from api_server import ApiServer, write_kubeconfig
 from machine_built import Machine
 from machine_tree import Tree
 
+from agent.checks.baseline import read, regressions
+from agent.checks.verdict import Check, GateError, Status, judge
+from agent.checks.view import look
 from agent.cli.preflight import preflight
 from agent.cluster.nodes import NodeRecord, records_of, to_resource
-from agent.gate.baseline import read, regressions
-from agent.gate.verdict import Check, GateError, Status, judge
-from agent.view import look
 from probes.host.recording import dumps, load
 from probes.scan import scan
 

@@ -17,15 +17,15 @@ from xml.etree import ElementTree
 import pytest
 from fastapi.testclient import TestClient
 
+from agent.checks.codes import PROBE_CODES
+from agent.checks.verdict import Check, judge
+from agent.checks.view import View, look
 from agent.cluster.admission import Policy, decide
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, records_of, to_resource
 from agent.cluster.publish import node_feature
-from agent.gate.codes import PROBE_CODES
-from agent.gate.verdict import Check, judge
 from agent.http.server import create
 from agent.http.state import State
-from agent.view import View, look
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -154,7 +154,7 @@ def test_junit_of_an_unmeasured_gpu_is_errors_not_skips() -> None:
 
 
 def junit_of(view: View) -> str:
-    from agent.gate.report import Report, junit
+    from agent.jobs.report import Report, junit
 
     return junit(Report(started_at_seconds=0.0, seconds=0.0, topoflight_version="", snapshots=view.snapshots,
                         topologies=view.topologies, checks=view.checks, verdict=view.verdict))  # fmt: skip
@@ -284,7 +284,7 @@ def test_nvml_that_cannot_be_used_passes_nothing() -> None:
 
 def test_skip_takes_a_requirement_back_and_require_does_not_lose_it() -> None:
     """Someone who knows that a node's GPUs are not meant says so; another --require does not undo the bus's."""
-    from agent.gate.verdict import select
+    from agent.checks.verdict import select
 
     view = look((with_outcomes(recorded(), gpu=Failed(error="crashed")),))
     assert judge(select(view.checks, require=("limits.*",))).exit_code == 5

@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
+from agent.checks.verdict import judge
+from agent.checks.view import look
 from agent.cli.main import cli
 from agent.cluster.nodes import Fleet
-from agent.gate.verdict import judge
 from agent.http.server import create
 from agent.http.state import State
 from agent.pages.render import fleet_page
-from agent.view import look
 
 MACHINES = Path(__file__).parents[1] / "machines"
 

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agent import history
+from agent.checks import history
+from agent.checks.codes import ALL_CODES
+from agent.checks.expect import Expectation
+from agent.checks.explain import section
+from agent.checks.history import AT_ONCE, History
+from agent.checks.view import View, look
 from agent.cli.main import cli
-from agent.gate.codes import ALL_CODES
-from agent.gate.explain import section
-from agent.history import AT_ONCE, History
 from agent.metrics.families import exposition
 from agent.pages import render
-from agent.view import View, look
 from probes.api import Absent, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -106,6 +107,33 @@ def test_what_was_not_judged_is_not_gone(tray: Snapshot) -> None:
     silent = look((replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")}),))
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[silent] * 5])]
     assert "rdma.port.down" in raised(shown[-1])
+
+
+def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
+    """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
+    blind = replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")})
+    both, one = Expectation(gpus=72, hcas=1), Expectation(hcas=1)
+    rows: list[tuple[str, Snapshot, Expectation | str | None, bool]] = [
+        ("withdrawn", tray, None, False),
+        ("empty", tray, Expectation(), False),
+        ("one of two withdrawn, the other unknown", blind, one, False),
+        ("met", tray, Expectation(gpus=1, hcas=1), False),
+        ("still unmet", tray, both, True),
+        ("the file cannot be read", tray, "expect.yaml: not read", True),
+        ("GPUs cannot be read", replace(tray, outcomes={**tray.outcomes, "gpu": Absent(why="no driver")}), both, True),
+    ]
+    wrong = []
+    for name, snapshot, wanted, stays in rows:
+        first = look((tray,), expected=both)
+        kept = History(None)
+        shown = [kept.seen(at(first, STEP * i)) for i in range(2)]
+        assert "expect.node.unmet" in raised(shown[-1])
+        later = look((snapshot,), expected=wanted)
+        after = [kept.seen(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
+        held = ["expect.node.unmet" in raised(view) for view in after]
+        if held != [True, True, stays]:
+            wrong.append((name, held))
+    assert not wrong, wrong
 
 
 def test_since_when_after_what_and_how_often(tray: Snapshot, tmp_path: Path) -> None:

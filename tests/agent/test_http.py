@@ -15,10 +15,10 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from agent.base.version import VERSION
 from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State
-from agent.version import VERSION
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -212,8 +212,8 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Pat
 
 def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
     """Scrapes of one view share the bytes; a new view gets new ones; formats do not mix."""
+    from agent.checks.view import look
     from agent.metrics.families import Rendered
-    from agent.view import look
 
     rendered = Rendered()
     snapshot = scan(load(H100))

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from agent.cli.hosts import snapshots
+from agent.base.hosts import snapshots
+from agent.checks import bars
+from agent.checks.baseline import read_bench
+from agent.checks.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
+from agent.checks.verdict import Check, GateError
+from agent.checks.view import look
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource, records_of, to_resource
-from agent.gate import bars
-from agent.gate.baseline import read_bench
-from agent.gate.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
-from agent.gate.verdict import Check, GateError
-from agent.view import look
 from collectives.bench.results import Bar, BenchResult, Measurement, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 

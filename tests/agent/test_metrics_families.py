@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.history import Event
-from agent.jobs.ranks import Standing
+from agent.base.counters import PublishTally, WatchTally, reason_of
+from agent.base.counters import samples as tallies
+from agent.checks.history import Event
+from agent.checks.view import View, look
 from agent.metrics import families as metrics
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
-from agent.metrics.counters import PublishTally, WatchTally, reason_of
-from agent.metrics.counters import samples as tallies
-from agent.view import View, look
+from agent.why.ranks import Standing
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from rigs.fleet import resources
 
-from agent import units
-from agent.cli.hosts import snapshots
+from agent.base import units
+from agent.base.hosts import snapshots
+from agent.checks.verdict import judge
+from agent.checks.view import look
 from agent.cluster import acknowledged
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, records_of, to_resource
 from agent.cluster.places import Places, chosen
-from agent.gate.verdict import judge
 from agent.pages import console
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
-from agent.view import look
 from probes.host.recording import load
 from probes.scan import scan
 

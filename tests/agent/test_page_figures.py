@@ -12,16 +12,17 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from agent.gate.report import Report
+from agent.checks.view import View, look
 from agent.http.questions import question
+from agent.jobs.report import Report
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
 from agent.terminal.findings import findings
-from agent.view import View, look
+from contracts.interval import Interval
 from contracts.run_record import record_of
-from planner.advice import Interval, Part
+from planner.advice import Part
 from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.advise import Request, for_view
+from agent.advice.advise import Request, for_view
+from agent.base import bench_history
+from agent.base import result_store as keep
 from agent.http.state import State
-from agent.jobs import bench_history
-from agent.jobs import result_store as keep
-from agent.pages import charts
+from agent.pages import benches, charts
 from agent.pages import render as pages
 from collectives.bench.results import result_from_json
 from probes.host.recording import load
@@ -72,5 +72,5 @@ def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
 def test_one_benchmark_is_no_history() -> None:
     """Nothing to compare, nothing drawn."""
     line = bench_history.line_of(RESULT)
-    assert bench_history.figures([line], {line.started_at_seconds: "now"}) == ""
+    assert benches.figures([line], {line.started_at_seconds: "now"}) == ""
     assert charts.runs("x", []) == ""

@@ -15,13 +15,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from agent import advise
+from agent.advice import advise
+from agent.checks.verdict import Check
+from agent.checks.view import View, grouped, look
 from agent.cli.main import cli
-from agent.gate.verdict import Check
 from agent.terminal import advice as advice_view
 from agent.terminal import findings as findings_view
 from agent.terminal import hosts, topology
-from agent.view import View, grouped, look
 from probes.host.recording import load
 from probes.scan import scan
 from topology.formats.text import parse

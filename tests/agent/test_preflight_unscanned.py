@@ -12,10 +12,10 @@ from pathlib import Path
 from subprocess import PIPE
 from xml.etree import ElementTree
 
-from agent.cli.exits import EXIT_STOPPED
+from agent.base.exits import EXIT_STOPPED
+from agent.checks.codes import ALL_CODES
+from agent.checks.rdma_bars import RDMA_BENCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
-from agent.gate.codes import ALL_CODES
-from agent.gate.rdma_bars import RDMA_BENCH_CODES
 
 MACHINE = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from agent.checks.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
+from agent.checks.verdict import Check, GateError
 from agent.cli.bench import bench
-from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
-from agent.gate.verdict import Check, GateError
 from collectives.bench.results import RdmaResult, RdmaWrite, result_to_json
 from probes.api import Ok, Snapshot
 from probes.host.recording import load

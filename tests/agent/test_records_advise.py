@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from cattrs.preconf.json import make_converter
 
-from agent import advise
+from agent.advice import advise
+from agent.checks.view import look
 from agent.cluster import node_facts, old_records
 from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, records_of, to_resource
 from agent.http.cluster import advise_cluster, topology_document
-from agent.view import look
 from planner.advice import Recommendation
 from probes.api import Ok, Snapshot
 from probes.host.recording import load

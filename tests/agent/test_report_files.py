@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from junitparser import JUnitXml
 
-from agent.documents import write_atomic
-from agent.gate.report import Report, junit, write_folder
-from agent.gate.verdict import Check, judge
+from agent.base.documents import write_atomic
+from agent.checks.verdict import Check, judge
+from agent.jobs.report import Report, junit, write_folder
 from agent.pages import render as pages
 from probes.api import Absent, Snapshot
 

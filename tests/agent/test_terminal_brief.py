@@ -19,11 +19,11 @@ import yaml
 from click.testing import CliRunner
 from rich.console import Console
 
+from agent.base.units import hostlist
 from agent.cli import networks
 from agent.cli.main import VERBS, cli
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal.measured import bench
-from agent.units import hostlist
 from collectives.bench.results import BenchResult, Measurement
 
 MACHINES = Path(__file__).parent.parent / "machines"

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.base.output import console
 from agent.cli.main import cli
-from agent.cli.output import console
 from contracts.plain import printable
 
 MACHINES = Path(__file__).parent.parent / "machines"

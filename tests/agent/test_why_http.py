@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from agent.history import History
+from agent.checks.history import History
 from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State

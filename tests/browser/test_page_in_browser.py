@@ -22,15 +22,16 @@ from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
 
-from agent import advise, units
-from agent.cli.hosts import snapshots
+from agent.advice import advise
+from agent.base import units
+from agent.base.hosts import snapshots
+from agent.checks.view import look
 from agent.cluster.nodes import Fleet
 from agent.cluster.places import chosen
-from agent.gate.report import Report
 from agent.http.state import State
+from agent.jobs.report import Report
 from agent.pages import render as pages
 from agent.pages.render import report_markdown, report_page
-from agent.view import look
 from collectives.bench.results import result_from_json, result_to_json
 from collectives.nccl_log import evidence
 from probes.api import Snapshot

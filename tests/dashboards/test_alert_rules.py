@@ -11,8 +11,8 @@ import pytest
 import yaml
 from alerts import ALERTS
 
-from agent.gate.codes import ALL_CODES
-from agent.gate.explain import sections
+from agent.checks.codes import ALL_CODES
+from agent.checks.explain import sections
 from agent.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,6 +20,7 @@ from e2e_client import MACHINES, client_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
+from agent.checks.view import View, look
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.gate import checks_of
@@ -40,7 +41,6 @@ from agent.http import cluster as server_cluster
 from agent.http.cluster import Cluster
 from agent.http.server import create
 from agent.http.state import State
-from agent.view import View, look
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts, NumaNode

@@ -15,15 +15,15 @@ from e2e_client import MACHINES, client_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent import history
-from agent.cli import serve
+from agent.checks import history
+from agent.checks.history import Event, History, Kept, since_words
+from agent.checks.view import View, look
 from agent.cluster.client import ApiError, path_of
 from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, from_resource, records_of, to_resource
 from agent.cluster.publish import LeftBehind
-from agent.history import Event, History, Kept, since_words
+from agent.http import serve
 from agent.http.state import State
 from agent.metrics.families import agent_values
-from agent.view import View, look
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from agent.checks.view import View, look
 from agent.cluster.client import Client
 from agent.cluster.run_events import RunEvents, of_pod
-from agent.jobs.ranks import Standing
-from agent.view import View, look
+from agent.why.ranks import Standing
 from contracts.rank_state import NAME, RANKS_FOLDER, RankState, dumps
 from planner.why import Cause, Verdict
 from tests.e2e.api_server import ApiServer, configuration, write_kubeconfig

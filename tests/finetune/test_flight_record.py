@@ -13,13 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from agent.jobs import launch
-from agent.jobs.run import compare
-from agent.pages.runs import shown
+from agent.pages.runs import division, shown
 from contracts.job_config import JobConfig
-from contracts.run_record import own_exit_code, record_of
+from contracts.run_record import compare, own_exit_code, record_of
 from finetune.loop import multiplied
 from finetune.recorder import flops_per_token
-from planner.advice import Forecast, Interval
 
 PARTS = [
     {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},
@@ -30,22 +28,15 @@ INTERVAL = {"low": 1.6, "mid": 1.9, "high": 2.3}
 RECORD = {
     "status": "complete", "measured": {"step_seconds": 2.0}, "parts": PARTS,
     "comparison": [{"quantity": "step_seconds", "forecast": INTERVAL, "measured": 2.0}],
+    "plan": {"forecast": {"step_seconds": INTERVAL, "memory_bytes": {"low": 1, "mid": 2, "high": 3}}},
 }  # fmt: skip
-
-
-def forecast():
-    """A forecast of 1.9 s."""
-    return Forecast(
-        step_seconds=Interval(**INTERVAL), memory_bytes=Interval(low=1, mid=2, high=3), time_parts=(), memory_parts=(),
-        dominant="", tokens_per_second=1.0,
-    )  # fmt: skip
 
 
 def test_the_parts_stand_beside_the_forecast():
     """The worst communication is named; a part that was not forecast has no figure."""
-    step, memory = compare(forecast(), record_of(RECORD))
-    assert (step.words, memory.words) == ("inside", "unknown")
-    assert step.detail == (
+    step, memory = compare(record_of(RECORD))
+    assert (step.verdict, memory.verdict) == ("inside", "unknown")
+    assert division(record_of(RECORD)) == (
         "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
         "gradient reduction 20 ms (forecast 10 ms)"
     )
@@ -60,7 +51,7 @@ def test_records_without_parts_are_read(raw):
     """Older files, and what is no part, give none."""
     read = record_of({**RECORD, "parts": raw})
     assert read.parts == []
-    assert compare(forecast(), read)[0].detail == ""
+    assert division(read) == ""
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.advise import Request, advise
+from agent.advice.advise import Request, advise
 from agent.jobs import launch
 from planner.kubernetes.job import JobError
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 from readers import TARGETS
 
-from agent.advise import Request, RequestError, model_of
+from agent.advice.advise import Request, model_of
+from agent.base.inputs import RequestError
+from agent.base.result_store import MOST_RECORD_BYTES
+from agent.base.result_store import read as read_kept
+from agent.checks.baseline import read as read_baseline
+from agent.checks.verdict import GateError
 from agent.cluster import old_records
-from agent.gate.baseline import read as read_baseline
-from agent.gate.verdict import GateError
-from agent.jobs.result_store import MOST_RECORD_BYTES
-from agent.jobs.result_store import read as read_kept
 from collectives.traces.calls import TraceError
 from collectives.traces.calls import read as read_trace
 from collectives.traces.ras import RasError

@@ -19,13 +19,13 @@ import pytest
 import resident
 from load_served import H100, Served
 
-from agent.cli.serve import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
 from agent.http.limits import Limited
+from agent.http.serve import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
 
 QUICK = """
 import sys
-from agent.cli import serve
-from agent.cli.hosts import snapshots
+from agent.http import serve
+from agent.base.hosts import snapshots
 from agent.http.limits import Limited
 from agent.http.state import State
 from pathlib import Path

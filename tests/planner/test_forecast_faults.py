@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent import advise
-from agent.view import look
+from agent.advice import advise
+from agent.checks.view import look
 from planner.advice import Recommendation
 from planner.forecast.faults import ENDS, RULES, THROUGH_HOST_SHARE
 from planner.forecast.links import TCP_CEILING_BYTES_PER_SECOND, links_of

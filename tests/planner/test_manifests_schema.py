@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from agent.cli.hosts import snapshots
+from agent.base.hosts import snapshots
 from agent.cluster.publish import NFD_VERSION
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests

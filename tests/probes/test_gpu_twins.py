@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from agent.checks.view import for_next_job, look
 from agent.metrics.families import _link_values as link_values
-from agent.view import for_next_job, look
 from probes.api import Ok, Severity
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent.gate.verdict import checks_of_snapshot
+from agent.checks.verdict import checks_of_snapshot
 from probes.api import Ok, Severity, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.probe import PROBE

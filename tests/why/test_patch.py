@@ -11,10 +11,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from agent import why as gathered
-from agent.advise import Request
+from agent.advice.advise import Request
+from agent.checks.lint import lint_text
 from agent.cli.main import cli
-from agent.gate.lint import lint_text
+from agent.why.diagnosis import diagnosis as gathered
 from planner.lint.change import Change, ChangeError, changed, in_shell, parse_remedy
 from planner.why import Verdict
 
