@@ -100,21 +100,21 @@ def _driver(facts: GpuFacts) -> Finding:
 
 _BROKEN = {  # nvml.h, nvmlReturn_t and nvmlDeviceGetHandleByIndex -> what the driver says, what mends it
     "GPU_IS_LOST": (
-        "the driver cannot reach this GPU",
+        "the driver cannot reach it",
         "Drain the node, look for Xid 79 in dmesg, and reset or power-cycle the host."
     ),
     "RESET_REQUIRED": (
-        "this GPU must be reset before it can be used", "Drain the node and reset the GPU: nvidia-smi --gpu-reset."
+        "the driver wants it reset first", "Drain the node and reset the GPU: nvidia-smi --gpu-reset."
     ),
     "INSUFFICIENT_POWER": (
-        "an external power cable of this GPU is not attached properly",
+        "an external power cable is not attached properly",
         "Check the power cables of the GPU and its riser."
     ),
     "IRQ_ISSUE": (
-        "the kernel has an interrupt problem with this GPU",
+        "the kernel has an interrupt problem with it",
         "Look for NVRM and IRQ lines in dmesg, and reboot the host."
     ),
-    "CORRUPTED_INFOROM": ("the InfoROM of this GPU is corrupted", "Have the InfoROM repaired, or replace the GPU."),
+    "CORRUPTED_INFOROM": ("its InfoROM is corrupted", "Have the InfoROM repaired, or replace the GPU."),
 }  # fmt: skip
 
 
@@ -143,17 +143,19 @@ def _refused(gpu: Gpu) -> Finding:
     if gpu.broken:
         says, remedy = _BROKEN[gpu.refusal or ""]
         return finding(
-            "gpu.device.lost", Severity.FAIL, subject_of(gpu), f"{says}{where}: {gpu.error}", evidence, remedy
-        )
+            "gpu.device.lost", Severity.FAIL, subject_of(gpu),
+            f"{subject_of(gpu)}{where} cannot be used: {says} ({gpu.error}). Jobs on it fail, hang or do not start.",
+            evidence, remedy,
+        )  # fmt: skip
     if gpu.refusal == "NO_PERMISSION":
         return finding(
             "gpu.device.denied", Severity.UNKNOWN, subject_of(gpu),
-            f"this process may not use this GPU{where}, so nothing of it was judged", evidence,
+            f"{subject_of(gpu)}{where} was not judged: this process may not use it.", evidence,
             "Scan outside of the job or container that limits its devices, or ask for this GPU too.",
         )  # fmt: skip
     return finding(
         "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
-        f"the driver did not give this GPU{where}, so nothing of it was judged: {gpu.error}", evidence,
+        f"{subject_of(gpu)}{where} was not judged: the driver did not give it ({gpu.error}).", evidence,
         "Scan again, and look for NVRM lines in dmesg if it stays so.",
     )  # fmt: skip
 

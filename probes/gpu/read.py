@@ -508,7 +508,12 @@ def _temperature(ask: Asker) -> float | None:
 def _retired_pages(ask: Asker) -> int | None:
     """Pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
     by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
-    return sum(map(len, by_cause)) if all(isinstance(pages, list) for pages in by_cause) else None
+    if not all(isinstance(pages, list) for pages in by_cause):
+        return None
+    if any(not 0 <= address <= MEMORY_MAX for pages in by_cause for address in pages):
+        ask.note("nvmlDeviceGetRetiredPages", (), "a page beyond any memory, which is impossible")
+        return None
+    return sum(map(len, by_cause))
 
 
 def _throttle_reasons(ask: Asker) -> tuple[str, ...] | None:
@@ -627,7 +632,8 @@ def _old_errors(ask: Asker, link: int) -> dict[str, int]:
 def _ask(ask: Asker, symbol: str, *arguments: int) -> Any:
     """The answer; None where a hypervisor or the board has none, UNREAD where the driver failed to say."""
     try:
-        return ask.ask(symbol, *arguments)
+        answer = ask.ask(symbol, *arguments)
+        return UNREAD if answer is None else answer
     except NvmlError as error:
         if does_not_apply(error) or error.name == "INVALID_ARGUMENT":
             return None

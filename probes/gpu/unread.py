@@ -50,14 +50,15 @@ def _finding(code: str, severity: Severity, subjects: dict[str, list[str]]) -> F
     questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
     reasons = list(dict.fromkeys(_reason(question) for queries in subjects.values() for question in queries))
     more = f" and {len(reasons) - 2} more" if len(reasons) > 2 else ""
-    evidence = questions[:EVIDENCE_MAX]
+    evidence, named = questions[:EVIDENCE_MAX], [subject for subject in subjects if subject]
+    on = f" for {named[0]}" + (f" and {len(named) - 1} more" if len(named) > 1 else "") if named else ""
     if len(questions) > EVIDENCE_MAX:
         evidence.append(f"and {len(questions) - EVIDENCE_MAX} more")
     return Finding(
         code=code,
         severity=severity,
-        subject=", ".join(subject for subject in subjects if subject),
-        message=f"could not be judged: {', '.join(reasons[:2])}{more}",
+        subject=", ".join(named),
+        message=f"{code} could not be judged{on}: {', '.join(reasons[:2])}{more}.",
         evidence=tuple(evidence),
         remedy=_remedy(" ".join(questions)),
     )

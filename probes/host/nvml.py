@@ -269,7 +269,7 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     # The fields' own descriptors: pynvml's attribute access looks for text in every one and costs ten times as much.
     fail, kind, value = (getattr(pynvml.c_nvmlFieldValue_t, n).__get__ for n in ("nvmlReturn", "valueType", "value"))
     return [
-        (getattr(value(answer), _MEMBERS[kind(answer)]) if kind(answer) < len(_MEMBERS) else None)
+        (getattr(value(answer), _MEMBERS[kind(answer)]) if kind(answer) < len(_MEMBERS) else "GARBLED_VALUE")
         if (code := fail(answer)) == 0
         else None
         if code in _NO_FIELD
