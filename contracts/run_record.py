@@ -77,6 +77,9 @@ class RunLayout:
     effective: EffectiveLayout | None = None
 
 
+_ROUNDING = 0.01  # of the step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:
     """What was trained."""
@@ -242,6 +245,16 @@ class RunRecord:
             return self.measured.counted_steps
         return max(0, len(self.step_seconds) - _UNCOUNTED) if self.step_seconds else None
 
+    def seconds_of(self, part: RunPart) -> float:
+        """A part's share of the step that was measured without the profiler: the profiler makes steps longer."""
+        step = self.measured.step_seconds
+        return part.share * step if step else part.measured_seconds
+
+    @property
+    def parts_overlap(self) -> bool:
+        """Whether parts ran at the same time, so that they are more than the step together."""
+        return sum(part.share for part in self.parts) > 1.0 + _ROUNDING
+
     @property
     def worst(self) -> str:
         """The communication that the step waits for longest: "all-gather 31 % exposed"; empty without any."""
@@ -365,18 +378,13 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
     return updated
 
 
-def verdict_beside(folder: Path) -> tuple[str, str]:
-    """(state, line) of the verdict that whoever watches the run has left beside its record; empty without one."""
+def watched(folder: Path) -> str:
+    """The verdict that `why --watch` left beside the record, as a note; empty where nothing was found."""
     try:
         found = plain(bounded.read_text(folder / WHY, 1 << 20))
-        return str(found["state"]), str(found["line"])
+        state, line = str(found["state"]), str(found["line"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "", ""
-
-
-def watched(folder: Path) -> str:
-    """The same as a note of the record; empty where nothing was found."""
-    state, line = verdict_beside(folder)
+        return ""
     return f"why: {line}"[:500] if state not in ("", "fine") else ""
 
 

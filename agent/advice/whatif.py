@@ -1,66 +1,19 @@
-"""What if: more nodes (--sweep), another layout (--compare), other machines and networks (--frontier)."""
+"""What if: the same job on other machines, numbers of nodes and networks."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-import click
-from rich.console import Console
-
-from agent.advice.advise import (
-    Request,
-    cluster_of,
-    default_ranks,
-    measured_step,
-    measurements_of,
-    model_of,
-    prices_of,
-    rows_of,
-)
-from agent.base import units
-from agent.base.documents import write_atomic
-from agent.base.hosts import snapshots
+from agent.advice.request import Request, model_of, prices_of, rows_of
 from agent.base.inputs import RequestError
-from agent.base.output import emit, waiting
-from agent.base.tables import table
-from agent.terminal.advice import layout_title
-from contracts.layout import LayoutError, values_of
 from planner.forecast import machines
-from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.machines import MachineError
 from planner.forecast.specs import TrainSpec, mean_length
-from planner.recommend import forecast_named, plan, scaled
-from planner.sweep import FrontierPoint, compare, frontier, frontier_svg, sweep, sweep_svg
+from planner.recommend import plan
+from planner.sweep import FrontierPoint, frontier
 
 MOST_POINTS = 64
-DEFAULT_NODES = "nodes=1,2,4,8"
-
-
-def run(request: Request, options: Mapping[str, Any], form: str) -> None:
-    """Answer a sweep or a comparison on stdout."""
-    if form not in ("table", "json", "yaml"):
-        raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
-    if request.model is None:
-        raise click.UsageError("--sweep, --compare and --frontier need --model")
-    if options["frontier"]:
-        _frontier(request, str(options["sweep"] or DEFAULT_NODES), options["plot"], form)
-    elif options["sweep"]:
-        _sweep(request, str(options["sweep"]), options["plot"], form)
-    else:
-        _compare(request, tuple(options["compare"]), form)
-
-
-def _numbers(text: str) -> list[int]:
-    """ "nodes=1,2,4" as numbers."""
-    name, _, numbers = text.partition("=")
-    words = numbers.split(",")
-    if name != "nodes" or not all(w.isdecimal() and 1 <= int(w) <= 100_000 for w in words) or len(words) > MOST_POINTS:
-        raise click.UsageError(f"--sweep {text}: must be nodes=1,2,4 with at most {MOST_POINTS} numbers up to 100000")
-    return [int(word) for word in words]
 
 
 def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:
@@ -74,14 +27,14 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
     named = [word for word in (request.machine or "").split(",") if word]
     names = named or list(prices if isinstance(prices, dict) else ())
     if not names:
-        raise RequestError("frontier: name the machines (--machine A,B,...), or give their prices in a file")
+        raise RequestError("sweep: name the machines (--machine A,B,...), or give their prices in a file")
     networks = [None, *(word for word in (request.network or "").split(",") if word)]
     if len(names) * len(nodes) * len(networks) > MOST_POINTS:
         count = f"{len(names)} machines x {len(nodes)} numbers of nodes x {len(networks)} networks"
-        raise RequestError(f"frontier: {count} are more than {MOST_POINTS} points")
+        raise RequestError(f"sweep: {count} are more than {MOST_POINTS} points")
     try:
         if train.global_batch is None:  # one batch for all points, or they would do different jobs
-            sizes = [machines.cluster(name, max(nodes)) for name in names]
+            sizes = [machines.cluster(name, max(nodes), gpus_per_node=request.ranks_per_node) for name in names]
             largest = max(sizes, key=lambda cluster: cluster.world_size)
             train = replace(train, global_batch=plan(largest, (), model, train).global_batch)
         return frontier(
@@ -93,6 +46,7 @@ def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, 
             tokens=tokens_of(request, train),
             prices=prices,
             transport=request.transport,
+            gpus_per_node=request.ranks_per_node,
         )
     except (MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
@@ -112,96 +66,3 @@ def tokens_of(request: Request, train: TrainSpec) -> float:
     if train.steps is not None:
         return train.steps * (train.global_batch or 1) * mean
     return PER_TOKENS
-
-
-def _frontier(request: Request, text: str, plot: Path | None, form: str) -> None:
-    with waiting("recommend: forecasting the frontier"):
-        points = frontier_of(request, _numbers(text))
-    if plot is not None:
-        _write(plot, frontier_svg(points, f"{request.model}, {request.train.method}"))
-
-    def show(out: Console) -> None:
-        priced = ["money"] if any(p.cost for p in points) else []
-        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", *priced)
-        for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
-            if p.seconds is None:
-                rows.add_row("", p.machine, str(p.nodes), p.network, p.reason, *["-"] * (4 + len(priced)))
-                continue
-            rows.add_row(
-                "✓" if p.best else "", p.machine, str(p.nodes), p.network, p.layout, f"{p.tokens_per_second:,.0f}",
-                f"{p.mfu:.0%}" if p.mfu is not None else "-", units.duration(p.seconds.mid), f"{p.gpu_hours:,.1f}",
-                *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
-            )  # fmt: skip
-        out.print(rows)
-        spent = "money" if all(p.cost for p in points if p.seconds) else "GPU-hours"
-        out.print(f"✓ nothing else takes less time and less {spent} for the same tokens")
-
-    emit([asdict(point) for point in points], form, show)
-
-
-def _write(plot: Path, drawn: str) -> None:
-    try:
-        write_atomic(plot, drawn)
-    except OSError as error:
-        raise click.UsageError(f"--plot {plot}: {error.strerror or error}") from None
-
-
-def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
-    if request.machine is None:
-        raise click.UsageError("--sweep needs --machine: a sweep is over nodes of one kind")
-    model = model_of(request)
-    assert model is not None  # noqa: S101 - `run` has refused otherwise
-    nodes, train = _numbers(text), request.train
-    try:
-        if train.global_batch is None:  # one batch for all points, or the curve would compare different jobs
-            largest = machines.cluster(request.machine, max(nodes), gpus_per_node=request.ranks_per_node)
-            batch = plan(largest, (), model, train).global_batch
-            train = replace(train, global_batch=batch)
-        with waiting(f"recommend: forecasting layouts for {text}"):
-            points = sweep(request.machine, nodes, model, train, gpus_per_node=request.ranks_per_node,
-                           network=request.network, transport=request.transport)  # fmt: skip
-    except (MachineError, ValueError) as error:
-        raise RequestError(str(error)) from None
-    if plot is not None:
-        _write(plot, sweep_svg(points, f"{model.name} on {request.machine}"))
-
-    def show(out: Console) -> None:
-        rows = table("nodes", "ranks", "layout", "step", "tokens/s", "efficiency")
-        for point in points:
-            efficiency = f"{point.efficiency:.0%}" if point.efficiency is not None else "-"
-            rate = f"{point.tokens_per_second:,.0f}" if point.tokens_per_second is not None else "-"
-            step = units.seconds(point.step_seconds) if point.step_seconds is not None else point.reason
-            rows.add_row(str(point.nodes), str(point.ranks), point.family or "nothing fits", step, rate, efficiency)
-        out.print(rows)
-
-    emit([asdict(point) for point in points], form, show)
-
-
-def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
-    model = model_of(request)
-    assert model is not None  # noqa: S101 - `run` has refused otherwise
-    found = () if request.machine else snapshots(request.hosts, root=request.root)
-    try:
-        cluster = cluster_of(request, found, request.ranks_per_node)
-        ranks = request.ranks_per_node or default_ranks(request, cluster)
-        calibration = load_calibration(request.calibration) if request.calibration else None
-        measured = measurements_of(request)
-        planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
-        if step := measured_step(request):
-            planned = scaled(planned, step)
-        first, second = (forecast_named(planned, values_of(text)) for text in texts)
-    except (LayoutError, MachineError, CalibrationError, ValueError) as error:
-        raise RequestError(str(error)) from None
-    rows = compare(first, second)
-
-    def show(out: Console) -> None:
-        shown = table("part", *(layout_title(ranked.layout) for ranked in (first, second)))
-        for name, left, right in rows:
-            shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
-        memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
-        shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
-        broken = (ranked.why if ranked.why.startswith("breaks") else "yes" for ranked in (first, second))
-        shown.add_row("allowed", *broken)
-        out.print(shown)
-
-    emit({"layouts": [first, second], "parts": rows}, form, show)

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Mapping
 
 Files = dict[str, bytes]
-MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB, the history at most 1
+MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
 MOST_BYTES = 512 << 20  # of a bundle, unpacked
 
 

@@ -21,7 +21,8 @@ from agent.base.documents import write_atomic
 from collectives.bench.results import BenchResult
 from contracts import bounded, codec
 from contracts.plain import loads as plain
-from contracts.run_record import MOST_RECORD_BYTES, RecordError, RunRecord
+from contracts.redaction import without_secrets
+from contracts.run_record import MOST_RECORD_BYTES, RecordError, RunRecord, record_of
 from contracts.run_record import read as read_record
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def read(path: Path) -> Any:
 
 def _record(path: Path) -> RunRecord | None:
     try:
-        return read_record(path)
+        return record_of(without_secrets(codec.write(read_record(path))))  # the agent shows it to every reader
     except RecordError as error:
         left_out(path, error)
         return None

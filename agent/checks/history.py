@@ -1,40 +1,29 @@
-"""What changed on this node in 30 days, and which findings hold: raised once they persist, cleared with hysteresis.
+"""What changed on this node of late, and which findings hold: raised once they persist, cleared with hysteresis.
 
 The resident agent judges scan after scan: a link that trains, a driver that is reloaded or a node that boots is seen in
 passing. Here a finding is raised by its second scan in a row and cleared by its third without it, so that one that
-comes and goes stays raised. A one-shot preflight has no history and judges what it sees.
+comes and goes stays raised. All of it is in memory; the node's record (agent.cluster.nodes) carries the newest changes
+and since when each finding is there to the agent that starts next. A one-shot preflight has no history.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from agent.base import units
-from agent.base.documents import write_atomic
 from agent.checks.verdict import Check, judge
 from agent.checks.view import View
-from contracts import bounded
-from contracts.plain import loads
 from probes.api import Ok, Severity, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from topology.diff import Difference, compare
 from topology.traits import Trait, traits
 
-log = logging.getLogger(__name__)
-
-FILE = "history.json"
-KEPT_SECONDS = 30 * 86400.0
-MOST_EVENTS = 2000
+MOST_EVENTS = 50
 MOST_OPEN = 256
-MOST_BYTES = 4 << 20
 TEXT = 300  # characters of one event
 SCANS_TO_RAISE = 2
 SCANS_TO_CLEAR = 3  # one more than to raise: what flickers stays raised
@@ -93,61 +82,50 @@ class Seen:
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
-    """What the file holds, or the node's record for an agent that finds no file (agent.cluster.nodes)."""
+    """What is known of the past: by this agent's own scans, or by the node's record (agent.cluster.nodes)."""
 
     events: list[Event] = field(default_factory=list)
     open: dict[Key, Seen] = field(default_factory=dict)
     traits: dict[Key, str] = field(default_factory=dict)
     boot_id: str | None = None
-    until: float | None = None  # of a record: when it was scanned
 
 
 class History:
-    """Of one live host. `uptime` gives seconds since its boot; `path` is the file, None where nothing is kept.
+    """Of one live host. `uptime` gives seconds since its boot.
 
-    `elsewhere`, where it is set, is what else keeps the history: asked with each scan until it does not say None.
+    `elsewhere`, where it is set, reads what the agent before has left: asked with each scan until it does not say None.
     """
 
-    def __init__(self, path: Path | None, uptime: Callable[[], float] = lambda: float("inf")) -> None:
-        self._path, self._uptime = path, uptime
-        self._kept = read(path) if path else Kept()
-        self._kept.open = _known(self._kept.open)
+    def __init__(self, uptime: Callable[[], float] = lambda: float("inf")) -> None:
+        self._uptime = uptime
+        self._kept = Kept()
         self.elsewhere: Callable[[], Kept | None] | None = None
         self._last: dict[Key, str] = {}
-        self._runs: dict[str, str] = {}  # state by run, as last told
         self._driver = True  # whether it answered in the scan before, where there is one
         self._settled_at = 0.0
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was kept here."""
-        return self._kept == Kept()
 
     def seen(self, view: View) -> View:
         """The view with findings that hold in place of those of this moment, and with what changed."""
         snapshot = view.snapshots[0]
-        now, before = snapshot.taken_at_seconds, self._state()
+        now = snapshot.taken_at_seconds
         found = self.elsewhere() if self.elsewhere is not None else None
         if found is not None:
             self.elsewhere = None
-            self._take_in(found, view, now)
+            self._take_in(found)
         settling = self._settling(snapshot, now)
         self._changes(view, now, settling=settling)
-        self._stands(view, now)
         checks = tuple(self._holding(view.checks, now, settling=settling))
         kept = self._kept
-        kept.events = [event for event in kept.events if event.at_seconds > now - KEPT_SECONDS][-MOST_EVENTS:]
-        if self._path is not None and self._state() != before:
-            self._write()
+        kept.events = kept.events[-MOST_EVENTS:]
         return replace(
             view, checks=checks, verdict=judge(checks), events=tuple(kept.events),
             since={key: seen.since for key, seen in kept.open.items() if seen.raised},
         )  # fmt: skip
 
-    def _take_in(self, found: Kept, view: View, now: float) -> None:
+    def _take_in(self, found: Kept) -> None:
         """Put what is older before what this agent has seen: its events stay, a finding begins where it began.
 
-        Of traits a record has the versions; what else differs since is not told. A later scan raises or clears.
+        A later scan raises or clears.
         """
         kept = self._kept
         cleared = {(event.code, event.subject) for event in kept.events if event.kind == "cleared"}
@@ -157,22 +135,7 @@ class History:
             if key not in cleared:
                 mine = kept.open.setdefault(key, old)
                 mine.since, mine.raised = min(mine.since, old.since), True
-        booted = now - self._uptime()
-        if found.until is not None and booted > found.until:
-            self._tell(booted, "boot", "booted")
-        ours = kept.traits or {key: trait.value for key, trait in traits(view.snapshots[0]).items()}
-        versions = [key for key in found.traits if _is_version(key) and key in ours]
-        for difference in compare(_traits({key: found.traits[key] for key in versions}),
-                                  _traits({key: ours[key] for key in versions}), same_host=True):  # fmt: skip
-            self._differs(now, difference)
         kept.events = sorted([*found.events, *kept.events], key=lambda event: event.at_seconds)
-
-    def _state(self) -> tuple[object, ...]:
-        """Changes where the file is to be written."""
-        kept = self._kept
-        last = kept.events[-1] if kept.events else None
-        raised = tuple(key for key, seen in kept.open.items() if seen.raised)
-        return len(kept.events), last, raised, dict(kept.traits), kept.boot_id
 
     def _settling(self, snapshot: Snapshot, now: float) -> bool:
         """Whether the host has just booted, or its driver comes back: what is seen then is on its way."""
@@ -219,14 +182,6 @@ class History:
         kind: Any = "version" if part not in ("", "hardware") else "changed"
         code = part if hardware or part != "hardware" else ""
         self._kept.events.append(Event(at_seconds=now, kind=kind, text=difference.message[:TEXT], code=code))
-
-    def _stands(self, view: View, now: float) -> None:
-        """A watched run that is stuck, slow, has failed, or goes on again."""
-        for one in view.runs:
-            before, state = self._runs.get(one.run, "fine"), one.verdict.state
-            if state != before:
-                self._tell(now, "changed", f"run {one.run}: {one.verdict.line}")
-        self._runs = {one.run: one.verdict.state for one in view.runs}
 
     def _holding(self, checks: Sequence[Check], now: float, *, settling: bool) -> Iterable[Check]:
         """Findings as they hold; one that is new is unknown until it persists."""
@@ -279,24 +234,6 @@ class History:
         about = {"code": check.id, "subject": check.subject[:128], "severity": check.status} if check else {}
         self._kept.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], **about))
 
-    def _write(self) -> None:
-        assert self._path is not None  # noqa: S101 - asked for by `seen`
-        kept = self._kept
-        document = {
-            "events": [asdict(event) for event in kept.events],
-            "open": [
-                {"since": seen.since, "checks": [asdict(check) for check in seen.checks]}
-                for seen in kept.open.values()
-                if seen.raised
-            ],
-            "traits": [[*key, value] for key, value in kept.traits.items()],
-            "boot_id": kept.boot_id,
-        }
-        try:
-            write_atomic(self._path, json.dumps(document) + "\n")
-        except OSError as error:
-            log.warning("%s was not kept: %s", self._path, error)
-
 
 def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
     """Those that this release still judges: another would hold for ever."""
@@ -327,31 +264,6 @@ def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
             for key, value in values.items()}  # fmt: skip
 
 
-def read(path: Path) -> Kept:
-    """What was kept; nothing where there is no file, and where it cannot be read, with a word in the log."""
-    try:
-        found = loads(bounded.read_text(path, MOST_BYTES))
-        opened = (
-            Seen(checks=tuple(_check(check) for check in each["checks"]), since=each["since"], scans=SCANS_TO_RAISE,
-                  raised=True)
-            for each in found["open"][:MOST_OPEN] if each["checks"]
-        )  # fmt: skip
-        return Kept(
-            events=[Event(**each) for each in found["events"][-MOST_EVENTS:]],
-            open={(seen.checks[0].id, seen.checks[0].subject): seen for seen in opened},
-            traits={(subject, what): value for subject, what, value in found["traits"]}, boot_id=found["boot_id"],
-        )  # fmt: skip
-    except FileNotFoundError:
-        return Kept()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s cannot be read, history begins anew: %s", path, error)
-        return Kept()
-
-
-def _check(stored: Mapping[str, Any]) -> Check:
-    return Check(**{**stored, "evidence": tuple(stored["evidence"])})
-
-
 def since_words(view: View, code: str, subject: str) -> str:
     """ "since 03:12, after driver 550 -> 560 (03:10); third time this week"; empty where it is not known."""
     at = view.since.get((code, subject))
@@ -375,32 +287,18 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%d %b %H:%M", then)
 
 
-def lines(events: Iterable[Event], after: float) -> list[str]:
-    """Events since then, newest first, a line each."""
+def lines(events: Iterable[Event]) -> list[str]:
+    """Return the events, newest first, a line each."""
     lines = []
-    for event in sorted((e for e in events if e.at_seconds >= after), key=lambda e: -e.at_seconds):
+    for event in sorted(events, key=lambda e: -e.at_seconds):
         about = " ".join((event.code, *([f"on {event.subject}"] if event.subject else []))) if event.finding else ""
         word = f"{event.kind} " if event.finding else ""
         lines.append(f"{clock(event.at_seconds)}  {word}{about}{': ' if about else ''}{event.text}")
     return lines
 
 
-def age(text: str) -> float:
-    """Seconds of "24h", "30min", "7d". Raises ValueError."""
-    for unit, length in (("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("s", 1.0)):
-        number = text.removesuffix(unit)
-        if number != text and number.replace(".", "", 1).isdecimal():
-            return float(number) * length
-    raise ValueError(f"{text}: must be a number with s, min, h or d, like 24h")
-
-
 def changed(view: View, most: int = 24) -> list[str]:
     """For a page: since when what is raised is there, then the newest of what came, went and changed."""
     raised = [f"{code}{f' on {subject}' if subject else ''}: {since_words(view, code, subject)}"
               for code, subject in view.since]  # fmt: skip
-    return [*raised, *lines(view.events, 0.0)[:most]]
-
-
-def silence(after: float) -> str:
-    """Words where nothing changed."""
-    return f"nothing changed in {units.duration(time.time() - after)}"
+    return [*raised, *lines(view.events)[:most]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.checks.coverage import covered, no_gpu_read
-from agent.checks.expect import EXPECT_CODES, Expectation, checks_of, seen, settled
+from agent.checks.expect_checks import EXPECT_CODES, checks_of, seen, settled
 from agent.checks.verdict import (
     MANY_CODES,
     Check,
@@ -23,6 +22,7 @@ from agent.checks.verdict import (
     worst_first,
 )
 from collectives.bench.results import BenchResult
+from contracts.redaction import redact
 from contracts.run_record import RunRecord
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
@@ -43,8 +43,8 @@ from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:
     from agent.base.bench_history import Line
+    from agent.checks.expect import Expectation
     from agent.checks.history import Event
-    from agent.why.ranks import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,7 @@ class View:
     bench_at_seconds: float | None = None
     benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
     flights: tuple[RunRecord, ...] = ()  # newest first
-    runs: tuple[Standing, ...] = ()  # that this agent watches, newest first
-    events: tuple[Event, ...] = ()  # of 30 days, oldest first; of the resident agent's own host
+    events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
 
 
@@ -91,6 +90,7 @@ def look(
         from agent.checks.measured import checks_of_bench
 
         checks.extend(checks_of_bench(bench, snapshots))
+    checks = [check if check.status == "pass" else _without_secrets(check) for check in checks]
     return View(
         snapshots=tuple(snapshots),
         topologies=topologies,
@@ -105,8 +105,14 @@ def look(
     )
 
 
+def _without_secrets(check: Check) -> Check:
+    """The check as it may be shown: messages and evidence quote environments, files and the kernel's log."""
+    evidence = tuple(map(redact, check.evidence))
+    return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
+
+
 def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
-    if isinstance(expected, Expectation):
+    if not isinstance(expected, str):
         return checks_of(expected, seen(snapshot, node), snapshot.hostname)
     return (Check(id=EXPECT_CODES[0], status="unknown", node=snapshot.hostname, message=expected, required=True),)
 
@@ -309,12 +315,6 @@ class UnknownNameError(ValueError):
 def _nodes(check: Check) -> set[str]:
     """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
     return set(check.node.split(", "))
-
-
-def digest(view: View) -> str:
-    """Changes when a verdict, a benchmark or a flight does, and not with every scan."""
-    state = [(c.id, c.status, c.node, c.subject) for c in view.checks], view.bench_at_seconds, len(view.flights)
-    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:

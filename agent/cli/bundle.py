@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from agent.base.inputs import OUTPUT_FILE_OR_STDOUT
 from agent.base.options import root_option
 from agent.base.output import say, waiting
 
 
 @click.command()
 @root_option
-@click.option("-f", "--file", "target", default="bundle.tgz", show_default=True, type=click.Path(allow_dash=True),
+@click.option("-f", "--file", "target", default="bundle.tgz", show_default=True, type=OUTPUT_FILE_OR_STDOUT,
               help="Write here; - for stdout.")  # fmt: skip
 @click.option("--state", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
               type=click.Path(path_type=Path), help="The agent's folder.")  # fmt: skip
@@ -24,7 +25,7 @@ from agent.base.output import say, waiting
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Write one file for whoever helps: recording, findings, history, versions, limits, kubelet's account, logs.
+    """Write one file for whoever helps: recording, findings, versions, limits, kubelet's account, logs.
 
     Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
     """

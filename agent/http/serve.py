@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,14 +25,13 @@ log = logging.getLogger(__name__)
 ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no endpoints that make load
     "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
     "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
-    "allowed_hosts": (), "runs": None,
+    "allowed_hosts": (),
 }  # fmt: skip
 MOST_CONNECTIONS = 512  # each costs some 20 KiB while it is open
 RESERVED_DESCRIPTORS = 64  # for the probes' child, state files, the API server and what libraries open
 BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
 HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
 KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
-LINES_PER_MINUTE = 10.0  # of complaints about what clients send
 GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
@@ -48,8 +46,6 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 )
 @click.option("--state", "folder", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
               type=click.Path(file_okay=False, path_type=Path), help="Results of benchmarks and flights.")  # fmt: skip
-@click.option("--runs", default=None, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER",
-              help="Watch the runs in it: who is behind is in /why, metrics and events.")  # fmt: skip
 @click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
               help="What each node must have, judged at every scan: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
 @click.option("--expect-file", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -74,6 +70,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     With --host it serves recordings in place of this host.
     """
     from agent.base.hosts import snapshots
+    from agent.checks.history import History
     from agent.http.state import State
     from probes.hostinfo.container import ROLE
     from probes.scanner import Scanner
@@ -90,7 +87,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],
         expected=lambda: _expected(options),
-        history=None if hosts else _history(options["folder"]), runs=options["runs"],
+        history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
     if port := places[0].getsockname()[1]:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
@@ -108,13 +105,6 @@ def _expected(options: dict[str, Any]) -> Any:
 
     file: Path | None = options["expect_file"]
     return expectation(options["expect"], file if file is not None and file.exists() else None)
-
-
-def _history(folder: Path | None) -> Any:
-    from agent.checks import history
-
-    kept = folder if folder is not None and folder.is_dir() and os.access(folder, os.W_OK) else None
-    return history.History(kept / history.FILE if kept else None, lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 def _url(address: str, port: int) -> str:
@@ -145,16 +135,13 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.access import Bucket
     from agent.http.limits import Limited
 
-    for name in ("uvicorn.error", "asyncio"):  # hostile clients do not fill the log
-        logging.getLogger(name).addFilter(_Seldom(Bucket(rate=LINES_PER_MINUTE / 60, size=LINES_PER_MINUTE).take))
     sys.setswitchinterval(SWITCH_SECONDS)
     connections = _connections()
     Limited.most_per_address = min(Limited.most_per_address, max(4, connections // 4))
     config = uvicorn.Config(
-        app, host=address, port=port, log_level=logging.getLevelName(logging.getLogger().level).lower(),
+        app, host=address, port=port, log_level=_log_level(),
         access_log=False, ws="none", http=Limited, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
         limit_concurrency=connections, h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
     )  # fmt: skip
@@ -174,13 +161,10 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
         raise click.ClickException("the HTTP agent did not start")
 
 
-class _Seldom(logging.Filter):
-    def __init__(self, take: Callable[[], bool]) -> None:
-        super().__init__()
-        self._take = take
-
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - whatever it says
-        return self._take()
+def _log_level() -> int:
+    """The level of uvicorn's log. uvicorn warns of each request that is no HTTP: without -v only errors are logged."""
+    level = logging.getLogger().level
+    return logging.ERROR if level >= logging.WARNING else level
 
 
 def _connections() -> int:
@@ -243,7 +227,7 @@ def application(state: Any, options: dict[str, Any]) -> Any:
 
         assert client is not None  # noqa: S101 - made above
         left = None
-        if state.history is not None and state.history.empty:
+        if state.history is not None:
             state.history.elsewhere = left = LeftBehind(client, str(name), lambda: state.view)
 
         def latest() -> Any:
@@ -253,10 +237,6 @@ def application(state: Any, options: dict[str, Any]) -> Any:
             client, latest, namespace=_namespace(client),
             interval_seconds=options["publish_interval"], labels=options["nfd"],
         )  # fmt: skip
-        if options["runs"]:
-            from agent.cluster.run_events import RunEvents
-
-            state.before.append(RunEvents(client, _namespace(client)).of_view)
     return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))
 
 

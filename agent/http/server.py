@@ -28,7 +28,7 @@ from agent.checks.verdict import Check, FailOn, GateError, judge, select, worst_
 from agent.checks.view import View
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
-from agent.http import acknowledge, models, pages, problem, runs, why
+from agent.http import models, pages, problem, runs, why
 from agent.http.access import POSTS_PER_MINUTE, Bucket, Guard, ReadHosts, Tokens
 from agent.http.answers import Format, Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
@@ -96,8 +96,7 @@ def create(
     _advice(app, state, cluster, worker, rendered)
     _gate(app, state, worker, rendered)
     runs.install(app, state)
-    why.install(app, state, worker, rendered)
-    acknowledge.install(app, cluster)
+    why.install(app, worker)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 

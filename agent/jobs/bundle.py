@@ -26,9 +26,10 @@ from agent.checks.verdict import worst_first
 from agent.checks.view import look
 from contracts import bounded
 from contracts.plain import PlainError, loads
+from contracts.redaction import redact, without_secrets
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import RecordedHost, dumps, without_secrets
+from probes.host.recording import RecordedHost, dumps
 from probes.pci.facts import PciFacts
 from probes.pci.facts import gpus as on_the_bus
 from probes.scan import scan
@@ -91,13 +92,13 @@ def _limits(root: Path) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return str(without_secrets(bounded.read_text(path, MOST_FILE_BYTES)))
+        return redact(bounded.read_text(path, MOST_FILE_BYTES))
     except (OSError, ValueError) as error:
         return f"not read: {error}\n"
 
 
 def _kept(state: Path) -> Iterator[tuple[str, bytes]]:
-    """What the agent keeps: history, last benchmark, flights; whatever is no JSON is left out and named."""
+    """What the agent keeps: last benchmark, flights; whatever is no JSON is left out and named."""
     for path in sorted([*state.glob("*.json"), *state.glob("flights/*.json")])[:128]:
         name = f"state/{path.relative_to(state).as_posix()}"
         try:
@@ -269,10 +270,10 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
         try:
             found["cluster"][name] = _json(json.loads(_kubectl([*base, *words])))
         except (BundleError, ValueError) as error:
-            found["cluster"][f"{name}.txt"] = f"{without_secrets(str(error))}\n".encode()
+            found["cluster"][f"{name}.txt"] = f"{redact(str(error))}\n".encode()
     plugins, refused = _plugins(base)
     if refused:
-        found["cluster"]["plugins.txt"] = f"not listed: {without_secrets(refused)}\n".encode()
+        found["cluster"]["plugins.txt"] = f"not listed: {redact(refused)}\n".encode()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         each = pool.map(lambda item: _node(base, item[0], item[1], plugins.get(item[0])), chosen.items())
         found |= dict(zip(chosen, each, strict=True))
@@ -368,7 +369,7 @@ def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str, str] | N
         inside = unpacked(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
         files |= next(iter(inside.values()), {})
     except BundleError as error:
-        files["error.txt"] = f"{node}: {without_secrets(str(error))}\n".encode()
+        files["error.txt"] = f"{node}: {redact(str(error))}\n".encode()
     files["log.txt"] = _log([*base, "logs", pod])
     if plugin is not None:
         # The agent mounts nothing of the host; the plugin's pod has kubelet's folder, since it registers there.
@@ -393,8 +394,8 @@ def _log(words: list[str]) -> bytes:
     try:
         log = _kubectl([*words, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
     except BundleError as error:
-        return f"not read: {without_secrets(str(error))}\n".encode()
-    return str(without_secrets(log.decode(errors="replace"))).encode()
+        return f"not read: {redact(str(error))}\n".encode()
+    return redact(log.decode(errors="replace")).encode()
 
 
 def _kubectl(words: Iterable[str]) -> bytes:

@@ -1,7 +1,7 @@
 """The report of one preflight: the document, and the files a person keeps.
 
-`report.json` is the whole document, `report.html` one self-contained page, `junit.xml` what CI systems read,
-`report.md` a summary. Every file is written beside its final name and renamed, so that none is ever half there.
+`report.json` is the whole document, `report.html` one self-contained page, `junit.xml` what CI systems read.
+Every file is written beside its final name and renamed, so that none is ever half there.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ class Report:
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def write_folder(report: Report, folder: Path, html: str, markdown: str) -> tuple[Path, ...]:
+def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
     """Write the report's files into `folder`, made if need be; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "report.json": json.dumps(document(report), indent=1, sort_keys=True) + "\n",
         "report.html": html,
-        "report.md": markdown,
         "junit.xml": junit(report),
     }
     return tuple(write_atomic(folder / name, text) for name, text in files.items())

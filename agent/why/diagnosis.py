@@ -6,14 +6,13 @@ import os
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from agent.advice import advise
-from agent.advice.advise import Request
+from agent.advice.request import Request, cluster_of, model_of, price_of
 from agent.base import units
 from agent.base.inputs import InputError
 from agent.checks.verdict import Check
@@ -21,7 +20,7 @@ from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
-from collectives.traces import calls, inspector, ras, watchdog
+from collectives.traces import calls, ras, watchdog
 from contracts import bounded, run_record
 from contracts.layout import LayoutError, values_of
 from contracts.run_record import RunRecord
@@ -32,7 +31,6 @@ from planner import why
 from planner.forecast import machines
 from planner.forecast.faults import RULES
 from planner.kubernetes.manifests import attached
-from planner.lint.change import elsewhere
 from planner.lint.sources import EnvironmentTextError, read_text
 from planner.recommend import cost_of, forecast_named, plan
 from planner.why import Cause, Seen, Unknown, Verdict
@@ -58,7 +56,6 @@ class Asked:
     logs: tuple[str, ...] = ()
     run: Path | None = None
     ras: tuple[str, ...] = ()  # files, or HOST:PORT
-    inspector: Path | None = None
     recorder: Path | None = None
     diagnostics: tuple[str, ...] = ()
     manifest: Path | None = None
@@ -91,8 +88,6 @@ def answer(sources: Asked) -> Verdict:
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
-    if sources.inspector is not None:
-        verdict = with_inspector(verdict, sources.inspector)
     if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
         verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
     request = sources.request or Request()
@@ -337,30 +332,6 @@ def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     ]
 
 
-def with_inspector(verdict: Verdict, folder: Path) -> Verdict:
-    """Inspector's times: who waits for nobody is waited for."""
-    try:
-        rows = [row for line in inspector.lines_of(folder) if (row := inspector.read_line(line))]
-    except OSError as error:
-        raise WhyError(f"--inspector {error.filename}: {error.strerror}") from None
-    except LogFileError as error:
-        raise WhyError(f"--inspector {error}") from None
-    found = inspector.slow_members(rows, why.OUTLIER)
-    sources = (*verdict.sources, f"Inspector: {len(rows)} collectives")
-    if verdict.causes or not found:
-        return replace(verdict, sources=sources)
-    counts = Counter(name for name, _, _ in found)
-    causes = tuple(
-        Cause(code="rank.late", message=f"{name} comes last to its collectives", evidence=(said,),
-              ranks=(int(name.split()[1]),) if name.startswith("rank ") else (), action=why.ACTIONS["compute"])
-        for name, said, _ in found if counts[name]
-    )  # fmt: skip
-    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
-    return replace(
-        verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes, ranks=ranks, sources=sources
-    )
-
-
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why
 
 
@@ -482,7 +453,7 @@ def faults_priced(
     rows = [one for one in checks if one.node in behind and one.status in ("fail", "warn") and one.id in RULES]
     if not rows:
         return verdict
-    what, model = f"what {rows[0].id} on {rows[0].node} costs", advise.model_of(request)
+    what, model = f"what {rows[0].id} on {rows[0].node} costs", model_of(request)
     if model is None or not snapshots or request.machine:
         node = "" if snapshots else "--host FILE of that node, "
         hint = Unknown(what=what, command=f"{node}--model NAME --nodes N --epochs N --lengths ...")
@@ -491,7 +462,7 @@ def faults_priced(
     unpriced: list[str] = []
     told, most = verdict.forecast, 0.0
     try:
-        cluster = advise.cluster_of(request, snapshots, request.ranks_per_node)
+        cluster = cluster_of(request, snapshots, request.ranks_per_node)
         for check in rows[:8]:
             found = advise.findings_of((check,))
             if len(snapshots) == 1:  # one recording stands for all nodes of the job
@@ -525,7 +496,7 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
     if not steps:
         return ""
     extra = each_step * steps
-    each = advise.price_of(request)
+    each = price_of(request)
     money = f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices" if each is not None else ""
     return f", +{units.duration(extra)}{money}"
 
@@ -533,9 +504,9 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
 def with_manifest(
     verdict: Verdict, path: Path, request: Request, layout: str = "", snapshots: Sequence[Snapshot] = ()
 ) -> Verdict:  # fmt: skip
-    """Settings of the job's environment that `lint-env` warns of, their price, and the file's patch without them."""
+    """Settings of the job's environment that `lint-env` warns of, and what they cost."""
     from agent.checks.lint import Linted, lint_text
-    from agent.jobs.patched import forecast_after, patched, placed
+    from agent.jobs.manifest import elsewhere, forecast_after, placed
 
     try:
         raw = bounded.read(path, 16 << 20)
@@ -565,9 +536,7 @@ def with_manifest(
         verdict = replace(verdict, forecast=verdict.forecast or over.forecast, unknown=verdict.unknown + over.unknown)
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
     sources = (*verdict.sources, f"manifest: {linted.read}")
-    advised = dict(line.split("=", 1) for line in verdict.change)  # what the log's cause asks for
-    file = path if request.allow_files else Path(path.name)  # a posted one has no place
-    patch = patched(text, file, wrong, advised) if (wrong or advised) and raw == text.encode() else None
+    asks_for_change = bool(wrong or verdict.change)
     others = tuple(
         Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
                 command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
@@ -578,8 +547,8 @@ def with_manifest(
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
     verdict = replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
-                      patch=patch, unknown=(*verdict.unknown, *others))  # fmt: skip
-    if verdict.forecast or patch is None or not patch.diff:
+                      unknown=(*verdict.unknown, *others))  # fmt: skip
+    if verdict.forecast or not asks_for_change:
         return verdict
     told, command = forecast_after(text, path.name, request)
     unknown = Unknown(what="the forecast after the change", command=command)
@@ -623,7 +592,7 @@ def priced(
     """What TCP in place of RDMA costs: the same layout over both, by the forecast."""
     if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
         return verdict
-    model = advise.model_of(request)
+    model = model_of(request)
     what = f"what TCP over {found.socket_interface or 'its interface'} costs"
     if model is None or not (request.machine or snapshots):
         hint = Unknown(
@@ -636,7 +605,7 @@ def priced(
     if request.machine:
         snapshots = ()
     try:
-        cluster = advise.cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
+        cluster = cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
         rate = request.network or _socket_rate(snapshots, found.socket_interface)
         if rate is None:
             hint = Unknown(what=what, command="--network RATE: what that interface carries, as 10G")
@@ -719,7 +688,7 @@ def costed(verdict: Verdict, record: RunRecord, request: Request, seen: Seen) ->
         if cause.cost:
             extra = cause.cost * step * steps
             words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
-            if (each := advise.price_of(request)) is not None:
+            if (each := price_of(request)) is not None:
                 words += f", +{each * hosts * extra / 3600:,.0f} of your prices"
             cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
         causes.append(cause)
@@ -743,7 +712,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         times = measured / forecast.mid if forecast.mid else measured / forecast.high
         said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
         parts = tuple(
-            f"{part.words}: {part.measured_seconds:.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
         )
         cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
                       cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip

@@ -9,8 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 
 from collectives.traces import calls
@@ -22,8 +21,6 @@ from planner.why import Seen, Verdict
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
 MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
 SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
-RECENT_SECONDS = 3600.0  # a run whose ranks have written nothing for so long is over
-MOST_RUNS = 8
 _MOST_FILES = 8192
 
 
@@ -136,35 +133,3 @@ def keep(folder: Path, verdict: Verdict) -> None:
         record = run_record.read(folder / "flight.json")
         if (note := run_record.watched(folder)) and note not in record.notes:
             run_record.save(folder / "flight.json", replace(record, notes=[*record.notes, note]))
-
-
-# Runs that the agent on a node watches --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """How one run stands."""
-
-    run: str  # its folder's name, or host and start of a record that was kept
-    verdict: Verdict
-
-
-def watched(place: Path) -> tuple[Standing, ...]:
-    """Runs in a folder whose ranks have written within RECENT_SECONDS, the newest first; a new verdict is kept there.
-
-    Asks no rank for anything: they dump by themselves where nothing moves.
-    """
-    newest_first: list[tuple[float, Path]] = []
-    with suppress(OSError):
-        for folder in islice(place.iterdir(), _MOST_FILES):
-            with suppress(OSError):
-                newest_first.append(((folder / rank_state.RANKS_FOLDER).stat().st_mtime, folder))
-    found = []
-    for at, folder in sorted(newest_first, reverse=True)[:MOST_RUNS]:
-        if time.time() - at > RECENT_SECONDS:
-            break
-        verdict = look(folder)
-        if run_record.verdict_beside(folder) != (verdict.state, verdict.line):
-            keep(folder, verdict)
-        found.append(Standing(run=folder.name[:128], verdict=verdict))
-    return tuple(found)

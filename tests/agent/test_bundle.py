@@ -54,7 +54,7 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
     (root / "proc/self/limits").write_text(SEEDED)
     (state / "flights").mkdir(parents=True)
     told = {"log": SEEDED, "nested": [{"api_key": SECRETS["pair"], "note": f"x {SECRETS['jwt']}"}]}
-    (state / "history.json").write_text(json.dumps(told))
+    (state / "bench.json").write_text(json.dumps(told))
     (state / "flights" / "f.json").write_text(json.dumps(told))
     checkpoint(root, {}, [])
     recording = json.loads(SOUND.read_text())
@@ -66,7 +66,7 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
         assert secret not in whole, name
     assert whole.count("a harmless line") >= 4
     assert {"recording.json", "findings.json", "versions.json", "limits.txt", "devices.json", "differences.txt",
-            "state/history.json", "state/flights/f.json"} == set(files)  # fmt: skip
+            "state/bench.json", "state/flights/f.json"} == set(files)  # fmt: skip
 
 
 def told(root: Path, machine: Path = SOUND) -> list[str]:
@@ -206,9 +206,9 @@ def test_what_is_no_bundle_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 def test_files_are_bounded() -> None:
-    files = {"state/history.json": b"x" * (bundle_file.MOST_FILE_BYTES + 1)}
+    files = {"state/bench.json": b"x" * (bundle_file.MOST_FILE_BYTES + 1)}
     assert (
-        len(bundle_file.unpacked(bundle_file.packed({"n": files}))["n"]["state/history.json"])
+        len(bundle_file.unpacked(bundle_file.packed({"n": files}))["n"]["state/bench.json"])
         == bundle_file.MOST_FILE_BYTES
     )
 

@@ -40,7 +40,6 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "openshift-host-network": (("openshift", "host-network"), ()),
     "eks-efa": (("eks-efa",), ()),
     "prometheus-operator": (("kubernetes",), ("monitoring.enabled=true",)),
-    "kueue": (("kubernetes",), ("kueue=true",)),
 }
 
 
@@ -88,7 +87,7 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
         "nodeAffinity": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}], "priorityClassName": "theirs",
         "podLabels": {"team": "x", "app.kubernetes.io/name": "another"}, "podAnnotations": {"note": "y"},
         "node": {"root": True, "devices": False, "mountPropagation": "HostToContainer"},
-        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "kueue": True, "ownNode": True,
+        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "ownNode": True,
         "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
         "monitoring": {"enabled": True, "namespaces": ["watch"], "docsUrl": "https://d.test/x/",
                        "grafanaUrl": "https://g.test", "pageUrl": "https://p.test/fleet/"},

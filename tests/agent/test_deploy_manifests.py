@@ -21,9 +21,9 @@ from kustomization import render
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
-BESIDE = [ROOT / "deploy/daemonset/overlays" / name for name in ("kueue/admission", "prometheus-operator/monitoring")]
+BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
 FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, ROOT / "deploy/bench/job"]
-CUSTOM = ("monitoring.coreos.com", "kueue.x-k8s.io", "security.openshift.io")
+CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
 Document = dict[str, Any]
 
 every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
@@ -51,13 +51,13 @@ def test_custom_objects_hold_no_field_their_api_would_drop(folder: Path, corpus:
     """The CRDs' own schemas, unknown fields refused."""
     schemas = {}
     for path in (corpus / "crds").glob("*.yaml"):
-        if path.name.startswith(("monitoring.coreos.com", "kueue.x-k8s.io_admissionchecks")):
+        if path.name.startswith("monitoring.coreos.com"):
             for crd in yaml.safe_load_all(path.read_text()):
                 for version in crd["spec"]["versions"]:
                     key = f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]
                     schemas[key] = strict(version["schema"]["openAPIV3Schema"])
     for document in render(folder):
-        if document["apiVersion"].startswith(CUSTOM[:2]):
+        if document["apiVersion"].startswith(CUSTOM[0]):
             jsonschema.validate(document, schemas[document["apiVersion"], document["kind"]])
 
 
@@ -143,26 +143,22 @@ def test_a_second_apply_changes_nothing(folder: Path) -> None:
 
 @every_overlay
 def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
-    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch; Events in its own namespace."""
+    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch."""
     documents = render(folder)
-    held = {(d["roleRef"]["kind"], d["roleRef"]["name"]) for d in documents if d["kind"].endswith("RoleBinding")}
-    assert ("ClusterRole", "topoflight-run-events") not in held  # a job's own, which an administrator binds
     rules = [
         (group, resource, verb)
         for d in documents
-        if d["kind"] in ("ClusterRole", "Role")
-        and d["metadata"]["name"].startswith("topoflight")
-        and (d["kind"], d["metadata"]["name"]) != ("ClusterRole", "topoflight-run-events")
+        if d["kind"] in ("ClusterRole", "Role") and d["metadata"]["name"].startswith("topoflight")
         for rule in d["rules"]
         for group in rule.get("apiGroups", [])
         for resource in rule.get("resources", [])
         for verb in rule["verbs"]
     ]
     allowed = {"topoflight.io", "authentication.k8s.io", "authorization.k8s.io", "nfd.k8s-sigs.io"}
-    allowed |= {"kueue.x-k8s.io"} if folder.name == "kueue" else set()
     allowed |= {"security.openshift.io"} if folder.name.startswith("openshift") else set()
     assert {group for group, _, _ in rules if group} == allowed
-    assert sorted(rule for rule in rules if not rule[0]) == [("", "events", "create"), ("", "nodes", "list")]
+    assert sorted(rule for rule in rules if not rule[0]) == [("", "nodes", "list")]
+    assert sorted(verb for group, _, verb in rules if group == "nfd.k8s-sigs.io") == ["create", "patch"]
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
 
@@ -183,7 +179,7 @@ def admits(policy: Document, namespace: str, labels: dict[str, str] | None = Non
 
 
 @every_overlay
-def test_monitoring_reaches_the_agents_and_nothing_reaches_the_controller(folder: Path) -> None:
+def test_monitoring_reaches_the_agents(folder: Path) -> None:
     """Other namespaces only where an administrator has labelled them; every pod that we run has a policy."""
     documents = render(folder)
     policies = {d["metadata"]["name"]: d for d in documents if d["kind"] == "NetworkPolicy"}
@@ -203,8 +199,6 @@ def test_monitoring_reaches_the_agents_and_nothing_reaches_the_controller(folder
     for name in openshift if "openshift" in folder.name else ("monitoring",):
         assert admits(agents, name)
     assert admits(agents, "training", {"topoflight.io/access": "true"})
-    if "kueue" in folder.name:
-        assert "ingress" not in policies["topoflight-admission"]["spec"]
 
 
 @pytest.mark.parametrize("name", ["plain", "kubernetes", "prometheus-operator"])
@@ -234,8 +228,7 @@ def test_daemonset_arguments_are_understood() -> None:
     """The arguments in the manifests are options that exist."""
     from agent.cli.main import cli
 
-    for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/daemonset/overlays/kueue",
-                   ROOT / "deploy/bench/job"):  # fmt: skip
+    for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/bench/job"):
         for document in render(folder):
             template = document.get("spec", {}).get("template")
             for container in template["spec"]["containers"] if template else ():

@@ -107,5 +107,5 @@ def test_plain_lines_in_a_pipe(flown: tuple[subprocess.CompletedProcess[str], Pa
 
 
 def test_the_files_a_person_keeps_are_there(flown: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    """report.json, report.html, report.md, junit.xml."""
-    assert {"report.json", "report.html", "report.md", "junit.xml"} <= {p.name for p in flown[1].iterdir()}
+    """report.json, report.html, junit.xml."""
+    assert {"report.json", "report.html", "junit.xml"} <= {p.name for p in flown[1].iterdir()}

@@ -50,22 +50,6 @@ def test_the_table_names_the_node_of_a_finding_that_only_one_has(folder: Path) -
     assert CUT in cut and LOST not in cut
 
 
-def test_markdown_names_the_node_of_every_finding(folder: Path) -> None:
-    """Each row of the table, whatever its subjects are."""
-    rows = [line for line in preflight(folder, "-o", "markdown").splitlines() if line.startswith(("| ✗", "| !", "| ?"))]
-    assert rows
-    for row in rows:
-        assert any(name in row for name in (LOST, CUT, WELL)), row
-    (row,) = [row for row in rows if "gpu.device.lost" in row]
-    assert f"on {LOST}: GPU5" in row and CUT not in row
-
-
-def test_markdown_of_one_node_does_not_repeat_its_name(folder: Path) -> None:
-    """It stands in the first line already."""
-    text = preflight(folder / "sick-h100-gpu-lost.json", "-o", "markdown")
-    assert text.count(LOST) == 1
-
-
 def test_junit_and_github_name_the_node_of_every_finding(folder: Path) -> None:
     """The suite, its host and the message itself, which viewers show alone."""
     root = ElementTree.fromstring(preflight(folder, "-o", "junit"))  # noqa: S314 - our own text

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 from readers import TARGETS
 
-from agent.advice.advise import Request, model_of
+from agent.advice.request import Request, model_of
 from agent.base.inputs import RequestError
 from agent.base.result_store import MOST_RECORD_BYTES
 from agent.base.result_store import read as read_kept
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
-from agent.cluster import old_records
 from collectives.traces.calls import TraceError
 from collectives.traces.calls import read as read_trace
 from collectives.traces.ras import RasError
@@ -51,13 +50,6 @@ JUST_TOO_DEEP = b"[" * 900 + b"]" * 900  # which Python's own reader still takes
 DEEP_XML = b"<system>" * 100 + b"</system>" * 100
 
 
-def packed(raw: bytes) -> str:
-    import base64
-    import zlib
-
-    return base64.b64encode(zlib.compress(raw, 9)).decode()
-
-
 def text(reader: Callable[[str], object]) -> Callable[[Path], object]:
     return lambda path: reader(path.read_text(encoding="utf-8"))
 
@@ -70,7 +62,6 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),
-    ("old graph", text(lambda raw: old_records.graph(packed(raw.encode()))), ValueError, (b" " * (2 * MIB), DEEP)),
     ("config.json", lambda path: load_model(str(path)), ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
@@ -119,7 +110,7 @@ def test_a_flight_recorder_of_more_values_than_any_writes_is_refused() -> None:
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
     bounded = {
-        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "node_graph", "machine",
+        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
         "topo_xml", "flight_recorder", "ras", "rank_state",
     }  # fmt: skip
@@ -148,7 +139,6 @@ for name in ("job_config", "manifest"):
         b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
 for name in ("recording", "baseline", "snapshot", "flight", "calibration", "model_config", "bench_result"):
     inputs += [(name, b"\\1\\0" + b"[" * 1_000_000), (name, b"\\1\\0" + b"[0," * 300_000 + b"0")]
-inputs.append(("node_graph", b"\\1" + b'{{"schema_version": 1, "pci": [' + b"0," * 400_000 + b"0]}}"))
 inputs.append(("recording", b"\\1\\0" + gzip.compress(b"0" * (256 << 20))))
 for name, data in inputs:
     fuzz_targets.check(found[name], data)
