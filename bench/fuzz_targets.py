@@ -299,7 +299,7 @@ def topo_xml(data: bytes) -> object:
 
 def model_config(data: bytes) -> object:
     """A model's config.json, by both ways to it."""
-    from agent.advice.advise import Request, model_of
+    from agent.advice.request import Request, model_of
     from agent.base.inputs import RequestError
     from planner.forecast.models import load_model
 
@@ -396,7 +396,7 @@ def baseline(data: bytes) -> object:
     from agent.checks.baseline import read, regressions
 
     held = read(_scratch().file("report.json", _json(_report, data)))
-    return regressions((), held)
+    return regressions((), held.statuses)
 
 
 def machine(data: bytes) -> object:
@@ -481,7 +481,8 @@ def bench_result(data: bytes) -> object:
 
 def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
-    from agent.advice.advise import Request, answer
+    from agent.advice.advise import answer
+    from agent.advice.request import Request
     from planner.forecast.calibration import dump_calibration, load_calibration
 
     path = _scratch().file("calibration.json", _json(lambda: CALIBRATION, data))
@@ -507,7 +508,7 @@ def flight(data: bytes) -> object:
 
 def words(data: bytes) -> object:
     """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
-    from agent.advice import advise
+    from agent.advice.request import histogram_of
     from agent.base.inputs import parse_version
     from agent.http.questions import question
     from contracts.layout import Layout, values_of
@@ -519,7 +520,7 @@ def words(data: bytes) -> object:
         case 1:
             return parse_version(text)
         case 2:
-            return advise.histogram_of(text)
+            return histogram_of(text)
         case _:
             return question(dict.fromkeys(("model", "machine", "nodes", "sequence_length", "global_batch"), text))
 

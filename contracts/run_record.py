@@ -77,6 +77,9 @@ class RunLayout:
     effective: EffectiveLayout | None = None
 
 
+_ROUNDING = 0.01  # of the step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:
     """What was trained."""
@@ -241,6 +244,16 @@ class RunRecord:
         if self.measured.counted_steps is not None:
             return self.measured.counted_steps
         return max(0, len(self.step_seconds) - _UNCOUNTED) if self.step_seconds else None
+
+    def seconds_of(self, part: RunPart) -> float:
+        """A part's share of the step that was measured without the profiler: the profiler makes steps longer."""
+        step = self.measured.step_seconds
+        return part.share * step if step else part.measured_seconds
+
+    @property
+    def parts_overlap(self) -> bool:
+        """Whether parts ran at the same time, so that they are more than the step together."""
+        return sum(part.share for part in self.parts) > 1.0 + _ROUNDING
 
     @property
     def worst(self) -> str:

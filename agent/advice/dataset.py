@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base.inputs import InputError
 from contracts import bounded
 from planner.forecast.models import hub_id

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from contracts.job_config import ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, dumps

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from agent.advice.advise import Request, cluster_of, default_ranks, model_of
+from agent.advice.request import Request, cluster_of, default_ranks, model_of
 from agent.base import units
 from contracts.layout import LayoutError
 from planner.forecast.machines import MachineError

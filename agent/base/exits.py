@@ -9,3 +9,4 @@ EXIT_FAILED = 3
 EXIT_WARNED = 4
 EXIT_UNKNOWN = 5
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: ended from outside before it was done
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C

@@ -64,7 +64,7 @@ def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: t
                 with contextlib.suppress(bundle_file.BundleError):
                     for line in bundle_file.brief(bundle_file.unpacked(path.read_bytes(), "differences.txt")):
                         say(line, err=True)
-        except RecordingError as error:
+        except (OSError, RecordingError) as error:
             raise InputError(str(error)) from None
     return distinct_names(found, paths)
 

@@ -1,12 +1,17 @@
-"""What a person gives to a verb: a file, or "-" for standard input."""
+"""What a person gives to a verb: a file, or "-" for standard input; and where its result is to be written."""
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import click
 
+from agent.base.documents import unwritable
 from agent.base.exits import EXIT_FAILED, EXIT_USAGE
+from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded
 
 
@@ -50,3 +55,39 @@ def parse_version(text: str | None) -> tuple[int, int, int] | None:
         raise RequestError(f"nccl={text!r}: must look like 2.27.7")
     major, minor, patch = (*(int(part) for part in parts), 0)[:3]
     return major, minor, patch
+
+
+def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
+    """Refuse an output that cannot be written, before anything is scanned or any load is made. Raises InputError."""
+    if why := unwritable(path, folder=folder):
+        raise InputError(f"{option} {path}: {why}")
+
+
+class _Output(click.Path):
+    """The path of an option that a verb writes to, checked when the option is read."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises InputError where nothing can be written there."""
+        path = os.fsdecode(super().convert(value, param, ctx))
+        if str(path) != "-":
+            require_writable(param.opts[-1] if param else "output", Path(path), folder=not self.file_okay)
+        return self.coerce_path_result(path)
+
+
+class _Size(click.ParamType[int]):
+    """Bytes, at least 1, with or without a unit: 65536, 64MiB, 1G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes. Raises BadParameter that says what is allowed."""
+        size = value if isinstance(value, int) else parse_size(value)
+        if not size:
+            self.fail(f"{value!r}: must be {SIZE_WORDS}", param, ctx)
+        return size
+
+
+SIZE = _Size()
+OUTPUT_FILE = _Output(dir_okay=False, path_type=Path)
+OUTPUT_FOLDER = _Output(file_okay=False, path_type=Path)
+OUTPUT_FILE_OR_STDOUT = _Output(dir_okay=False, allow_dash=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from agent.base.inputs import OUTPUT_FILE
 from agent.base.output import say
 
 FORMATS = ("table", "json", "yaml")
@@ -18,6 +19,13 @@ format_option = click.option(
 
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="Everything, with its proof; ten lines on a healthy thing without."
+)
+
+
+save_option = click.option(
+    "--save",
+    type=OUTPUT_FILE,
+    help="Also write the result here, as JSON, for --baseline.",
 )
 
 

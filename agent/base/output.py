@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from agent.base import streams
 from agent.base.documents import render as render  # for the verbs
+from agent.base.documents import write_atomic
 from contracts.plain import printable
 
 if TYPE_CHECKING:
@@ -25,7 +28,13 @@ def console() -> Console:
 
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:
     """A line, or the whole of a result, without what steers a terminal; a line may end as in DOS."""
-    click.echo("\r\n".join(map(printable, text.split("\r\n"))), nl=nl, err=err)
+    shown = "\r\n".join(map(printable, text.split("\r\n")))
+    stream = sys.stderr if err else sys.stdout
+    try:
+        click.echo(streams.printable_in(shown, stream.encoding), nl=nl, err=err)
+    except BrokenPipeError:
+        if not err:
+            streams.discard_output()
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
@@ -34,6 +43,15 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
         table(console())
         return
     say(render(value, form), nl=False)
+
+
+def save_json(path: Path | None, text: Callable[[], str]) -> None:
+    """What --save asks for; last, for a full disk must not cost the result, which stands on stdout by now."""
+    if path is not None:
+        try:
+            write_atomic(path, text())
+        except OSError as error:
+            raise click.ClickException(f"--save {path}: {error.strerror}") from None
 
 
 _waiting: list[Any] = []  # the live line that is shown, if one is

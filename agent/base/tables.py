@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from agent.base import streams
 from contracts.plain import printable
 
 GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
@@ -25,18 +26,24 @@ COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yello
 
 
 class _Worded(Table):
-    """A table that breaks lines between words: narrower gaps, then a block for each row, before a word is cut."""
+    """A table that breaks lines between words: narrower gaps, then a block for each row, before a word is cut.
+
+    A column that may not wrap (`no_wrap`: a number with its unit) is whole, or the rows become blocks.
+    """
 
     def __rich_console__(self, out: Console, options: ConsoleOptions) -> RenderResult:
         """Columns as wide as their longest word, and the room that is left to the widest."""
         spans = [[Measurement.get(out, options, cell) for cell in (c.header, *c.cells)] for c in self.columns]
         widths = [max(span.maximum for span in column) for column in spans]
-        least = [max(min(span.minimum, LONGEST_WORD) for span in column) for column in spans]
-        gap = next((gap for gap in (3, 2) if sum(least) + gap * len(least) - 1 <= options.max_width), None)
+        least = [
+            widest if column.no_wrap else max(min(span.minimum, LONGEST_WORD) for span in mine)
+            for column, mine, widest in zip(self.columns, spans, widths, strict=True)
+        ]
+        gap = next((gap for gap in (3, 2, 1) if sum(least) + gap * len(least) - 1 <= options.max_width), None)
         if gap is None:
             yield from self._stacked()
             return
-        self.padding = (0, 1, 0, gap - 2)
+        self.padding = (0, min(1, gap - 1), 0, max(0, gap - 2))
         room = options.max_width - gap * len(least) + 1
         while sum(widths) > room:
             spare = [width - kept and width for width, kept in zip(widths, least, strict=True)]
@@ -47,7 +54,7 @@ class _Worded(Table):
 
     def _stacked(self) -> Iterable[RenderableType]:
         for cells in zip(*(column.cells for column in self.columns), strict=True):
-            block = Table.grid(padding=(0, 1))
+            block = grid()
             for column, cell in zip(self.columns, cells, strict=True):
                 block.add_row(column.header, cell)
             yield Padding(block, (0, 0, 1, 0), expand=False)
@@ -58,6 +65,14 @@ def table(*columns: str) -> Table:
     made = _Worded(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
     for column in columns:
         made.add_column(column, overflow="fold")
+    return made
+
+
+def grid(gap: int = 1, columns: int = 2) -> Table:
+    """Rows without a frame, whose long words go on in the next line and are never cut."""
+    made = Table.grid(padding=(0, gap))
+    for _ in range(columns):
+        made.add_column(overflow="fold")
     return made
 
 
@@ -75,14 +90,14 @@ def indented(out: Console, text: str, by: int = 7) -> None:
 
 def point(out: Console, mark: str, text: str) -> None:
     """A line with a mark before it, its further lines under its words."""
-    row = Table.grid(padding=(0, 1))
+    row = grid()
     row.add_row(mark, text)
     out.print(row)
 
 
 def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     """What a thing is, a word and its value in each line."""
-    shown = Table.grid(padding=(0, 1))
+    shown = grid()
     for word, text in rows:
         shown.add_row(f"  [bold]{word}[/bold]", escape(text))
     out.print(shown)
@@ -123,15 +138,16 @@ class _Plain:
 
 
 class _Console(Console):
-    """A console that leaves a closed pipe to `agent.cli.main`, which ends quietly."""
+    """A console that a closed pipe silences: the verb goes on to its verdict and its files."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """All text comes this way, that of records and recordings too; rich lets escape sequences pass."""
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Called by rich while it handles the error: let it go on."""
-        raise BrokenPipeError
+        """Called by rich where the reader has left."""
+        self.quiet = True
+        streams.discard_output()
 
 
 def console() -> Console:

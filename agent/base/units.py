@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from topology.graph import Expectation
 
 
+SIZE_WORDS = "bytes, with a unit where you like: 64GiB, 16G, 512Mi, 65536"
+SIZES = {"B": 1} | {
+    f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** (power + 1)
+    for power, prefix in enumerate("KMGT") for binary in ("i", "") for byte in ("", "B")
+}  # fmt: skip
+"""Units of bytes by their spelling: Ki and KiB are 1024, K and KB are 1000 (IEC 80000-13; Kubernetes quantities)."""
+_SIZES_BY_LOWER = {unit.lower(): scale for unit, scale in SIZES.items()}
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
 
 
@@ -59,6 +66,19 @@ def size(value: float | None) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} TiB"
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes that a person typed: "64GiB", "1.5 T", "65536"; None for what is no size. Case does not matter."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip())
+    scale = _SIZES_BY_LOWER.get(found[2].lower() or "b") if found else None
+    return (
+        None
+        if found is None or scale is None
+        else round(float(found[1]) * scale)
+        if "." in found[1]
+        else (int(found[1]) * scale)
+    )
 
 
 def reach(least: float | None, usual: float | None, most: float | None) -> str:

@@ -1,20 +1,21 @@
-"""Regressions: a run's checks against those of a recorded good state.
+"""Baselines: what `--save` left of a good state, read by `--baseline`, and a run's checks against it.
 
-A baseline is the report.json of an earlier preflight, or a recording (`topoflight capture`), which is judged by this
-release. What stood in the baseline already is told and does not fail; what passed there must be measured again,
-and a GPU or HCA that the PCI bus showed there must be on it still.
+A baseline is one file for every verb: the report of a preflight, the result of a benchmark of collectives or of RDMA
+writes, or a recording (`topoflight capture`), which is judged by this release. What stood in it already is told and
+does not fail; what passed there must be measured again, and a GPU or HCA that the PCI bus showed there must be on it
+still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from agent.checks.expect import EXPECT_CODES
+from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.verdict import ORDER, Check, GateError, Status
-from collectives.bench.results import ResultError, result_from_json
+from collectives.bench.results import RdmaWrite, ResultError, rdma_from_json, result_from_json
 from contracts import bounded
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
@@ -30,41 +31,99 @@ Key = tuple[str, str, str]  # code, node, subject
 _BETTER: tuple[Status, ...] = tuple(reversed(ORDER))  # pass, info, unknown, warn, fail
 
 
-def read(path: Path) -> dict[Key, Status]:
-    """The statuses of a report or of a recording. Raises GateError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a file says of a good state; empty is what it does not speak of."""
+
+    statuses: Mapping[Key, Status] = field(default_factory=dict)
+    buses: Mapping[str, PciFacts] = field(default_factory=dict)  # what the PCI bus showed, by node
+    busbw: Mapping[tuple[str, int, int, str], float] = field(default_factory=dict)  # by op, S, ranks, backend: bytes/s
+    writes: Mapping[str, RdmaWrite] = field(default_factory=dict)  # by port
+
+
+def read(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
+    """The baseline of a file; an empty one where there is none.
+
+    Raises GateError for a file that is no baseline, and for one that has nothing of all that the verb `needs`, by the
+    names of the members: it would be compared with nothing, and read as a pass.
+    """
+    if path is None:
+        return Baseline()
     try:
-        raw = bounded.read(path, LIMIT_BYTES)
-    except OSError as error:
-        raise GateError(f"--baseline {path}: {error.strerror}") from None
-    except bounded.TooLargeError as error:
-        raise GateError(f"--baseline {path}: {error}") from None
+        found = _read(path)
+    except (OSError, bounded.TooLargeError, ResultError) as error:
+        raise GateError(f"--baseline {path}: {getattr(error, 'strerror', None) or error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise GateError(f"--baseline {path}: {error if isinstance(error, GateError) else repr(error)}") from None
+    if needs and not any(getattr(found, name) for name in needs):
+        words = " or ".join(_MEMBERS[name] for name in needs)
+        raise GateError(f"--baseline {path}: holds no {words}; give what --save of the same verb wrote")
+    return found
+
+
+_MEMBERS = {"statuses": "checks of a host", "busbw": "verified benchmark of collectives", "writes": "RDMA writes"}
+
+
+def _read(path: Path) -> Baseline:
     try:
-        value = plain(raw)
+        value = plain(bounded.read(path, LIMIT_BYTES))
     except PlainError:
         value = None
-    if isinstance(value, dict) and isinstance(value.get("checks"), list):
+    value = value if isinstance(value, dict) else {}
+    if "writes" in value:
+        return Baseline(writes={write.port: write for write in rdma_from_json(value).writes})
+    if "measurements" in value:
+        return Baseline(busbw=_busbw(value))
+    if isinstance(value.get("checks"), list):
         version = value.get("schema_version")
         if not isinstance(version, int) or not 1 <= version <= REPORT_VERSION:
-            raise GateError(
-                f"--baseline {path}: schema_version is {version!r}; this release reads 1 to {REPORT_VERSION}"
-            )
-        return _of_report(path, value["checks"])
+            raise GateError(f"schema_version is {version!r}; this release reads 1 to {REPORT_VERSION}")
+        statuses = _worst((str(c["id"]), str(c["node"]), str(c["subject"]), c["status"]) for c in value["checks"])
+        bench = value.get("bench")
+        return Baseline(statuses=statuses, buses=_buses(value), busbw=_busbw(bench) if bench else {})
     from agent.checks.view import look
 
     try:
-        view = look((scan(load(path)),))
+        snapshot = scan(load(path))
     except RecordingError as error:
-        raise GateError(f"--baseline {path}: neither a report.json nor a recording: {error}") from None
-    return _worst((check.id, check.node, check.subject, check.status) for check in view.checks)
+        raise GateError(f"no report, no benchmark and no recording: {error}") from None
+    facts = snapshot.facts(PciFacts)
+    checks = look((snapshot,)).checks
+    return Baseline(
+        statuses=_worst((check.id, check.node, check.subject, check.status) for check in checks),
+        buses={snapshot.hostname: facts} if facts else {},
+    )
 
 
-def gone(path: Path, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
+def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
+    result = result_from_json(bench)
+    return {
+        (m.op, m.bytes, len(m.ranks), m.backend): m.busbw_bytes_per_second for m in result.measurements if m.verified
+    }
+
+
+def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
+    """Of the scans that a report holds."""
+    names = {field.name for field in fields(PciDevice)}
+    return {
+        str(snapshot["hostname"]): PciFacts(
+            devices=tuple(
+                PciDevice(**{key: value for key, value in device.items() if key in names})
+                for device in snapshot["outcomes"]["pci"]["facts"]["devices"]
+            )
+        )
+        for snapshot in report.get("snapshots") or ()
+        if "facts" in snapshot["outcomes"].get("pci", {})
+    }
+
+
+def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
     """A failure for each kind of device of which a host's PCI bus shows fewer than the baseline's did.
 
     A GPU or HCA that left the bus leaves no check behind that could fail. Nodes are matched as in `regressions`; a
     baseline without a scan (a report of nodes) says nothing of devices.
     """
-    then, now = _buses(path), {s.hostname: facts for s in snapshots if (facts := s.facts(PciFacts)) is not None}
+    then, now = baseline.buses, {s.hostname: facts for s in snapshots if (facts := s.facts(PciFacts)) is not None}
     alias = {next(iter(now)): next(iter(then))} if len(then) == len(now) == 1 else {}
     found = []
     for node, facts in now.items():
@@ -85,59 +144,6 @@ def gone(path: Path, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
                     )
                 )  # fmt: skip
     return tuple(found)
-
-
-def _buses(path: Path) -> dict[str, PciFacts]:
-    """What the PCI bus showed, by node: of a recording, or of the scans that a report holds."""
-    value = plain(bounded.read(path, LIMIT_BYTES))
-    if not isinstance(value, dict) or not isinstance(value.get("checks"), list):
-        snapshot = scan(load(path))
-        facts = snapshot.facts(PciFacts)
-        return {snapshot.hostname: facts} if facts else {}
-    names = {field.name for field in fields(PciDevice)}
-    try:
-        return {
-            str(snapshot["hostname"]): PciFacts(
-                devices=tuple(
-                    PciDevice(**{key: value for key, value in device.items() if key in names})
-                    for device in snapshot["outcomes"]["pci"]["facts"]["devices"]
-                )
-            )
-            for snapshot in value.get("snapshots") or ()
-            if "facts" in snapshot["outcomes"].get("pci", {})
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise GateError(f"--baseline {path}: a scan that is none: {error!r}") from None
-
-
-def read_bench(path: Path) -> dict[tuple[str, int, int, str], float]:
-    """Bus bandwidths of a benchmark, by op, S, ranks and backend: of `bench --save`, or of a report.json.
-
-    Empty where the report holds none, or the file is a recording. Raises GateError for a benchmark that is none.
-    """
-    try:
-        value = plain(bounded.read(path, LIMIT_BYTES))
-    except (OSError, bounded.TooLargeError, PlainError) as error:
-        raise GateError(f"--baseline {path}: {error}") from None
-    bench = value if isinstance(value, dict) and "measurements" in value else None
-    if isinstance(value, dict) and isinstance(value.get("bench"), dict):
-        bench = value["bench"]
-    if bench is None:
-        return {}
-    try:
-        result = result_from_json(bench)
-    except ResultError as error:
-        raise GateError(f"--baseline {path}: its benchmark: {error}") from None
-    return {
-        (m.op, m.bytes, len(m.ranks), m.backend): m.busbw_bytes_per_second for m in result.measurements if m.verified
-    }
-
-
-def _of_report(path: Path, checks: list[Any]) -> dict[Key, Status]:
-    try:
-        return _worst((str(c["id"]), str(c["node"]), str(c["subject"]), c["status"]) for c in checks)
-    except (KeyError, TypeError, ValueError) as error:
-        raise GateError(f"--baseline {path}: a check that is none: {error!r}") from None
 
 
 def _worst(found: Iterable[tuple[str, str, str, Any]]) -> dict[Key, Status]:

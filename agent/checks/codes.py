@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.checks.expect import EXPECT_CODES
+from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.measured import BENCH_CODES, FLIGHT_CODES
 from agent.checks.rdma_bars import RDMA_BENCH_CODES
 from planner.lint.environment import CODES as ENVIRONMENT_CODES

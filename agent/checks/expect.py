@@ -1,4 +1,4 @@
-"""Expectations: what a node, or every node of a pool, must have. What is absent or less is a failed check.
+"""Expectations: what a node, or every node of a pool, must have. agent.checks.expect_checks judges nodes by them.
 
 `--expect gpus=8,hcas=8,nvlink=NV18,gdr=on`, or the same as a YAML mapping in a file. The gate by itself can only say
 what is wrong with what it finds; whether a node has all that it was bought with, its owner has to say.
@@ -8,135 +8,119 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from agent.base import units
-from agent.checks.coverage import no_gpu_read, no_hca_read
-from agent.checks.measured import gdrdma_possible
-from agent.checks.verdict import Check, GateError
+from agent.checks.expect_checks import UNLIMITED
+from agent.checks.verdict import GateError
 from contracts import bounded
-from probes.api import Absent, Snapshot
-from probes.gpu.facts import GpuFacts
-from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.facts import InterfacesFacts
-from probes.limits.probe import LimitsFacts
-from probes.pci.facts import PciFacts
-from probes.rdma.facts import RdmaDevice, RdmaFacts
-from topology.check import by_gdr, farthest_gdr
-from topology.graph import NodeTopology, nvlinks
 
-EXPECT_CODES = ("expect.node.unmet",)
 MOST_BYTES = 1 << 16  # a file of a dozen lines
-MOST_COUNT = 1024
 MOST_NAMES = 64
-UNLIMITED = "unlimited"
-_SIZE = re.compile(r"(\d{1,15})\s*(B|KiB|MiB|GiB|TiB|Ki|Mi|Gi|Ti)?")
-_SCALES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_RATE = re.compile(r"(\d{1,5})\s*(?:Gb/s|Gbps|G)?")
-_VERSION = re.compile(r"\d{1,6}(?:\.\d{1,6}){0,3}")
-_NAME = re.compile(r"[A-Za-z0-9_.:@*?-]{1,64}")
+RATE = "gigabits a second of one device: 400, 200Gb/s, or of those of a name: mlx5_[0-7]:400"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
-    """What must be there; None and empty ask nothing."""
+class Selected:
+    """A value for every RDMA device, or for those whose name matches a shell-style pattern."""
 
-    gpus: int | None = None  # that answer, at least
-    gpu: str | None = None  # part of every GPU's model: "H100"
-    nvlink: int | None = None  # NVLinks between every two GPUs, at least: NV18
-    hcas: int | None = None  # RDMA devices with an ACTIVE port, at least
-    rate: float | None = None  # bytes per second of each of these, at least
-    gdr: bool | None = None  # GPUDirect RDMA possible from every GPU to its nearest NIC
-    memlock: int | str | None = None  # bytes at least, or "unlimited"
-    shm: int | None = None  # bytes of /dev/shm, at least
-    interface: tuple[str, ...] = ()  # up, running and with an address; shell-style patterns
-    driver: str | None = None  # release of NVIDIA's driver, at least: "570.86"
+    pattern: str = ""
+    value: float
 
+    @property
+    def prefix(self) -> str:
+        """The pattern as one types it before the value."""
+        return f"{self.pattern}:" if self.pattern else ""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What one node has, as far as it is known; None is unknown, with the reason in `why` under the same name."""
-
-    gpus: int | None = None
-    models: tuple[str | None, ...] = ()
-    links: tuple[tuple[str, str], ...] | None = None  # ("GPU0-GPU1", "NV18")
-    hcas: int | None = None
-    rates: tuple[tuple[str, float | None], ...] = ()  # of devices with an ACTIVE port
-    gdr: bool | None = None
-    memlock: int | str | None = None
-    shm: int | None = None
-    interfaces: dict[str, str] | None = None  # name -> what it lacks; empty where it lacks nothing
-    driver: str | None = None
-    why: Mapping[str, str] | None = None
+    def selects(self, device: str) -> bool:
+        """Whether the value holds for the device."""
+        return not self.pattern or fnmatchcase(device, self.pattern)
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) <= MOST_COUNT):
-        raise ValueError(f"a number from 0 to {MOST_COUNT}")
-    return int(text)
+def _form(pattern: str, allowed: str, made: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """A reader of texts of this form in any case; `allowed` says which. It raises ValueError."""
+
+    def read(text: str) -> Any:
+        if not re.fullmatch(pattern, text, re.IGNORECASE):
+            raise ValueError(allowed)
+        return made(text)
+
+    return read
 
 
-def _links(text: str) -> int:
-    found = re.fullmatch(r"(?:NV)?(\d{1,2})", text.upper())
-    if found is None or not int(found[1]):
-        raise ValueError("NVLinks between two GPUs as nvidia-smi prints them: NV1 to NV99")
-    return int(found[1])
-
-
-def _switch(text: str) -> bool:
-    if text.lower() != "on":
-        raise ValueError("on; leave it out where it is not needed")
-    return True
-
-
-def _bytes(text: str) -> int:
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise ValueError("bytes with a binary unit: 64GiB, 8Mi, 65536")
-    return int(found[1]) * _SCALES.get((found[2] or "B")[0], 1)
+def _size(text: str, allowed: str = units.SIZE_WORDS) -> int:
+    value = units.parse_size(text)
+    if value is None:
+        raise ValueError(allowed)
+    return value
 
 
 def _limit(text: str) -> int | str:
-    try:
-        return UNLIMITED if text.lower() == UNLIMITED else _bytes(text)
-    except ValueError:
-        raise ValueError("unlimited, or bytes with a binary unit: 64GiB") from None
+    close = "; did you mean unlimited?" if difflib.get_close_matches(text.lower(), [UNLIMITED]) else ""
+    return UNLIMITED if text.lower() == UNLIMITED else _size(text, f"unlimited, or {units.SIZE_WORDS}{close}")
 
 
-def _rate(text: str) -> float:
-    found = _RATE.fullmatch(text)
-    if found is None or not int(found[1]):
-        raise ValueError("gigabits a second of one device: 400, 200Gb/s")
-    return int(found[1]) * 1e9 / 8
+def _model(text: str) -> str:
+    count = f"; for a number of GPUs write gpus={text}" if text.isdigit() else ""
+    allowed = f"part of a GPU's model as nvidia-smi prints it, letters in it: H100{count}"
+    return str(_form(r"(?=.*[A-Z])[ -~]{1,64}", allowed)(text))
 
 
-def _version(text: str) -> str:
-    if not _VERSION.fullmatch(text):
-        raise ValueError("a release of NVIDIA's driver, at least: 570.86")
-    return text
+_count = _form(r"\d{1,3}|10[01]\d|102[0-4]", "a number from 0 to 1024", int)
+_gigabits = _form(
+    r"0*[1-9]\d{0,4}\s*(?:Gb/s|Gbps|Gbit/s|Gb|G)?", RATE, lambda t: int(re.findall(r"\d+", t)[0]) * 1e9 / 8
+)
+_name = _form(r"(?!\d+$)[A-Z0-9_.:@*?-]{1,64}",
+              "a network interface's name, letters in it, * and ? stand for others: net1, rail*")  # fmt: skip
+_device = _form(r"[A-Z0-9_.*?\[\]!-]{1,64}",
+                "[DEVICE:]VALUE; * ? and [0-7] stand for parts of a device's name: mlx5_[0-7]:400")  # fmt: skip
 
 
-def _word(text: str) -> str:
-    if not 1 <= len(text) <= 64 or not text.isprintable():
-        raise ValueError("part of a GPU's model as nvidia-smi prints it: H100")
-    return text
+def _selected(read: Callable[[str], float]) -> Callable[[str], Selected]:
+    """A reader of [PATTERN:]VALUE."""
+
+    def selected(text: str) -> Selected:
+        pattern, colon, value = text.rpartition(":")
+        return Selected(pattern=_device(pattern) if colon else "", value=read(value))
+
+    return selected
 
 
-def _name(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise ValueError("a network interface's name, * and ? stand for others: net1, rail*")
-    return text
+def _each(read: Callable[[str], Any]) -> BeforeValidator:
+    return BeforeValidator(lambda texts: tuple(read(text) for text in texts))
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
-    "gpus": _count, "gpu": _word, "nvlink": _links, "hcas": _count, "rate": _rate, "gdr": _switch, "memlock": _limit,
-    "shm": _bytes, "interface": _name, "driver": _version,
-}  # fmt: skip
-KEYS = tuple(_READERS)
+_LINKS = _form(r"(?:NV)?0?[1-9]\d?", "NVLinks between two GPUs as nvidia-smi prints them: NV1 to NV99",
+               lambda text: int(text.upper().removeprefix("NV")))  # fmt: skip
+_ON = _form("on", "on; leave it out where it is not needed", bool)
+_DRIVER = _form(r"\d{1,6}(?:\.\d{1,6}){0,3}", "a release of NVIDIA's driver, at least: 570.86")
+
+
+class Expectation(BaseModel):
+    """What must be there; None and empty ask nothing. Every value is read from text, as a person types it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: Annotated[int | None, BeforeValidator(_count)] = None  # that answer, at least
+    gpu: Annotated[str | None, BeforeValidator(_model)] = None  # words of every GPU's model: "H100"
+    nvlink: Annotated[int | None, BeforeValidator(_LINKS)] = None  # between every two GPUs, at least: NV18
+    hcas: Annotated[tuple[Selected, ...], _each(_selected(_count))] = ()  # with an ACTIVE port, at least
+    rate: Annotated[tuple[Selected, ...], _each(_selected(_gigabits))] = ()  # bytes/s of each of these, at least
+    gdr: Annotated[bool | None, BeforeValidator(_ON)] = None  # GPUDirect RDMA from every GPU to its nearest NIC
+    memlock: Annotated[int | str | None, BeforeValidator(_limit)] = None  # bytes at least, or "unlimited"
+    shm: Annotated[int | None, BeforeValidator(_size)] = None  # bytes of /dev/shm, at least
+    interface: Annotated[tuple[str, ...], _each(_name)] = ()  # up, running and with an address; patterns
+    driver: Annotated[str | None, BeforeValidator(_DRIVER)] = None  # release of NVIDIA's driver, at least: "570.86"
+
+
+KEYS = tuple(Expectation.model_fields)
+_LISTS = tuple(name for name, field in Expectation.model_fields.items() if field.default == ())
 
 
 def parse(words: Sequence[str]) -> Expectation:
@@ -171,7 +155,7 @@ def read_file(path: Path) -> Expectation:
     for key, entry in (value or {}).items():
         values = entry if isinstance(entry, list) else [entry]
         if any(isinstance(one, list | dict) or one is None for one in values):
-            raise GateError(f"{where}: {key}: must be a value, or a list of interfaces")
+            raise GateError(f"{where}: {key}: must be a value, or a list of {', '.join(_LISTS)}")
         found[str(key)] = [_plain(one) for one in values]
     return _made(found, where)
 
@@ -182,23 +166,24 @@ def _plain(value: object) -> str:
 
 
 def _made(found: Mapping[str, Sequence[str]], where: str) -> Expectation:
-    made: dict[str, Any] = {}
     for key, values in found.items():
-        reader = _READERS.get(key)
-        if reader is None:
-            close = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise GateError(f"{where}: {key[:64]}: no such expectation; one of {', '.join(KEYS)}{hint}")
-        if key != "interface" and len(values) != 1:
-            raise GateError(f"{where}: {key} stands {len(values)} times; only interface may be repeated")
+        if key in KEYS and key not in _LISTS and len(values) != 1:
+            raise GateError(f"{where}: {key} stands {len(values)} times; only {', '.join(_LISTS)} may be repeated")
         if len(values) > MOST_NAMES:
-            raise GateError(f"{where}: {key}: more than {MOST_NAMES} names")
-        try:
-            read = [reader(value) for value in values]
-        except ValueError as error:
-            raise GateError(f"{where}: {key}={values[0][:64]}: must be {error}") from None
-        made[key] = tuple(read) if key == "interface" else read[0]
-    return Expectation(**made)
+            raise GateError(f"{where}: {key[:64]}: more than {MOST_NAMES} values")
+    try:
+        return Expectation.model_validate(
+            {key: list(values) if key in _LISTS else values[0] for key, values in found.items()}
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, KEYS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise GateError(f"{where}: {key[:64]}: no such expectation; one of {', '.join(KEYS)}{hint}")
+    shown = ",".join(found[key])[:64]
+    raise GateError(f"{where}: {key}={shown}: must be {first['ctx']['error']}")
 
 
 def expectation(words: Sequence[str], path: Path | None) -> Expectation | None:
@@ -207,246 +192,4 @@ def expectation(words: Sequence[str], path: Path | None) -> Expectation | None:
     file = read_file(path) if path is not None else None
     if from_words is None or file is None:
         return from_words or file
-    named = {key: value for key in KEYS if (value := getattr(from_words, key)) not in (None, ())}
-    return replace(file, **named)
-
-
-# What a node has ---------------------------------------------------------------------------------------------------
-
-
-def seen(snapshot: Snapshot, node: NodeTopology) -> Seen:
-    """From a scan of the node, or from what its record holds of one."""
-    gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
-    limits, found = snapshot.facts(LimitsFacts), snapshot.facts(InterfacesFacts)
-    answering = [gpu for gpu in gpus.gpus if gpu.error is None] if gpus else []
-    why = {name: _why(snapshot, name) for name in ("gpu", "rdma", "limits", "interfaces", "pci")}
-    active = _active(rdma)
-    none = _absent(snapshot, "gpu")
-    return Seen(
-        gpus=len(answering) if gpus and not gpus.driver_error else 0 if none else None,
-        models=tuple(gpu.name for gpu in answering),
-        links=_pairs(node) if node.nvlink_known or not node.gpus else None,
-        hcas=len(active) if rdma and not _unread_ports(rdma) else 0 if _absent(snapshot, "rdma") else None,
-        rates=tuple((d.name, _active_rate(d)) for d in active),
-        gdr=_gdr(snapshot, node),
-        memlock=_memlock(limits),
-        shm=limits.shm_size_bytes if limits and not limits.of_agent else None,
-        interfaces=None if found is None else {
-            i.name: _lacks(up=i.up, running=i.running, addresses=i.addresses) for i in found.interfaces},
-        driver=gpus.driver_version if gpus else None,
-        why={
-            "gpus": why["gpu"], "gpu": why["gpu"], "nvlink": why["gpu"], "driver": why["gpu"], "hcas": why["rdma"],
-            "rate": why["rdma"], "memlock": why["limits"], "interface": why["interfaces"],
-            "shm": why["limits"] or "what the agent's own pod has is not what a job's gets",
-            "gdr": why["pci"] or why["rdma"],
-        },
-    )  # fmt: skip
-
-
-def _active(rdma: RdmaFacts | None) -> list[RdmaDevice]:
-    able = [device for device in rdma.devices if device.kind in ("hca", "efa")] if rdma else []
-    return [device for device in able if any(port.state == "ACTIVE" for port in device.ports)]
-
-
-def _active_rate(device: RdmaDevice) -> float | None:
-    return sum(port.rate_bytes_per_second or 0.0 for port in device.ports if port.state == "ACTIVE") or None
-
-
-def _memlock(limits: LimitsFacts | None) -> int | str | None:
-    if limits is None or not limits.memlock_known:
-        return None
-    return UNLIMITED if limits.memlock_soft_bytes is None else limits.memlock_soft_bytes
-
-
-def _unread_ports(rdma: RdmaFacts) -> bool:
-    return any(port.state is None for device in rdma.devices for port in device.ports)
-
-
-def _absent(snapshot: Snapshot, name: str) -> bool:
-    """Whether the probe looked and found nothing, with a bus that could be read and shows nothing either."""
-    unread = no_gpu_read(snapshot) if name == "gpu" else no_hca_read(snapshot)
-    return isinstance(snapshot.outcomes.get(name), Absent) and not unread
-
-
-def _why(snapshot: Snapshot, name: str) -> str:
-    outcome = snapshot.outcomes.get(name)
-    return str(getattr(outcome, "error", "") or getattr(outcome, "why", ""))
-
-
-def _pairs(node: NodeTopology) -> tuple[tuple[str, str], ...]:
-    names = {gpu.name for gpu in node.gpus if gpu.usable}
-    return tuple((f"{p.a}-{p.b}", p.label) for p in node.pairs if p.a in names and p.b in names)
-
-
-def _lacks(*, up: bool | None, running: bool | None, addresses: Sequence[str]) -> str:
-    if up is False:
-        return "is down"
-    if running is False:
-        return "has no carrier"
-    return "" if addresses else "has no address"
-
-
-def _gdr(snapshot: Snapshot, node: NodeTopology) -> bool | None:
-    """Whether NICs can reach GPU memory by what is installed, and do by NCCL's rules; None where either is unknown."""
-    pci, rdma = snapshot.facts(PciFacts), snapshot.facts(RdmaFacts)
-    if pci is None or (rdma is None and not _absent(snapshot, "rdma")):
-        return None
-    if not gdrdma_possible((snapshot,)):
-        known = rdma is None or (pci.peermem_loaded is False and pci.dmabuf_possible is False)
-        ports = [port.state for device in rdma.devices for port in device.ports] if rdma else []
-        return False if known or (ports and "ACTIVE" not in ports and None not in ports) else None
-    host = snapshot.facts(HostinfoFacts)
-    environment = {**(host.nccl_conf or {}), **(host.nccl_environment or {})} if host else {}
-    return _direct(node, environment.get("NCCL_NET_GDR_LEVEL"))
-
-
-def _direct(node: NodeTopology, level: str | None = None) -> bool | None:
-    """Whether every GPU reaches its nearest NIC over a path that NCCL, or the job's level, allows."""
-    near = [one for one in node.nearest_nic if one.gpu in {gpu.name for gpu in node.gpus if gpu.usable}]
-    if not near:
-        return False
-    return None if not all(one.decidable for one in near) else all(by_gdr(one, farthest_gdr(level)) for one in near)
-
-
-# The checks --------------------------------------------------------------------------------------------------------
-
-
-def checks_of(wanted: Expectation, found: Seen, node: str) -> tuple[Check, ...]:
-    """One check for each thing that is expected: met, absent (failed), or unknown and then required."""
-    judged: list[tuple[str, bool | None, str]] = []
-    if wanted.gpus is not None:
-        judged.append((f"gpus={wanted.gpus}", _least(found.gpus, wanted.gpus), f"{_number(found.gpus)} GPUs answer"))
-    if wanted.gpu is not None:
-        judged.append((f"gpu={wanted.gpu}", *_model(wanted.gpu, found)))
-    if wanted.nvlink is not None:
-        judged.append((f"nvlink=NV{wanted.nvlink}", *_nvlink(wanted.nvlink, found)))
-    if wanted.hcas is not None:
-        have = f"{_number(found.hcas)} RDMA devices have an ACTIVE port"
-        judged.append((f"hcas={wanted.hcas}", _least(found.hcas, wanted.hcas), have))
-    if wanted.rate is not None:
-        judged.append((f"rate={wanted.rate * 8 / 1e9:g}", *_rates(wanted.rate, found)))
-    if wanted.gdr:
-        able = "possible from every GPU to its nearest NIC"
-        words = {None: "unknown", True: able, False: f"not {able}"}
-        judged.append(("gdr=on", found.gdr, f"GPUDirect RDMA is {words[found.gdr]}"))
-    if wanted.memlock is not None:
-        judged.append((f"memlock={_typed(wanted.memlock)}", _limit_met(wanted.memlock, found.memlock),
-                       f"memlock is {_amount(found.memlock)}"))  # fmt: skip
-    if wanted.shm is not None:
-        have = f"shared memory is {_amount(found.shm)}"
-        judged.append((f"shm={_typed(wanted.shm)}", _least(found.shm, wanted.shm), have))
-    if wanted.driver is not None:
-        judged.append((f"driver={wanted.driver}", *_driver(wanted.driver, found)))
-    judged += [(f"interface={name}", *_interface(name, found)) for name in wanted.interface]
-    why = found.why or {}
-    return tuple(_check(node, subject, met, have, why.get(subject.partition("=")[0], ""))
-                 for subject, met, have in judged)  # fmt: skip
-
-
-def _model(wanted: str, found: Seen) -> tuple[bool | None, str]:
-    odd = [model for model in found.models if wanted.lower() not in (model or "").lower()]
-    met = None if found.gpus is None or (not all(found.models) and not any(odd)) else bool(found.models) and not odd
-    return met, ", ".join(dict.fromkeys(model or "unknown model" for model in found.models)) or "no GPU"
-
-
-def _driver(wanted: str, found: Seen) -> tuple[bool | None, str]:
-    if found.driver is None:
-        return False if found.gpus == 0 else None, "the driver is unknown"
-    return _parts(found.driver) >= _parts(wanted), f"the driver is {found.driver}"
-
-
-def _check(node: str, subject: str, met: bool | None, have: str, why: str) -> Check:
-    code = EXPECT_CODES[0]
-    if met:
-        return Check(id=code, status="pass", node=node, subject=subject, message=have)
-    if met is None:
-        message = f"{subject} is expected and could not be read: {why or have}"
-        return Check(id=code, status="unknown", node=node, subject=subject, message=message, required=True)
-    return Check(
-        id=code, status="fail", node=node, subject=subject, message=f"{subject} is expected: {have}",
-        remedy="Find out what the node has lost, or correct the expectation; `topoflight explain expect.node.unmet`.",
-    )  # fmt: skip
-
-
-def _least(have: int | None, wanted: int) -> bool | None:
-    return None if have is None else have >= wanted
-
-
-def _number(value: int | None) -> str:
-    return "an unknown number of" if value is None else str(value)
-
-
-def _typed(value: int | str) -> str:
-    """An amount as one types it: "64GiB"."""
-    if isinstance(value, str):
-        return value
-    unit = next((unit for unit in reversed(_SCALES) if value and value % _SCALES[unit] == 0), "")
-    return f"{value // _SCALES[unit]}{unit}iB" if unit else str(value)
-
-
-def _amount(value: int | str | None) -> str:
-    return units.size(value) if isinstance(value, int) or value is None else value
-
-
-def _limit_met(wanted: int | str, have: int | str | None) -> bool | None:
-    if have is None or have == UNLIMITED:
-        return None if have is None else True
-    return isinstance(wanted, int) and isinstance(have, int) and have >= wanted
-
-
-def _nvlink(wanted: int, found: Seen) -> tuple[bool | None, str]:
-    if found.links is None or found.gpus is None:
-        return None, "the NVLinks are unknown"
-    if not found.links:
-        return False, f"{found.gpus} GPUs: there is no pair to link"
-    short = [(pair, label) for pair, label in found.links if nvlinks(label) < wanted]
-    unknown = [pair for pair, label in short if label == "N/A"]
-    if unknown and len(unknown) == len(short):
-        return None, f"the link of {', '.join(unknown[:4])} is unknown"
-    if short:
-        more = f" and {len(short) - 4} more" if len(short) > 4 else ""
-        return False, ", ".join(f"{pair} {label}" for pair, label in short[:4]) + more
-    return True, f"{len(found.links)} pairs have NV{wanted} or more"
-
-
-def _rates(wanted: float, found: Seen) -> tuple[bool | None, str]:
-    if found.hcas is None:
-        return None, "the RDMA devices are unknown"
-    slow = [f"{name} {units.bits(rate)}" for name, rate in found.rates if rate is not None and rate < wanted]
-    if slow or not found.rates:
-        return False, ", ".join(slow) or "no RDMA device has an ACTIVE port"
-    unknown = [name for name, rate in found.rates if rate is None]
-    return (None, f"the rate of {', '.join(unknown)} is unknown") if unknown else (True, "every device is as fast")
-
-
-def _interface(name: str, found: Seen) -> tuple[bool | None, str]:
-    if found.interfaces is None:
-        return None, "the interfaces are unknown"
-    mine = {one: lacks for one, lacks in found.interfaces.items() if fnmatchcase(one, name)}
-    if not mine:
-        return False, f"there are {', '.join(sorted(found.interfaces)) or 'none'}"
-    bad = [f"{one} {lacks}" for one, lacks in mine.items() if lacks]
-    return not bad, ", ".join(bad) or f"{', '.join(mine)} up, with an address"
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:4])
-
-
-def settled(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """The checks of one node, with what an expectation answers that a scan alone cannot.
-
-    A node with as many GPUs or ACTIVE ports as its owner expects lacks none: others on the bus are not given to it, or
-    are not cabled.
-    """
-    checks = tuple(checks)
-    met = {
-        check.subject.partition("=")[0] for check in checks if check.id == EXPECT_CODES[0] and check.status == "pass"
-    }
-    mild = {code for key, code in (("gpus", "gpu.device.not_given"), ("hcas", "rdma.port.down")) if key in met}
-    return tuple(
-        replace(check, status="info", required=False, message=f"{check.message} As many as expected are there.")
-        if check.id in mild and check.status in ("fail", "warn", "unknown") and check.evidence
-        else check
-        for check in checks
-    )
+    return file.model_copy(update={key: getattr(from_words, key) for key in from_words.model_fields_set})

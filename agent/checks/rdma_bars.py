@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from agent.base import units
 from agent.checks.bars import BASELINE_LEAST
 from agent.checks.judged import BASELINE, IS, SHOULD, bar_words, status_of
 from agent.checks.verdict import Check, GateError, Status
 from collectives.bench.perftest import Port
-from collectives.bench.results import Bar, RdmaResult, RdmaWrite, ResultError, rdma_from_json
-from contracts import bounded
-from contracts.plain import PlainError, loads
+from collectives.bench.results import Bar, RdmaResult, RdmaWrite
 from probes.api import Snapshot
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
 from topology.build import build
@@ -22,7 +19,6 @@ from topology.graph import NicNode
 
 LOW_BANDWIDTH = "bench.rdma.low_bandwidth"
 RDMA_BENCH_CODES = (LOW_BANDWIDTH,)
-MOST_BYTES = 4 << 20
 # Of the payload a wire carries. Azure's node health checks (Azure/azurehpc-health-checks, ib_write_bw) ask for 380 of
 # 400 Gb/s and 170 to 180 of 200; they report 393 of a healthy node and 351 of one that was taken out.
 LEAST, USUAL = 0.90, 0.97
@@ -154,11 +150,3 @@ def _cause(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tupl
         "Measure the other way round, then each of the two with a third host: the one that is slow with both has the "
         "bad port, cable or switch port. rdma.counters.rising on either side names packet loss."
     )
-
-
-def read_baseline(path: Path) -> dict[str, RdmaWrite]:
-    """What `bench --rdma HOST --save` wrote when all was well, by port. Raises GateError."""
-    try:
-        return {write.port: write for write in rdma_from_json(loads(bounded.read(path, MOST_BYTES))).writes}
-    except (OSError, bounded.TooLargeError, PlainError, ResultError) as error:
-        raise GateError(f"--baseline {path}: {error}") from None

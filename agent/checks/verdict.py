@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from agent.base import units
-from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
+from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
 from probes.scan import SCAN_CODES, failures, findings_of
@@ -139,8 +139,10 @@ def select(
 def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
     """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning.
 
-    `stopped` is the signal that ended the run before it had judged all: it is no pass then.
+    `stopped` is the signal that ended the run before it had judged all: it is no pass then, and after Ctrl-C the code
+    is the shell's for it, whatever was found until then.
     """
+    interrupted = EXIT_INTERRUPTED if stopped == "SIGINT" else None
     checks = tuple(checks)
     results: dict[Status, list[Check]] = {status: [] for status in ORDER}
     for check in checks:
@@ -153,9 +155,11 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
     required_unknown = [check for check in results["unknown"] if check.required]
     if results["fail"]:
         why = _with_places(units.count(each["fail"], "check") + " failed", results["fail"])
-        return say(word="fail", exit_code=EXIT_FAILED, why=why)
+        return say(word="fail", exit_code=interrupted or EXIT_FAILED, why=why)
     if stopped:
-        return say(word="unknown", exit_code=EXIT_STOPPED, why=f"stopped by {stopped} before it was done")
+        return say(
+            word="unknown", exit_code=interrupted or EXIT_STOPPED, why=f"stopped by {stopped} before it was done"
+        )
     if required_unknown:
         return say(
             word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {_unmeasured(required_unknown)}"

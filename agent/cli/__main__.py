@@ -16,9 +16,12 @@ def main() -> None:
     """Entry point of the console script."""
     if os.environ.get("TOPOFLIGHT_ROLE") == "agent" and "serve" not in sys.argv:
         _wait_for_turn()
-    from agent.cli.main import main as run
+    try:
+        from agent.cli.main import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # while modules are imported, or while the verb ends
+        sys.exit(130)
 
 
 def _wait_for_turn() -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from agent.base.inputs import OUTPUT_FILE_OR_STDOUT
 from agent.base.options import root_option
 from agent.base.output import say, waiting
 
 
 @click.command()
 @root_option
-@click.option("-f", "--file", "target", default="bundle.tgz", show_default=True, type=click.Path(allow_dash=True),
+@click.option("-f", "--file", "target", default="bundle.tgz", show_default=True, type=OUTPUT_FILE_OR_STDOUT,
               help="Write here; - for stdout.")  # fmt: skip
 @click.option("--state", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
               type=click.Path(path_type=Path), help="The agent's folder.")  # fmt: skip

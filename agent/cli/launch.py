@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS
-from agent.base.inputs import InputError, NothingFitsError
+from agent.base.inputs import OUTPUT_FOLDER, InputError, NothingFitsError, require_writable
 from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
 from agent.base.output import Progress, console, render, say, waiting
 from agent.base.units import count, seconds
@@ -114,7 +114,7 @@ OF_THE_JOB = {"model", "method", "sequence_length", "global_batch", "config", "o
 @with_model_options
 @with_options(cluster_options)
 @machine_option
-@click.option("--output", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
+@click.option("--output", "folder", default=None, type=OUTPUT_FOLDER,
               help="Local: where the job writes. Default: its output_dir, else finetune-output.")  # fmt: skip
 @click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
 @click.option("--script", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -487,6 +487,7 @@ def _launch_script(
         say(render(codec.write(plan.document), form or "yaml"), nl=False)
         say("# " + shlex.join(plan.words), err=form == "json")
         return
+    require_writable("--output", folder, folder=True)
     progress = Progress()
     if not options["no_preflight"]:
         progress.step("preflight: judging this host")
@@ -528,6 +529,7 @@ def _launch_here(
     from agent.terminal import measured
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
+    require_writable("--output", folder, folder=True)
     progress = Progress()
     if not options["no_preflight"]:
         progress.step("preflight: judging this host")

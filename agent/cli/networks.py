@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.base.inputs import InputError
+from agent.base.inputs import InputError, require_writable
 from agent.base.options import format_option, host_option, root_option, verbose_option
 from agent.base.output import Progress, emit, say, waiting
 from agent.cli.launch import OF_A_CLUSTER, cluster_options
@@ -70,6 +70,8 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     for name in (*OF_A_CLUSTER, "storage_rate", "hosts", "dry_run"):
         if options["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')}: is of jobs on a cluster: it wants --api")
+    if not options["dry_run"]:
+        require_writable("--report", options["folder"], folder=True)
     try:
         found = _here(options) if options["api"] == "local" else _there(options)
     except (NamespaceError, BusyError) as error:
@@ -85,8 +87,8 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 def _here(options: dict[str, Any]) -> NetworkBars:
     """Over namespaces of this host."""
-    from agent.advice.advise import Request
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.request import Request
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.base.result_store import keep_flight
@@ -231,9 +233,9 @@ def _leave(found: NetworkBars, folder: Path) -> None:
 def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     """The verdict and the bars on the terminal; what proves them where it is `verbose`."""
     from rich.markup import escape
-    from rich.table import Table
 
     from agent.base import units
+    from agent.base.tables import grid
     from agent.jobs.networks import words_of
     from agent.pages import charts
 
@@ -242,7 +244,7 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     best = min((run.value for run in drawn), default=0.0)
     out.print(escape(_verdict(found, verbose=verbose)))
     out.print(f"[dim]{escape(found.title)}[/dim]")
-    rows = Table.grid(padding=(0, 2))
+    rows = grid(2, 3)
     for bar in found.bars:
         words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
         rows.add_row(escape(bar.network), blocks.get(bar.network, ""), escape(words))

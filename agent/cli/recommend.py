@@ -68,7 +68,7 @@ LINT_KINDS = (
 @click.option("--sweep", default=None, metavar="nodes=1,2,4",
               help="Compare the best layouts for each number of nodes, each of --machine A,B,... (or those of the "
               "--price file) and each --network A,B: time, money, and which nothing beats in both.")  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep: write an SVG here.")
+@click.option("--plot", type=inputs.OUTPUT_FILE, help="With --sweep: write an SVG here.")
 @click.option("--explain", is_flag=True, help="Reasons, other layouts, what was turned down, and the forecast's parts.")
 @click.option("--compare", nargs=2, default=None, metavar="A B",
               help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
@@ -78,7 +78,8 @@ def recommend(**options: object) -> None:
 
     Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
     """
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export
+    from agent.advice.request import Request
 
     if options.pop("list_exports"):
         say("\n".join(FORMATS))
@@ -96,7 +97,7 @@ def recommend(**options: object) -> None:
             settings = dataset.named(str(options["dataset"]), request.tokenizer, request.model)
             request = dataset.with_rows(request, settings)
     if options["sweep"] or options["compare"]:
-        from agent.advice import whatif
+        from agent.cli import whatif
 
         whatif.run(request, options, form)
         return

@@ -1,13 +1,13 @@
-"""The verbs scan, capture and explain."""
+"""The verbs scan, capture and demo."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from agent.base.hosts import snapshots
+from agent.base.inputs import OUTPUT_FILE
 from agent.base.options import format_option, host_option, root_option, verbose_option
 from agent.base.output import console, emit, say, waiting
 
@@ -16,7 +16,9 @@ from agent.base.output import console, emit, say, waiting
 @host_option
 @root_option
 @format_option
-@click.option("--timeout", default=30.0, show_default=True, help="Seconds for each probe.")
+@click.option(
+    "--timeout", default=30.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds for each probe."
+)
 @click.option("--all", "everything", is_flag=True, help="With -v: list passed checks too.")
 @verbose_option
 @click.argument("name", required=False)
@@ -40,7 +42,7 @@ def scan(
 
 @click.command()
 @root_option
-@click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
+@click.option("-f", "--file", "target", type=OUTPUT_FILE, help="Write here, not stdout.")
 def capture(root: str, target: Path | None) -> None:
     """Record every answer this host gives to the probes.
 
@@ -54,26 +56,13 @@ def capture(root: str, target: Path | None) -> None:
     with waiting("capture: asking this host"):
         text = dumps(record(root))
     if target is None:
-        sys.stdout.write(text)
+        say(text, nl=False)
         return
     try:
         write_atomic(target, text)
     except OSError as error:
         raise click.ClickException(f"{target}: {error.strerror}") from None
     say(f"{target}: {len(text)} bytes", err=True)
-
-
-@click.command()
-@click.argument("code")
-def explain(code: str) -> None:
-    """Explain a finding CODE or an alert: what it means, how to see it and what mends it."""
-    from agent.base.tables import explanation
-    from agent.checks.explain import UnknownCodeError, section
-
-    try:
-        explanation(console(), section(code))
-    except UnknownCodeError as error:
-        raise click.UsageError(str(error)) from None
 
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.json"

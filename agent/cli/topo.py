@@ -21,6 +21,7 @@ from agent.base.output import emit, say
 from contracts import bounded
 
 if TYPE_CHECKING:
+    from probes.api import Snapshot
     from topology.graph import NodeTopology
 
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
@@ -125,6 +126,14 @@ def _recording(source: str, raw: bytes) -> NodeTopology:
         return build_node(snapshots((Path(copy.name),))[0])
 
 
+def _only(path: Path) -> Snapshot:
+    """The host of a recording, by its own name. Raises UsageError where there are several."""
+    found = snapshots((path,))
+    if len(found) != 1:
+        raise click.UsageError(f"{path}: holds {len(found)} hosts; diff compares two, and --fleet a folder of many")
+    return found[0]
+
+
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--fleet", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of recordings.")
@@ -144,8 +153,10 @@ def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
         return
     if len(files) != 2:
         raise click.UsageError(f"diff takes two recordings, {len(files)} were given")
-    before, after = snapshots(files)
-    differences = differ.diff(before, after)
+    before, after = (_only(path) for path in files)
+    names = [path.name for path in files]
+    first, second = names if names[0] != names[1] else map(str, files)
+    differences = differ.diff(before, after, (f"in {first}", f"in {second}"))
     alike = "✓ nothing that matters for training differs → if one is slower, measure: topoflight bench"
     emit(list(differences), form, lambda out: out.print(differ.diff_text(differences) if differences else alike,
                                                         markup=False))  # fmt: skip

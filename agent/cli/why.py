@@ -52,7 +52,7 @@ def why(
 
     Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
     """
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.terminal.why import verdict as show
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run
@@ -89,7 +89,7 @@ def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ..
     from agent.cluster.gate import checks_of, fleet, named, readable
 
     try:
-        client = connect(None)
+        client = connect(None).waited_for()
         names = () if "=" in word else tuple(filter(None, word.split(",")))
         found, held = named(client, names, word if "=" in word else None), fleet(client)
         return None, checks_of(found, held), readable(found, held)

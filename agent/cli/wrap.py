@@ -28,7 +28,7 @@ _LIMIT_BYTES = 1 << 20
 @click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Of each pod.")
 @click.option("--config", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="The settings that the job's command names and the manifest lacks.")  # fmt: skip
-@click.option("-o", "--output", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("-o", "--output", default=None, type=inputs.OUTPUT_FILE, metavar="FILE",
               help="Write the wrapped manifest here.")  # fmt: skip
 @click.option("--apply", "in_place", is_flag=True, help="Write it over FILE.")
 @click.option("--record", default=None, type=click.Path(exists=True, file_okay=False, path_type=Path),

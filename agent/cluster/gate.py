@@ -6,19 +6,22 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.base import units
 from agent.checks.bars import BASELINE_LEAST
 from agent.checks.codes import CLUSTER_CODES
-from agent.checks.expect import KEYS, Expectation, Seen, seen, settled
-from agent.checks.expect import checks_of as expectations
+from agent.checks.expect_checks import Seen, seen, settled
+from agent.checks.expect_checks import checks_of as expectations
 from agent.checks.judged import BUSBW, bar_words, status_of
 from agent.checks.verdict import Check, GateError, Status
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from collectives.bench.results import Bar
 from probes.api import Snapshot
+
+if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
+    from agent.checks.expect import Expectation
 
 Json = dict[str, Any]
 _SILENT, _VERDICT = CLUSTER_CODES
@@ -122,6 +125,8 @@ def _seen(record: NodeRecord, held: Fleet) -> Seen:
     """What the node has by its record; of a record of another release nothing is known."""
     node = held.topology(record)
     if node is None:
+        from agent.checks.expect import KEYS
+
         why = f"the record of {record.name} holds no graph of this release"
         return Seen(why=dict.fromkeys(KEYS, why))
     return seen(held.snapshot(record), node)

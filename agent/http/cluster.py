@@ -19,6 +19,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from agent.advice import advise
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.counters import WatchTally
 from agent.base.inputs import RequestError
@@ -210,7 +211,7 @@ def topology_document(fleet: Fleet, now: float | None = None) -> Json:
     }
 
 
-def advise_cluster(fleet: Fleet, request: advise.Request, *, now: float | None = None) -> tuple[Recommendation, int]:
+def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) -> tuple[Recommendation, int]:
     """One recommendation for all nodes that are heard of and did not fail, or `request.nodes` of them; how many.
 
     It rests on what the records hold, of this agent's node as of the others: each gets the answer that its own agent

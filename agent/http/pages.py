@@ -13,6 +13,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, Response
 
 from agent.advice import advise
+from agent.advice.request import Request as Question
 from agent.base.inputs import RequestError
 from agent.checks.view import View, only
 from agent.http.answers import Rendered, respond
@@ -120,6 +121,6 @@ def _answer(html: str) -> Answer:
 def _advice(view: View) -> tuple[Recommendation | None, str]:
     """The environment to run with, or why there is none."""
     try:
-        return advise.for_view(view, advise.Request()), ""
+        return advise.for_view(view, Question()), ""
     except RequestError as error:
         return None, str(error)

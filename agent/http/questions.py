@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice import advise, whatif
+from agent.advice.request import Request
 from agent.base.documents import render
 from agent.base.inputs import RequestError
 from agent.checks.view import View
@@ -81,7 +82,7 @@ def recommendations(
     own: tuple[str | None, float] | None = None,
 ) -> Answer:  # fmt: skip
     """Environment and layout, in any format."""
-    wanted, view = advise.Request.of(**dict(options)), known.current()
+    wanted, view = Request.of(**dict(options)), known.current()
     if cluster_wide:
         advice, hosts = cluster.advise_cluster(known.nodes(own), wanted)
     else:
@@ -169,12 +170,12 @@ def _page(html: str, status: int = 200) -> Answer:
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
 
 
-def question(form: Mapping[str, str]) -> advise.Request:
+def question(form: Mapping[str, str]) -> Request:
     """What the form asks; an empty field is one left out, and a wrong one is named with what is allowed."""
     method, methods = form.get("method") or "lora", ("full", "lora", "qlora")
     if method not in methods:
         raise RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
-    return advise.Request.of(
+    return Request.of(
         model=(form.get("model") or "")[:200] or None,
         method=method,
         machine=(form.get("machine") or "")[:64] or None,

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agent.base import bench_history
 from agent.base import result_store as keep
 from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
-from agent.checks.expect import Expectation
 from agent.checks.history import History
 from agent.checks.verdict import GateError
 from agent.checks.view import View, look
@@ -20,6 +20,9 @@ from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
 from probes.increases import Past
+
+if TYPE_CHECKING:
+    from agent.checks.expect import Expectation
 
 log = logging.getLogger(__name__)
 

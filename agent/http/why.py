@@ -66,7 +66,7 @@ def judged(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     import json
 
-    from agent.advice.advise import Request as Question
+    from agent.advice.request import Request as Question
     from agent.base.inputs import InputError, RequestError
     from agent.why.diagnosis import Asked, answer
 

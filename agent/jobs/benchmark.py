@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request
 from agent.advice.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import RequestError
 from agent.base.output import Progress
@@ -163,8 +163,9 @@ def calibration(
         hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
+        budget_seconds=budget_seconds,
     )  # fmt: skip
-    return parse_calibration(calibrate(request, timeout_seconds=budget_seconds, stop=stop))
+    return parse_calibration(calibrate(request, stop=stop))
 
 
 def has_gpu(found: Sequence[Snapshot]) -> bool:

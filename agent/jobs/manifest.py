@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from agent.advice.advise import Request, advise
+from agent.advice.advise import advise
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.inputs import InputError

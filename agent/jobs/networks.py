@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from agent.advice.advise import Request, model_of, of_cluster, with_fsdp
+from agent.advice.advise import of_cluster, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL
+from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.documents import write_atomic
 from agent.jobs.launch import job_plan

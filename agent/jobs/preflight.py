@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agent.advice.advise import Request, answer, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL
+from agent.advice.advise import answer, with_fsdp
+from agent.advice.job_settings import EMBEDDED_MODEL, settings
+from agent.advice.request import Request
 from agent.base import result_store as keep
 from agent.base import units
 from agent.base.hosts import snapshots as read_snapshots
@@ -17,12 +19,11 @@ from agent.base.inputs import InputError
 from agent.base.output import Progress
 from agent.base.version import VERSION
 from agent.checks import measured
-from agent.checks.baseline import Key, gone, read_bench, regressions
+from agent.checks.baseline import Baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.codes import ALL_CODES, HOST_CODES
-from agent.checks.expect import Expectation, expectation
 from agent.checks.judged import against_baseline
-from agent.checks.verdict import Check, FailOn, Status, judge, select
+from agent.checks.verdict import Check, FailOn, judge, select
 from agent.checks.view import View, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import benchmark, launch
@@ -35,6 +36,9 @@ from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from probes.api import Snapshot
 from topology.reach_paths import Due
+
+if TYPE_CHECKING:
+    from agent.checks.expect import Expectation
 
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
@@ -69,9 +73,12 @@ class Options:
 def run(options: Options, progress: Progress) -> Report:
     """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then."""
     started, clock = time.time(), time.monotonic()
-    expected = expectation(options.expect, options.expect_file)  # first: a wrong word costs no run
+    expected = expectation_of(options.expect, options.expect_file)  # first: a wrong word costs no run
     with launch.sigterm() as stop:
-        before = read_baseline(options.baseline) if options.baseline else None  # first: a wrong file costs no run
+        # first: a wrong file costs no run
+        needs = ("statuses", "busbw") if options.measure or options.fly else ("statuses",)
+        before = read_baseline(options.baseline, needs)
+        settings(options.config, options.overrides)
         for place in options.flights:
             if not keep.flights([place]):
                 raise InputError(f"--flights {place}: no record of a run in it (flight.json, or *.json of records)")
@@ -98,7 +105,7 @@ def _unscanned(options: Options, progress: Progress) -> Report:
 
 
 def _judged(
-    options: Options, progress: Progress, found: tuple[Snapshot, ...], before: Mapping[Key, Status] | None,
+    options: Options, progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
     stop: threading.Event, expected: Expectation | None,
 ) -> Report:  # fmt: skip
     """All that follows the scan. What makes load ends soon after `stop` is set, and what follows it makes none."""
@@ -106,8 +113,8 @@ def _judged(
     extra: list[Check] = []
 
     result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
-    if result is not None and options.baseline is not None:
-        result = against_baseline(result, read_bench(options.baseline))
+    if result is not None:
+        result = against_baseline(result, before.busbw)
     view = look(found, bench=result, expected=expected)
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
@@ -136,12 +143,10 @@ def _judged(
     stopped = "" if record is not None else _stopped_by(result, stop)
     if stopped:
         notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
-    if options.baseline is not None:
-        extra += gone(options.baseline, found)
+    extra += gone(before, found)
     scanned = view.checks if stopped else measured.must_be_measured(view.checks)
     checks = select((*scanned, *extra), require=options.require, skip=options.skip)
-    if before is not None:
-        checks = _against(before, checks, stopped)
+    checks = _against(before, checks, stopped)
     return Report(
         started_at_seconds=0.0,  # the caller's to say, as are the seconds
         seconds=0.0,
@@ -163,11 +168,11 @@ def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
     return (result.stopped_by if result else None) or ("SIGTERM" if stop.is_set() else "")
 
 
-def _against(before: Mapping[Key, Status], checks: Iterable[Check], stopped: str) -> tuple[Check, ...]:
+def _against(before: Baseline, checks: Iterable[Check], stopped: str) -> tuple[Check, ...]:
     """The checks against the baseline; what a stopped run could not measure is no regression."""
     cut = {*measured.BENCH_CODES, *measured.FLIGHT_CODES} if stopped else set()
     unmeasured = tuple(check for check in checks if check.id in cut and check.status == "unknown")
-    return (*regressions([check for check in checks if check not in unmeasured], before), *unmeasured)
+    return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
 
 
 def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Check, ...]:
@@ -176,11 +181,10 @@ def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) 
     return look([with_environment(one, settings) for one in view.snapshots], bench=view.bench, expected=expected).checks
 
 
-def _stopping(options: Options, found: Sequence[Check], before: Mapping[Key, Status] | None) -> str:
+def _stopping(options: Options, found: Sequence[Check], before: Baseline) -> str:
     """What failed before the flight and so stops it; nothing where it may fly. What is unknown stops nothing."""
     checks = select(measured.must_be_measured(found), skip=options.skip, known=ALL_CODES)
-    if before is not None:
-        checks = regressions(checks, before)
+    checks = regressions(checks, before.statuses)
     failed = sorted({check.id for check in checks if check.status == "fail"})
     return "" if options.force or not failed else f"{', '.join(failed)} failed"
 
@@ -198,8 +202,7 @@ def report_of(
 ) -> Report:  # fmt: skip
     """A report of checks that others made: nothing is scanned, measured or advised here."""
     checks = select(found, require=require, skip=skip, known=ALL_CODES)
-    if baseline is not None:
-        checks = regressions(checks, read_baseline(baseline))
+    checks = regressions(checks, read_baseline(baseline, ("statuses",)).statuses)
     return Report(
         started_at_seconds=time.time(), seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(),
         checks=checks, verdict=judge(checks, fail_on=fail_on), nodes=tuple(replace(node, graph=None) for node in nodes),
@@ -207,11 +210,20 @@ def report_of(
     )  # fmt: skip
 
 
+def expectation_of(words: Sequence[str], path: Path | None) -> Expectation | None:
+    """What each node must have; None where neither says so, and pydantic is not loaded then. Raises GateError."""
+    if not words and path is None:
+        return None
+    from agent.checks.expect import expectation
+
+    return expectation(words, path)
+
+
 def due_of(expected: Expectation | None) -> Due | None:
     """What --expect says of the links, as the first bar of a measurement."""
     if expected is None:
         return None
-    wire = expected.hcas * expected.rate if expected.hcas and expected.rate else None
+    wire = expected.hcas[0].value * expected.rate[0].value if expected.hcas and expected.rate else None
     return Due(nvlinks=expected.nvlink, wire=wire)
 
 

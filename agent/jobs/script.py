@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base.documents import document
 from agent.base.inputs import InputError
 from agent.jobs.benchmark import default_ranks

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request, advise
+from agent.advice.advise import advise
 from agent.advice.job_settings import planned_for
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import InputError, RequestError
 from agent.checks.codes import ALL_CODES

@@ -42,6 +42,8 @@ from topology.graph import NodeTopology, Pair
 __all__ = ["CATALOGUE", "OWN", "PROBES", "Rendered", "exposition", "families"]
 
 
+MOST_SUBJECT = 96  # characters of a label; the longest subject of the project's own machines has 41
+
 Values = list[tuple[tuple[str, ...], float]]
 More = Iterable[tuple[str, Values]]  # families that are not of a view, by name
 
@@ -154,7 +156,11 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "probe_success", _per_probe(view, lambda o: 0.0 if isinstance(o, Failed) else 1.0, min)
     yield "probe_absent", _per_probe(view, lambda o: 0.0 if isinstance(o, (Ok, Failed)) else 1.0, min)
     yield "probe_duration_seconds", _per_probe(view, lambda o: float(getattr(o, "seconds", 0.0)), max)
-    missed = Counter((check.id, check.status) for check in view.checks if check.status != "pass")
+    bad = ("warn", "fail")  # only these name what they are about: an alert follows them
+    missed = Counter(
+        (check.id, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
+        for check in view.checks if check.status != "pass"
+    )  # fmt: skip
     yield "findings", [(key, float(count)) for key, count in missed.items()]
     outcomes = Counter(str(check.status) for check in view.checks)
     began: dict[tuple[str, ...], float] = {}

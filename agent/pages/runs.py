@@ -33,11 +33,12 @@ def shown(records: Iterable[RunRecord]) -> tuple[Shown, ...]:
 def division(record: RunRecord) -> str:
     """What the step waits for longest, and seconds of each part; empty where nothing was profiled."""
     by_part = ", ".join(
-        f"{part.words} {units.seconds(part.measured_seconds)}"
+        f"{part.words} {units.seconds(record.seconds_of(part))}"
         + (f" (forecast {units.seconds(part.forecast_seconds)})" if part.forecast_seconds is not None else "")
         for part in record.parts
     )
-    return "; ".join(text for text in (record.worst, by_part) if text)
+    overlap = "these parts overlap" if record.parts_overlap else ""
+    return "; ".join(text for text in (record.worst, by_part, overlap) if text)
 
 
 def _one(record: RunRecord) -> Shown:

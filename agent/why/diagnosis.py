@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from agent.advice import advise
-from agent.advice.advise import Request
+from agent.advice.request import Request, cluster_of, model_of, price_of
 from agent.base import units
 from agent.base.inputs import InputError
 from agent.checks.verdict import Check
@@ -453,7 +453,7 @@ def faults_priced(
     rows = [one for one in checks if one.node in behind and one.status in ("fail", "warn") and one.id in RULES]
     if not rows:
         return verdict
-    what, model = f"what {rows[0].id} on {rows[0].node} costs", advise.model_of(request)
+    what, model = f"what {rows[0].id} on {rows[0].node} costs", model_of(request)
     if model is None or not snapshots or request.machine:
         node = "" if snapshots else "--host FILE of that node, "
         hint = Unknown(what=what, command=f"{node}--model NAME --nodes N --epochs N --lengths ...")
@@ -462,7 +462,7 @@ def faults_priced(
     unpriced: list[str] = []
     told, most = verdict.forecast, 0.0
     try:
-        cluster = advise.cluster_of(request, snapshots, request.ranks_per_node)
+        cluster = cluster_of(request, snapshots, request.ranks_per_node)
         for check in rows[:8]:
             found = advise.findings_of((check,))
             if len(snapshots) == 1:  # one recording stands for all nodes of the job
@@ -496,7 +496,7 @@ def _extra(request: Request, each_step: float, steps: int | None, cluster: Clust
     if not steps:
         return ""
     extra = each_step * steps
-    each = advise.price_of(request)
+    each = price_of(request)
     money = f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices" if each is not None else ""
     return f", +{units.duration(extra)}{money}"
 
@@ -592,7 +592,7 @@ def priced(
     """What TCP in place of RDMA costs: the same layout over both, by the forecast."""
     if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
         return verdict
-    model = advise.model_of(request)
+    model = model_of(request)
     what = f"what TCP over {found.socket_interface or 'its interface'} costs"
     if model is None or not (request.machine or snapshots):
         hint = Unknown(
@@ -605,7 +605,7 @@ def priced(
     if request.machine:
         snapshots = ()
     try:
-        cluster = advise.cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
+        cluster = cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
         rate = request.network or _socket_rate(snapshots, found.socket_interface)
         if rate is None:
             hint = Unknown(what=what, command="--network RATE: what that interface carries, as 10G")
@@ -688,7 +688,7 @@ def costed(verdict: Verdict, record: RunRecord, request: Request, seen: Seen) ->
         if cause.cost:
             extra = cause.cost * step * steps
             words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
-            if (each := advise.price_of(request)) is not None:
+            if (each := price_of(request)) is not None:
                 words += f", +{each * hosts * extra / 3600:,.0f} of your prices"
             cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
         causes.append(cause)
@@ -712,7 +712,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         times = measured / forecast.mid if forecast.mid else measured / forecast.high
         said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
         parts = tuple(
-            f"{part.words}: {part.measured_seconds:.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
         )
         cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
                       cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from agent.advice import dataset
-from agent.advice.advise import Request, answer, prices_of
+from agent.advice.advise import answer
+from agent.advice.request import Request, prices_of
 from agent.base.inputs import InputError, RequestError
 from agent.cli.launch import launch
 from planner.advice import Recommendation

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agent.advice.advise import Request, answer, cluster_of, histogram_of, of_cluster
+from agent.advice.advise import answer, of_cluster
+from agent.advice.request import Request, cluster_of, histogram_of
 from agent.base.inputs import RequestError
 from agent.cli.recommend import recommend
 from planner.advice import Recommendation

@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 from fastapi.testclient import TestClient
 from kustomization import render
 
-from agent.checks.expect import EXPECT_CODES, KEYS, Expectation, expectation, parse, read_file
+from agent.checks.expect import KEYS, Expectation, expectation, parse, read_file
+from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, judge
 from agent.checks.view import look
 from agent.cli.main import cli
@@ -83,6 +84,11 @@ LESS = [
     (H100, "interface=net*", "there are"),
     (H100, "driver=550.91", "550.90.07"),
     (H100, "driver=570", "550.90.07"),
+    (H100, "gpu=H10", "NVIDIA H100"),
+    (H100, "rate=mlx5_[4-9]:400", "mlx5_4 200 Gb/s"),
+    (H100, "rate=roce*:400", "no RDMA device named roce* has an ACTIVE port"),
+    ("sick-h100-dead-hca", "rate=mlx5_[0-35-9]:200", "mlx5_3 has no ACTIVE port"),
+    ("sick-h100-dead-hca", "hcas=mlx5_[0-3]:4", "3 RDMA devices of mlx5_[0-3] have an ACTIVE port"),
     ("cpu-only-vm", "driver=550", "unknown"),
 ]
 
@@ -119,7 +125,10 @@ WRONG = [
     ("gpus=eight", "gpus=eight: must be a number from 0 to 1024"), ("gpus=-1", "must be a number"),
     ("gpus=8,gpus=4", "gpus stands 2 times"), ("nvlink=18x", "NV1 to NV99"), ("nvlink=0", "NV1 to NV99"),
     ("gdr=off", "must be on"), ("gdr=maybe", "must be on"), ("memlock=lots", "unlimited, or bytes"),
-    ("shm=1GB", "bytes with a binary unit"), ("rate=fast", "gigabits a second"),
+    ("shm=1XB", "bytes, with a unit"), ("shm=", "bytes, with a unit"), ("memlock=unlimted", "did you mean unlimited?"),
+    ("gpu=8", "gpu=8: must be part of a GPU's model"), ("gpu=8", "write gpus=8"), ("gpu= 80 ", "letters in it"),
+    ("interface=1", "interface's name"), ("rate=mlx5/0:400", "mlx5_[0-7]:400"), ("hcas=mlx5_*:many", "a number from 0"),
+    ("rate=fast", "gigabits a second"),
     ("interface=net/1", "interface's name"), ("interface=", "interface's name"),
     ("=8", "no such expectation"), ("interface=net1,net2", "net2: must be KEY=VALUE"),
     ("gpu=", "part of a GPU's model"), ("driver=new", "release of NVIDIA's driver"),
@@ -135,13 +144,32 @@ def test_what_is_not_understood_is_a_usage_error_that_names_what_is_allowed(word
         assert told in " ".join(result.stderr.split()), result.stderr
 
 
+MET = {
+    # of the HGX H100 with 512 GiB of /dev/shm, eight HCAs of 400 Gb/s and two of 200 Gb/s for storage (mlx5_4, mlx5_5)
+    "shm": ("16G", "16Gi", "16GiB", "16GB", "16 GiB", "0.5T", "16g", "17179869184"),
+    "memlock": ("16G", "64MiB", "Unlimited"),
+    "rate": ("mlx5_[0-3]:400", "mlx5_[0-3]:400,rate=mlx5_[4-5]:200Gb/s", "200", "200Gbps"),
+    "hcas": ("10", "mlx5_[0-3]:4", "mlx5_[0-3]:4,hcas=mlx5_[45]:2"),
+    "gpu": ("h100", "H100 80GB", "NVIDIA H100"),
+}
+
+
+def test_every_spelling_of_a_value_that_holds_is_met() -> None:
+    """Sizes with units, devices by a pattern, whole words of a model."""
+    wrong = [f"{key}={value}" for key, values in MET.items() for value in values
+             if {*judged(recorded(), f"{key}={value}").values()} != {"pass"}]  # fmt: skip
+    assert not wrong
+
+
 def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
     """YAML's own spellings count: `on` is true, lists are several interfaces, numbers need no quotes."""
     path = tmp_path / "expect.yaml"
     path.write_text("gpus: 8\nnvlink: NV18\ngdr: on\nmemlock: unlimited\ninterface: [net1, net2]\ndriver: 550.9\n")
     words = "gpus=8,nvlink=NV18,gdr=on,memlock=unlimited,interface=net1,interface=net2,driver=550.9"
     assert read_file(path) == parse([words])
-    assert expectation(["gpus=4"], path) == replace(read_file(path), gpus=4), "the command line goes before the file"
+    assert expectation(["gpus=4"], path) == read_file(path).model_copy(update={"gpus": 4}), (
+        "the command line goes before the file"
+    )
     path.write_text("# gpus: 8\n")
     assert read_file(path) == Expectation()
     assert judged(recorded(), "") == {}

@@ -58,6 +58,9 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
     assert run.invoke(preflight, ["--host", str(SICK), "--baseline", str(tmp_path / "sick"), "-q"]).exit_code == 0
     worse = run.invoke(preflight, ["--host", str(SICK), "--baseline", str(tmp_path / "good"), "-q"])
     assert worse.exit_code == 3 and "rdma" in worse.output
+    saved = tmp_path / "saved.json"
+    assert run.invoke(preflight, ["--host", str(SICK), "--save", str(saved), "-q"]).exit_code == 3
+    assert run.invoke(preflight, ["--host", str(SICK), "--baseline", str(saved), "-q"]).exit_code == 0
     by_recording = run.invoke(preflight, ["--host", str(SICK), "--baseline", str(GOOD), "-q"])
     assert by_recording.exit_code == 3
     assert run.invoke(preflight, ["--host", str(GOOD), "--baseline", str(GOOD), "-q"]).exit_code == 0

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agent.advice.advise import Request, for_view
+from agent.advice.advise import for_view
+from agent.advice.request import Request
 from agent.base.documents import document
 from agent.checks.view import View, look
 from agent.metrics import families as metrics

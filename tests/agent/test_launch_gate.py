@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.advice.advise import Request, advise
+from agent.advice.advise import advise
+from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.base.inputs import RequestError
 from agent.checks.view import look

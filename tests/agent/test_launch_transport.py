@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.advice.advise import Request, answer
+from agent.advice.advise import answer
+from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.jobs.launch import job_plan
 from agent.jobs.transport import gdrdma

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.advice.advise import Request, for_view
+from agent.advice.advise import for_view
+from agent.advice.request import Request
 from agent.base import bench_history
 from agent.base import result_store as keep
 from agent.http.state import State

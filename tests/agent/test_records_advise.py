@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agent.advice import advise
+from agent.advice.request import Request
 from agent.checks.view import look
 from agent.cluster import node_facts
 from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, kept_in, records_of, to_resource
@@ -76,10 +77,10 @@ def told(advice: Recommendation) -> dict[str, Any]:
 @pytest.mark.parametrize("question", QUESTIONS, ids=str)
 def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
     """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
-    snapshot, request = SNAPSHOTS[machine], advise.Request.of(nodes=2, **question)
+    snapshot, request = SNAPSHOTS[machine], Request.of(nodes=2, **question)
     own = advise.answer(request, (snapshot,))
     records = [through_the_api(replace(record_of(snapshot, name), verdict="pass")) for name in ("n1", "n2")]
-    whole, count = advise_cluster(fleet_of(*records), advise.Request.of(**question))
+    whole, count = advise_cluster(fleet_of(*records), Request.of(**question))
     assert count == 2
     if machine != "sick-h100-thermal":  # a record holds no clocks, and what a low one costs is not guessed
         assert told(whole) == told(own)
@@ -154,7 +155,7 @@ def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
         new = record_of(SNAPSHOTS[machine], "n1")
         of_later = through_the_api(replace(new, name="n2", machine=later(new.machine)))
-        advice, _ = advise_cluster(fleet_of(new, of_later), advise.Request())
+        advice, _ = advise_cluster(fleet_of(new, of_later), Request())
         notes = " ".join(f"{note.text} {note.evidence}" for note in advice.notes)
         assert "no interface with an address" not in notes and "no RDMA device" not in notes
         assert "n2" in notes, notes
@@ -165,7 +166,7 @@ def test_addresses_that_are_not_the_interfaces_are_not_believed() -> None:
     """A record that was tampered with makes unknown."""
     record = record_of(SNAPSHOTS["cpu-only-vm"], "n1")
     wrong = replace(record, addresses=tuple("198.51.100.7" for _ in record.addresses))
-    advice, _ = advise_cluster(fleet_of(wrong), advise.Request())
+    advice, _ = advise_cluster(fleet_of(wrong), Request())
     assert not any("198.51.100.7" in f"{note.text}{note.evidence}" for note in advice.notes)
     assert not any("198.51.100.7" in setting.reason.evidence for setting in advice.settings)
 
@@ -180,7 +181,7 @@ def test_nodes_of_different_kinds_are_all_asked() -> None:
     second = replace(first, outcomes={**first.outcomes, "interfaces": Ok(facts=changed)})
     made = [record_of(first, "n1"), record_of(first, "n2"), record_of(second, "n3")]
     records = [replace(record, verdict="pass") for record in made]
-    advice, _ = advise_cluster(fleet_of(*records), advise.Request())
+    advice, _ = advise_cluster(fleet_of(*records), Request())
     (note,) = [note for note in advice.notes if note.topic == "GLOO_SOCKET_IFNAME"]
     assert "another name on each node" in note.text and "n3: ens9" in note.text
 
@@ -266,7 +267,7 @@ def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
         (kind,) = topology_document(both)["kinds"]
         assert kind["names"] == ["new", "old"]
         for question in QUESTIONS:
-            request = advise.Request.of(**question)
+            request = Request.of(**question)
             assert told(advise_cluster(fleet_of(old), request)[0]) == told(advise_cluster(fleet_of(new), request)[0])
 
 

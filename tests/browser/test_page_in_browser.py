@@ -23,6 +23,7 @@ from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
 
 from agent.advice import advise
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.checks.view import look
@@ -459,7 +460,7 @@ def test_the_report_is_one_file_for_a_ticket(chromium: Tabs, axe: str, tmp_path:
     whole = Report(
         started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=found, topologies=view.topologies,
         checks=view.checks, verdict=view.verdict, notes=("the benchmark: no GPU here",),
-        recommendation=advise.for_view(view, advise.Request.of(model="Llama-3.1-8B")),
+        recommendation=advise.for_view(view, Request.of(model="Llama-3.1-8B")),
     )  # fmt: skip
     path = tmp_path / "report.html"
     path.write_text(report_page(whole), encoding="utf-8")

@@ -14,7 +14,8 @@ from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from e2e_client import MACHINES, client_of
 
-from agent.advice.advise import Request, answer
+from agent.advice.advise import answer
+from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job

@@ -40,6 +40,11 @@ def test_the_parts_stand_beside_the_forecast():
         "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
         "gradient reduction 20 ms (forecast 10 ms)"
     )
+    profiled = [{**part, "measured_seconds": 1.1 * part["measured_seconds"]} for part in PARTS]
+    slower = record_of({**RECORD, "parts": profiled})
+    assert division(slower) == division(record_of(RECORD)), "the profiler's own time is in no part"
+    over = record_of({**RECORD, "parts": [{**part, "share": 0.6} for part in PARTS]})
+    assert division(over).endswith("these parts overlap")
     (one,) = shown([record_of(RECORD)])
     assert "all-gather 31 % exposed" in one.lines[0][-1]
 

@@ -13,7 +13,8 @@ import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import host, interface
 
-from agent.advice.advise import Request, answer
+from agent.advice.advise import answer
+from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.advice.advise import Request, cluster_of, of_cluster
+from agent.advice.advise import of_cluster
+from agent.advice.request import Request, cluster_of
 from agent.checks.coverage import covered
 from agent.checks.verdict import checks_of_snapshot, judge
 from planner.forecast import machines

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.why import diagnosis as gathered
 from planner.why import Verdict
 

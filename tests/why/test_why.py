@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
 from agent.checks.verdict import Check
 from agent.checks.view import look
