@@ -146,7 +146,7 @@ def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
     closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
     if before is not None and closed is not None and before.status == "running" != closed.status:
         # says on stderr what went wrong
-        subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
+        subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return closed
 
 

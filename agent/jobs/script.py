@@ -67,7 +67,9 @@ def plan_of(
         settings |= {name: value for name, value in _log(folder).items() if name not in os.environ}
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}  # as torchrun would, without its banner
     python = _python()
-    job = [python, str(script), *arguments]
+    # The script's own folder stays on its path, as under plain torchrun; a user's own PYTHONSAFEPATH stays too.
+    unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
+    job = [*unsafe, python, str(script), *arguments]
     words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
              "--no-python", *processes.tethered(job, parent=0)]  # fmt: skip
     return ScriptPlan(
