@@ -93,8 +93,8 @@ def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Ask the job's own reader. LookupError says why there is no answer, InputError what is wrong with the rows."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "finetune.lengths"], input=json.dumps(settings), capture_output=True, text=True,
-            timeout=TIMEOUT_SECONDS, check=False,
+            [sys.executable, "-P", "-m", "finetune.lengths"], input=json.dumps(settings), capture_output=True,
+            text=True, timeout=TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RUN_VARIABLE = "TOPOFLIGHT_RUN"  # marks every process of one run, so that the end finds orphans as well
 PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
-# For every Python that we start, and for what it starts: a torch.py of the current folder is not imported (from 3.11 on).
+# For each Python that we start and those that it starts: from 3.11 on, no torch.py of the current folder is imported.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 KILL_SECONDS = 5.0  # for the kernel to take a killed process down
 POLL_SECONDS = 0.05

@@ -55,7 +55,7 @@ def test_no_verb_imports_from_the_current_folder(tmp_path: Path) -> None:
     for name, *words in (
         ("bench", "--quick", "--ranks", "1"),
         ("preflight", "--measure", "--quick", "--ranks", "1"),
-        ("calibrate", "--model", "micro-llama", "--budget", "60"),
+        ("calibrate", "--model", "tiny-llama", "--budget", "60"),
         ("recommend", *data),
         ("launch", "--no-preflight", "--ranks", "1", *job),
         ("launch", "--no-preflight", "--ranks", "1", *script),
