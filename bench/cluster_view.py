@@ -28,8 +28,8 @@ KINDS = ("hgx-h100-8xH100-8hca", "polaris-4xA100-nv4", "l40s-4x-pcie")
 
 def records(nodes: int) -> Iterator[NodeRecord]:
     """`nodes` records, of which every hundredth has failed and every fiftieth is silent."""
+    from agent.checks.view import look
     from agent.cluster.nodes import records_of
-    from agent.view import look
     from probes.host.recording import load
     from probes.scan import scan
 

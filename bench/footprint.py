@@ -39,7 +39,7 @@ AIMS = {"alone": 90.0, "publishing": 110.0, "cpu_share": 0.002, "ready_seconds":
 BUSY = """
 import sys
 from pathlib import Path
-from agent.cli import serve as cmd_serve
+from agent.http import serve as cmd_serve
 from agent.http.state import State
 from probes.scanner import Scanner
 root, port, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])

@@ -155,18 +155,9 @@ def _snapshot() -> Any:
 
 
 @cache
-def _graph() -> Any:
-    import base64
-    import zlib
-
-    record = json.loads((ROOT / "tests/agent/old_records/titan-rtx-2x-nv2.json").read_text())
-    return json.loads(zlib.decompress(base64.b64decode(record["status"]["topology"])))
-
-
-@cache
 def _report() -> Any:
-    from agent.documents import document
-    from agent.view import look
+    from agent.base.documents import document
+    from agent.checks.view import look
     from probes.host.recording import RecordedHost
     from probes.scan import scan
 
@@ -299,18 +290,17 @@ def topo_text(data: bytes) -> object:
 
 
 def topo_xml(data: bytes) -> object:
-    """NCCL's topology XML, written again."""
-    from topology.formats.xml import parse, write
+    """NCCL's topology XML."""
+    from topology.formats.xml import parse
     from topology.render import json_document
 
-    node = parse(data.decode("utf-8", errors="replace"))
-    write(node)
-    return json.dumps(json_document(node), allow_nan=False)
+    return json.dumps(json_document(parse(data.decode("utf-8", errors="replace"))), allow_nan=False)
 
 
 def model_config(data: bytes) -> object:
     """A model's config.json, by both ways to it."""
-    from agent.advise import Request, RequestError, model_of
+    from agent.advice.request import Request, model_of
+    from agent.base.inputs import RequestError
     from planner.forecast.models import load_model
 
     path = _scratch().file("config.json", _json(lambda: CONFIG, data))
@@ -368,9 +358,9 @@ def manifest(data: bytes) -> object:
 
 def recording(data: bytes) -> object:
     """A recording from the file to the answer over HTTP: scan, topology, checks, metrics, JSON."""
-    from agent.documents import document
+    from agent.base.documents import document
+    from agent.checks.view import look
     from agent.metrics import families as metrics
-    from agent.view import look
     from probes.host.recording import load
     from probes.scan import scan
     from probes.wire import dumps, loads
@@ -403,20 +393,10 @@ def network_status(data: bytes) -> object:
 
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
-    from agent.gate.baseline import read, regressions
+    from agent.checks.baseline import read, regressions
 
     held = read(_scratch().file("report.json", _json(_report, data)))
-    return regressions((), held)
-
-
-def node_graph(data: bytes) -> object:
-    """A node's graph as agents wrote it before `status.machine`, joined with others and shown."""
-    import base64
-    import zlib
-
-    raw = _json(_graph, data)
-    packed = base64.b64encode(zlib.compress(raw, 1)).decode() if not data[:1] or data[0] % 4 < 3 else data[1:].hex()
-    return _records_shown({"topology": packed})
+    return regressions((), held.statuses)
 
 
 def machine(data: bytes) -> object:
@@ -450,7 +430,7 @@ def _machine() -> Any:
 
 @cache
 def _view() -> Any:
-    from agent.view import look
+    from agent.checks.view import look
     from probes.host.recording import RecordedHost
     from probes.scan import scan
 
@@ -459,14 +439,14 @@ def _view() -> Any:
 
 def _served(**more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
-    from agent.documents import document
+    from agent.base.documents import document
+    from agent.checks.view import look
     from agent.metrics import families as metrics
     from agent.pages import render as pages
-    from agent.view import look
 
     view = look(_view().snapshots, **more)
     metrics.exposition(view, "")
-    pages.node_page(view, None, "", digest="", trouble=None)
+    pages.node_page(view, None, "", trouble=None)
     return document({"bench": view.bench, "flights": view.flights, "checks": view.checks})
 
 
@@ -501,7 +481,8 @@ def bench_result(data: bytes) -> object:
 
 def calibration(data: bytes) -> object:
     """A calibration file, and a forecast with it."""
-    from agent.advise import Request, answer
+    from agent.advice.advise import answer
+    from agent.advice.request import Request
     from planner.forecast.calibration import dump_calibration, load_calibration
 
     path = _scratch().file("calibration.json", _json(lambda: CALIBRATION, data))
@@ -519,16 +500,16 @@ def _no_gpu() -> Any:
 
 def flight(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    from agent.jobs.run import compare
-    from contracts.run_record import read
+    from contracts.run_record import compare, read
 
     record = read(_scratch().file("flight.json", _json(lambda: FLIGHT, data)))
-    return record.placements, compare(None, record), _served(flights=(record,))
+    return record.placements, compare(record), _served(flights=(record,))
 
 
 def words(data: bytes) -> object:
     """Small notations of the command line and the form: layouts, versions, histograms, numbers."""
-    from agent import advise
+    from agent.advice.request import histogram_of
+    from agent.base.inputs import parse_version
     from agent.http.questions import question
     from contracts.layout import Layout, values_of
 
@@ -537,9 +518,9 @@ def words(data: bytes) -> object:
         case 0:
             return Layout(world_size=8, **values_of(text))
         case 1:
-            return advise.version(text)
+            return parse_version(text)
         case 2:
-            return advise.histogram_of(text)
+            return histogram_of(text)
         case _:
             return question(dict.fromkeys(("model", "machine", "nodes", "sequence_length", "global_batch"), text))
 
@@ -613,11 +594,6 @@ WATCHED = (
     b"[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 30000 ms\nRank 1 is running collective: "
     b"CollectiveFingerPrint(SequenceNumber=5, OpType=REDUCE, TensorShape=[2, 5], T"
 )
-PERFORMED: dict[str, Any] = {
-    "header": {"id": "0x7f", "rank": 2, "n_ranks": 8}, "metadata": {"hostname": "host-a"},
-    "coll_perf": {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 8, "coll_exec_time_us": 9,
-                  "coll_busbw_gbs": 1.5},
-}  # fmt: skip
 
 
 def flight_recorder(data: bytes) -> object:
@@ -640,18 +616,15 @@ def ras_answer(data: bytes) -> object:
 
 
 def trace_lines(data: bytes) -> object:
-    """Lines of a log and of Inspector."""
-    from collectives.traces import inspector, watchdog
+    """Lines of a log."""
+    from collectives.traces import watchdog
     from planner import why
 
     lines = data.decode("utf-8", errors="replace").splitlines()
-    if data[:1] == b"\1":
-        lines = [json.dumps(changed(PERFORMED, data[1:]))]
-    rows = [row for line in lines if (row := inspector.read_line(line))]
     report = watchdog.read(lines)
     seen = why.Seen(reported={"watchdog": report.traces}, errors=report.errors, late=report.late, clash=report.clash,
                     hung=report.hung, lost=report.lost, world=max(report.traces, default=0) + 1)  # fmt: skip
-    return why.judge(seen), inspector.slow_members(rows, 1.3)
+    return why.judge(seen)
 
 
 def rank_state(data: bytes) -> object:
@@ -671,8 +644,8 @@ def targets() -> Mapping[str, Target]:
     """Every target by name."""
     lints = _own("planner.lint.sources", "EnvironmentTextError")
     jobs, records = _own("contracts.job_config", "ConfigError"), _own("probes.host.recording", "RecordingError")
-    gates, flights = _own("agent.gate.verdict", "GateError"), _own("contracts.run_record", "RecordError")
-    lay = (*_own("contracts.layout", "LayoutError"), *_own("agent.advise", "RequestError"))
+    gates, flights = _own("agent.checks.verdict", "GateError"), _own("contracts.run_record", "RecordError")
+    lay = (*_own("contracts.layout", "LayoutError"), *_own("agent.advice.advise", "RequestError"))
     dumped = json.dumps
     return {
         "nccl_log": Target(
@@ -717,7 +690,6 @@ def targets() -> Mapping[str, Target]:
             run=network_status, errors=(ValueError,), seeds=_with_steps(dumped(STATUS).encode(), dumped("[]").encode())
         ),
         "baseline": Target(run=baseline, errors=gates, seeds=_with_steps(b'{"checks": []}')),
-        "node_graph": Target(run=node_graph, errors=(), seeds=_with_steps(b"{}")),
         "machine": Target(run=machine, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "bench_result": Target(run=bench_result, errors=(ValueError,), seeds=_with_steps(b"{}")),
         "calibration": Target(
@@ -741,9 +713,7 @@ def targets() -> Mapping[str, Target]:
             errors=_own("collectives.traces.ras", "RasError"),
             seeds=lambda: [dumped(RAS).encode(), RAS_TEXT.encode()],
         ),
-        "trace_lines": Target(
-            run=trace_lines, errors=(), seeds=lambda: [b"{}", WATCHDOG, WATCHED, dumped(PERFORMED).encode()]
-        ),
+        "trace_lines": Target(run=trace_lines, errors=(), seeds=lambda: [b"{}", WATCHDOG, WATCHED]),
         "rank_state": Target(
             run=rank_state, errors=_own("contracts.rank_state", "StateError"), seeds=_with_steps(b'{"rank": 1}')
         ),

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from agent.jobs.ranks import ASK_SECONDS, MOST_ASK_SECONDS  # noqa: E402
+from agent.why.ranks import ASK_SECONDS, MOST_ASK_SECONDS  # noqa: E402
 from contracts.rank_state import ASK  # noqa: E402
 from finetune import beside  # noqa: E402
 

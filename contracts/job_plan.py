@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded, codec, trl
+from contracts.interval import Interval
 from contracts.job_config import (
     DEFAULT_CONFIG,
     MAX_FILE_BYTES,
@@ -31,15 +32,6 @@ PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """A forecast quantity: 80 % interval and the middle."""
-
-    low: float
-    mid: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NamedValue:
     """One part of a forecast: "gemm", seconds; "activations", bytes."""
 
@@ -51,21 +43,21 @@ class NamedValue:
 class RunForecast:
     """What was forecast of the run; None is "not forecast"."""
 
-    step_seconds: Bounds | None = None
-    memory_bytes: Bounds | None = None
-    tokens_per_second: Bounds | None = None
+    step_seconds: Interval | None = None
+    memory_bytes: Interval | None = None
+    tokens_per_second: Interval | None = None
     time_parts: list[NamedValue] = field(default_factory=list)
     memory_parts: list[NamedValue] = field(default_factory=list)
 
     @property
-    def allocated_bytes(self) -> Bounds | None:
+    def allocated_bytes(self) -> Interval | None:
         """Of memory_bytes what tensors take: without the allocator's losses, workspaces and the CUDA context."""
         due, beside = self.memory_bytes, ("fragmentation", "reserved", "context")
         if due is None or not self.memory_parts:
             return None
         total = sum(part.value for part in self.memory_parts)
         share = sum(part.value for part in self.memory_parts if part.name not in beside) / total
-        return Bounds(low=due.low * share, mid=due.mid * share, high=due.high * share)
+        return Interval(low=due.low * share, mid=due.mid * share, high=due.high * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

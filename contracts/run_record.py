@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded, codec
-from contracts.job_plan import Bounds, JobPlan, RunForecast
+from contracts.interval import Interval
+from contracts.job_plan import JobPlan, RunForecast
 from contracts.plain import loads as plain
 
 RECORD_VERSION = 1
@@ -76,6 +77,9 @@ class RunLayout:
 
     family: str | None = None
     effective: EffectiveLayout | None = None
+
+
+_ROUNDING = 0.01  # of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +148,43 @@ class RunPart:
         return PART_WORDS.get(self.part, self.part)
 
 
+_TITLES = {"step_seconds": "step time", "memory_bytes": "peak memory per rank"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A quantity that was both forecast and measured."""
+class Comparison:
+    """One quantity of a run: its forecast, its measurement, and whether the forecast's interval holds it."""
 
     quantity: str  # "step_seconds", "memory_bytes", "memory_allocated_bytes", "tokens_per_second"
-    forecast: Bounds
-    measured: float
-    within: bool | None = None
+    forecast: Interval | None = None
+    measured: float | None = None
+    within: bool | None = None  # None: not forecast or not measured
     line: str = ""
+
+    @property
+    def title(self) -> str:
+        """The quantity in words: "step time"."""
+        return _TITLES.get(self.quantity, self.quantity.rsplit("_", 1)[0].replace("_", " "))
+
+    @property
+    def unit(self) -> str:
+        """ "s", "B", or "/s"."""
+        return "s" if self.quantity.endswith("_seconds") else "B" if self.quantity.endswith("_bytes") else "/s"
+
+    @property
+    def verdict(self) -> str:
+        """ "inside", "above" or "below" the interval, or "unknown"."""
+        if self.within is None or self.forecast is None or self.measured is None:
+            return "unknown"
+        if self.within:
+            return "inside"
+        return "above" if self.measured > self.forecast.high else "below"
+
+
+def comparison_of(quantity: str, forecast: Interval | None, measured: float | None, line: str = "") -> Comparison:
+    """Compare one measured quantity with its forecast, in the same unit."""
+    within = None if forecast is None or measured is None else forecast.low <= measured <= forecast.high
+    return Comparison(quantity=quantity, forecast=forecast, measured=measured, within=within, line=line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +223,7 @@ class RunRecord:
     parts: list[RunPart] = field(default_factory=list)
     measured: Measured = field(default_factory=Measured)
     loss: Loss = field(default_factory=Loss)
-    comparison: list[Compared] = field(default_factory=list)
+    comparison: list[Comparison] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     steps_done: int | None = None
     eval_loss: list[EvalLoss] = field(default_factory=list)
@@ -215,6 +247,16 @@ class RunRecord:
             return self.measured.counted_steps
         return max(0, len(self.step_seconds) - _UNCOUNTED) if self.step_seconds else None
 
+    def seconds_of(self, part: RunPart) -> float:
+        """A part's share of the step that was measured without the profiler: the profiler makes steps longer."""
+        step = self.measured.step_seconds
+        return part.share * step if step else part.measured_seconds
+
+    @property
+    def parts_overlap(self) -> bool:
+        """Whether parts ran at the same time, so that they are more than the step together."""
+        return sum(part.share for part in self.parts) > 1.0 + _ROUNDING
+
     @property
     def worst(self) -> str:
         """The communication that the step waits for longest: "all-gather 31 % exposed"; empty without any."""
@@ -234,6 +276,15 @@ class RunRecord:
         size = "?" if found.world_size is None else found.world_size
         where = f"{size} x {found.device or '?'} ({found.backend or '?'})"
         return f"{found.wrapper or self.layout.family} on {where}: {placed or 'nothing sharded'}"
+
+
+def compare(record: RunRecord) -> tuple[Comparison, ...]:
+    """Step time and memory of a run beside the forecast in its plan, whether known or not."""
+    due, measured = record.forecast, record.measured
+    return (
+        comparison_of("step_seconds", due.step_seconds, measured.step_seconds),
+        comparison_of("memory_bytes", due.memory_bytes, measured.memory_bytes),
+    )
 
 
 def record_of(data: dict[str, Any]) -> RunRecord:
@@ -335,18 +386,13 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
     return updated
 
 
-def verdict_beside(folder: Path) -> tuple[str, str]:
-    """(state, line) of the verdict that whoever watches the run has left beside its record; empty without one."""
+def watched(folder: Path) -> str:
+    """The verdict that `why --watch` left beside the record, as a note; empty where nothing was found."""
     try:
         found = plain(bounded.read_text(folder / WHY, 1 << 20))
-        return str(found["state"]), str(found["line"])
+        state, line = str(found["state"]), str(found["line"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "", ""
-
-
-def watched(folder: Path) -> str:
-    """The same as a note of the record; empty where nothing was found."""
-    state, line = verdict_beside(folder)
+        return ""
     return f"why: {line}"[:500] if state not in ("", "fine") else ""
 
 

@@ -1,13 +1,12 @@
 """Changes of a YAML text that leave every other character where it stands: comments, order, anchors, quotes.
 
 Specification: YAML 1.1 as PyYAML marks its events. A text is read, its data are changed by the caller, and what is new
-in them is put in as lines of its own, what is GONE taken out; the result is read again and must be what was wanted.
+in them is put in as lines of its own; the result is read again and must be what was wanted.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +16,6 @@ import yaml
 from contracts.yaml_text import load_all
 
 MOST_ALIASES = 1000
-# The line of a key whose value begins below it, blank lines and comments between them
-_HEAD = re.compile(
-    r"^(?P<key>[^\n#]*[^\s#][^\n#]*:)[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*\Z", re.MULTILINE
-)
-GONE = object()
-"""Stands in the place of an item or a value that `edited` takes out."""
 
 
 class EditError(ValueError):
@@ -68,25 +61,13 @@ def extended(text: str, wanted: list[Any]) -> str:
 
     Raises EditError where `wanted` differs in another way, or has something new where no line can be put in.
     """
-    return _made(text, wanted, _Edits(_whole(text)))
-
-
-def edited(text: str, wanted: list[Any]) -> str:
-    """As `extended`, with texts and numbers replaced where `wanted` has others, and without what is GONE in it.
-
-    Raises EditError, where something is GONE also for what no line or bracket holds by itself.
-    """
-    made = _made(text, wanted, _Edits(_whole(text), replaces=True))
-    return made if text.endswith("\n") else made.removesuffix("\n").removesuffix("\r")
-
-
-def _made(text: str, wanted: list[Any], edits: _Edits) -> str:
+    edits = _Edits(_whole(text))
     for node, old, new in zip(_trees(_whole(text)), documents(text), wanted, strict=True):
         edits.compare(node, old, new, "")
     if not edits:
         return text
     made = edits.made()
-    if not _same(documents(made), _without_gone(wanted)):
+    if not _same(documents(made), wanted):
         raise EditError("the text cannot be changed line by line; write anchors, merges and long scalars of it out")
     return made
 
@@ -100,34 +81,23 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _without_gone(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_gone(each) for key, each in value.items() if each is not GONE}
-    if isinstance(value, list):
-        return [_without_gone(each) for each in value if each is not GONE]
-    return value
-
-
 class _Edits:
-    """What is put in, by the character that it comes before, what lies deeper first; and what is cut out."""
+    """What is put in, by the character that it comes before, what lies deeper first."""
 
-    def __init__(self, text: str, *, replaces: bool = False) -> None:
+    def __init__(self, text: str) -> None:
         self._text = text
-        self._replaces = replaces
         self._lines: dict[int, list[str]] = {}
-        self._cuts: list[tuple[int, int, str]] = []  # from, to, and what stands there instead
         self._seen: set[int] = set()  # an anchor's value is met at each of its aliases
 
     def __bool__(self) -> bool:
-        return bool(self._lines or self._cuts)
+        return bool(self._lines)
 
     def made(self) -> str:
         """The text with all of it."""
         newline = "\r\n" if "\r\n" in self._text else "\n"
         made = self._text
-        added = [(at, at, "".join(lines).replace("\n", newline)) for at, lines in self._lines.items()]
-        for start, end, words in sorted([*added, *self._cuts], reverse=True):
-            made = made[:start] + words + made[end:]
+        for at, lines in sorted(self._lines.items(), reverse=True):
+            made = made[:at] + "".join(lines).replace("\n", newline) + made[at:]
         return made
 
     def compare(self, node: _Node, old: Any, new: Any, way: str) -> None:
@@ -141,52 +111,18 @@ class _Edits:
                 inside = _value(node, key)
                 if key not in new or inside is None:
                     raise EditError(f"{way or 'document'}: {key} cannot be found")
-                if new[key] is GONE:
-                    self._cut(node, [key.start for key, _ in node.pairs], [value.end for _, value in node.pairs],
-                              next(n for n, (_, each) in enumerate(node.pairs) if each is inside), way)  # fmt: skip
-                else:
-                    self.compare(inside, value, new[key], f"{way}.{key}")
+                self.compare(inside, value, new[key], f"{way}.{key}")
             if added := {key: value for key, value in new.items() if key not in old}:
                 self._add_keys(node, added, way)
         elif isinstance(old, list) and isinstance(new, list) and len(old) <= len(new):
             for number, (inside, before) in enumerate(zip(node.items, old, strict=True)):
-                if new[number] is GONE:
-                    starts, ends = [each.start for each in node.items], [each.end for each in node.items]
-                    self._cut(node, starts, ends, number, way)
-                else:
-                    self.compare(inside, before, new[number], f"{way}[{number}]")
+                self.compare(inside, before, new[number], f"{way}[{number}]")
             if len(new) > len(old):
                 self._add_items(node, new[len(old) :], way)
         elif old is None and isinstance(new, dict | list) and not node.text:  # `metadata:` with nothing after it
             self._put(_line_end(self._text, node.end), _block(new, _indent(self._text, node.start) + 2))
-        elif self._replaces and node.kind == "scalar" and isinstance(new, str) and not _same(old, new):
-            self._cuts.append((node.start, node.end, _rewritten(self._text[node.start : node.end], old, new)))
         elif old != new:
             raise EditError(f"{way or 'document'}: {old!r} is the user's, and would become {new!r}")
-
-    def _cut(self, node: _Node, starts: list[int], ends: list[int], number: int, way: str) -> None:
-        """Take out one item, or one key with its value, of those that begin and end there."""
-        if node.flow and len(starts) == 1:
-            self._cuts.append((node.start + 1, node.end - 1, ""))
-            return
-        if node.flow:
-            last = number + 1 == len(starts)
-            self._cuts.append(
-                (ends[number - 1], ends[number], "") if last else (starts[number], starts[number + 1], "")
-            )
-            return
-        inside = (node.items or [value for _, value in node.pairs])[number]
-        first = starts[number]
-        dash = self._text.rfind("-", 0, first) if node.items else first
-        begin, end = _line_start(self._text, dash), _end(self._text, inside)
-        if self._text[begin:dash].strip():
-            raise EditError(f"{way}: shares its line with what stays")
-        if len(starts) == 1:  # `env:` alone would be null
-            head = _HEAD.search(self._text[:begin])
-            if head is None:
-                raise EditError(f"{way}: nothing would be left of it")
-            self._cuts.append((head.end("key"), head.end("key"), " []" if node.items else " {}"))
-        self._cuts.append((begin, end, ""))
 
     def _add_keys(self, node: _Node, added: dict[str, Any], way: str) -> None:
         if node.flow:
@@ -215,34 +151,6 @@ class _Edits:
     def _put(self, where: int, lines: str) -> None:
         """Whole lines at `where`, which is the start of a line."""
         self._lines.setdefault(where, []).append(lines)
-
-
-def _rewritten(raw: str, old: Any, new: str) -> str:
-    """A scalar's own text with `new` in it: by its lines, by the words that differ, else written out in quotes."""
-    tries = []
-    if raw.startswith("|") and isinstance(old, str):
-        head, *rows = raw.splitlines(keepends=True)
-        before, after = old.splitlines(), new.splitlines()
-        same = _alike(before, after)
-        rest = _alike(before[same:][::-1], after[same:][::-1])
-        first = next((row for row in rows if row.strip()), "")
-        indent, newline = first[: len(first) - len(first.lstrip())], "\r\n" if raw.find("\r\n") >= 0 else "\n"
-        body = [f"{indent}{row}{newline}" for row in after[same : len(after) - rest]]
-        tries.append("".join([head, *rows[:same], *body, *rows[len(before) - rest :]]))
-    elif isinstance(old, str):
-        same = _alike(old, new)
-        rest = _alike(old[same:][::-1], new[same:][::-1])
-        was, words = old[same : len(old) - rest], new[same : len(new) - rest]
-        if raw.count(was) == 1:
-            tries.append(raw.replace(was, words))
-    found = next((each for each in tries if _same(_plain(each), new)), None)
-    return json.dumps(new, ensure_ascii=False) if found is None else found
-
-
-def _alike(one: Any, other: Any) -> int:
-    """How many of the first members are the same."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _block(value: Any, indent: int) -> str:

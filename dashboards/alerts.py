@@ -40,6 +40,8 @@ class Alert:
     labels: dict[str, str] = field(default_factory=dict)  # of the fired alert, beside HOST's and severity
     says: str  # the description as it fires
     after: int = 0  # minutes until the firing case is one
+    where: str = NODE  # what the alert is about, first in the summary; `place` is the same as it fires
+    place: str = "node-a"
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -50,7 +52,7 @@ class Alert:
             "for": self.hold,
             "labels": {"severity": self.severity},
             "annotations": {
-                "summary": self.summary,
+                "summary": f"{self.where}: {self.summary}",
                 "description": self.description,
                 **self.links("{{$labels.instance|urlquery}}", "{{$labels.job|urlquery}}", f"{AGENT}/"),
             },
@@ -73,25 +75,34 @@ def series(name: str, **labels: str) -> str:
 
 def on_finding(
     name: str, codes: str, severities: str, severity: str, summary: str, what: str, *,
-    case: str, as_severity: str = "fail", hold: str = "5m",
+    case: str, subject: str = "", as_severity: str = "fail", hold: str = "5m",
 ) -> Alert:  # fmt: skip
-    """An alert that holds while a finding of one of `codes` (a regular expression) stands; `case` is one of them."""
+    """An alert that holds while a finding of one of `codes` (a regular expression) stands; `case` is one of them, about
+    `subject`: a GPU, a port, an interface, or the node where it is empty.
+    """
+    where, place = (
+        "{{ with $labels.subject }}{{ . }} of {{ end }}" + NODE,
+        f"{subject} of node-a" if subject else "node-a",
+    )
     return Alert(
         name=name,
         # the finding's own severity would overwrite the alert's: it is renamed to outcome
-        expr=f'max by (job, instance, node, code, outcome) (label_replace(topoflight_findings{{code=~"{codes}",'
-        f'severity=~"{severities}"}}, "outcome", "$1", "severity", "(.*)")) > 0',
+        expr="max by (job, instance, node, code, outcome, subject) "
+        f'(label_replace(topoflight_findings{{code=~"{codes}",severity=~"{severities}"}}, '
+        '"outcome", "$1", "severity", "(.*)")) > 0',
         severity=severity,
         summary=summary,
-        description=f"{what} Finding {{{{ $labels.code }}}} ({{{{ $labels.outcome }}}}) on {NODE}.",
+        description=f"{what} Finding {{{{ $labels.code }}}} ({{{{ $labels.outcome }}}}): {where}.",
         hold=hold,
-        firing={series("topoflight_findings", code=case, severity=as_severity): "1x120"},
+        where=where,
+        place=place,
+        firing={series("topoflight_findings", code=case, severity=as_severity, subject=subject): "1x120"},
         quiet={
             series("topoflight_findings", code=case, severity="unknown"): "1x120",
             series("topoflight_findings", code=f"other.{case}", severity="fail"): "1x120",
         },
-        labels={"code": case, "outcome": as_severity},
-        says=f"{what} Finding {case} ({as_severity}) on node-a.",
+        labels={"code": case, "outcome": as_severity} | ({"subject": subject} if subject else {}),
+        says=f"{what} Finding {case} ({as_severity}): {place}.",
     )
 
 
@@ -101,9 +112,11 @@ def on_limit(name: str, reasons: str, what: str, *, case: str) -> tuple[Alert, A
     held = series("topoflight_gpu_throttling", gpu="3", reason=case)
     processes = series("topoflight_gpu_processes", gpu="3")
     other = {series("topoflight_gpu_throttling", gpu="3", reason="sw_power_cap"): "1x120"}
-    gpu = "GPU {{ $labels.gpu }} of " + NODE + " is held down by {{ $labels.reason }}"
+    where, place = "GPU {{ $labels.gpu }} of " + NODE, "GPU 3 of node-a"
+    gpu = where + " is held down by {{ $labels.reason }}"
     idle = Alert(
-        name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.",
+        name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.", where=where,
+        place=place,
         description=f"{gpu}; no job is known to run on it.",
         firing={held: "1x120"},  # processes that are unknown are no job
         quiet={held: "1x120", processes: "1x120", **other},
@@ -112,7 +125,7 @@ def on_limit(name: str, reasons: str, what: str, *, case: str) -> tuple[Alert, A
     )  # fmt: skip
     busy = Alert(
         name=f"{name}UnderJob", expr=f"{throttling} and {JOB_RUNS}", severity="critical",
-        summary=f"{what} while a job runs on it.",
+        summary=f"{what} while a job runs on it.", where=where, place=place,
         description=f"{gpu}: every rank of its job waits for it.",
         firing={held: "1x120", processes: "1x120"},
         quiet={held: "1x120", processes: "0x120", **other},
@@ -146,7 +159,7 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
                 **alert.labels, **HOST, "severity": alert.severity
             },
             "exp_annotations": {
-                "summary": alert.summary,
+                "summary": f"{alert.place}: {alert.summary}",
                 "description": alert.says,
                 **alert.links("10.0.0.7%3A9402", "topoflight", f"http://{HOST['instance']}/"),
             },
@@ -226,6 +239,7 @@ ALERTS: tuple[Alert, ...] = (
         "A GPU has lost its RDMA rail, or the node all of them.",
         "RDMA is not there where it was built in.",
         case="topology.gpu_nic.down",
+        subject="GPU3",
     ),
     on_finding(
         "TopoflightRdmaPortDown",
@@ -235,6 +249,7 @@ ALERTS: tuple[Alert, ...] = (
         "An RDMA port is not ACTIVE.",
         "NCCL leaves a port that is not ACTIVE out without a word.",
         case="rdma.port.down",
+        subject="mlx5_3:1",
         as_severity="warn",
     ),
     on_finding(
@@ -245,6 +260,7 @@ ALERTS: tuple[Alert, ...] = (
         "An RDMA port runs below the rate of its sisters.",
         "The slowest rail bounds every ring.",
         case="rdma.port.rate",
+        subject="mlx5_3:1",
         as_severity="warn",
     ),
     on_finding(
@@ -273,6 +289,7 @@ ALERTS: tuple[Alert, ...] = (
         "NCCL would take the wrong network interface.",
         "Start-up hangs, or TCP traffic takes the slow way.",
         case="interfaces.choice.wrong",
+        subject="eno1",
         as_severity="warn",
     ),
     Alert(
@@ -329,6 +346,7 @@ ALERTS: tuple[Alert, ...] = (
         "A PCIe link runs below what device and slot can do.",
         "A link trained down, such as x16 at x4.",
         case="pci.link.width",
+        subject="GPU3",
     ),
     on_finding(
         "TopoflightNvlinkDegraded",
@@ -338,6 +356,7 @@ ALERTS: tuple[Alert, ...] = (
         "NVLinks are missing.",
         "A GPU has fewer NVLinks than its twins, such as NV11 among NV12.",
         case="topology.nvlink.asymmetric",
+        subject="GPU0-GPU3",
     ),
     *on_limit(
         "TopoflightThermalThrottling",
@@ -359,6 +378,7 @@ ALERTS: tuple[Alert, ...] = (
         "The driver logged an Xid of the GPU, its memory or its links.",
         "Results may be wrong or the job may end.",
         case="gpu.xid.hardware",
+        subject="GPU3",
         as_severity="warn",
         hold="1m",
     ),
@@ -370,6 +390,7 @@ ALERTS: tuple[Alert, ...] = (
         "A GPU or its driver no longer answers.",
         "Jobs on this node fail or hang.",
         case="gpu.device.lost",
+        subject="GPU3",
         hold="1m",
     ),
     Alert(

@@ -17,7 +17,7 @@ import torch
 
 from contracts.job_plan import RunForecast
 from contracts.layout import Layout
-from contracts.run_record import Communication, Compared, Measured, RunPart
+from contracts.run_record import Communication, Comparison, Measured, RunPart, comparison_of
 
 # Part -> the members of the forecast's time_parts that it is held against.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -162,7 +162,7 @@ def beside_forecast(parts: Sequence[RunPart], forecast: RunForecast) -> list[Run
     return [replace(one, forecast_seconds=sum(predicted.get(name, 0.0) for name in PARTS[one.part])) for one in parts]
 
 
-def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[Compared]:
+def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[Comparison]:
     """A line for each quantity that was both forecast and measured; `worst` goes into the step's."""
     lines = []
     for name, due, unit, scale in (
@@ -180,7 +180,7 @@ def hold_against(forecast: RunForecast, measured: Measured, worst: str) -> list[
         )
         if name == "step_seconds" and worst:
             text += f", {worst}"
-        lines.append(Compared(quantity=name, forecast=due, measured=got, within=due.low <= got <= due.high, line=text))
+        lines.append(comparison_of(name, due, got, text))
     return lines
 
 

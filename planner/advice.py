@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from contracts.interval import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
 
@@ -45,15 +46,6 @@ class Note:
     topic: str
     text: str
     evidence: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """An 80 % interval around the best guess."""
-
-    low: float
-    mid: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from contracts.interval import Interval
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
-from planner.advice import Forecast, Interval, Part, RankedLayout
+from planner.advice import Forecast, Part, RankedLayout
 from planner.forecast.compute import gpu_rates
 from planner.forecast.intervals import job_kinds, widths
 from planner.forecast.links import Links, Speed

@@ -1,6 +1,6 @@
-"""Sweeps: the best layout over nodes, and over machines and networks what no other beats in time and in money.
+"""Sweeps: the best layout for each machine, number of nodes and network, and which nothing beats in time and money.
 
-Each as a table of points and as an SVG plot.
+As a table of points and as an SVG plot.
 """
 
 from __future__ import annotations
@@ -9,59 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from planner.advice import Interval, RankedLayout
+from contracts.interval import Interval
+from planner.advice import RankedLayout
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.recommend import best_layout, plan, search_planned, unjudged
+from topology.graph import ClusterTopology
 from topology.svg import escape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepPoint:
-    """The best layout on so many nodes."""
-
-    nodes: int
-    ranks: int
-    family: str  # "" where nothing fits
-    step_seconds: float | None
-    tokens_per_second: float | None
-    efficiency: float | None  # tokens per second and rank over those of the first point that fits
-    reason: str = ""  # why nothing fits
-
-
-def sweep(
-    machine: str, nodes: Sequence[int], model: ModelSpec, train: TrainSpec, *, gpus_per_node: int | None = None,
-    network: str | None = None, transport: str | None = None,
-) -> tuple[SweepPoint, ...]:  # fmt: skip
-    """Recommend for each number of nodes, with the same global batch where it is given; by default with all GPUs.
-
-    `network` as `machines.over_network` reads it, None for the machine's own. Raises MachineError.
-    """
-    points: list[SweepPoint] = []
-    base: float | None = None
-    for count in nodes:
-        cluster = machines.cluster(machine, count, gpus_per_node=gpus_per_node)
-        if network and (count > 1 or max(nodes) == 1):  # one node of several has none; of one alone it is refused
-            cluster = machines.over_network(cluster, network, transport)
-        if reason := unjudged(cluster):
-            points.append(SweepPoint(nodes=count, ranks=cluster.world_size, family="", step_seconds=None,
-                                     tokens_per_second=None, efficiency=None, reason=reason))  # fmt: skip
-            continue
-        planned = plan(cluster, (), model, train)
-        found = search_planned(planned)
-        if not found.best:
-            misses = [r.reason for r in found.rejected if r.rule == "memory-fits"]
-            reason = min(misses, key=lambda text: float(text.split()[0]), default="no layout is allowed")
-            points.append(SweepPoint(nodes=count, ranks=planned.world, family="", step_seconds=None,
-                                     tokens_per_second=None, efficiency=None, reason=reason))  # fmt: skip
-            continue
-        best = found.best[0]
-        rate = best.layout.global_batch * planned.job.real_tokens(best.layout.micro_batch) / best.seconds
-        base = base if base is not None else rate / planned.world
-        points.append(SweepPoint(nodes=count, ranks=planned.world, family=best.layout.family,
-                                 step_seconds=best.seconds, tokens_per_second=rate,
-                                 efficiency=rate / planned.world / base))  # fmt: skip
-    return tuple(points)
 
 
 def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
@@ -95,7 +49,7 @@ class FrontierPoint:
 def frontier(
     names: Sequence[str], nodes: Sequence[int], networks: Sequence[str | None], model: ModelSpec,
     train: TrainSpec, *, tokens: float, prices: float | Mapping[str, float] | None = None,
-    transport: str | None = None,
+    transport: str | None = None, gpus_per_node: int | None = None,
 ) -> tuple[FrontierPoint, ...]:  # fmt: skip
     """Every machine, number of nodes and network, with the best layout of each; `tokens` are those of the whole run.
 
@@ -103,11 +57,12 @@ def frontier(
     the machine's own. Points of one node have no network and come once.
     """
     points = [
-        _point(machines.machine(name).name, count, (network, transport), model, train, tokens, prices)
+        _point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
+               (network, transport), model, train, tokens, prices)
         for name in names
         for count in nodes
         for network in (networks if count > 1 else networks[:1])
-    ]
+    ]  # fmt: skip
     spent = {id(p): p.cost.mid if p.cost else p.gpu_hours or math.inf for p in points}
     fits = [p for p in points if p.seconds is not None]
     priced = all(p.cost for p in fits)
@@ -121,10 +76,10 @@ def frontier(
 
 
 def _point(
-    name: str, count: int, network: tuple[str | None, str | None], model: ModelSpec, train: TrainSpec, tokens: float,
-    prices: float | Mapping[str, float] | None,
+    cluster: ClusterTopology, name: str, network: tuple[str | None, str | None], model: ModelSpec, train: TrainSpec,
+    tokens: float, prices: float | Mapping[str, float] | None,
 ) -> FrontierPoint:  # fmt: skip
-    cluster, (speed, transport) = machines.cluster(name, count), network
+    count, (speed, transport) = len(cluster.nodes), network
     over = "-" if count == 1 else " ".join(filter(None, network)) if speed else "as sold"
     here = FrontierPoint(machine=name, nodes=count, network=over, ranks=cluster.world_size)
     if speed and count > 1:
@@ -160,41 +115,11 @@ def _point(
 _WIDTH, _HEIGHT, _MARGIN = 640, 360, 56
 
 
-def sweep_svg(points: Sequence[SweepPoint], title: str) -> str:
-    """Tokens per second over nodes, with the line of perfect scaling; self-contained."""
-    good = [p for p in points if p.tokens_per_second is not None]
-    if not good:
-        return _frame(title, '<text x="320" y="180" text-anchor="middle">nothing fits on any of these</text>')
-    first = good[0]
-    ideal = [(p.nodes, (first.tokens_per_second or 0.0) * p.ranks / first.ranks) for p in good]
-    top = max(max(y for _, y in ideal), max(p.tokens_per_second or 0.0 for p in good))
-    right = max(p.nodes for p in good)
-
-    def at(nodes: float, rate: float) -> tuple[float, float]:
-        x = _MARGIN + nodes / right * (_WIDTH - 2 * _MARGIN)
-        return x, _HEIGHT - _MARGIN - rate / top * (_HEIGHT - 2 * _MARGIN)
-
-    dashed = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(n, r) for n, r in ideal))
-    solid = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(p.nodes, p.tokens_per_second or 0.0) for p in good))
-    body = [
-        f'<polyline points="{dashed}" fill="none" stroke="#999" stroke-dasharray="5 4"/>',
-        f'<polyline points="{solid}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
-    ]
-    for p in good:
-        x, y = at(p.nodes, p.tokens_per_second or 0.0)
-        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#1f6feb"/>')
-        label = f"{p.family} {p.efficiency:.0%}"
-        anchor = "end" if x > _WIDTH / 2 else "start"
-        body.append(f'<text x="{x:.1f}" y="{y - 9:.1f}" text-anchor="{anchor}">{escape(label)}</text>')
-        body.append(f'<text x="{x:.1f}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{p.nodes}</text>')
-    return _frame(title, "\n".join(body))
-
-
 def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
     """Hours against money, or GPU-hours where there are no prices; what nothing beats is filled and joined."""
     good = [p for p in points if p.seconds is not None]
     if not good:
-        return _frame(title, '<text x="320" y="180" text-anchor="middle">nothing fits on any of these</text>', "")
+        return _frame(title, '<text x="320" y="180" text-anchor="middle">nothing fits on any of these</text>')
     priced = all(p.cost for p in good)
     places = [
         (p, p.seconds.mid / 3600.0, p.cost.mid if priced and p.cost else p.gpu_hours or 0.0) for p in good if p.seconds
@@ -224,10 +149,11 @@ def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
         f'<text x="{_WIDTH - _MARGIN}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="end">{right:.3g} h</text>',
         f'<text x="{_MARGIN}" y="{_MARGIN - 8}">{top:,.4g} {"money" if priced else "GPU-hours"}</text>',
     ]
-    return _frame(title, "\n".join(body), "hours of the whole run (filled: nothing is both faster and cheaper)")
+    return _frame(title, "\n".join(body))
 
 
-def _frame(title: str, body: str, axis: str = "nodes (dashed: perfect scaling of tokens/s)") -> str:
+def _frame(title: str, body: str) -> str:
+    axis = "hours of the whole run (filled: nothing is both faster and cheaper)"
     bottom, left, end = _HEIGHT - _MARGIN, _MARGIN, _WIDTH - _MARGIN
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"
  font-family="sans-serif" font-size="12">

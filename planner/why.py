@@ -59,16 +59,6 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patch:
-    """What the causes ask of the manifest that was given."""
-
-    file: str  # as it was named
-    diff: str = ""  # unified, for `patch -p0` beside the file; empty where nothing can be changed in it
-    settings: tuple[str, ...] = ()  # each change in words, by its place
-    left: tuple[str, ...] = ()  # what is asked and not changed, and why
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The answer."""
 
@@ -85,7 +75,6 @@ class Verdict:
     unknown: tuple[Unknown, ...] = ()
     sources: tuple[str, ...] = ()
     change: tuple[str, ...] = ()  # lines of an environment, or of a manifest
-    patch: Patch | None = None  # of the manifest, where one was given and is a cause
     forecast: str = ""  # after the change
     schema_version: int = SCHEMA_VERSION
 

@@ -205,7 +205,6 @@ def _cpus(host: HostinfoFacts | None) -> tuple[CpuNode, ...]:
     return tuple(
         CpuNode(
             numa_node=numa.node,
-            affinity=cpu_mask(numa.cpus),
             arch={"aarch64": "arm64", "ppc64le": "ppc64"}.get(host.architecture or "", host.architecture),
             vendor=host.cpu_vendor,
             family=host.cpu_family,
@@ -213,21 +212,6 @@ def _cpus(host: HostinfoFacts | None) -> tuple[CpuNode, ...]:
         )
         for numa in host.numa
     )
-
-
-def cpu_mask(cpus: str) -> str | None:
-    """ "0-3,8" as the hexadecimal groups of 32 CPUs that NCCL's XML uses, None where the list is not one."""
-    mask = 0
-    for part in filter(None, cpus.strip().split(",")):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()) or int(last or first) > 65_535:
-            return None
-        mask |= (1 << (int(last or first) + 1)) - (1 << int(first))
-    groups: list[str] = []
-    while mask or not groups:
-        groups.append(f"{mask & 0xFFFFFFFF:08x}")
-        mask >>= 32
-    return ",".join(reversed(groups))
 
 
 def _pci_nodes(tree: PciTree, gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...]) -> tuple[PciNode, ...]:

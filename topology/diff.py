@@ -56,13 +56,18 @@ class Fleet:
     families: tuple[FleetFamily, ...]
 
 
-def diff(a: Snapshot, b: Snapshot) -> tuple[Difference, ...]:
-    """What differs from `a` to `b`. On one host `b` is the later one; on two, `a` is here and `b` is there."""
-    return compare(traits(a), traits(b, like=a), same_host=a.hostname == b.hostname)
+def diff(a: Snapshot, b: Snapshot, names: tuple[str, str] | None = None) -> tuple[Difference, ...]:
+    """What differs from `a` to `b`. On one host `b` is the later one.
+
+    `names` say where each value is, in the sentences about two hosts: "in a.json"; by default "on" and the host's name.
+    """
+    same = a.hostname == b.hostname
+    names = names or (f"on {a.hostname}", f"on {b.hostname}")
+    return compare(traits(a), traits(b, like=a), same_host=same, names=names)
 
 
-def compare(a: Traits, b: Traits, *, same_host: bool) -> tuple[Difference, ...]:
-    """Differences of two sets of traits, worst first."""
+def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = ("", "")) -> tuple[Difference, ...]:
+    """Differences of two sets of traits, worst first; `names` are needed where they are of two hosts."""
     gone = _gone(a, b) | _gone(b, a)
     found = []
     for key in dict.fromkeys((*a, *b)):
@@ -71,7 +76,7 @@ def compare(a: Traits, b: Traits, *, same_host: bool) -> tuple[Difference, ...]:
             continue
         if (first is None or second is None) and not _worth_telling(key, first or second, gone):
             continue
-        found.append(_difference(first, second, same_host=same_host))
+        found.append(_difference(first, second, same_host=same_host, names=names))
     return tuple(_fold(sorted(found, key=_badness)))
 
 
@@ -92,10 +97,12 @@ def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) ->
     return trait is not None and what == "set to"
 
 
-def _difference(first: Trait | None, second: Trait | None, *, same_host: bool) -> Difference:
+def _difference(
+    first: Trait | None, second: Trait | None, *, same_host: bool, names: tuple[str, str]
+) -> Difference:  # fmt: skip
     trait = first or second
     assert trait is not None  # noqa: S101 - a key comes from one of the two
-    severity = trait.severity
+    severity = min((one.severity for one in (first, second) if one), key=_ORDER.index)
     if same_host and first and second and first.size is not None and second.size is not None:
         severity = severity if second.size < first.size else Severity.INFO
     if same_host and first is None:
@@ -104,27 +111,31 @@ def _difference(first: Trait | None, second: Trait | None, *, same_host: bool) -
         severity=severity,
         subject=trait.subject,
         what=trait.what,
-        message=_words(trait, first.value if first else None, second.value if second else None, same_host=same_host),
+        message=_words(
+            trait, first.value if first else None, second.value if second else None, None if same_host else names
+        ),
         a=first.value if first else None,
         b=second.value if second else None,
     )
 
 
-def _words(trait: Trait, a: str | None, b: str | None, *, same_host: bool) -> str:
+def _words(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | None) -> str:
+    """What differs: from a to b on one host, or at two places by their `names`."""
     subject, what = trait.subject, trait.what
-    if what in ("port", "interface") and b is not None and a is not None and same_host:
+    here, there = names or ("", "")
+    if what in ("port", "interface") and b is not None and a is not None and names is None:
         return f"{subject} {'up again' if b in ('ACTIVE', 'up') else b.lower()} (was {a.lower()})"
     if what in ("port", "interface") and a is not None and b is not None:
-        return f"{subject} {b.lower()} there ({a.lower()} here)"
+        return f"{subject} {b.lower()} {there} ({a.lower()} {here})"
     if what == "PCIe width":
         what = ""
     name = f"{subject} {what}".strip()
     if what in ("device", "state", "interface") and (a is None or b is None):
-        if same_host:
+        if names is None:
             return f"{subject} {_MISSING if b is None else 'new'}"
-        return f"{subject} {_MISSING} {'there' if b is None else 'here'}"
+        return f"{subject} {_MISSING} {there if b is None else here}"
     before, after = a if a is not None else "unset", b if b is not None else "unset"
-    return f"{name} {before} -> {after}" if same_host else f"{name} {before} here, {after} there"
+    return f"{name} {before} -> {after}" if names is None else f"{name} {before} {here}, {after} {there}"
 
 
 def _fold(found: list[Difference]) -> list[Difference]:

@@ -46,7 +46,6 @@ class CpuNode:
     """A NUMA node with the CPU facts NCCL plans by."""
 
     numa_node: int
-    affinity: str | None = None  # hexadecimal groups, as NCCL's XML: "00000000,000fffff"
     arch: str | None = None  # "x86_64", "arm64", "ppc64"
     vendor: str | None = None  # "GenuineIntel", "AuthenticAMD"
     family: int | None = None

@@ -1,4 +1,4 @@
-"""A topology in the forms people want it: JSON document, SVG, NCCL XML, matrix text."""
+"""A topology in the forms people want it: JSON document, SVG, matrix text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 from topology.formats.matrix import columns
 from topology.formats.matrix import render as matrix
-from topology.formats.xml import write as xml
 from topology.graph import ClusterTopology, Expectation, NearestNic, NodeTopology, Pair
 from topology.reference import candidates, departures
 from topology.svg import COLOURS, svg
 
-__all__ = ["COLOURS", "cluster_document", "json_document", "matrix", "svg", "xml"]
+__all__ = ["COLOURS", "cluster_document", "json_document", "matrix", "svg"]
 
 Json = dict[str, Any]
 

@@ -14,6 +14,7 @@ from functools import partial
 from hardware.units import GIGA
 from probes.api import Ok, Severity, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
+from probes.gpu.health import RULES
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
@@ -23,6 +24,8 @@ from topology.build import build
 from topology.graph import NodeTopology, nvlinks
 
 FAIL, WARN, INFO = Severity.FAIL, Severity.WARN, Severity.INFO
+_MILDEST_FIRST = (INFO, Severity.UNKNOWN, WARN, FAIL)
+HOLDING = ("gpu.thermal.throttling", "gpu.clocks.", "gpu.power.")  # findings on what holds a GPU's clocks down
 UNLIMITED = "unlimited"
 UNKNOWN = "unknown"
 
@@ -146,7 +149,10 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
     if gpu.throttle_reasons is not None:
         # An idle GPU reports "gpu_idle": that is no brake.
         held = ", ".join(sorted(reason for reason in gpu.throttle_reasons if "idle" not in reason)) or "nothing"
-        yield from _trait(name, "held back by", held, WARN)
+        # as bad as the scan calls it: a power cap at full load is none, heat that halves the clocks fails
+        found = (f for rule in RULES for f in rule(gpu) if f.code.startswith(HOLDING))
+        worst = max((f.severity for f in found), key=_MILDEST_FIRST.index, default=INFO)
+        yield from _trait(name, "held back by", held, worst, -float(_MILDEST_FIRST.index(worst)))
 
 
 def _pci(snapshot: Snapshot) -> Iterator[Trait]:

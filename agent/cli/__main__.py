@@ -14,11 +14,14 @@ TURN_SECONDS = 600.0  # a dozen scans of a host whose drivers hang, 40 s each
 
 def main() -> None:
     """Entry point of the console script."""
-    if os.environ.get("TOPOFLIGHT_ROLE") == "agent" and not {"serve", "admission"}.intersection(sys.argv):
+    if os.environ.get("TOPOFLIGHT_ROLE") == "agent" and "serve" not in sys.argv:
         _wait_for_turn()
-    from agent.cli.main import main as run
+    try:
+        from agent.cli.main import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # while modules are imported, or while the verb ends
+        sys.exit(130)
 
 
 def _wait_for_turn() -> None:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent import units
-from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_TOOL_ERROR
-from agent.cli.output import Progress, console, emit, format_option, render, say, verbose_option
-from agent.documents import write_atomic
+from agent.base import units
+from agent.base.documents import write_atomic
+from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
+from agent.base.inputs import OUTPUT_FILE, SIZE
+from agent.base.options import format_option, save_option, verbose_option
+from agent.base.output import Progress, console, emit, render, save_json, say
 
 if TYPE_CHECKING:
-    from agent.gate.verdict import Check
+    from agent.checks.verdict import Check
     from collectives.bench.results import BenchResult, RdmaResult
     from probes.api import Snapshot
 
@@ -33,12 +35,10 @@ if TYPE_CHECKING:
 @click.option(
     "--ranks", default=None, type=click.IntRange(1, 1024), help="Ranks on this host. Default: one per GPU, else 2."
 )
-@click.option("--min-bytes", default=None, type=click.IntRange(1), help="A sweep by factors of 4 from here.")
-@click.option("--max-bytes", default=None, type=click.IntRange(1),
+@click.option("--min-bytes", default=None, type=SIZE, help="A sweep by factors of 4 from here.")
+@click.option("--max-bytes", default=None, type=SIZE,
               help="Up to here. Default: 64 KiB, 1 MiB, 16 MiB and, on GPUs, 64 MiB of every rank.")  # fmt: skip
-@click.option(
-    "--size", "sizes", multiple=True, type=click.IntRange(1), help="Exact sizes in bytes, in place of the sweep."
-)
+@click.option("--size", "sizes", multiple=True, type=SIZE, help="Exact sizes (64MiB, 65536), in place of the sweep.")
 @click.option("--precision", default="5%", show_default=True, help="Stop a size when its interval is this tight.")
 @click.option(
     "--budget",
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
               "Default: every ACTIVE port, the first of this host to the first of HOST.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run although GPUs are in use by others.")
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="What --save wrote when all was well, or a report.json: under 80 % is low.")  # fmt: skip
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON result here.")
+              help="What --save wrote when all was well, here or of preflight: under 80 % is low.")  # fmt: skip
+@save_option
 @format_option
 @verbose_option
 @click.pass_context
@@ -76,17 +76,18 @@ def bench(
 ) -> None:
     """Measure collectives with real ranks, or with --rdma the RDMA network alone. Makes load: one at a time per host.
 
-    Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry.
+    Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry; 130
+    Ctrl-C.
     """
     if options["rdma"]:
         _refuse_beside_rdma(context)
         sys.exit(_rdma(options, form, save, baseline))
-    from agent.cli.hosts import snapshots
-    from agent.gate.baseline import read_bench
-    from agent.gate.judged import against_baseline, checks_of_bars
-    from agent.gate.verdict import GateError
+    from agent.base.hosts import snapshots
+    from agent.base.result_store import keep_bench
+    from agent.checks.baseline import read as read_baseline
+    from agent.checks.judged import against_baseline, checks_of_bars
+    from agent.checks.verdict import GateError
     from agent.jobs.benchmark import replay_spec, spec_of, watch
-    from agent.jobs.result_store import keep_bench
     from agent.terminal import measured
     from collectives.bench.lock import BusyError
     from collectives.bench.run import SpecError, run
@@ -96,8 +97,12 @@ def bench(
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     progress = Progress()
     try:
-        before = read_bench(baseline) if baseline else {}  # first: a wrong file costs no run
+        before = read_baseline(baseline, ("busbw",)).busbw  # first: a wrong file costs no run
         spec = spec_of(options)
+        if options["layout"] and not options["model"]:
+            raise click.UsageError("--layout goes with --like, which names the model")
+        if options["rendezvous"] and options["hosts"] == 1:
+            raise click.UsageError("--rendezvous goes with --nodes: one host alone meets nobody")
         if options["model"]:
             spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
@@ -116,14 +121,9 @@ def bench(
 
 
 def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
-    """Write the JSON result, last: a full disk must not cost the result, which stands on stdout by now."""
-    if path is not None:
-        from collectives.bench.results import result_to_json
+    from collectives.bench.results import result_to_json
 
-        try:
-            write_atomic(path, json.dumps(result_to_json(result), indent=1) + "\n")
-        except OSError as error:
-            raise click.ClickException(f"--save {path}: {error.strerror}") from None
+    save_json(path, lambda: json.dumps(result_to_json(result), indent=1) + "\n")
 
 
 def _report_low(checks: Iterable[Check]) -> bool:
@@ -148,19 +148,25 @@ def _refuse_beside_rdma(context: click.Context) -> None:
 
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Write to the other host, or be written to; gives the exit code."""
-    from agent.cli.hosts import snapshots
-    from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
-    from agent.gate.verdict import GateError
+    from agent.base.hosts import snapshots
+    from agent.checks.baseline import read as read_baseline
+    from agent.checks.rdma_bars import checks_of_writes, ports_of, with_bars
+    from agent.checks.verdict import GateError
     from agent.terminal import measured
     from collectives.bench import lock, perftest
 
-    stop = threading.Event()
+    stop, got = threading.Event(), list[int]()
+
+    def end(number: int, _frame: object) -> None:
+        got.append(number)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end)
     seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
     try:
-        before = read_baseline(baseline) if baseline else {}  # first: a wrong file costs no run
+        before = read_baseline(baseline, ("writes",)).writes  # first: a wrong file costs no run
         perftest.require_program()
         (found,) = snapshots((), stop=stop)
         ports = ports_of(found, options["devices"])
@@ -176,6 +182,8 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
                 for problem in problems:
                     say(problem, err=True)
                 _report_low(_causes(found) if problems else ())
+                if signal.SIGINT in got:
+                    return EXIT_INTERRUPTED
                 return EXIT_PASS if served and not problems else EXIT_FAILED
             progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
             result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
@@ -189,17 +197,21 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     emit(result, form, lambda out: measured.rdma(out, result))
     _save(result, save)
     well = _report_low([*checks_of_writes(result, before), *([] if result.complete else _causes(found))])
+    if signal.SIGINT in got:
+        return EXIT_INTERRUPTED
     return EXIT_PASS if well and result.complete else EXIT_FAILED
 
 
 def _causes(found: Snapshot) -> list[Check]:
     """What this host's own scan knows that keeps RDMA from running."""
-    from agent.gate.verdict import checks_of_snapshot
+    from agent.checks.verdict import checks_of_snapshot
 
     return [c for c in checks_of_snapshot(found) if c.status == "fail" and c.id.startswith(("rdma.", "limits.memlock"))]
 
 
 def _bench_exit(result: BenchResult, well: bool) -> int:
+    if result.stopped_by == signal.SIGINT.name:
+        return EXIT_INTERRUPTED
     whole = result.complete and result.measurements and all(m.verified for m in result.measurements)
     return EXIT_PASS if whole and well else EXIT_FAILED
 
@@ -211,11 +223,17 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
     "--tokens", default=None, type=click.IntRange(1, 1 << 22), help="Of one micro-batch. Default: one sequence."
 )
 @click.option("--method", default="lora", type=click.Choice(["full", "lora"]), show_default=True)
-@click.option("--budget", default=90.0, show_default=True, type=click.FloatRange(1, 3600), help="Seconds.")
+@click.option(
+    "--budget",
+    default=90.0,
+    show_default=True,
+    type=click.FloatRange(1, 3600),
+    help="Seconds of measuring; up to a minute more to start.",
+)
 @click.option(
     "--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would."
 )
-@click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
+@click.option("-f", "--file", "target", type=OUTPUT_FILE, help="Write here, not stdout.")
 def calibrate(
     model: str,
     sequence_length: int,
@@ -226,7 +244,7 @@ def calibrate(
     target: Path | None,
 ) -> None:
     """Measure GEMMs of the model's shapes and one layer, so that forecasts narrow. Makes load."""
-    from agent.cli.hosts import snapshots
+    from agent.base.hosts import snapshots
     from agent.jobs.benchmark import calibration, default_ranks, has_gpu
 
     found_hosts = snapshots(())

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
-from agent.cli.hosts import root_option
-from agent.cli.output import say, waiting
+from agent.base.inputs import OUTPUT_FILE_OR_STDOUT
+from agent.base.options import root_option
+from agent.base.output import say, waiting
 
 
 @click.command()
 @root_option
-@click.option("-f", "--file", "target", default="bundle.tgz", show_default=True, type=click.Path(allow_dash=True),
+@click.option("-f", "--file", "target", default="bundle.tgz", show_default=True, type=OUTPUT_FILE_OR_STDOUT,
               help="Write here; - for stdout.")  # fmt: skip
 @click.option("--state", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
               type=click.Path(path_type=Path), help="The agent's folder.")  # fmt: skip
@@ -24,12 +25,13 @@ from agent.cli.output import say, waiting
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Write one file for whoever helps: recording, findings, history, versions, limits, kubelet's account, logs.
+    """Write one file for whoever helps: recording, findings, versions, limits, kubelet's account, logs.
 
     Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
     """
-    from agent import bundle as making
-    from agent.documents import write_atomic_bytes
+    from agent.base import bundle_file
+    from agent.base.documents import write_atomic_bytes
+    from agent.jobs import bundle as making
 
     if nodes and not cluster:
         raise click.UsageError("--node goes with --cluster")
@@ -43,8 +45,8 @@ def bundle(
             with waiting("bundle: asking this host"):
                 recording = capture(root)
             hosts = {str(recording["hostname"]): making.of_host(recording, root=root, state=state)}
-        content = making.packed(hosts)
-    except making.BundleError as error:
+        content = bundle_file.packed(hosts)
+    except bundle_file.BundleError as error:
         raise click.ClickException(str(error)) from None
     if target == "-":
         sys.stdout.buffer.write(content)
@@ -58,5 +60,5 @@ def bundle(
     say(
         f"{target}: {len(content)} bytes, {len(hosts)} folders{failures}. Look into it before you hand it on.", err=True
     )
-    for line in making.brief(hosts):
+    for line in bundle_file.brief(hosts):
         say(line, err=True)

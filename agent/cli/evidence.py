@@ -7,8 +7,9 @@ from typing import Literal
 
 import click
 
-from agent.cli.inputs import InputError
-from agent.cli.output import emit, format_option, verbose_option
+from agent.base.inputs import InputError
+from agent.base.options import format_option, verbose_option
+from agent.base.output import emit
 
 
 @click.command()

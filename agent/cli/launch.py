@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.cli.exits import EXIT_FAILED, EXIT_PASS
-from agent.cli.hosts import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
-from agent.cli.inputs import InputError, NothingFitsError
-from agent.cli.output import Progress, console, render, say, waiting
+from agent.base.exits import EXIT_FAILED, EXIT_PASS
+from agent.base.inputs import OUTPUT_FOLDER, InputError, NothingFitsError, require_writable
+from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
+from agent.base.output import Progress, console, render, say, waiting
+from agent.base.units import count, seconds
 from agent.cli.preflight import with_model_options, with_options
-from agent.units import count, seconds
 from planner.kubernetes.job import AGENT, DEVICE_CLASSES, RESTARTS
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ OF_THE_JOB = {
 @rows_option
 @with_options(cluster_options)
 @machine_option
-@click.option("--output", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
+@click.option("--output", "folder", default=None, type=OUTPUT_FOLDER,
               help="Local: where the job writes. Default: its output_dir, else finetune-output.")  # fmt: skip
 @click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
 @click.option("--script", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -135,10 +135,11 @@ def launch(
     Exit code 0 run or created, 3 a check or the run failed, or the job's pods are refused, 5 a required check is
     unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
     """
-    from agent.advise import RequestError, advise, with_fsdp
-    from agent.cli.hosts import snapshots
-    from agent.cli.job_settings import EMBEDDED_MODEL, explicit_settings
-    from agent.dataset import for_whole_run, with_rows
+    from agent.advice.advise import advise, with_fsdp
+    from agent.advice.dataset import for_whole_run, with_rows
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.base.hosts import snapshots
+    from agent.base.inputs import RequestError
     from agent.jobs.benchmark import flight_request
     from planner.recommend import ROWS
 
@@ -194,7 +195,7 @@ def _in_brief(advice: Recommendation) -> None:
 
 def _folder(options: Mapping[str, Any]) -> Path:
     """Where the job writes, by its settings."""
-    from agent.cli.job_settings import explicit_settings
+    from agent.advice.job_settings import explicit_settings
 
     return Path(explicit_settings(options["config"], options["overrides"]).get("output_dir", "finetune-output"))
 
@@ -424,11 +425,11 @@ def _gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
     """Judge the host that is to fly as the job meets it, with its settings; what is unknown and required stops it."""
-    from agent.cli.hosts import snapshots
-    from agent.gate.codes import ALL_CODES
-    from agent.gate.measured import must_be_measured
-    from agent.gate.verdict import GateError, judge, select
-    from agent.view import look, with_environment
+    from agent.base.hosts import snapshots
+    from agent.checks.codes import ALL_CODES
+    from agent.checks.measured import must_be_measured
+    from agent.checks.verdict import GateError, judge, select
+    from agent.checks.view import look, with_environment
 
     here = found if found and not options["hosts"] else snapshots((), root=options["root"])
     stopped = result.stopped_by or "" if result else ""
@@ -450,9 +451,9 @@ def _gate(
 
 def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
     """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
-    from agent.cli.hosts import snapshots
+    from agent.base.hosts import snapshots
+    from agent.base.result_store import keep_bench
     from agent.jobs import benchmark
-    from agent.jobs.result_store import keep_bench
     from collectives.bench.lock import BusyError
     from collectives.bench.run import SpecError, run
 
@@ -471,11 +472,10 @@ def _launch_script(
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """The user's own trainer on this host: the gate, torchrun with the recommended environment, and the record."""
-    from agent.cli.hosts import snapshots
+    from agent.base.hosts import snapshots
+    from agent.base.result_store import keep_flight
     from agent.jobs import launch as launcher
     from agent.jobs import script as trainer
-    from agent.jobs.result_store import keep_flight
-    from agent.jobs.run import compare
     from agent.terminal import measured
     from contracts import codec
 
@@ -492,6 +492,7 @@ def _launch_script(
         say(render(codec.write(plan.document), form or "yaml"), nl=False)
         say("# " + shlex.join(plan.words), err=form == "json")
         return
+    require_writable("--output", folder, folder=True)
     progress = Progress()
     if not options["no_preflight"]:
         progress.step("preflight: judging this host")
@@ -511,7 +512,7 @@ def _launch_script(
         say("\n".join(done.last_lines), err=True)
         say(f"{done.fate} (whole log: {done.output}; record: {folder / 'flight.json'})", err=True)
         sys.exit(EXIT_FAILED)
-    measured.comparison(console(), compare(plan.forecast, done.record))
+    measured.comparison(console(), done.record)
     say(f"record: {folder / 'flight.json'}", err=True)
 
 
@@ -528,12 +529,12 @@ def _storage_rate(options: Mapping[str, Any]) -> float | None:
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
+    from agent.base.result_store import keep_flight
     from agent.jobs import launch as launcher
-    from agent.jobs.result_store import keep_flight
-    from agent.jobs.run import compare
     from agent.terminal import measured
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
+    require_writable("--output", folder, folder=True)
     progress = Progress()
     if not options["no_preflight"]:
         progress.step("preflight: judging this host")
@@ -564,5 +565,5 @@ def _launch_here(
         say(f"{done.fate} (whole log: {done.output})", err=True)
         sys.exit(launcher.RESUMABLE if done.exit_code == launcher.RESUMABLE else EXIT_FAILED)
     measured.run(console(), done.record)
-    measured.comparison(console(), compare(advice.chosen.forecast, done.record))
+    measured.comparison(console(), done.record)
     sys.exit(EXIT_PASS)

@@ -10,15 +10,19 @@ import difflib
 import errno
 import importlib
 import logging
-import os
 import sys
 from pathlib import Path
 
 import click
 
-from agent.cli.exits import EXIT_TOOL_ERROR
+from agent.base import streams
+from agent.base.exits import EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # the user's disk, no fault of the program
+# What a disk, a file or a folder of the user refuses is no fault of the program: one line, and no traceback.
+FILE_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EISDIR,
+    errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
 
 VERBS: dict[str, tuple[str, str]] = {
     # verb: (where it lives, one line of help; kept here so that --help imports nothing)
@@ -44,9 +48,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "Run one fine-tune over each network and draw the bars (makes load).",
     ),
     "wrap": ("agent.cli.wrap:wrap", "Add gate, environment and needs to the manifest of your own job."),
-    "serve": ("agent.cli.serve:serve", "Run the HTTP agent."),
-    "admission": ("agent.cli.admission:admission", "Answer Kueue's admission checks from what agents publish."),
-    "explain": ("agent.cli.scan:explain", "Explain a finding code: what it means, how to see and mend it."),
+    "serve": ("agent.http.serve:serve", "Run the HTTP agent."),
+    "explain": ("agent.cli.explain:explain", "Explain a finding code: what it means, how to see and mend it."),
 }
 
 
@@ -85,7 +88,7 @@ class LazyGroup(click.Group):
 def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     """Print it; looking it up imports as much as all else that --help needs, so it is done only here."""
     if wanted:
-        from agent.version import VERSION
+        from agent.base.version import VERSION
 
         click.echo(f"topoflight, version {VERSION}")
         ctx.exit()
@@ -107,27 +110,41 @@ def cli(verbose: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script."""
+    streams.prepare()
     words = expand_hosts(list(sys.argv[1:] if arguments is None else arguments))
+    code = EXIT_TOOL_ERROR
+    try:
+        code = _run(words)
+        streams.flush()
+    except BrokenPipeError:  # of standard error, or of a writer that could not go on
+        streams.discard_output()
+        code = streams.EXIT_CLOSED_PIPE
+    except OSError as error:
+        if error.errno not in FILE_ERRORS:
+            raise
+        streams.discard_output()  # what is held back cannot be written either
+        click.echo(f"Error: {error.filename or 'standard output or a temporary folder'}: {error.strerror}", err=True)
+        code = EXIT_USAGE if str(error.filename) in words else EXIT_TOOL_ERROR
+    sys.exit(code)
+
+
+def _run(words: list[str]) -> int:
+    """Run the verb; gives its exit code."""
     try:
         cli.main(args=words, prog_name="topoflight", standalone_mode=False)
     except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
-    except click.exceptions.Abort:
+        return done.exit_code
+    except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
-        sys.exit(130)
+        return EXIT_INTERRUPTED
     except click.ClickException as error:  # of usage and input 2, else 1
         error.show()
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # the reader of our pipe has gone (`| head`): no error of ours, and nothing more can be flushed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as error:
-        no_temporary_folder = error.errno == errno.ENOENT and error.filename is None  # tempfile.gettempdir
-        if error.errno not in DISK_ERRORS and not no_temporary_folder:
-            raise
-        click.echo(f"Error: {error.filename or 'a disk'}: {error.strerror}", err=True)
-        sys.exit(EXIT_TOOL_ERROR)
+        return error.exit_code
+    except SystemExit as done:  # a verdict is a number; a text is an error, as Python does it
+        if isinstance(done.code, str):
+            click.echo(done.code, err=True)
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0
 
 
 def expand_hosts(words: list[str]) -> list[str]:

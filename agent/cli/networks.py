@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.cli.hosts import host_option, root_option
-from agent.cli.inputs import InputError
+from agent.base.inputs import InputError, require_writable
+from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.output import Progress, emit, say, waiting
 from agent.cli.launch import OF_A_CLUSTER, cluster_options
-from agent.cli.output import Progress, emit, format_option, say, verbose_option, waiting
 from agent.cli.preflight import with_model_options, with_options
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     for name in (*OF_A_CLUSTER, "storage_rate", "hosts", "dry_run"):
         if options["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name.replace('_', '-')}: is of jobs on a cluster: it wants --api")
+    if not options["dry_run"]:
+        require_writable("--report", options["folder"], folder=True)
     try:
         found = _here(options) if options["api"] == "local" else _there(options)
     except (NamespaceError, BusyError) as error:
@@ -85,14 +87,15 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 def _here(options: dict[str, Any]) -> NetworkBars:
     """Over namespaces of this host."""
-    from agent.advise import Request, RequestError
-    from agent.cli.hosts import snapshots
-    from agent.cli.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.request import Request
+    from agent.base.hosts import snapshots
+    from agent.base.inputs import RequestError
+    from agent.base.result_store import keep_flight
     from agent.jobs import namespaces, networks
     from agent.jobs.benchmark import job_request
     from agent.jobs.launch import LaunchError, sigterm
     from agent.jobs.namespaces import HOSTS
-    from agent.jobs.result_store import keep_flight
     from contracts.run_record import read
 
     if options["ranks"] not in (None, HOSTS):
@@ -144,11 +147,12 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 
 def _there(options: dict[str, Any]) -> NetworkBars:
     """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
-    from agent.advise import RequestError, answer, with_fsdp
-    from agent.cli.hosts import snapshots
-    from agent.cli.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.advise import answer, with_fsdp
+    from agent.advice.dataset import for_whole_run, with_rows
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.base.hosts import snapshots
+    from agent.base.inputs import RequestError
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.dataset import for_whole_run, with_rows
     from agent.jobs import cluster_job, networks
     from agent.jobs import cluster_networks as there
     from agent.jobs.benchmark import flight_request
@@ -215,7 +219,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
 
 def _leave(found: NetworkBars, folder: Path) -> None:
     """The picture and the document."""
-    from agent.documents import render, write_atomic
+    from agent.base.documents import render, write_atomic
     from agent.jobs.networks import picture
 
     try:
@@ -229,9 +233,9 @@ def _leave(found: NetworkBars, folder: Path) -> None:
 def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     """The verdict and the bars on the terminal; what proves them where it is `verbose`."""
     from rich.markup import escape
-    from rich.table import Table
 
-    from agent import units
+    from agent.base import units
+    from agent.base.tables import grid
     from agent.jobs.networks import words_of
     from agent.pages import charts
 
@@ -240,7 +244,7 @@ def show(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
     best = min((run.value for run in drawn), default=0.0)
     out.print(escape(_verdict(found, verbose=verbose)))
     out.print(f"[dim]{escape(found.title)}[/dim]")
-    rows = Table.grid(padding=(0, 2))
+    rows = grid(2, 3)
     for bar in found.bars:
         words = "\n".join(words_of(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
         rows.add_row(escape(bar.network), blocks.get(bar.network, ""), escape(words))

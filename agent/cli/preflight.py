@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import os
+import io
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.cli.hosts import host_option, root_option
-from agent.cli.output import Progress, console, render, say, verbose_option, waiting
-from agent.documents import write_atomic
+from agent.base.documents import write_atomic
+from agent.base.inputs import OUTPUT_FOLDER, require_writable
+from agent.base.options import host_option, root_option, save_option, verbose_option
+from agent.base.output import Progress, console, render, save_json, say, waiting
 from contracts.plain import printable
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
+    from agent.jobs.report import Report
 
-FORMATS = ("table", "json", "yaml", "junit", "github", "markdown")
+FORMATS = ("table", "json", "yaml", "junit", "github")
 
 model_options = (
     click.option("--model", default=None, help="Known model name or config.json; default with --fly: a tiny Llama."),
@@ -59,12 +62,13 @@ with_model_options = with_options(model_options)
 @click.option(
     "--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job."
 )
-@click.option("--report", "folder", default=None, type=click.Path(file_okay=False, path_type=Path),
+@click.option("--report", "folder", default=None, type=OUTPUT_FOLDER,
               help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
 @click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
-              help="table, json, yaml, junit, github or markdown; repeat for several.")  # fmt: skip
+              help="table, json, yaml, junit or github; repeat for several.")  # fmt: skip
 @click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="A report.json or recording of a good state: only what got worse fails.")  # fmt: skip
+              help="What --save wrote in a good state, or a recording: only what got worse fails.")  # fmt: skip
+@save_option
 @click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
               help="What each node must have, else it fails: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
 @click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -80,14 +84,15 @@ with_model_options = with_options(model_options)
 @click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def preflight(
-    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, **options: Any
-) -> None:
+    list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown.
 
     75 where SIGTERM ended it first: the report holds what was known by then.
     """
     if list_checks:
-        from agent.gate.codes import ALL_CODES
+        from agent.checks.codes import ALL_CODES
 
         say("\n".join(ALL_CODES))
         return
@@ -97,58 +102,76 @@ def preflight(
     ]
     if alone:
         raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
-    from agent.gate.preflight import run
-    from agent.gate.report import write_folder
-    from agent.gate.verdict import GateError
+    from agent.checks.verdict import GateError
+    from agent.jobs.preflight import run
+    from agent.jobs.report import write_folder
     from agent.pages import render as pages
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
+    if not options["fly"] and (options["overrides"] or options["config"]):
+        word = "--set" if options["overrides"] else "--config"
+        raise click.UsageError(f"{word} is for the job that --fly launches; add --fly, or leave {word} out")
+    if options["fly"]:
+        require_writable("--report", folder or Path("reports"), folder=True)
     where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
     try:
         if where["nodes"] or where["selector"]:
             report = _of_cluster(where, options)
         else:
             report = run(_options(options, folder), Progress(quiet=quiet))
+            report = replace(report, notes=(*report.notes, *_not_drawn(options["flights"])))
     except GateError as error:
         raise click.UsageError(str(error)) from None
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
+    save_json(save, lambda: render(report, "json"))
     if folder is not None:
         try:
-            written = write_folder(report, folder, pages.report_page(report), pages.report_markdown(report))
+            written = write_folder(report, folder, pages.report_page(report))
         except OSError as error:
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         say(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
 
 
+def _not_drawn(flights: Sequence[Path]) -> tuple[str, ...]:
+    """Which of the earlier runs are in no comparison of networks, each with the reason."""
+    if not flights:
+        return ()
+    from agent.base import result_store
+    from agent.pages.runs import not_drawn, shown
+
+    return not_drawn(shown(result_store.flights(flights)))
+
+
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.gate import checks_of, fleet, named, records_of
-    from agent.gate.expect import expectation
-    from agent.gate.preflight import report_of
+    from agent.jobs.preflight import expectation_of, report_of
 
     wrong = [name for name in ("fly", "measure", "hosts") if options[name]]
-    expected = expectation(options["expect"], options["expect_file"])
+    expected = expectation_of(options["expect"], options["expect_file"])
     if wrong:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
+    started = time.monotonic()
     try:
         with waiting("preflight: asking the cluster"):
-            client = connect(where["context"])
+            client = connect(where["context"]).waited_for()
             names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
             held = fleet(client)
     except (AccessError, ApiError) as error:
         raise click.ClickException(str(error)) from None
-    return report_of(
+    report = report_of(
         checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
     )  # fmt: skip
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _options(options: dict[str, Any], folder: Path | None) -> Any:
-    from agent.advise import Request
-    from agent.gate.preflight import Options
+    from agent.advice.request import Request
+    from agent.jobs.preflight import Options
 
     request = Request.of(
         hosts=options["hosts"], root=options["root"], model=options.pop("model"), method=options.pop("method"),
@@ -162,31 +185,28 @@ def _target(form: str) -> tuple[str, Path | None]:
     name, _, file = form.partition("=")
     if name not in FORMATS:
         raise click.UsageError(f"-o {form}: the format must be one of {', '.join(FORMATS)}")
+    if file:
+        require_writable(f"-o {name}", Path(file))
     return name, Path(file) if file else None
 
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
-    from agent.gate.report import junit
-    from agent.pages import render as pages
+    from agent.jobs.report import junit
 
-    if form == "table" and path is None:
+    if form == "table":
+        from agent.base.tables import plain_console
         from agent.terminal.report import report as show
 
-        show(console(), report, verbose=verbose, everything=everything)
-        return
-    text = {
-        "json": lambda: render(report, "json"),
-        "yaml": lambda: render(report, "yaml"),
-        "junit": lambda: junit(report),
-        "github": lambda: github(report),
-        "markdown": lambda: pages.report_markdown(report),
-        "table": lambda: pages.report_markdown(report),
-    }[form]()
+        if path is None:
+            show(console(), report, verbose=verbose, everything=everything)
+            return
+        table = io.StringIO()
+        show(plain_console(table), report, verbose=verbose, everything=everything)
+        text = table.getvalue()
+    else:
+        text = {"junit": junit, "github": github}.get(form, lambda whole: render(whole, form))(report)
     if path is None:
         say(text, nl=False)
-        if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
-            with Path(summary).open("a", encoding="utf-8") as stream:
-                stream.write(pages.report_markdown(report))
         return
     try:
         write_atomic(path, text)
@@ -196,8 +216,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
 def github(report: Report) -> str:
     """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
-    from agent.gate.verdict import unjudged
-    from agent.view import grouped
+    from agent.checks.verdict import unjudged
+    from agent.checks.view import grouped
 
     levels = {"fail": "error", "warn": "warning"}
     aside = unjudged(report.checks)

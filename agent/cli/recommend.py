@@ -8,17 +8,10 @@ from pathlib import Path
 
 import click
 
-from agent.cli import inputs
-from agent.cli.hosts import (
-    host_option,
-    lengths_option,
-    machine_option,
-    refuse_two_sources,
-    root_option,
-    rows_option,
-    snapshots,
-)
-from agent.cli.output import emit, render, say, waiting
+from agent.base import inputs
+from agent.base.hosts import snapshots
+from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
+from agent.base.output import emit, render, say, waiting
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
@@ -70,12 +63,10 @@ LINT_KINDS = (
               help="What a step of this job took, its layout as in --compare: forecasts go by it.")  # fmt: skip
 @click.option("-o", "--output", "form", default="table", show_default=True,
               help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
-@click.option("--sweep", default=None, metavar="nodes=1,2,4", help="Best layout for each number of nodes (--machine).")
-@click.option("--frontier", is_flag=True, help="What nothing beats in time and money, over the --machine A,B,... (or "
-              "those of --price), nodes (--sweep) and --network A,B.")  # fmt: skip
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="With --sweep or --frontier: write an SVG here."
-)
+@click.option("--sweep", default=None, metavar="nodes=1,2,4",
+              help="Compare the best layouts for each number of nodes, each of --machine A,B,... (or those of the "
+              "--price file) and each --network A,B: time, money, and which nothing beats in both.")  # fmt: skip
+@click.option("--plot", type=inputs.OUTPUT_FILE, help="With --sweep: write an SVG here.")
 @click.option("--explain", is_flag=True, help="Reasons, other layouts, what was turned down, and the forecast's parts.")
 @click.option("--compare", nargs=2, default=None, metavar="A B",
               help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
@@ -85,7 +76,8 @@ def recommend(**options: object) -> None:
 
     Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
     """
-    from agent.advise import ENVIRONMENTS, FORMATS, Request, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export
+    from agent.advice.request import Request
 
     if options.pop("list_exports"):
         say("\n".join(FORMATS))
@@ -97,13 +89,13 @@ def recommend(**options: object) -> None:
     _refuse_unused(options)
     request = Request.of(**options)
     if options["dataset"]:
-        from agent import dataset
+        from agent.advice import dataset
 
         with waiting("recommend: measuring rows"):
             settings = dataset.named(str(options["dataset"]), request.tokenizer, request.model)
             request = dataset.with_rows(request, settings)
-    if options["sweep"] or options["compare"] or options["frontier"]:
-        from agent import whatif
+    if options["sweep"] or options["compare"]:
+        from agent.cli import whatif
 
         whatif.run(request, options, form)
         return
@@ -134,12 +126,12 @@ def recommend(**options: object) -> None:
 
 def _refuse_unused(options: Mapping[str, object]) -> None:
     """UsageError for what would not be answered: an answer without it would read as if it had been."""
-    if options["plot"] and not (options["sweep"] or options["frontier"]):
+    if options["plot"] and not options["sweep"]:
         raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
     for name in ("bench_file", "calibration", "measured_step"):
-        if options[name] and (options["sweep"] or options["frontier"]):
+        if options[name] and options["sweep"]:
             word = f"--{name.removesuffix('_file').replace('_', '-')}"
-            raise click.UsageError(f"{word}: is of the nodes it was taken on; not with --sweep and --frontier")
+            raise click.UsageError(f"{word}: is of the nodes it was taken on; not with --sweep")
     if options["sweep"] and options["compare"]:
         raise click.UsageError("--sweep and --compare: give one of them")
     if options["sweep"] and options["nodes"]:
@@ -166,7 +158,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     TOML, a log, or a process. Each finding says what NCCL will really do. Exit code 3 when a setting is wrong, 2 when
     no variable was found or the form is not one that is read, 0 otherwise.
     """
-    from agent.gate.lint import lint_text, process_environment
+    from agent.checks.lint import lint_text, process_environment
 
     if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
         text, kind = process_environment(source), "process"
@@ -179,7 +171,7 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     if form != "table":
         say(linted.read, err=True)
     if form == "table":
-        from agent.cli.output import console
+        from agent.base.output import console
         from agent.terminal.findings import findings
 
         if not linted.checks:

@@ -1,21 +1,24 @@
-"""The verbs scan, capture and explain."""
+"""The verbs scan, capture and demo."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
-from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import console, emit, format_option, say, verbose_option, waiting
+from agent.base.hosts import snapshots
+from agent.base.inputs import OUTPUT_FILE
+from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.output import console, emit, say, waiting
 
 
 @click.command()
 @host_option
 @root_option
 @format_option
-@click.option("--timeout", default=30.0, show_default=True, help="Seconds for each probe.")
+@click.option(
+    "--timeout", default=30.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds for each probe."
+)
 @click.option("--all", "everything", is_flag=True, help="With -v: list passed checks too.")
 @verbose_option
 @click.argument("name", required=False)
@@ -23,8 +26,8 @@ def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
 ) -> None:
     """Probe this host and print what was found: reads only, makes no load. NAME: all of one node, device or code."""
+    from agent.checks.view import UnknownNameError, look, named
     from agent.terminal.hosts import scan as show
-    from agent.view import UnknownNameError, look, named
 
     view = look(snapshots(hosts, root=root, timeout_seconds=timeout))
     try:
@@ -39,40 +42,27 @@ def scan(
 
 @click.command()
 @root_option
-@click.option("-f", "--file", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write here, not stdout.")
+@click.option("-f", "--file", "target", type=OUTPUT_FILE, help="Write here, not stdout.")
 def capture(root: str, target: Path | None) -> None:
     """Record every answer this host gives to the probes.
 
     The recording replays the whole product with --host, without the hardware. It holds no environment variable
     outside NCCL's families, and no process names.
     """
-    from agent.documents import write_atomic
+    from agent.base.documents import write_atomic
     from probes.host.recording import dumps
     from probes.scanner import capture as record
 
     with waiting("capture: asking this host"):
         text = dumps(record(root))
     if target is None:
-        sys.stdout.write(text)
+        say(text, nl=False)
         return
     try:
         write_atomic(target, text)
     except OSError as error:
         raise click.ClickException(f"{target}: {error.strerror}") from None
     say(f"{target}: {len(text)} bytes", err=True)
-
-
-@click.command()
-@click.argument("code")
-def explain(code: str) -> None:
-    """Explain a finding CODE or an alert: what it means, how to see it and what mends it."""
-    from agent.gate.explain import UnknownCodeError, section
-    from agent.terminal.tables import explanation
-
-    try:
-        explanation(console(), section(code))
-    except UnknownCodeError as error:
-        raise click.UsageError(str(error)) from None
 
 
 DEMO = Path(__file__).parents[1] / "data" / "demo.json"
@@ -85,15 +75,17 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 @click.pass_context
 def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     """Show what a sick node of eight GPUs looks like. The machine is built: no real node, and nothing is measured."""
+    from agent.checks.view import look
     from agent.terminal.hosts import scan as show
-    from agent.view import look
 
     say("A built machine that ships with this program, sick on purpose: it is no real node.")
     view = look(snapshots((DEMO,)))
     show(console(), view, verbose=verbose, everything=False)
     say(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
     if page:
-        from agent.cli.serve import ALONE, serve
-
-        options = {**ALONE, "folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
+        root = context.find_root().command
+        serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None
+        assert serve is not None  # noqa: S101 - a verb of the same program
+        # no state folder: what a built machine shows is not kept with this host's own history
+        options = {"folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
         context.invoke(serve, **options, interval=3600.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import sys
-import time
 import zlib
 from dataclasses import asdict
 from io import BytesIO
@@ -14,13 +13,15 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from agent.cli import inputs
-from agent.cli.exits import EXIT_UNKNOWN
-from agent.cli.hosts import host_option, root_option, snapshots
-from agent.cli.output import emit, format_option, say, verbose_option
+from agent.base import inputs
+from agent.base.exits import EXIT_UNKNOWN
+from agent.base.hosts import snapshots
+from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.output import emit, say
 from contracts import bounded
 
 if TYPE_CHECKING:
+    from probes.api import Snapshot
     from topology.graph import NodeTopology
 
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
@@ -33,7 +34,7 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
               help="Read `nvidia-smi topo -m` text, NCCL XML or a recording in place of this host.")  # fmt: skip
 @click.option(
     "-o", "--output", "form",
-    type=click.Choice(["table", "json", "yaml", "svg", "xml"]), default="table", show_default=True,
+    type=click.Choice(["table", "json", "yaml", "svg"]), default="table", show_default=True,
 )  # fmt: skip
 @verbose_option
 def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
@@ -44,13 +45,12 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     if source and hosts:
         raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
-    if form in ("svg", "xml"):
-        from topology import render
+    if form == "svg":
+        from topology.render import svg
 
         if len(nodes) != 1:
-            raise click.UsageError(f"-o {form} draws one node, {len(nodes)} were given")
-        draw = {"svg": render.svg, "xml": render.xml}[form]
-        say(draw(nodes[0]), nl=False)
+            raise click.UsageError(f"-o svg draws one node, {len(nodes)} were given")
+        say(svg(nodes[0]), nl=False)
         return
     from agent.terminal import findings as findings_view
     from agent.terminal import topology as topology_view
@@ -74,22 +74,6 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     emit(documents if len(documents) > 1 else documents[0], form, show)
     if any(node.lacking for node in nodes):
         sys.exit(EXIT_UNKNOWN)
-
-
-def _since(age: str, state: Path, form: str) -> None:
-    """The agent's history from then on, newest first."""
-    from agent import history
-
-    try:
-        after = time.time() - history.age(age)
-    except ValueError as error:
-        raise click.UsageError(f"--since {error}") from None
-    path = state / history.FILE
-    if not path.exists():
-        raise inputs.InputError(f"{path}: no history here; the agent (topoflight serve --state {state}) keeps it")
-    events = [event for event in history.read(path).events if event.at_seconds >= after]
-    lines = history.lines(events, after) or [history.silence(after)]
-    emit(events, form, lambda out: out.print("\n".join(lines), markup=False))
 
 
 def build_node(snapshot: object) -> NodeTopology:
@@ -142,23 +126,23 @@ def _recording(source: str, raw: bytes) -> NodeTopology:
         return build_node(snapshots((Path(copy.name),))[0])
 
 
+def _only(path: Path) -> Snapshot:
+    """The host of a recording, by its own name. Raises UsageError where there are several."""
+    found = snapshots((path,))
+    if len(found) != 1:
+        raise click.UsageError(f"{path}: holds {len(found)} hosts; diff compares two, and --fleet a folder of many")
+    return found[0]
+
+
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--fleet", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of recordings.")
-@click.option("--since", metavar="24h", help="What this host's agent saw come, go and change: 30min, 24h, 7d.")
-@click.option("--state", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
-              type=click.Path(path_type=Path), help="With --since: the agent's folder.")  # fmt: skip
 @format_option
-def diff(files: tuple[Path, ...], fleet: Path | None, since: str | None, state: Path, form: str) -> None:
+def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
     """Say what differs between recordings A and B that matters for training, worst first.
 
-    With --fleet DIR: the odd nodes out among many, the rest in groups. With --since: this node's last hours or days.
+    With --fleet DIR: the odd nodes out among many, the rest in groups.
     """
-    if since is not None:
-        if files or fleet is not None:
-            raise click.UsageError("--since is about this host: it takes no recordings")
-        _since(since, state, form)
-        return
     from topology import diff as differ
 
     if fleet is not None:
@@ -169,8 +153,10 @@ def diff(files: tuple[Path, ...], fleet: Path | None, since: str | None, state: 
         return
     if len(files) != 2:
         raise click.UsageError(f"diff takes two recordings, {len(files)} were given")
-    before, after = snapshots(files)
-    differences = differ.diff(before, after)
+    before, after = (_only(path) for path in files)
+    names = [path.name for path in files]
+    first, second = names if names[0] != names[1] else map(str, files)
+    differences = differ.diff(before, after, (f"in {first}", f"in {second}"))
     alike = "✓ nothing that matters for training differs → if one is slower, measure: topoflight bench"
     emit(list(differences), form, lambda out: out.print(differ.diff_text(differences) if differences else alike,
                                                         markup=False))  # fmt: skip

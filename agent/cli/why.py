@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
-from agent.cli.hosts import host_option, machine_option
-from agent.cli.output import emit, format_option, say
+from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
+from agent.base.options import format_option, host_option, machine_option
+from agent.base.output import emit
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -25,7 +25,6 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option(
     "--ras", multiple=True, metavar="HOST:PORT|FILE", help="NCCL's RAS, or its answer; twice: do counts move?"
 )
-@click.option("--inspector", type=FOLDER, help="Dump folder of NCCL's Inspector: JSON lines or Prometheus text.")
 @click.option("--flight-recorder", "recorder", type=FOLDER, help="PyTorch's dumps of every rank.")
 @click.option("--diag", "diagnostics", multiple=True, metavar="FILE", help="Output of NCCL_RUN_DIAGNOSTICS=1.")
 @click.option("--manifest", type=FILE, help="The job's manifest or script: its NCCL environment is judged.")
@@ -46,46 +45,35 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--watch", is_flag=True, help="Beside a run (--run): go on, and tell each new verdict.")
 @format_option
 def why(
-    logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], inspector: Path | None, recorder: Path | None,
+    logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, watch: bool, form: str, **options: Any,
 ) -> None:  # fmt: skip
     """Say why a run is stuck, slow or failed: who, where, and what to change.
 
     Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
     """
-    from agent import why as gathered
-    from agent.advise import Request
-    from agent.jobs.ranks import watch as watch_run
+    from agent.advice.request import Request
     from agent.terminal.why import verdict as show
+    from agent.why import diagnosis as gathered
+    from agent.why.ranks import watch as watch_run
 
     options["nodes"], checks, published = _nodes(options["nodes"])
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         sources = gathered.Asked(
-            logs=files, run=run, ras=ras, inspector=inspector, recorder=recorder, diagnostics=diagnostics,
+            logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
             published=published,
         )  # fmt: skip
-        if not any((logs, run, ras, inspector, recorder, diagnostics, manifest)):
-            raise click.UsageError("give a LOG, --run, --ras, --inspector, --flight-recorder --diag or --manifest")
+        if not any((logs, run, ras, recorder, diagnostics, manifest)):
+            raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is None:
             raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:
-            from agent.cluster.run_events import of_pod
-
-            events = of_pod(lambda text: say(text, err=True))
-
-            def tell(verdict: Any) -> None:
-                emit(verdict, form, lambda out: show(out, verdict))
-                if events is not None:
-                    events.tell(run.name, verdict)
-
-            found = watch_run(run, tell)
+            found = watch_run(run, lambda verdict: emit(verdict, form, lambda out: show(out, verdict)))
         else:
             found = gathered.answer(sources)
             emit(found, form, lambda out: show(out, found))
-            if form == "table" and found.patch is not None:
-                say(found.patch.diff, nl=False)
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
@@ -101,7 +89,7 @@ def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ..
     from agent.cluster.gate import checks_of, fleet, named, readable
 
     try:
-        client = connect(None)
+        client = connect(None).waited_for()
         names = () if "=" in word else tuple(filter(None, word.split(",")))
         found, held = named(client, names, word if "=" in word else None), fleet(client)
         return None, checks_of(found, held), readable(found, held)

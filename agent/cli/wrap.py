@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from agent.cli import inputs
-from agent.cli.hosts import host_option, machine_option, refuse_two_sources, root_option, snapshots
-from agent.cli.output import say
-from agent.documents import difference, write_atomic
+from agent.base import inputs
+from agent.base.documents import difference, write_atomic
+from agent.base.hosts import snapshots
+from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
+from agent.base.output import say
 from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20
@@ -27,7 +28,7 @@ _LIMIT_BYTES = 1 << 20
 @click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Of each pod.")
 @click.option("--config", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="The settings that the job's command names and the manifest lacks.")  # fmt: skip
-@click.option("-o", "--output", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("-o", "--output", default=None, type=inputs.OUTPUT_FILE, metavar="FILE",
               help="Write the wrapped manifest here.")  # fmt: skip
 @click.option("--apply", "in_place", is_flag=True, help="Write it over FILE.")
 @click.option("--record", default=None, type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -70,7 +71,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
 
 
 def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:
-    from agent.jobs.result_store import keep_flight
+    from agent.base.result_store import keep_flight
     from agent.jobs.script import left_by
 
     try:

@@ -1,1 +1,1 @@
-"""Kubernetes: the client, what nodes publish, the admission controller."""
+"""Kubernetes: the client, what nodes publish, the gate over nodes."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from agent.base.version import VERSION
 from agent.cluster.repeats import Repeats
-from agent.version import VERSION
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 APPLY = "application/apply-patch+yaml"  # JSON is YAML
-MERGE = "application/merge-patch+json"
 FIELD_MANAGER = "topoflight"
 PAGE = 100  # a GPU server's record has 20 KB; 500, as client-go asks for, would be 70 MiB once parsed
 BODY_LIMIT_BYTES = 64 << 20
@@ -190,6 +189,10 @@ class Client:
         """Asked twice and soon given up: for calls that someone waits for, who can come again."""
         return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
 
+    def waited_for(self) -> Client:
+        """Asked twice, and given up within 15 s: 3 s to connect and 6 s to answer, for a person who waits."""
+        return self.limited(tries=2, timeout_seconds=3.0)
+
     def metadata(self) -> Client:
         """The same, but objects come without spec and status where the server can leave them out."""
         other = copy.copy(self)
@@ -237,12 +240,6 @@ class Client:
         if dry_run:
             query["dryRun"] = "All"
         return self._tried("PATCH", path, query=query, body=document, content_type=APPLY, repeatable=True)
-
-    def merge(self, path: str, document: Json) -> Json:
-        """A JSON merge patch."""
-        return self.request(
-            "PATCH", path, query={"fieldManager": FIELD_MANAGER}, body=document, content_type=MERGE
-        )  # fmt: skip
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
         """POST; tried again after an unclear failure only where twice is as good as once (reviews)."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from agent import units
+from agent.base import units
 from agent.cluster.client import ApiError, Client, path_of
 from planner.kubernetes.job import DEVICE_CLASSES, JobSpec
 from planner.kubernetes.manifests import claim_templates

@@ -6,22 +6,24 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent import units
-from agent.cluster import acknowledged
+from agent.base import units
+from agent.checks.bars import BASELINE_LEAST
+from agent.checks.codes import CLUSTER_CODES
+from agent.checks.expect_checks import Seen, seen, settled
+from agent.checks.expect_checks import checks_of as expectations
+from agent.checks.judged import BUSBW, bar_words, status_of
+from agent.checks.verdict import Check, GateError, Status
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
-from agent.gate.bars import BASELINE_LEAST
-from agent.gate.expect import KEYS, Expectation, Seen, seen, settled
-from agent.gate.expect import checks_of as expectations
-from agent.gate.judged import BUSBW, bar_words, status_of
-from agent.gate.verdict import Check, GateError, Status
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 
+if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
+    from agent.checks.expect import Expectation
+
 Json = dict[str, Any]
-CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
 _SILENT, _VERDICT = CLUSTER_CODES
 
 
@@ -70,7 +72,7 @@ def checks_of(
                                 remedy="topoflight explain cluster.node.silent"))  # fmt: skip
             continue
         checks.append(Check(id=_SILENT, status="pass", node=name))
-        found = published(name, record, now)
+        found = published(name, record)
         if expected is not None:
             found = [*settled((*found, *expectations(expected, _seen(record, held), name)))]
         checks += [*found, *_against_equals(record, peers)]
@@ -123,6 +125,8 @@ def _seen(record: NodeRecord, held: Fleet) -> Seen:
     """What the node has by its record; of a record of another release nothing is known."""
     node = held.topology(record)
     if node is None:
+        from agent.checks.expect import KEYS
+
         why = f"the record of {record.name} holds no graph of this release"
         return Seen(why=dict.fromkeys(KEYS, why))
     return seen(held.snapshot(record), node)
@@ -138,19 +142,13 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
     return f"silent for {units.ago(record.age_seconds(now))}"
 
 
-def published(name: str, record: NodeRecord, now: float | None = None) -> list[Check]:
-    """The findings of a record, and its verdict where that is worse than they are: no word of an agent gets lost.
-
-    A finding that someone has acknowledged says so in its evidence, and counts as before.
-    """
-    words = acknowledged.words(record.acknowledged, time.time() if now is None else now)
+def published(name: str, record: NodeRecord) -> list[Check]:
+    """Return the findings of a record, and its verdict where that is worse than all of them."""
     statuses: dict[str, Status] = {"fail": "fail", "unknown": "unknown"}
     found = [
         Check(id=str(found.get("code", "")), status=statuses.get(str(found.get("severity")), "warn"), node=name,
               subject=str(found.get("subject", "")), message=str(found.get("message", "")),
-              remedy=str(found.get("remedy", "")),
-              evidence=words.get((str(found.get("code", "")), str(found.get("subject", ""))), ()),
-              required=found.get("severity") == "unknown")
+              remedy=str(found.get("remedy", "")), required=found.get("severity") == "unknown")
         for found in record.findings
     ]  # fmt: skip
     worst = "fail" if record.verdict == "fail" else "unknown" if record.verdict == "unknown" else ""

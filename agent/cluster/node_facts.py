@@ -21,6 +21,7 @@ import cattrs
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from contracts.plain import LARGEST_DECIMAL, strict
+from contracts.redaction import redact
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.hostinfo.probe import HostinfoFacts, NumaNode
@@ -109,8 +110,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def clean(text: str, most: int = MOST_LETTERS) -> str:
-    """A text of a host as a record may hold it: without control characters, cut to `most` letters."""
-    return _CONTROL.sub("?", text[:most])
+    """A text of a host as a record may hold it: without secrets and control characters, cut to `most` letters."""
+    return _CONTROL.sub("?", redact(text[: 2 * most])[:most])
 
 
 def pack(snapshot: Snapshot) -> tuple[Json | None, tuple[str, ...]]:

@@ -20,15 +20,15 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from agent import units
-from agent.cluster import acknowledged, node_facts, old_records
+from agent.base import units
+from agent.base.version import VERSION
+from agent.checks.coverage import no_gpu_read
+from agent.checks.history import SCANS_TO_RAISE, Event, Kept, Seen
+from agent.checks.verdict import Check, judge, worst_first
+from agent.checks.view import View
+from agent.cluster import node_facts
 from agent.cluster.node_facts import clean
 from agent.cluster.repeats import Repeated
-from agent.gate.coverage import no_gpu_read
-from agent.gate.verdict import Check, judge, worst_first
-from agent.history import SCANS_TO_RAISE, Event, Kept, Seen
-from agent.version import VERSION
-from agent.view import View
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -36,7 +36,6 @@ from probes.limits.probe import LimitsFacts
 from probes.rdma.facts import RdmaFacts
 from topology.build import build
 from topology.graph import SELF, GpuNode, NicNode, NodeTopology, Pairs
-from topology.traits import traits
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
-MOST_CHANGES = 32  # the newest of 30 days; why so many: docs/decisions/0026
+MOST_CHANGES = 32  # the newest; why so many: docs/decisions/0026
 DAY_SECONDS = 86400.0
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
@@ -68,13 +67,12 @@ class NodeRecord:
     memlock: str | None = None  # "unlimited", "8.0 MiB"
     findings: tuple[Json, ...] = ()
     graph: str | None = None  # key of what the graph is built from: nodes with the same one have equal graphs
-    facts: str | None = None  # key of the whole machine; of an old record both are its packed texts
-    machine: Json | None = field(default=None, compare=False, repr=False)  # of these keys; None in old records
+    facts: str | None = None  # key of the whole machine
+    machine: Json | None = field(default=None, compare=False, repr=False)  # of these keys
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
     measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
-    changes: tuple[Json, ...] = ()  # what came, went and changed within 30 days, oldest first: at, kind, text, code
-    acknowledged: tuple[Json, ...] = ()  # by people, in annotations; the agent itself writes none
+    changes: tuple[Json, ...] = ()  # what came, went and changed of late, oldest first: at, kind, text, code
     agent_version: str = VERSION
     stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
 
@@ -113,7 +111,7 @@ def _changes(view: View) -> tuple[Json, ...]:
 
 
 def kept_in(record: NodeRecord) -> Kept:
-    """The history that the record holds: its changes, the findings that held, and by its facts the versions.
+    """The history that the record holds: its changes, and the findings that held with the time since when.
 
     Raises ValueError, KeyError or TypeError where it is none of ours.
     """
@@ -128,15 +126,12 @@ def kept_in(record: NodeRecord) -> Kept:
                 since=seconds_of(one.get("since")) or record.scanned_at_seconds, scans=SCANS_TO_RAISE, raised=True)
             for one in held
         },
-        traits={key: trait.value for key, trait in traits(node_facts.unpack(record.machine)).items()}
-        if record.machine else {},
-        until=record.scanned_at_seconds or None,
     )  # fmt: skip
 
 
 def _measured(result: BenchResult) -> tuple[Json, ...]:
     """Each op at its largest verified size, where one host measured itself and nothing ended it early."""
-    from agent.jobs.bench_history import line_of  # it draws as well, and a report holds records
+    from agent.base.bench_history import line_of  # it draws as well, and a report holds records
 
     line = line_of(result)
     if line.hosts != 1 or not line.complete:
@@ -324,7 +319,7 @@ def from_resource(item: Json) -> NodeRecord:
         ended = None  # an agent has scanned since
     last = status.get("lastVerdict") if ended is not None else None
     machine = status.get("machine") if isinstance(status.get("machine"), dict) else None
-    graph, facts = _keys(machine) if machine is not None else (status.get("topology"), status.get("facts"))
+    graph, facts = _keys(machine) if machine is not None else (None, None)
     return NodeRecord(
         name=name, host=str(status.get("node") or name),
         verdict=str(last or status.get("verdict") or "unknown"), stopped_at_seconds=ended,
@@ -334,7 +329,6 @@ def from_resource(item: Json) -> NodeRecord:
         graph=graph, facts=facts, machine=machine,
         agent_version=str(status.get("agentVersion") or ""), addresses=tuple(status.get("addresses") or ()),
         measured=tuple(status.get("measured") or ()), changes=tuple(status.get("changes") or ()),
-        acknowledged=acknowledged.read(item["metadata"].get("annotations")),
     )  # fmt: skip
 
 
@@ -343,7 +337,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._texts: dict[str, str] = {}  # keys and old texts: equal nodes hold each of them once
+        self._texts: dict[str, str] = {}  # keys: equal nodes hold each of them once
         self._machines: dict[str, Json] = {}  # by key, as they
         self._graphs: dict[str, NodeTopology | None] = {}
         self._kinds: dict[NodeTopology, str] = {}  # equal graphs, whatever else of their facts differs
@@ -419,8 +413,7 @@ class Fleet:
             return None
         if record.graph not in self._graphs:
             try:
-                old = record.machine is None
-                graph = old_records.graph(record.graph) if old else _graph_of(self._machine(record))
+                graph = _graph_of(self._machine(record))
             except ValueError:
                 graph = None  # of another release
             if graph is not None:  # one object for equal graphs: by that the planner knows that they are alike
@@ -434,8 +427,7 @@ class Fleet:
             return None
         if record.facts not in self._facts:
             try:
-                old = record.machine is None
-                found = old_records.facts(record.facts) if old else node_facts.unpack(record.machine or {})
+                found = node_facts.unpack(record.machine or {})
             except ValueError:
                 found = None
             self._facts[record.facts] = found
@@ -456,7 +448,7 @@ class Fleet:
         return node_facts.unpublished(record.name, why)
 
     def _interned(self, record: NodeRecord) -> NodeRecord:
-        """The record with its machine and its long texts shared: equal nodes hold each of them once."""
+        """The record with its machine and its keys shared: equal nodes hold each of them once."""
         graph, facts = (self._texts.setdefault(text, text) if text else text for text in (record.graph, record.facts))
         machine = record.machine
         if machine is not None and facts is not None:

@@ -17,17 +17,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from agent.base.counters import PublishTally
+from agent.checks.history import Kept
+from agent.checks.view import View
 from agent.cluster.client import ApiError, Client, backoff_seconds, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, from_resource, kept_in, to_resource
-from agent.history import Kept
-from agent.metrics.counters import PublishTally
-from agent.view import View
 
 log = logging.getLogger(__name__)
 
 NFD_VERSION = "nfd.k8s-sigs.io/v1alpha1"
 NFD_NODE_LABEL = "nfd.node.kubernetes.io/node-name"
-REFUSED = (401, 403, 404)
 READ_SECONDS = 2.0  # to connect, twice that to answer: a scan waits for the history in the record
 END_SECONDS = 2.0  # for the last word, within the pod's grace period
 MISSING_SECONDS = 300.0  # until a missing resource definition is looked for again
@@ -52,7 +51,6 @@ class Publisher:
         self._exists = False
         self._nfd_again = 0.0
         self._owner: dict[str, Any] | None = None
-        self._owner_sought = False
         self.writes = 0
         self.tally = PublishTally(interval_seconds=interval_seconds)
         self.error: str | None = None
@@ -120,9 +118,7 @@ class Publisher:
         self.tally.attempts += 1
         whole, status = to_resource(record)
         if not self._exists:
-            if not self._owner_sought:
-                self._owner = owner_of(self._client, record.name)
-                self._owner_sought = True
+            self._owner = owner_of(self._client.token(), record.name)
             if self._owner is not None:
                 whole["metadata"] = {**whole["metadata"], "ownerReferences": [self._owner]}
             self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
@@ -158,7 +154,7 @@ class Publisher:
 
 
 class LeftBehind:
-    """What the node's record holds of its history, for an agent without a file: read before it is written over.
+    """What the agent before has left in the node's record: read before the record is written over.
 
     `view` is the newest that is handed out. Called by the scan, whose view holds what is taken in.
     """
@@ -191,32 +187,17 @@ class LeftBehind:
         return self._read and self._view() is not self._without
 
 
-def owner_of(client: Client, node: str) -> dict[str, Any] | None:
-    """The Node as an object's owner, so that the object ends with it; None where the Node's uid cannot be known.
+def owner_of(token: str, node: str) -> dict[str, Any] | None:
+    """Return the Node as an object's owner, so that the object ends with it; None where the token does not name it.
 
-    A pod's own token names its node with its uid since Kubernetes 1.30, so that no right to read Nodes is needed
-    (bound service account tokens, the claim kubernetes.io); elsewhere the API server is asked, and may refuse. Raises
-    ApiError where it could not be asked.
+    A pod's own token names its node with its uid since Kubernetes 1.30 (bound service account tokens, the claim
+    kubernetes.io), so that the agent needs no right to get Nodes. On an older cluster the record outlives the Node.
     """
-    uid = _uid_in(client.token(), node)
-    if uid is None:
-        try:
-            uid = str(client.get(path_of("v1", "nodes", node))["metadata"]["uid"])
-        except (ApiError, KeyError) as error:
-            if isinstance(error, ApiError) and error.status not in REFUSED:
-                raise  # it will be asked again with the write
-            log.info("the record of %s gets no owner, it stays when the Node goes: %s", node, error)
-            return None
-    return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
-
-
-def _uid_in(token: str, node: str) -> str | None:
-    pod_claims = claims_of(token).get("node")
-    return (
-        str(pod_claims["uid"])
-        if isinstance(pod_claims, dict) and pod_claims.get("name") == node and pod_claims.get("uid")
-        else None
-    )
+    named = claims_of(token).get("node")
+    if not isinstance(named, dict) or named.get("name") != node or not named.get("uid"):
+        log.info("the record of %s gets no owner, it stays when the Node goes: the token does not name the Node", node)
+        return None
+    return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": str(named["uid"])}
 
 
 def claims_of(token: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from agent.base.counters import WatchTally, reason_of
 from agent.cluster.client import AGAIN, ApiError, Client, backoff_seconds
-from agent.metrics.counters import WatchTally, reason_of
 
 log = logging.getLogger(__name__)
 

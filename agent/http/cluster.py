@@ -18,7 +18,12 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from agent import advise, units
+from agent.advice import advise
+from agent.advice.request import Request
+from agent.base import units
+from agent.base.counters import WatchTally
+from agent.base.inputs import RequestError
+from agent.checks.view import View
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import published
 from agent.cluster.nodes import API_VERSION, PLURAL, FirstSeen, Fleet, NodeRecord, records_of, row
@@ -27,8 +32,6 @@ from agent.cluster.places import read as read_places
 from agent.cluster.watch import Watcher
 from agent.http.problem import ProblemError
 from agent.http.state import State
-from agent.metrics.counters import WatchTally
-from agent.view import View
 from contracts.layout import LayoutError
 from planner.advice import Note, Recommendation
 from topology.cluster import join
@@ -208,7 +211,7 @@ def topology_document(fleet: Fleet, now: float | None = None) -> Json:
     }
 
 
-def advise_cluster(fleet: Fleet, request: advise.Request, *, now: float | None = None) -> tuple[Recommendation, int]:
+def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) -> tuple[Recommendation, int]:
     """One recommendation for all nodes that are heard of and did not fail, or `request.nodes` of them; how many.
 
     It rests on what the records hold, of this agent's node as of the others: each gets the answer that its own agent
@@ -225,10 +228,10 @@ def advise_cluster(fleet: Fleet, request: advise.Request, *, now: float | None =
         else:
             used.append(record)
     if not used:
-        raise advise.RequestError("scope=cluster: no node is known that did not fail")
+        raise RequestError("scope=cluster: no node is known that did not fail")
     if request.nodes is not None:
         if request.nodes > len(used):
-            raise advise.RequestError(f"nodes={request.nodes}: {len(used)} nodes are known that did not fail")
+            raise RequestError(f"nodes={request.nodes}: {len(used)} nodes are known that did not fail")
         used = used[: request.nodes]
     kinds: dict[tuple[str | None, str | None], NodeRecord] = {}
     for record in used:
@@ -239,7 +242,7 @@ def advise_cluster(fleet: Fleet, request: advise.Request, *, now: float | None =
         checks = [check for record in used for check in published(record.name, record)]
         advice = advise.of_cluster(request, cluster, snapshots, ranks=request.ranks_per_node, checks=checks)
     except (LayoutError, ValueError) as error:
-        raise advise.RequestError(str(error)) from None
+        raise RequestError(str(error)) from None
     notes = [Note(topic="cluster", text=f"planned for {units.count(len(used), 'node')}")]
     for why, names in sorted(left_out.items()):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -268,7 +271,7 @@ def _topologies(fleet: Fleet, used: Sequence[NodeRecord], ranks: int | None) -> 
                 try:
                     cut[kind] = with_gpus(node, ranks)
                 except ValueError as error:
-                    raise advise.RequestError(str(error)) from None
+                    raise RequestError(str(error)) from None
             node = replace(cut[kind], hostname=record.name)
         found.append(node)
     return found

@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent.gate.verdict import Check, Verdict
+from agent.checks.verdict import Check, Verdict
 from agent.http.problem import MEDIA_TYPE
 
 Responses = dict[int | str, dict[str, Any]]

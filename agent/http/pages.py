@@ -1,33 +1,28 @@
-"""Endpoints for people: the page, the what-if form, the list of endpoints, and the stream that keeps pages fresh.
+"""Endpoints for people: the page, the what-if form and the list of endpoints.
 
-Specifications: HTML server-sent events (text/event-stream); Content Security Policy level 3. Every page works
-without scripts and asks no other host for anything; the stream is comfort.
+Specification: Content Security Policy level 3. Every page works without scripts and asks no other host for anything;
+with scripts an open page asks for itself anew every half minute.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
-from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response
 
-from agent import advise
+from agent.advice import advise
+from agent.advice.request import Request as Question
+from agent.base.inputs import RequestError
+from agent.checks.view import View, only
 from agent.http.answers import Rendered, respond
 from agent.http.cluster import Cluster
 from agent.http.models import Responses, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from agent.http.worker import Answer, Worker
-from agent.view import View, digest, only
 from planner.advice import Recommendation
-
-MOST_STREAMS = 64  # open pages that are kept fresh; one more is told to come back later
-LOOK_SECONDS = 0.5  # how often a stream looks whether there is a newer view
-QUIET_SECONDS = 15.0  # a comment is sent after so long, so that proxies keep the connection
 
 Field = Annotated[str, Query(max_length=4096)]  # of a form, where an empty one is one left out
 
@@ -57,11 +52,10 @@ def install(
         def drawn() -> Answer:
             from agent.pages import render as pages
 
-            now: dict[str, Any] = {"digest": digest(view), "trouble": trouble}
             if node is None and len(names) != 1:
-                return _answer(pages.cluster_page(view, *_advice(view), **now))
+                return _answer(pages.cluster_page(view, *_advice(view), trouble=trouble))
             mine, others = only(view, node or names[0]), cluster.source != "hosts"
-            return _answer(pages.node_page(mine, *_advice(mine), **now, fleet=len(names), others=others))
+            return _answer(pages.node_page(mine, *_advice(mine), trouble=trouble, fleet=len(names), others=others))
 
         return respond(await rendered.answer(view, ("/", node, trouble), drawn))
 
@@ -76,7 +70,7 @@ def install(
         request: Request,
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
         search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
-        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass|acknowledged)$")] = "",
+        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
         fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
         kind: Field = "", version: Field = "", place: Field = "",
         group: Annotated[str, Query(pattern="^(|fault|kind|version|place)$")] = "",
@@ -117,8 +111,6 @@ def install(
 
         return respond(_answer(pages.endpoints_page(app.openapi())))
 
-    _events(app, state)
-
 
 def _answer(html: str) -> Answer:
     from agent.pages import render as pages
@@ -129,44 +121,6 @@ def _answer(html: str) -> Answer:
 def _advice(view: View) -> tuple[Recommendation | None, str]:
     """The environment to run with, or why there is none."""
     try:
-        return advise.for_view(view, advise.Request()), ""
-    except advise.RequestError as error:
+        return advise.for_view(view, Question()), ""
+    except RequestError as error:
         return None, str(error)
-
-
-def _events(app: FastAPI, state: State) -> None:
-    open_streams = 0
-
-    async def stream(request: Request) -> AsyncIterator[str]:
-        nonlocal open_streams
-        open_streams += 1
-        try:
-            seen, spoken = None, time.monotonic()
-            yield "retry: 5000\n\n"
-            while not await request.is_disconnected():
-                view = state.view
-                if view is not None and view is not seen:
-                    seen, spoken = view, time.monotonic()
-                    yield f"event: view\ndata: {json.dumps(_news(view))}\n\n"
-                elif time.monotonic() - spoken > QUIET_SECONDS:
-                    spoken = time.monotonic()
-                    yield ": still here\n\n"
-                await asyncio.sleep(LOOK_SECONDS)
-        finally:
-            open_streams -= 1
-
-    @app.get("/events", include_in_schema=False)
-    async def events(request: Request) -> StreamingResponse:
-        """Server-sent events: one after each scan, with a digest that changes when a verdict does."""
-        if open_streams >= MOST_STREAMS:
-            raise ProblemError(503, f"{MOST_STREAMS} pages are open already", headers={"Retry-After": "60"})
-        return StreamingResponse(
-            stream(request), media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-        )  # fmt: skip
-
-
-def _news(view: View) -> dict[str, str]:
-    from agent.pages import render as pages
-
-    return {"digest": digest(view), "verdict": view.verdict.word, "scanned": pages.when(view.made_at_seconds)}

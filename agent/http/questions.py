@@ -17,13 +17,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agent import advise, whatif
+from agent.advice import advise, whatif
+from agent.advice.request import Request
+from agent.base.documents import render
+from agent.base.inputs import RequestError
+from agent.checks.view import View
 from agent.cluster.nodes import Fleet, NodeRecord, records_of
 from agent.cluster.places import Places
-from agent.documents import render
 from agent.http import cluster
 from agent.http.worker import Answer, Refusal, send
-from agent.view import View
 
 # What the page opens with, so that one sees what may be asked and what an answer looks like.
 EXAMPLES: tuple[dict[str, str], ...] = (
@@ -80,7 +82,7 @@ def recommendations(
     own: tuple[str | None, float] | None = None,
 ) -> Answer:  # fmt: skip
     """Environment and layout, in any format."""
-    wanted, view = advise.Request.of(**dict(options)), known.current()
+    wanted, view = Request.of(**dict(options)), known.current()
     if cluster_wide:
         advice, hosts = cluster.advise_cluster(known.nodes(own), wanted)
     else:
@@ -104,7 +106,7 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
         advice = advise.for_view(view, wanted)
         points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
         return _page(pages.what_if_page(view, form, advice, "", points=points))
-    except advise.RequestError as error:
+    except RequestError as error:
         return _page(pages.what_if_page(view, form, None, str(error)), 400)
 
 
@@ -168,12 +170,12 @@ def _page(html: str, status: int = 200) -> Answer:
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
 
 
-def question(form: Mapping[str, str]) -> advise.Request:
+def question(form: Mapping[str, str]) -> Request:
     """What the form asks; an empty field is one left out, and a wrong one is named with what is allowed."""
     method, methods = form.get("method") or "lora", ("full", "lora", "qlora")
     if method not in methods:
-        raise advise.RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
-    return advise.Request.of(
+        raise RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
+    return Request.of(
         model=(form.get("model") or "")[:200] or None,
         method=method,
         machine=(form.get("machine") or "")[:64] or None,
@@ -192,7 +194,7 @@ def _whole(form: Mapping[str, str], name: str, most: int) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= most):
-        raise advise.RequestError(f"{name}={text[:40]}: must be a whole number from 1 to {most}")
+        raise RequestError(f"{name}={text[:40]}: must be a whole number from 1 to {most}")
     return int(text)
 
 
@@ -200,7 +202,7 @@ def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | Refu
     """One question, whatever becomes of it."""
     try:
         return QUESTIONS[name](known, **payload)
-    except advise.RequestError as error:
+    except RequestError as error:
         return Refusal(status=400, detail=str(error))
     except Exception:
         log.exception("a question could not be answered: %s", name)

@@ -19,13 +19,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
-from agent import advise
+from agent.advice import advise
+from agent.base import counters
+from agent.base.documents import document as plain_document
+from agent.base.version import VERSION
+from agent.checks.codes import ALL_CODES
+from agent.checks.verdict import Check, FailOn, GateError, judge, select, worst_first
+from agent.checks.view import View
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
-from agent.documents import document as plain_document
-from agent.gate.codes import ALL_CODES
-from agent.gate.verdict import Check, FailOn, GateError, judge, select, worst_first
-from agent.http import acknowledge, models, pages, problem, runs, why
+from agent.http import models, pages, problem, runs, why
 from agent.http.access import POSTS_PER_MINUTE, Bucket, Guard, ReadHosts, Tokens
 from agent.http.answers import Format, Rendered, document, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
@@ -33,10 +36,7 @@ from agent.http.models import TOKEN, YAML, Gate, Version, problems, texts
 from agent.http.problem import ProblemError
 from agent.http.state import State, age_seconds
 from agent.http.worker import Worker
-from agent.metrics import counters
 from agent.metrics import families as metrics
-from agent.version import VERSION
-from agent.view import View
 from collectives.bench.results import BenchResult
 from planner.advice import Recommendation
 from topology.render import json_document
@@ -96,8 +96,7 @@ def create(
     _advice(app, state, cluster, worker, rendered)
     _gate(app, state, worker, rendered)
     runs.install(app, state)
-    why.install(app, state, worker, rendered)
-    acknowledge.install(app, cluster)
+    why.install(app, worker)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 

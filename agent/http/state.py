@@ -8,19 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agent.gate.expect import Expectation
-from agent.gate.verdict import GateError
-from agent.history import History
-from agent.jobs import bench_history
-from agent.jobs import result_store as keep
-from agent.jobs.ranks import watched
-from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
-from agent.view import View, look
+from agent.base import bench_history
+from agent.base import result_store as keep
+from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.checks.history import History
+from agent.checks.verdict import GateError
+from agent.checks.view import View, look
 from collectives.bench.results import BenchResult
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
 from probes.increases import Past
+
+if TYPE_CHECKING:
+    from agent.checks.expect import Expectation
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +32,17 @@ class State:
 
     `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and flights left.
     `expected` says what each host must have, None for nothing; `history` which findings hold, None for each at once.
-    `runs` is a folder of runs to watch, None for none.
     """
 
     def __init__(
         self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
         expected: Callable[[], Expectation | None] = lambda: None, history: History | None = None,
-        runs: Path | None = None,
     ) -> None:  # fmt: skip
         self._scan = scan
         self._interval = interval_seconds
         self._folder = folder
         self._expected = expected
         self._history = history
-        self._runs = runs
         self._view: View | None = None
         self._past = Past()
         self._error: str | None = None
@@ -98,8 +97,6 @@ class State:
                 self._scan(), bench=bench, bench_at_seconds=bench_at, benches=benches, flights=self._flights(),
                 earlier=self._past.snapshots, expected=self._asked(),
             )  # fmt: skip
-            if self._runs is not None:
-                view = replace(view, runs=watched(self._runs))
             if self._history is not None and len(view.snapshots) == 1:
                 view = self._history.seen(view)
             for prepare in self.before:

@@ -1,4 +1,4 @@
-"""GET and POST /why: how the runs that this agent knows stand, and the verdict on what is posted of another.
+"""POST /why: the verdict on the logs, traces and records of a run that are posted.
 
 Specification: docs/why.md. What is posted goes as it came to the worker process, which reads it within the bounds of
 the readers; nothing in it names a file, a host or a port that the agent would open.
@@ -17,12 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from agent.http.access import POSTS_PER_MINUTE, Bucket
-from agent.http.answers import Format, Rendered, form_of, respond
-from agent.http.models import TOKEN, YAML, problems
+from agent.http.answers import respond
+from agent.http.models import TOKEN, problems
 from agent.http.problem import ProblemError
-from agent.http.state import State
 from agent.http.worker import Worker
-from agent.jobs.ranks import Standing
 from contracts import plain
 from planner.why import Verdict
 
@@ -45,7 +43,6 @@ class Sources(BaseModel):
     logs: list[_Text] = Field(default=[], max_length=16)
     ras: list[_Text] = Field(default=[], max_length=2)
     diagnostics: list[_Text] = Field(default=[], max_length=16)
-    inspector: _Text = ""
     manifest: _Text = ""
     states: list[dict[str, Any]] = Field(default=[], max_length=MOST_RANKS)
     traces: dict[_Rank, dict[str, Any]] = Field(default={}, max_length=MOST_RANKS)
@@ -69,10 +66,9 @@ def judged(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     import json
 
-    from agent.advise import Request as Question
-    from agent.advise import RequestError
-    from agent.cli.inputs import InputError
-    from agent.why import Asked, answer
+    from agent.advice.request import Request as Question
+    from agent.base.inputs import InputError, RequestError
+    from agent.why.diagnosis import Asked, answer
 
     try:
         sources = Sources.model_validate(plain.loads(body, unknown_numbers=True))
@@ -88,9 +84,6 @@ def judged(body: bytes) -> Verdict:
         folder = Path(name)
         files = {kind: _written(folder, kind, getattr(sources, kind)) for kind in ("logs", "ras", "diagnostics")}
         manifest = _written(folder, "manifest", [sources.manifest] if sources.manifest else [])
-        inspector = folder / "inspector"
-        inspector.mkdir()
-        (inspector / "lines.jsonl").write_text(sources.inspector, encoding="utf-8")
         ranks = folder / "run" / "ranks"
         ranks.mkdir(parents=True)
         for number, state in enumerate(sources.states):
@@ -105,7 +98,7 @@ def judged(body: bytes) -> Verdict:
                 logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
                 request=replace(request, hosts=tuple(map(Path, recordings))),
                 run=folder / "run" if sources.states or sources.traces or sources.record else None,
-                layout=sources.layout, inspector=inspector if sources.inspector else None,
+                layout=sources.layout,
                 manifest=Path(manifest[0]) if manifest else None,
             ))  # fmt: skip
         except InputError as error:
@@ -119,21 +112,12 @@ def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tup
     return tuple(map(str, paths))
 
 
-def install(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
-    """Add the endpoints."""
+def install(app: FastAPI, worker: Worker) -> None:
+    """Add the endpoint."""
     posts = Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
     taken = {
         "requestBody": {"required": True, "content": {"application/json": {"schema": Sources.model_json_schema()}}}
     }
-
-    @app.get("/why", tags=["facts"], operation_id="why", response_model=list[Standing],
-             responses={**problems(), **YAML})  # fmt: skip
-    async def why(request: Request, form: Format = None) -> Response:
-        """Runs that this agent watches, newest first: stuck, slow, failed or fine, who is behind, and why."""
-        view = state.view
-        if view is None:
-            raise ProblemError(503, state.error or "the first scan is not done yet", headers={"Retry-After": "2"})
-        return await rendered.of(request, view, ("/why",), lambda: view.runs, form_of(request, form), worker)
 
     @app.post("/why", tags=["facts"], operation_id="why_judge", max_body_size=MOST_POSTED_BYTES, dependencies=TOKEN,
               openapi_extra=taken, response_model=Verdict, responses=problems(413))  # fmt: skip

@@ -25,10 +25,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.cluster.nodes import DAY_SECONDS, NodeRecord
-from agent.history import Event
+from agent.checks.view import View
+from agent.cluster.nodes import NodeRecord
 from agent.http.problem import ProblemError
-from agent.view import View
 from collectives.bench import processes
 
 if TYPE_CHECKING:
@@ -108,10 +107,6 @@ def received(pipe: Connection) -> Answer | Refusal:
     return Refusal(**header) if "detail" in header else Answer(body=body, **header)
 
 
-def _of_a_day(view: View) -> tuple[Event, ...]:
-    return tuple(event for event in view.events if event.at_seconds > view.made_at_seconds - DAY_SECONDS)
-
-
 class _Process:
     """The worker process, and what it has been told. Belongs to one thread, and dies with it."""
 
@@ -149,7 +144,7 @@ class _Process:
     def _tell(self, job: _Job) -> None:
         """Hand over what has changed since the last question."""
         if job.view is not None and job.view is not self._view:
-            self._pipe.send(("view", replace(job.view, flights=(), benches=(), events=_of_a_day(job.view), runs=())))
+            self._pipe.send(("view", replace(job.view, flights=(), benches=())))
             self._view = job.view
         if job.records is not None and job.records is not self._records:
             before, now = self._records, job.records

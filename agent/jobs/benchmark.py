@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent import units
-from agent.advise import Request, RequestError
-from agent.cli.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
-from agent.cli.output import Progress
-from agent.gate import bars
-from agent.hub import shape_of
+from agent.advice.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
+from agent.advice.request import Request
+from agent.base import units
+from agent.base.inputs import RequestError
+from agent.base.output import Progress
+from agent.checks import bars
+from agent.jobs.hub import shape_of
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, step_plan, sweep
 from collectives.bench.run import visible_backend
@@ -89,7 +90,7 @@ def preflight_spec(
 
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     """The benchmark that the command line asks for, on this host."""
-    from agent.cli.hosts import snapshots
+    from agent.base.hosts import snapshots
 
     found = snapshots(())
     ranks = options["ranks"] or default_ranks(found)
@@ -162,8 +163,9 @@ def calibration(
         hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
         tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
+        budget_seconds=budget_seconds,
     )  # fmt: skip
-    return parse_calibration(calibrate(request, timeout_seconds=budget_seconds, stop=stop))
+    return parse_calibration(calibrate(request, stop=stop))
 
 
 def has_gpu(found: Sequence[Snapshot]) -> bool:

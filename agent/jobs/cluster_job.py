@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.advise import RequestError
-from agent.cli import job_settings
+from agent.advice import job_settings
+from agent.base.inputs import RequestError
+from agent.checks.codes import ALL_CODES
+from agent.checks.verdict import GateError, select
 from agent.cluster import dra
 from agent.cluster.client import ApiError, Client, path_of
-from agent.gate.codes import ALL_CODES
-from agent.gate.verdict import GateError, select
 from agent.jobs.launch import LaunchError, job_plan, storage_rate, to_save
 from contracts.job_plan import JobPlan, dumps
 from planner.advice import Reason, Recommendation, Setting

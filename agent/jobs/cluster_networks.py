@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent.advise import Request, answer
+from agent.advice.advise import answer
+from agent.advice.request import Request
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, first_pods
 from agent.jobs.networks import Bar, bar_of

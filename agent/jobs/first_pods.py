@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agent.cli.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
+from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
+from agent.base.units import count
 from agent.cluster.client import ApiError, Client, path_of
 from agent.jobs.cluster_job import job_state
-from agent.units import count
 from planner.kubernetes.manifests import POD_LABELS
 
 Json = dict[str, Any]

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent import units
-from agent.advise import RequestError
-from agent.cli.job_settings import EMBEDDED_MODEL, left_open, settings, untrainable
-from agent.documents import document, write_atomic
+from agent.advice.job_settings import EMBEDDED_MODEL, left_open, settings, untrainable
+from agent.base import units
+from agent.base.documents import document, write_atomic
+from agent.base.inputs import RequestError
 from agent.jobs.transport import transport
 from collectives.bench import lock, processes
 from contracts import codec, run_record

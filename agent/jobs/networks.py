@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from agent import units
-from agent.advise import Request, model_of, of_cluster, with_fsdp
-from agent.cli.job_settings import EMBEDDED_MODEL
-from agent.documents import write_atomic
+from agent.advice.advise import of_cluster, with_fsdp
+from agent.advice.job_settings import EMBEDDED_MODEL
+from agent.advice.request import Request, model_of
+from agent.base import units
+from agent.base.documents import write_atomic
 from agent.jobs.launch import job_plan
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts
 from collectives.bench import lock, watch
@@ -28,10 +29,11 @@ from collectives.bench.plan import write as write_plan
 from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble, plan_of
 from contracts import run_record
+from contracts.interval import Interval
 from contracts.job_plan import dumps
 from contracts.layout import Layout
 from contracts.run_record import RunRecord
-from planner.advice import Interval, Recommendation
+from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advise import Request
-from agent.cli.inputs import InputError
-from agent.documents import document
+from agent.advice.request import Request
+from agent.base.documents import document
+from agent.base.inputs import InputError
 from agent.jobs import script_rank
 from agent.jobs.benchmark import default_ranks
 from agent.jobs.launch import Launched, grace, run, storage_rate

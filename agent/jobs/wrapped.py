@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent import units
-from agent.advise import Request, RequestError, advise
-from agent.cli.inputs import InputError
-from agent.cli.job_settings import planned_for
-from agent.gate.codes import ALL_CODES
-from agent.gate.lint import lint_text
-from agent.gate.verdict import GateError, select
-from agent.hub import shape_of
+from agent.advice.advise import advise
+from agent.advice.job_settings import planned_for
+from agent.advice.request import Request
+from agent.base import units
+from agent.base.inputs import InputError, RequestError
+from agent.checks.codes import ALL_CODES
+from agent.checks.lint import lint_text
+from agent.checks.verdict import GateError, select
 from agent.jobs.cluster_job import POD_ROLES, in_pods
+from agent.jobs.hub import shape_of
 from contracts.job_config import ConfigError, JobConfig, parse_config
 from contracts.yaml_edit import EditError, documents
 from contracts.yaml_text import YamlTextError

@@ -66,6 +66,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "severity": ("info, unknown, warn or fail", "4"),
     "size_bytes": ("size as nccl-tests counts it, the largest", "4"),
     "status": ("of the gate, a check or a run", "8"),
+    "subject": ("GPU, port, interface or link of a warning or failure", "D"),
     "transport": ("transport of a channel line", "16"),
     "version": ("version of the agent", ""),
 }
@@ -117,7 +118,8 @@ OWN: tuple[Family, ...] = (
     _agent("probe_success", "1 where the probe answered or found nothing to look at, 0 where it failed.", "probe"),
     _agent("probe_absent", "1 where the host has nothing for this probe to look at.", "probe"),
     _agent("probe_duration_seconds", "Duration of the probe's last run.", "probe"),
-    _agent("findings", "Checks of the last scan that did not pass.", "code", "severity"),
+    _agent("findings", "Checks of the last scan that did not pass, by what they are about.", "code", "severity",
+           "subject"),
     _agent("finding_since_seconds", "Unix time since which a finding of that code is there.", "code", "severity"),
     _agent("change_timestamp_seconds", "Unix time of the last driver, firmware, kernel or hardware change.", "kind"),
     _agent("checks", "Checks of the last scan by their outcome.", "status"),
@@ -162,9 +164,6 @@ OWN: tuple[Family, ...] = (
     _agent("transport_channels", "Channel lines of the last log by transport.", "transport"),
     _agent("transport_info", "Transports proven by the last log.", "inter_node", "intra_node", "gdrdma", kind="info"),
     _agent("log_problems", "Problems the last log shows.", "code", "severity"),
-    # --- runs that the agent watches
-    _agent("run_verdicts", "Watched runs by how they stand: fine, slow, stuck, failed.", "status"),
-    _agent("run_stalled", "1 where a watched run is stuck or has failed."),
     # --- the last flight
     _agent("flights", "Flights the agent remembers, by how they ended.", "status"),
     _agent("flight_success", "1 where the last flight ended complete."),

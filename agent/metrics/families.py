@@ -15,9 +15,11 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from agent.gate.judged import is_judged_result, least_of
-from agent.gate.measured import gdrdma_possible
-from agent.history import PARTS
+from agent.base.version import VERSION
+from agent.checks.history import PARTS
+from agent.checks.judged import is_judged_result, least_of
+from agent.checks.measured import gdrdma_possible
+from agent.checks.view import View
 from agent.metrics.catalogue import (
     CATALOGUE,
     KEPT_COLLECTIVES,
@@ -28,8 +30,6 @@ from agent.metrics.catalogue import (
     PROBES,
     Family,
 )
-from agent.version import VERSION
-from agent.view import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Communication, RunRecord
@@ -41,6 +41,8 @@ from topology.graph import NodeTopology, Pair
 
 __all__ = ["CATALOGUE", "OWN", "PROBES", "Rendered", "exposition", "families"]
 
+
+MOST_SUBJECT = 96  # characters of a label; the longest subject of the project's own machines has 41
 
 Values = list[tuple[tuple[str, ...], float]]
 More = Iterable[tuple[str, Values]]  # families that are not of a view, by name
@@ -143,10 +145,6 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
         yield from _bench_values(view.bench)
         if view.bench.evidence is not None:
             yield from _evidence_values(view.bench.evidence)
-    if view.runs:
-        states = Counter(one.verdict.state for one in view.runs)
-        yield "run_verdicts", [((state,), float(count)) for state, count in sorted(states.items())]
-        yield "run_stalled", [((), float(bool(states["stuck"] + states["failed"])))]
     if view.flights:
         yield from _run_values(view)
 
@@ -158,7 +156,11 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "probe_success", _per_probe(view, lambda o: 0.0 if isinstance(o, Failed) else 1.0, min)
     yield "probe_absent", _per_probe(view, lambda o: 0.0 if isinstance(o, (Ok, Failed)) else 1.0, min)
     yield "probe_duration_seconds", _per_probe(view, lambda o: float(getattr(o, "seconds", 0.0)), max)
-    missed = Counter((check.id, check.status) for check in view.checks if check.status != "pass")
+    bad = ("warn", "fail")  # only these name what they are about: an alert follows them
+    missed = Counter(
+        (check.id, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
+        for check in view.checks if check.status != "pass"
+    )  # fmt: skip
     yield "findings", [(key, float(count)) for key, count in missed.items()]
     outcomes = Counter(str(check.status) for check in view.checks)
     began: dict[tuple[str, ...], float] = {}

@@ -1,1 +1,1 @@
-"""HTML and Markdown for people."""
+"""HTML for people."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from planner.advice import Interval, Part
+from contracts.interval import Interval
+from planner.advice import Part
 
 SHADES = 10  # classes p0 to p9 of the style sheet
 

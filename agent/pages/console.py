@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlencode
 
-from agent import units
-from agent.cluster import acknowledged
+from agent.base import units
+from agent.checks.history import OF_FINDINGS, clock
+from agent.checks.verdict import Check, Verdict, judge
+from agent.checks.view import Group, grouped
 from agent.cluster.nodes import DAY_SECONDS, Fleet, NodeRecord, seconds_of
 from agent.cluster.places import Places
-from agent.gate.verdict import Check, Verdict, judge
-from agent.history import OF_FINDINGS, clock
 from agent.pages.nodes import ORDER, checks_of_records, first_of, gpu_text
-from agent.view import Group, grouped
 from topology import diff
 
 ROWS = 100  # of one page of the table
@@ -65,12 +64,11 @@ class Line:
     age: str
     since_seconds: float  # of the oldest finding that it has; 0 where none is known
     since: str
-    acknowledged: tuple[str, ...]
 
     def text(self) -> str:
         """What a search looks in."""
         found = self.worst.message if self.worst else ""
-        about = (self.name, self.gpus, self.kind, self.version, self.place, *self.codes, found, *self.acknowledged)
+        about = (self.name, self.gpus, self.kind, self.version, self.place, *self.codes, found)
         return " ".join(about).lower()
 
 
@@ -80,7 +78,6 @@ class Fault:
 
     group: Group
     since: str  # of the oldest
-    acknowledged: int  # of its nodes' findings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +160,7 @@ def _faults(records: Iterable[NodeRecord], checks: Iterable[Check]) -> tuple[Fau
     for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
         times = [since.get((check.node, check.id, check.subject), 0.0) for check in group.checks]
         first = min(filter(None, times), default=0.0)
-        known = sum(any(line.startswith(acknowledged.SAID) for line in check.evidence) for check in group.checks)
-        made.append(Fault(group=group, since=clock(first) if first else "", acknowledged=known))
+        made.append(Fault(group=group, since=clock(first) if first else ""))
     return tuple(made)
 
 
@@ -190,13 +186,11 @@ def _line(record: NodeRecord, checks: Sequence[Check], kind: str, place: str, ag
     heard = record.scanned_at_seconds > 0
     driver = ((record.machine or {}).get("gpu") or {}).get("driverVersion")
     version = f"driver {driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else "")
-    words = acknowledged.words(record.acknowledged, now)
     return Line(
         name=record.name, word="unknown" if record.silent(now) else record.verdict, worst=worst, more=more,
         codes=tuple(codes), gpus=gpu_text(record), rdma=record.rdma or "unknown", kind=kind, version=version,
         place=place, age_seconds=record.age_seconds(now), age=units.ago(record.age_seconds(now)) if heard else "never",
         since_seconds=since, since=clock(since) if since else "",
-        acknowledged=tuple(text for told in words.values() for text in told),
     )  # fmt: skip
 
 
@@ -218,9 +212,8 @@ def _matches(line: Line, asked: Asked) -> bool:
         not wanted or wanted == mine
         for wanted, mine in ((asked.kind, line.kind), (asked.version, line.version), (asked.place, line.place))
     )
-    word = not asked.verdict or asked.verdict == line.word or (asked.verdict == "acknowledged" and line.acknowledged)
     return bool(
-        exact and word and (not asked.fault or asked.fault in line.codes)
+        exact and asked.verdict in ("", line.word) and (not asked.fault or asked.fault in line.codes)
         and all(each in line.text() for each in asked.search.lower().split())
     )  # fmt: skip
 

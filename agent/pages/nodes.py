@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
-from agent import units
-from agent.cluster.gate import CLUSTER_CODES, checks_of
+from agent.base import units
+from agent.base.units import expected_rate
+from agent.checks.codes import CLUSTER_CODES
+from agent.checks.coverage import no_gpu_read, no_hca_read
+from agent.checks.explain import mend
+from agent.checks.verdict import Check
+from agent.checks.view import Group, View, grouped, only
+from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
-from agent.gate.coverage import no_gpu_read, no_hca_read
-from agent.gate.explain import mend
-from agent.gate.verdict import Check
-from agent.units import expected_rate
-from agent.view import Group, View, grouped, only
 from collectives.bench.results import BenchResult
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts

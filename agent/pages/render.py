@@ -1,4 +1,4 @@
-"""HTML and Markdown: one set of sections serves the agent's pages and the report.
+"""HTML: one set of sections serves the agent's pages and the report.
 
 Everything is in the document itself: style, drawings, and on the agent's pages a small script for comfort. The report
 has no script at all. `policy` is the Content Security Policy that holds them to it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -19,23 +18,21 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from agent import history, units
-from agent.advise import EXPORTS
-from agent.cluster import acknowledged
+from agent.advice.advise import EXPORTS
+from agent.base import bench_history, units
+from agent.base.tables import GLYPHS
+from agent.checks import history
+from agent.checks.explain import UnknownCodeError, section
+from agent.checks.judged import expected_words
+from agent.checks.verdict import Check, judge
+from agent.checks.view import Group, View, grouped, passed_ids, reasons, unknown_ids
 from agent.cluster.places import Places
-from agent.gate.explain import UnknownCodeError, section
-from agent.gate.judged import expected_words
-from agent.gate.verdict import Check, judge, unjudged, worst_first
-from agent.jobs import bench_history
-from agent.pages import charts, console
+from agent.pages import benches, charts, console
 from agent.pages import nodes as page_nodes
-from agent.pages.runs import by_network, shown, side_by_side
+from agent.pages.runs import by_network, division, shown, side_by_side
 from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
-from agent.terminal.tables import GLYPHS
-from agent.view import Group, View, grouped, passed_ids, reasons, unknown_ids
 from collectives.bench.results import BenchResult
-from contracts.plain import printable
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
@@ -49,7 +46,7 @@ from topology.graph import NodeTopology, level, nvlinks
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord
-    from agent.gate.report import Report
+    from agent.jobs.report import Report
 
 _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 
@@ -105,10 +102,10 @@ _SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
 
 
 @cache
-def _environment(*, html: bool) -> Environment:
+def _environment() -> Environment:
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES),
-        autoescape=html,  # noqa: S701 - Markdown has no HTML escaping; `cell` escapes its cells
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -117,7 +114,7 @@ def _environment(*, html: bool) -> Environment:
         expected=expected_words, expected_rate=units.expected_rate,
         size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
         interval=units.interval, kind=_kind, when=when,
-        glyph=GLYPHS.__getitem__, shell=shlex.quote, outcome=_outcome, cell=_cell, explained=explained, tilde=_round,
+        glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
         headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
         sum_of=lambda counts: sum(counts.values()) or 1, shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
@@ -125,7 +122,6 @@ def _environment(*, html: bool) -> Environment:
         picture=picture,
         grouped=grouped,
         reasons=reasons,
-        unjudged=unjudged,
         passed_ids=passed_ids,
         unknown_ids=unknown_ids,
         columns=columns,
@@ -137,6 +133,7 @@ def _environment(*, html: bool) -> Environment:
         summary=summary,
         as_it_is=as_it_is,
         shown=shown,
+        division=division,
         side_by_side=side_by_side,
         by_network=by_network,
         history_of=_history,
@@ -147,24 +144,20 @@ def _environment(*, html: bool) -> Environment:
 
 
 def node_page(
-    view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None, fleet: int = 1,
+    view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None, fleet: int = 1,
     others: bool = False,
 ) -> str:  # fmt: skip
-    """The page of one node; `fleet` is how many are served in all, `digest` what the stream compares.
+    """The page of one node; `fleet` is how many are served in all.
 
     `trouble` is why the newest scan failed, where this view is an older one; `others` says that a page of the whole
     cluster has something to show.
     """
-    return _page(
-        "node", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, fleet=fleet, others=others
-    )
+    return _page("node", view, advice=advice, why_not=why_not, trouble=trouble, fleet=fleet, others=others)
 
 
-def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, digest: str, trouble: str | None) -> str:
+def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None) -> str:
     """The page of several nodes: which is sick, and with what."""
-    return _page(
-        "cluster", view, advice=advice, why_not=why_not, digest=digest, trouble=trouble, rows=page_nodes.rows(view)
-    )
+    return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=page_nodes.rows(view))
 
 
 def fleet_page(
@@ -173,7 +166,7 @@ def fleet_page(
 ) -> str:  # fmt: skip
     """The page of every node that publishes, from the records alone; `more` says how to see more nodes."""
     now = time.time()
-    template = _environment(html=True).get_template("fleet.html.j2")
+    template = _environment().get_template("fleet.html.j2")
     return template.render(
         c=console.console(fleet, places or Places(), asked or console.Asked(), now), groups=console.GROUPS,
         sorts=console.SORTS, source=source, most_odd=console.MOST_ODD,
@@ -191,10 +184,9 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
         snapshots=(snapshot,), topologies=topologies, cluster=join(topologies), checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
     )  # fmt: skip
-    words = acknowledged.words(record.acknowledged, now)
-    template = _environment(html=True).get_template("published.html.j2")
+    template = _environment().get_template("published.html.j2")
     return template.render(
-        view=view, record=record, source=source, acknowledged=[text for told in words.values() for text in told],
+        view=view, record=record, source=source,
         silent=record.silent(now), age=units.ago(record.age_seconds(now)), style=_file("style.css"),
         script=_file("page.js"),
     )  # fmt: skip
@@ -220,21 +212,15 @@ def endpoints_page(document: Mapping[str, Any]) -> str:
         for path, methods in document["paths"].items()
         for method, about in methods.items()
     ]
-    template = _environment(html=True).get_template("endpoints.html.j2")
+    template = _environment().get_template("endpoints.html.j2")
     return template.render(endpoints=endpoints, style=_file("style.css"), script=_file("page.js"))
 
 
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
-    template = _environment(html=True).get_template("report.html.j2")
+    template = _environment().get_template("report.html.j2")
     rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds)
     return template.render(report=report, rows=rows, style=_file("style.css"), style_hash=_hash("style.css"))
-
-
-def report_markdown(report: Report) -> str:
-    """The report's summary, for a CI job's page."""
-    template = _environment(html=False).get_template("report.md.j2")
-    return printable(template.render(report=report, checks=worst_first(report.checks)))
 
 
 def policy() -> str:
@@ -259,7 +245,7 @@ def when(seconds: float) -> str:
 
 
 def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
-    template = _environment(html=True).get_template(f"{name}.html.j2")
+    template = _environment().get_template(f"{name}.html.j2")
     return template.render(
         view=view, style=_file("style.css"), script=_file("page.js"), models=models.known_names(),
         machines=machines.names(), asked={**dict.fromkeys(_FIELDS, ""), **(asked or {})}, **more,
@@ -293,7 +279,7 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
 
 
 def _history(lines: Sequence[bench_history.Line]) -> Markup:
-    return bench_history.figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
+    return benches.figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
 
 
 def _kind(label: str) -> str:
@@ -312,11 +298,6 @@ def _outcome(outcome: Ok[object] | Absent | Failed) -> str:
     if isinstance(outcome, Failed):
         return f"failed: {outcome.error}"
     return Markup("<br>").join(facts_lines(outcome.facts))
-
-
-def _cell(text: str) -> str:
-    """Text inside a Markdown table cell."""
-    return " ".join(text.split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
 
 
 # A node as the page draws it: topology's drawing, with glyphs where findings are and what a benchmark measured.

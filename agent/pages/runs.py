@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from agent import units
-from agent.jobs.run import division
+from agent.base import units
 from agent.pages import charts
-from contracts.job_plan import Bounds
+from contracts.interval import Interval
 from contracts.run_record import RunRecord
-from planner.advice import Interval
 
 _GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/finetune.md)
 
@@ -32,20 +30,28 @@ def shown(records: Iterable[RunRecord]) -> tuple[Shown, ...]:
     return tuple(_one(record) for record in records)
 
 
+def division(record: RunRecord) -> str:
+    """What the step waits for longest, and seconds of each part; empty where nothing was profiled."""
+    by_part = ", ".join(
+        f"{part.words} {units.seconds(record.seconds_of(part))}"
+        + (f" (forecast {units.seconds(part.forecast_seconds)})" if part.forecast_seconds is not None else "")
+        for part in record.parts
+    )
+    overlap = "these parts overlap" if record.parts_overlap else ""
+    return "; ".join(text for text in (record.worst, by_part, overlap) if text)
+
+
 def _one(record: RunRecord) -> Shown:
     lines = []
     for line in record.comparison:
-        name, forecast = line.quantity, _interval(line.forecast)
-        unit = "s" if name.endswith("_seconds") else "B" if name.endswith("_bytes") else "/s"
-        figure = charts.interval(forecast, line.measured)
-        if name == "step_seconds" and record.parts:
+        if line.forecast is None or line.measured is None:
+            continue
+        figure = charts.interval(line.forecast, line.measured)
+        if line.quantity == "step_seconds" and record.parts:
             figure += Markup('<div class="soft">{}</div>').format(division(record))
-        lines.append((name.rsplit("_", 1)[0].replace("_", " "), unit, forecast, line.measured, figure))
+        name = line.quantity.rsplit("_", 1)[0].replace("_", " ")
+        lines.append((name, line.unit, line.forecast, line.measured, figure))
     return Shown(record=record, transport=_transport(record), lines=tuple(lines))
-
-
-def _interval(value: Bounds) -> Interval:
-    return Interval(low=value.low, mid=value.mid, high=value.high)
 
 
 def _transport(record: RunRecord) -> str:

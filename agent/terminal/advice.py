@@ -7,8 +7,8 @@ import shlex
 from rich.console import Console
 from rich.markup import escape
 
-from agent import units
-from agent.terminal.tables import indented, pairs, point, table
+from agent.base import units
+from agent.base.tables import indented, pairs, point, table
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from agent import units
-from agent.gate.verdict import ORDER, Check, Verdict
+from agent.base import units
+from agent.base.tables import COLOURS, GLYPHS, point
+from agent.checks.verdict import ORDER, Check, Verdict
+from agent.checks.view import Group, grouped, unknown_ids
 from agent.terminal.findings import finding
-from agent.terminal.tables import COLOURS, GLYPHS, point
 from agent.terminal.topology import links
-from agent.view import Group, grouped, unknown_ids
 from probes.api import Absent, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts

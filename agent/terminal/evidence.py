@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from agent import units
-from agent.terminal.tables import COLOURS, GLYPHS, indented, pairs
+from agent.base import units
+from agent.base.tables import COLOURS, GLYPHS, indented, pairs
 from collectives.nccl_log.transport import Evidence, ProofLine
 
 ORDER = ("fail", "warn", "unknown", "info", "pass")
@@ -30,7 +30,9 @@ def _opening(out: Console, found: Evidence) -> None:
     if worst is not None:
         colour, mark = COLOURS[worst.severity], GLYPHS[worst.severity]
         more = f" and {units.count(len(found.problems) - 1, 'more problem')}" if len(found.problems) > 1 else ""
-        out.print(f"[{colour}]{mark}[/{colour}] {escape(worst.code + more)}. [bold]→ {escape(worst.action)}[/bold]")
+        place = f" on {worst.place}" if worst.place else ""
+        words = escape(worst.code + place + more)
+        out.print(f"[{colour}]{mark}[/{colour}] {words}. [bold]→ {escape(worst.action)}[/bold]")
     elif found.send.total or found.receive.total or found.transports:
         joined = f"{found.inter_node_transport or 'no channel'} between nodes, GPUDirect RDMA {found.gdrdma}"
         out.print(f"[green]✓[/green] no problem in the log: {escape(joined)}. [bold]→ Nothing to do.[/bold]")
@@ -77,7 +79,8 @@ def evidence(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     for problem in found.problems:
         colour, times = COLOURS.get(problem.severity, "yellow"), f" (x {problem.count})" if problem.count > 1 else ""
         mark = GLYPHS.get(problem.severity, problem.severity)
-        out.print(f"[{colour}]{escape(mark)}[/{colour}] [bold]{escape(problem.code)}[/bold]{times}")
+        place = f" on {escape(problem.place)}" if problem.place else ""
+        out.print(f"[{colour}]{escape(mark)}[/{colour}] [bold]{escape(problem.code)}[/bold]{place}{times}")
         indented(out, escape(problem.message))
         for line in problem.lines[:2]:
             indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim]")

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from agent import units
-from agent.gate.verdict import Check
+from agent.base import units
+from agent.base.tables import pairs, table
+from agent.checks.verdict import Check
+from agent.checks.view import View
 from agent.terminal import brief
 from agent.terminal.findings import findings
-from agent.terminal.tables import pairs, table
-from agent.view import View
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from agent import units
-from agent.gate.judged import bar_words, expected_words
-from agent.jobs.run import Comparison
+from agent.base import units
+from agent.checks.judged import bar_words, expected_words
 from collectives.bench.results import BenchResult, RdmaResult
-from contracts.run_record import RunRecord
+from contracts.run_record import RunRecord, compare
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
-from agent.terminal.tables import SHOWN, some, table
+    from agent.jobs.report import Report
+from agent.base.tables import SHOWN, grid, some, table
 
 
 def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
@@ -25,7 +22,7 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     expected = any(m.expected_busbw_bytes_per_second for m in result.measurements)
     rows = table("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
     for column in rows.columns:
-        column.no_wrap = True
+        column.no_wrap = column.header != "expected"  # the longest, of several values
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     for m in result.measurements:
         if m is not largest[m.op] and m.verified and not verbose:
@@ -38,12 +35,9 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
         rows.add_row(*cells, "yes" if m.verified else "NO")
     where = f"{result.world_size} {result.backend} ranks on {some(sorted(set(result.hosts))) or 'this host'}"
     wrong = sum(not m.verified for m in result.measurements)
-    mark = "[bold red]✗ FAIL[/bold red]" if wrong or result.problems else "[green]✓[/green]"
-    verified = f"{wrong} of {len(result.measurements)} results not verified" if wrong else "every result verified"
     shown = len(rows.rows)
     more = f"; {len(result.measurements) - shown} smaller sizes: -v" if shown < len(result.measurements) else ""
-    todo = "" if wrong or result.problems else " → keep it as the bar: --save FILE, then --baseline FILE"
-    out.print(f"{mark} [bold]Measured[/bold]: {verified}{todo}")
+    out.print(_verdict(result, wrong))
     out.print(escape(f"{where}{more}"))
     out.print(rows)
     if result.step is not None and verbose:
@@ -72,9 +66,25 @@ def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
         )
 
 
+def _verdict(result: BenchResult, wrong: int) -> str:
+    """The first line: what the measurement is worth, and what to do with it."""
+    many = units.count(len(result.measurements), "result")
+    if wrong:
+        return f"[bold red]✗ FAIL[/bold red] [bold]Measured[/bold]: {wrong} of {many} not verified"
+    if result.stopped_by:
+        ended = f"stopped by {result.stopped_by} before the end; {many} verified until then → measure again"
+        return f"[magenta]? unknown[/magenta] [bold]Measured[/bold]: {ended}"
+    if result.problems:
+        return f"[bold red]✗ FAIL[/bold red] [bold]Measured[/bold]: the run ended early; {many} verified until then"
+    todo = "→ keep it as the bar: --save FILE, then --baseline FILE"
+    return f"[green]✓[/green] [bold]Measured[/bold]: every result verified {todo}"
+
+
 def rdma(out: Console, result: RdmaResult) -> None:
     """Measured RDMA writes, one row per port."""
     rows = table("port", "rate", "MTU", "written", "expected")
+    for column in rows.columns[:-1]:
+        column.no_wrap = True
     for write in result.writes:
         bar = next((bar for bar in write.bars if bar.low is not None), None)
         rows.add_row(
@@ -87,17 +97,19 @@ def rdma(out: Console, result: RdmaResult) -> None:
         out.print(f"[red]! {escape(problem)}[/red]")
 
 
-def comparison(out: Console, lines: Iterable[Comparison]) -> None:
-    """Forecast against flight, a line each."""
+def comparison(out: Console, record: RunRecord) -> None:
+    """Print the forecast and the measurement of step time and memory, and the parts of the step."""
+    from agent.pages.runs import division
+
     out.print("\n[bold]Forecast against flight[/bold]")
-    for line in lines:
+    for line in compare(record):
         show = units.seconds if line.unit == "s" else units.size
         out.print(
-            f"{line.what}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: "
-            f"{line.words}"
+            f"{line.title}: forecast {units.interval(line.forecast, line.unit)}, measured {show(line.measured)}: "
+            f"{line.verdict}"
         )
-        if line.detail:
-            out.print(f"  {escape(line.detail)}")
+        if line.quantity == "step_seconds" and (parts := division(record)):
+            out.print(f"  {escape(parts)}")
 
 
 def run(out: Console, record: RunRecord) -> None:
@@ -120,7 +132,7 @@ def by_network(out: Console, whole: Report) -> None:
 
     for bars in runs.by_network(runs.shown(whole.flights)):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
-        rows = Table.grid(padding=(0, 2))
+        rows = grid(2, 3)
         for label, bar, shown in charts.blocks(bars.runs, 20):
             rows.add_row(escape(label), bar, shown)
         out.print(rows)

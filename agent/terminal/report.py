@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from agent.gate.report import Report
+    from agent.cluster.nodes import NodeRecord
+    from agent.jobs.report import Report
 from agent.terminal import brief
 from agent.terminal.advice import recommendation
 from agent.terminal.findings import findings, verdict
@@ -23,7 +24,7 @@ def report(out: Console, whole: Report, *, verbose: bool = False, everything: bo
     brief.opening(out, whole.verdict, whole.checks, at=one, seconds=whole.seconds)
     if not verbose:
         hosts_in_brief(out, whole.snapshots, whole.topologies, whole.checks)
-        brief.nodes(out, [(r.name, f"{r.gpus} x {r.product}; RDMA {r.rdma or 'unknown'}") for r in whole.nodes],
+        brief.nodes(out, [(r.name, _kind(r)) for r in whole.nodes],
                     whole.checks)  # fmt: skip
     if verbose:
         for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
@@ -35,7 +36,7 @@ def report(out: Console, whole: Report, *, verbose: bool = False, everything: bo
         recommendation(out, whole.recommendation, brief=not verbose)
     if whole.flight is not None:
         run(out, whole.flight)
-        comparison(out, whole.comparisons)
+        comparison(out, whole.flight)
     by_network(out, whole)
     if verbose:
         out.print("\n[bold]Findings[/bold]")
@@ -46,3 +47,13 @@ def report(out: Console, whole: Report, *, verbose: bool = False, everything: bo
         out.print(f"· {escape(note)}")
     if verbose:
         verdict(out, whole.verdict, whole.seconds)
+
+
+def _kind(node: NodeRecord) -> str:
+    """What a node has, by its record: "8 x NVIDIA H100; RDMA 8/8 active"."""
+    gpus = (
+        "no GPU"
+        if node.gpus == 0
+        else f"{'unknown number of' if node.gpus is None else node.gpus} x " + (node.product or "unknown GPU")
+    )
+    return f"{gpus}; RDMA {node.rdma or 'unknown'}"

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from agent import units
-from agent.terminal.tables import COLOURS, GLYPHS, pairs, point, some, table
-from agent.units import expected_rate
+from agent.base import units
+from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
+from agent.base.units import expected_rate
 from probes.api import Finding
 from topology.formats.matrix import columns
 from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks

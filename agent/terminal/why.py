@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from agent.terminal.tables import indented
+from agent.base.tables import indented
 from planner.why import Verdict
 
 _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
@@ -35,9 +35,6 @@ def verdict(out: Console, found: Verdict) -> None:
         out.print(f"sources differ: {escape(line)}")
     for line in found.change:
         out.print(f"change: {escape(line)}")
-    if found.patch is not None:
-        for line in found.patch.left:
-            out.print(f"not in the patch: {escape(line)}")
     if found.forecast:
         out.print(escape(found.forecast))
     for one in found.unknown:

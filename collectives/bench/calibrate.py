@@ -21,7 +21,9 @@ from typing import Any
 from collectives.bench import lock, processes
 
 _REPEAT_SECONDS = 1.5  # per shape: enough for the median of several, short enough for a minute in all
+_SHAPES = 4  # that are timed: two GEMMs, a layer forward, and the layer whole
 _MOST_REPEATS = 200
+STARTUP_SECONDS = 60.0  # beside the budget, to import torch in every copy: 5 s on a quiet host, 20 to 30 on a busy one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class CalibrationRequest:
     copies: int = 1  # ranks on this host
     threads: int | None = None  # CPU threads per rank; None: the host's cores over the copies
     method: str = "full"
+    budget_seconds: float = 90.0  # of measuring; a short one has fewer repeats
 
 
 class CalibrationFailedError(RuntimeError):
@@ -51,9 +54,10 @@ class StoppedError(CalibrationFailedError):
 
 
 def calibrate(
-    request: CalibrationRequest, *, timeout_seconds: float = 120.0, stop: threading.Event | None = None
-) -> dict[str, Any]:
+    request: CalibrationRequest, *, stop: threading.Event | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Run the copies side by side and return the slowest one's answer."""
+    timeout_seconds = STARTUP_SECONDS + request.budget_seconds
     until = time.monotonic() + timeout_seconds
     answers: list[dict[str, Any]] = []
     trees: list[processes.Tree] = []
@@ -74,7 +78,8 @@ def calibrate(
                     last = next(
                         (line for line in reversed(lines) if line.strip()), f"exit code {tree.process.returncode}"
                     )
-                    why = f"no answer for {timeout_seconds:g} s" if ended else last
+                    late = f"not done {timeout_seconds:g} s after its start: the shapes need a larger budget"
+                    why = late if ended else last
                     raise CalibrationFailedError(f"calibration on {request.device}: {why}")
                 answers.append(json.loads((folder / f"{index}.json").read_text()))
         finally:
@@ -88,11 +93,11 @@ def slowest(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
 
 
-def _median_seconds(run: Callable[[], None], wait: Callable[[], None]) -> float:
+def _median_seconds(run: Callable[[], None], wait: Callable[[], None], repeat_seconds: float) -> float:
     run()
     wait()
     seconds: list[float] = []
-    end = time.perf_counter() + _REPEAT_SECONDS
+    end = time.perf_counter() + repeat_seconds
     while len(seconds) < 3 or (time.perf_counter() < end and len(seconds) < _MOST_REPEATS):
         start = time.perf_counter()
         run()
@@ -141,13 +146,14 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         torch.set_num_threads(request.threads or max(1, (os.cpu_count() or 1) // request.copies))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[request.precision]
     wait: Callable[[], None] = torch.cuda.synchronize if request.device == "cuda" else lambda: None
+    each = min(_REPEAT_SECONDS, request.budget_seconds / (2 * _SHAPES))  # half for what is not repeated: warming up
     name = torch.cuda.get_device_name() if request.device == "cuda" else "CPU"
 
     def rate(m: int, n: int, k: int) -> float:
         a = torch.randn(m, k, device=request.device, dtype=dtype)
         b = torch.randn(k, n, device=request.device, dtype=dtype)
         out = torch.empty(m, n, device=request.device, dtype=dtype)
-        return 2.0 * m * n * k / _median_seconds(lambda: _drop(torch.mm(a, b, out=out)), wait)
+        return 2.0 * m * n * k / _median_seconds(lambda: _drop(torch.mm(a, b, out=out)), wait, each)
 
     gemm = max(rate(request.tokens, request.ffn, request.hidden), rate(request.tokens, request.hidden, request.ffn))
     layer = _layer(torch, request, dtype)
@@ -162,8 +168,8 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         layer.zero_grad(set_to_none=True)
         x.grad = None
 
-    forward = _median_seconds(lambda: _drop(layer(x)), wait)
-    whole = _median_seconds(both, wait)
+    forward = _median_seconds(lambda: _drop(layer(x)), wait, each)
+    whole = _median_seconds(both, wait, each)
     return {
         "schema_version": 1,
         "device": name,

@@ -19,6 +19,7 @@ from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
+from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problems_of
 from collectives.nccl_log.reader import (
     BLOCK_BYTES,
     LogFileError,
@@ -105,7 +106,8 @@ def selected_network(ledger: Ledger) -> str | None:
     names = ledger.facts.networks or ledger.facts.assigned
     if not names:
         failed = any(ledger.codes[code] for code in _VERBS_FAILURES)
-        return "IB" if ledger.facts.ib_listed or failed else None
+        # Before 2.5 no line names the network: sockets are set up, and listed, only where no RDMA device is found.
+        return "IB" if ledger.facts.ib_listed or failed else "Socket" if ledger.facts.sockets else None
     return max(names, key=lambda name: (name != "Socket", names[name]))
 
 
@@ -123,7 +125,7 @@ def _inter(ledger: Ledger) -> str | None:
     single = evidence_problems.single_node(ledger)
     if single is True or ledger.codes["duplicate_gpu"]:
         return None
-    if single is None and _intra_keys(ledger):
+    if single is None and _intra_keys(ledger) and not evidence_problems.missing_ranks(ledger):
         return None
     network = selected_network(ledger)
     return inter_name(network, provider) if network else "unknown"
@@ -191,6 +193,22 @@ def _direction(ledger: Ledger, direction: str | None) -> ChannelCount:
     return ChannelCount(total=on + off, gdrdma=on)
 
 
+def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
+    """Channels by network device; devices of several hosts are kept apart, for each host numbers its own."""
+    names = ledger.hosts.whole_names()
+    several = len({names[host] for host, *_ in ledger.devices if host in names}) > 1
+    rows: dict[str, ChannelCount] = {}
+    for (host, name, device), (total, on) in sorted(ledger.devices.items()):
+        key = (
+            f"{names.get(host, host).decode('utf-8', 'replace')} {name}/{device}".strip()
+            if several
+            else f"{name}/{device}"
+        )
+        before = rows.get(key, ChannelCount())
+        rows[key] = ChannelCount(total=before.total + total, gdrdma=before.gdrdma + on)
+    return {key: row for key, row in rows.items() if row.total > 0}
+
+
 def _link_layer(ledger: Ledger) -> str | None:
     layers = evidence_problems.layers_in_use(ledger)
     if not layers:
@@ -221,7 +239,7 @@ _BROKEN = frozenset(
     *("nccl_version_mismatch", "bootstrap_mismatch", "rendezvous_timeout", "collective_mismatch", "net_plugin_failed"),
     *("bootstrap_no_interface", "no_interface_in_subnet", "socket_connect_failed", "mnnvl_not_working"),
     *("nvls_bind_failed", "no_transport_found", "cuda_failure", "cuda_memory_not_shared", "fabric_manager_not_ready"),
-    *("driver_mismatch", "network_not_found"),
+    *("driver_mismatch", "network_not_found", "invalid_argument", "gpu_not_there", "rocm_smi_failed", "port_in_use"),
 }  # fmt: skip
 
 _FALLS_BACK = {
@@ -277,11 +295,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         lines_read=ledger.lines,
         torn_lines=ledger.torn_network,
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
-        devices={
-            f"{name}/{device}": ChannelCount(total=row[0], gdrdma=row[1])
-            for (name, device), row in sorted(ledger.devices.items())
-            if row[0] > 0
-        },
+        devices=_devices(ledger),
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
@@ -305,9 +319,10 @@ def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: int
 
 def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     """The verdict over all runs: counts of all, and the problems of each, judged on its own."""
+    others = [problem for kind, file, text in runs.texts for problem in problems_of(kind, bytes(text), file)]
     if len(runs.ledgers) < 2:
         ledger = runs.ledgers[0] if runs.ledgers else Ledger()
-        return replace(judge(ledger, ports=ports), lines_read=runs.lines)
+        return _with_texts(replace(judge(ledger, ports=ports), lines_read=runs.lines), others)
     each = [judge(ledger, ports=ports) for ledger in runs.ledgers]
     rows = tuple(
         RunEvidence(
@@ -319,7 +334,7 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
     whole = Ledger()
     for ledger in runs.ledgers:
         whole.merge(ledger)
-    return replace(
+    verdict = replace(
         judge(whole, ports=ports),
         inter_node_transport=_of_all([one.inter_node_transport for one in each]),
         problems=_joined([one.problems for one in each]),
@@ -328,6 +343,19 @@ def judge_runs(runs: Runs, *, ports: Collection[str] | None = None) -> Evidence:
         runs=rows,
         lines_read=runs.lines,
     )
+    return _with_texts(verdict, others)
+
+
+def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
+    """The verdict with what RAS, ibstat, rdma link or the kernel's log say; they are asked for no channels."""
+    if not others:
+        return verdict
+    problems = [problem for problem in verdict.problems if problem.code != "no_transport_evidence"]
+    faults = [problem for problem in others if problem.code != "other_text"]
+    if not (problems or faults):
+        faults = others
+    order = {"fail": 0, "warn": 1, "info": 2}
+    return replace(verdict, problems=tuple(sorted((*problems, *faults), key=lambda each: order[each.severity])))
 
 
 def _of_all(names: list[str | None]) -> str | None:
@@ -341,7 +369,9 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
     for problem in (problem for problems in each for problem in problems):
         first = found.get(problem.code)
         found[problem.code] = problem if first is None else replace(
-            first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count
+            first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count,
+            hosts=tuple(dict.fromkeys((*first.hosts, *problem.hosts))),
+            ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
     order = {"fail": 0, "warn": 1, "info": 2}
     return tuple(sorted(found.values(), key=lambda problem: order[problem.severity]))
@@ -426,7 +456,13 @@ def _holds_text(file: Path) -> bool:
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
     reader = Reader(runs, file=name)
     rest = b""
-    for chunk in utf8_chunks(Unpacked(file)):
+    kept: bytearray | None = None
+    for number, chunk in enumerate(utf8_chunks(Unpacked(file))):
+        if number == 0 and (kind := kind_of(chunk)):
+            kept = bytearray()
+            runs.texts.append((kind, name, kept))
+        if kept is not None and len(kept) < MAX_TEXT_BYTES:
+            kept += chunk
         block, newline, rest = (rest + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)

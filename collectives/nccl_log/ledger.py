@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -140,6 +140,7 @@ class _Marks:
     def __init__(self) -> None:
         self.files: dict[bytes, bool] = {}  # file named before a line that matched: whether the line is numbered
         self.numbered = False  # lines that matched carry a number and no file
+        self.plain: set[bytes] = set()  # hosts of lines that matched: their names carry no mark
 
 
 class Hosts:
@@ -153,15 +154,19 @@ class Hosts:
         """For a part of the same log: the same marks of a search, and no host yet."""
         return Hosts(self._marks)
 
+    def same_log(self, other: Hosts) -> bool:
+        """Whether the other one is of a part of the same log, so that a search put the same marks there."""
+        return other._marks is self._marks
+
     def merge(self, other: Hosts) -> None:
         """Add the hosts of a further piece."""
         for name, times in other.names.items():
-            bare = other._bare(name)
+            bare = name if self.same_log(other) else other.bare(name)
             if bare in self.names or len(self.names) < MAX_HOSTS:
                 self.names[bare] += times
 
     def name_in(self, prefix: bytes) -> bytes:
-        """The host that wrote the line with this prefix; empty where none is named."""
+        """The host that wrote the line with this prefix, as it stands there; empty where none is named."""
         text = prefix[-300:]
         match = _HOST.search(text)
         if match is None:
@@ -172,7 +177,9 @@ class Hosts:
                 self._marks.files[mark[1]] = self._marks.files.get(mark[1], False) or mark[2] is not None
             elif mark.start() == 0 and (mark[1] or mark[2]):
                 self._marks.numbered = True
-        return self._bare(match[1])
+            if mark[0] and len(self._marks.plain) < MAX_HOSTS:
+                self._marks.plain.add(match[1])
+        return match[1]
 
     def add(self, name: bytes) -> None:
         """Count a process of this host."""
@@ -181,23 +188,25 @@ class Hosts:
 
     def count(self) -> int:
         """How many hosts wrote, without the pieces that torn lines made of a name."""
+        return len(set(self.whole_names().values()))
+
+    def whole_names(self) -> dict[bytes, bytes]:
+        """By name as it stands in the log: the host, also where a torn line has left a piece of its name."""
         # The first line of a context comes before the line that tells what its marks are.
         names: Counter[bytes] = Counter()
         for name, times in self.names.items():
-            names[self._bare(name)] += times
-        if len(names) > 256:
-            return len(names)
+            names[self.bare(name)] += times
         pieces = {
-            name
+            name: other
             for name, times in names.items()
             for other, more in names.items()
             if more > times and name != other and (other.endswith(name) or name.endswith(other))
-        }
-        return len(names) - len(pieces)
+        } if len(names) <= 256 else {}  # fmt: skip
+        return {name: pieces.get(self.bare(name), self.bare(name)) for name in self.names}
 
-    def _bare(self, name: bytes) -> bytes:
+    def bare(self, name: bytes) -> bytes:
         """The name without the file and the number of a context line."""
-        dash = name.find(b"-")
+        dash = -1 if name in self._marks.plain else name.find(b"-")
         while dash >= 0 and (self._marks.files or self._marks.numbered):
             head, tail = name[:dash], name[dash + 1 :]
             if head in self._marks.files:
@@ -206,22 +215,44 @@ class Hosts:
             if self._marks.numbered and head.isdigit():
                 return tail
             dash = name.find(b"-", dash + 1)
-        return _LOG_NAME.sub(b"", name, count=1)
+        return name if name in self._marks.plain else _LOG_NAME.sub(b"", name, count=1)
 
 
 _Key = TypeVar("_Key")
 
 MAX_NAMES: Final = 512
+MAX_DEVICES: Final = 32_768  # 4,096 hosts with eight each
 MAX_PROOF_PER_FACT: Final = 3
+MAX_PROOF_HOSTS: Final = 32  # hosts of which a fact keeps one line each beyond that
+MAX_WRITERS: Final = 1_024  # processes that a problem is known of
 MAX_FILES: Final = 8_192
 
 
-def _add_counts(table: dict[_Key, list[int]], key: _Key, channels: int, with_gdrdma: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who wrote the line in hand; empty where the line does not say."""
+
+    host: bytes = b""
+    process: bytes = b""  # "host:pid"
+    device: bytes = b""  # "[0]" of the prefix: the CUDA device of the thread that wrote
+    rank: int | None = None  # where a launcher or PyTorch puts it before the line
+
+
+def _add_counts(
+    table: dict[_Key, list[int]], key: _Key, channels: int, with_gdrdma: int, most: int = MAX_NAMES
+) -> None:
     """Add to [channels, with GDRDMA], unless the table is full of made-up names."""
-    if key in table or len(table) < MAX_NAMES:
+    if key in table or len(table) < most:
         row = table.setdefault(key, [0, 0])
         row[0] += channels
         row[1] += with_gdrdma
+
+
+def _keep_proof(rows: list[ProofLine], row: ProofLine) -> None:
+    """Keep the first lines that prove a fact, and the first of each further host."""
+    several = len(rows) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS and all(row.host != other.host for other in rows)
+    if len(rows) < MAX_PROOF_PER_FACT or several:
+        rows.append(row)
 
 
 def _add_latest(table: dict[str, int], other: dict[str, int]) -> None:
@@ -236,13 +267,15 @@ class Ledger:
 
     def __init__(self, *, file: str = "", line: int = 0, text: bytes = b"") -> None:
         self.file = file
+        self.writer = Writer()  # of the line in hand
         self.lines = max(1, line)
         self.first = self._proof_line(text, "the first line of a run")
         self.lines = line  # number of the line in hand
         self.transports: Counter[str] = Counter()
         self.torn_transports: Counter[str] = Counter()
         self.channels: Counter[tuple[str | None, bool]] = Counter()  # (direction, gdrdma) of network channels
-        self.devices: dict[tuple[str, int], list[int]] = {}  # (network, device): [channels, with GDRDMA]
+        # (host, network, device): [channels, with GDRDMA]; host empty where the line does not say
+        self.devices: dict[tuple[bytes, str, int], list[int]] = {}
         self.networks: dict[str, list[int]] = {}  # network: [channels, with GDRDMA]
         self.proxied_sends = 0
         self.direct_sends = 0
@@ -250,6 +283,8 @@ class Ledger:
         self.torn_network = 0
         self.codes: Counter[str] = Counter()
         self.code_lines: dict[str, list[ProofLine]] = {}
+        self.code_writers: dict[str, dict[Writer, None]] = {}
+        self.rank_of: dict[tuple[bytes, bytes], tuple[int, int]] = {}  # (process, device): ranks of the job, own rank
         # By file, for only within one does the order of the lines tell what came first.
         self.began: dict[str, int] = {}  # first line of NCCL
         self.ended: dict[str, int] = {}  # last line that says that the job came to its end
@@ -263,8 +298,9 @@ class Ledger:
         """Add what a further piece of the same run said: a file of another rank, or a later part of the log."""
         for name in ("transports", "torn_transports", "channels", "codes"):
             getattr(self, name).update(getattr(other, name))
-        for key, (total, on) in other.devices.items():
-            _add_counts(self.devices, key, total, on)
+        for (host, network, device), (total, on) in other.devices.items():
+            host = host if self.hosts.same_log(other.hosts) else other.hosts.bare(host)
+            _add_counts(self.devices, (host, network, device), total, on, MAX_DEVICES)
         for network, (total, on) in other.networks.items():
             _add_counts(self.networks, network, total, on)
         for name in ("proxied_sends", "direct_sends", "orphan_tags", "torn_network"):
@@ -272,8 +308,13 @@ class Ledger:
         for mine, theirs in ((self.code_lines, other.code_lines), (self.proof, other.proof)):
             for fact, rows in theirs.items():
                 if fact in mine or len(mine) < MAX_NAMES:
-                    kept = mine.setdefault(fact, [])
-                    kept.extend(rows[: MAX_PROOF_PER_FACT - len(kept)])
+                    for row in rows:
+                        _keep_proof(mine.setdefault(fact, []), row)
+        for code, writers in other.code_writers.items():
+            for writer in writers:
+                self._keep_writer(code, writer)
+        for (process, gpu), (ranks, rank) in other.rank_of.items():
+            self.keep_rank(rank, ranks, process, gpu)
         for name, number in other.began.items():
             if name in self.began or len(self.began) < MAX_FILES:
                 self.began[name] = min(number, self.began.get(name, number))
@@ -299,7 +340,42 @@ class Ledger:
             return all(row < min(self.ended.get(file, 0), self.began.get(file, 0)) for file, row in rows.items())
         return all(row < self.ended.get(file, row + 1) for file, row in rows.items())
 
-    def add_channel(self, channel: Channel, by: int = 1) -> None:
+    def keep_rank(self, rank: int, ranks: int, process: bytes, device: bytes) -> None:
+        """Keep the rank that a process has with this GPU in the largest communicator."""
+        key = process, device
+        if (key in self.rank_of or len(self.rank_of) < MAX_DEVICES) and ranks >= self.rank_of.get(key, (0, 0))[0]:
+            self.rank_of[key] = ranks, rank
+
+    def ranks_of(self, writers: Iterable[Writer]) -> tuple[int, ...]:
+        """Ranks of the processes; of one with several GPUs, those of the device that it named."""
+        by_process: dict[bytes, dict[bytes, int]] = {}
+        for (process, device), (_, rank) in self.rank_of.items():
+            by_process.setdefault(process, {})[device] = rank
+        found: set[int] = set()
+        for writer in writers:
+            if writer.rank is not None:
+                found.add(writer.rank)
+            ranks = by_process.get(writer.process, {})
+            found |= (
+                set(ranks.values())
+                if len(ranks) == 1
+                else {ranks[writer.device]} & set(ranks.values())
+                if writer.device in ranks
+                else set()
+            )
+        return tuple(sorted(found))
+
+    def ranks_on(self, host: bytes) -> tuple[int, ...]:
+        """Ranks that the processes of a host have."""
+        start = host + b":"
+        return tuple(sorted(rank for (process, _), (_, rank) in self.rank_of.items() if process.startswith(start)))
+
+    def _keep_writer(self, code: str, writer: Writer) -> None:
+        writers = self.code_writers.setdefault(code, {})
+        if (writer.host or writer.rank is not None) and len(writers) < MAX_WRITERS:
+            writers[writer] = None
+
+    def add_channel(self, channel: Channel, host: bytes, by: int = 1) -> None:
         """Count the channel so many times."""
         name = channel.transport
         if len(self.transports) + len(self.torn_transports) >= MAX_NAMES and name not in self.transports:
@@ -310,41 +386,41 @@ class Ledger:
             self.torn_network += by
             self.torn_transports[name] += by
         else:
-            self._count(channel, channel.gdrdma, by)
+            self._count(channel, host, channel.gdrdma, by)
             if channel.direction == "send":
                 self.proxied_sends += by * channel.proxied
                 self.direct_sends += by * (not channel.proxied)
 
-    def mend(self, channel: Channel) -> None:
+    def mend(self, channel: Channel, host: bytes) -> None:
         """The tag that this channel seemed to lack was found on the next line."""
-        self._retract(channel)
-        self._count(channel, True, 1)
+        self._retract(channel, host)
+        self._count(channel, host, True, 1)
 
     def mend_local(self, channel: Channel, tags: str) -> None:
         """The tags of this channel within a node were found on the next line."""
         self.transports[channel.transport] -= 1
         self.transports[channel.transport + tags] += 1
 
-    def doubt(self, channel: Channel) -> None:
+    def doubt(self, channel: Channel, host: bytes) -> None:
         """The log ends right behind this channel, inside a line: its tag may be lost."""
         if channel.gdrdma is False:
-            self._retract(channel)
+            self._retract(channel, host)
             self.torn_network += 1
             self.torn_transports[channel.transport] += 1
 
-    def _retract(self, channel: Channel) -> None:
+    def _retract(self, channel: Channel, host: bytes) -> None:
         if channel.gdrdma is False:
-            self._count(channel, False, -1)
+            self._count(channel, host, False, -1)
         else:
             self.torn_network -= 1
             self.torn_transports[channel.transport] -= 1
 
-    def _count(self, channel: Channel, gdrdma: bool, by: int) -> None:
+    def _count(self, channel: Channel, host: bytes, gdrdma: bool, by: int) -> None:
         self.transports[channel.transport] += by
         self.channels[(channel.direction, gdrdma)] += by
         name = channel.network or ""
         _add_counts(self.networks, name, by, by * gdrdma)
-        _add_counts(self.devices, (name, channel.device or 0), by, by * gdrdma)
+        _add_counts(self.devices, (host, name, channel.device or 0), by, by * gdrdma, MAX_DEVICES)
 
     def prove_channel(self, channel: Channel, shown: bytes) -> None:
         """Keep the line as proof of the channel's kind."""
@@ -362,8 +438,8 @@ class Ledger:
         if rows is None:
             if len(self.proof) < MAX_NAMES:
                 self.proof[fact] = [self._proof_line(shown, proves)]
-        elif len(rows) < MAX_PROOF_PER_FACT:
-            rows.append(self._proof_line(shown, proves))
+        elif len(rows) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
+            _keep_proof(rows, self._proof_line(shown, proves))
 
     def keep_variable(self, name: str, shown: bytes) -> None:
         """Keep the line that told a variable of the environment."""
@@ -374,14 +450,16 @@ class Ledger:
         """Count a code, and keep its first lines."""
         self.codes[code] += 1
         _add_latest(self.last_lines.setdefault(code, {}), {self.file: self.lines})
+        self._keep_writer(code, self.writer)
         rows = self.code_lines.setdefault(code, [])
         if len(rows) < MAX_PROOF_PER_FACT:
             rows.append(self._proof_line(shown, code))
 
     def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
         return ProofLine(
-            line=self.lines, file=self.file, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves
-        )
+            line=self.lines, file=self.file, text=shown.strip()[:300].decode("utf-8", "replace"), proves=proves,
+            host=self.writer.host.decode("utf-8", "replace"),
+        )  # fmt: skip
 
 
 # Which run of a job wrote what: a log that was appended to, or a folder, may hold several.
@@ -426,6 +504,7 @@ class Runs:
     def __init__(self) -> None:
         self.ledgers: list[Ledger] = []
         self._identities: list[Identity] = []
+        self.texts: list[tuple[str, str, bytearray]] = []  # (kind, file, text) of what is no log (other_texts.py)
         self.lines = 0
 
     def add(self, ledger: Ledger, identity: Identity) -> None:

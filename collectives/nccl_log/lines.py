@@ -7,9 +7,10 @@ its tag, a channel line cut inside, a message that a terminal wrapped.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Final
 
-from collectives.nccl_log.ledger import Channel, Hosts, Identity, Ledger, Runs, is_fragment, parse_channels
+from collectives.nccl_log.ledger import Channel, Hosts, Identity, Ledger, Runs, Writer, is_fragment, parse_channels
 from collectives.nccl_log.messages import END
 from collectives.nccl_log.warnings import HARMLESS, codes_of
 
@@ -58,14 +59,14 @@ _SPARE_TAG = re.compile(rb"/GDRDMA(?:\(PCI\))?(?:/[\w=]*)?(?=\s*$|[\w.-]+:\d+:\d
 
 
 class Seen:
-    """The end of a channel line, the channel it stands for, and how often it was met again."""
+    """The end of a channel line, the channel it stands for, and how often each host printed it again."""
 
     __slots__ = ("again", "bare", "channel")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.bare = channel if channel.bare_end else None
-        self.again = 0
+        self.again: Counter[bytes] = Counter()
 
 
 class LineReader:
@@ -84,14 +85,15 @@ class LineReader:
         self._tags_read = 0  # tags of the line in hand that belong to a channel
         self._last: Channel | None = None  # of the line before, within a node
         self._half: tuple[bytes, bytes] | None = None  # message and host of the line before: wrapped, perhaps
-        self._writers: set[bytes] = set()  # "host:pid:tid" met
-        self._tails: set[bytes] = set()  # "host:pid:tid [0] " met behind a time stamp
+        self._writers: dict[bytes, bytes] = {}  # "host:pid:tid" met: host
+        self._tails: dict[bytes, bytes] = {}  # "host:pid:tid [0] " met behind a time stamp: host
         self.stamp = 0  # length of the last time stamp
         self._processes: set[bytes] = set()  # "host:pid" met
         # By direction: the end of a channel line, the channel it stands for, and how often it was met again.
         self._ends: tuple[dict[bytes, Seen], ...] = ({}, {}, {})
         self._carry = b""  # the end of a line that broke inside a channel
         self._bare: Channel | None = None  # a channel at the very end of the last line
+        self._bare_host = b""  # that printed it
         self._traceback = 0  # number of the line that a traceback began in, 0 where none is open
         self._ignored = 0  # of the line that says that an exception is ignored
         self._cause_lines = 0  # lines that may still hold the text of "Last error:"
@@ -105,7 +107,7 @@ class LineReader:
         """No more lines; ``cut`` says that the log ended inside a line. Gives the last piece, which its run has too."""
         self._count_again()
         if cut and self._bare is not None:
-            self.ledger.doubt(self._bare)
+            self.ledger.doubt(self._bare, self._bare_host)
         self._bare, self._carry = None, b""
         self.runs.lines += self.ledger.lines
         self.runs.add(self.ledger, self.identity)
@@ -114,7 +116,8 @@ class LineReader:
     def _count_again(self) -> None:
         for table in self._ends:
             for seen in table.values():
-                self.ledger.add_channel(seen.channel, seen.again)
+                for host, times in seen.again.items():
+                    self.ledger.add_channel(seen.channel, host, times)
             table.clear()
 
     def _begin_piece(self, text: bytes) -> None:
@@ -142,6 +145,7 @@ class LineReader:
             self._continue_read(line)
         self._last = self._half = None
         self._tags_read = 0
+        self.ledger.writer = Writer() if has_header else _speaker(line)
         if self._bare is not None:
             self._continue_tag(line)
         if not (self._carry and not has_header and self._continue_channel(line)):
@@ -165,7 +169,8 @@ class LineReader:
 
     def _meet_process(self, line: bytes) -> None:
         """The process that wrote the line; a new one behind channels begins a piece of its own."""
-        prefix = line[: line.find(b"NCCL ")]
+        mark = _HEADER.search(line)
+        prefix = line[: mark.start() if mark else line.find(b"NCCL ")]
         match = _PROCESS.search(prefix[-300:])
         if match is None:
             return
@@ -175,6 +180,7 @@ class LineReader:
                 self._begin_piece(line)
             self._processes.add(process)
         host = process.rpartition(b":")[0]
+        self.ledger.writer = Writer(self._prefixes.get(prefix) or self.hosts.name_in(prefix), process, match[2] or b"")
         if b" Channel " in line and len(self.identity.marks) < MAX_SEEN:
             self.identity.marks.add(process)
         # Before a process has chosen its device it prints 0.
@@ -187,6 +193,7 @@ class LineReader:
             if communicator:
                 self.identity.marks.add(communicator)
             self.ledger.facts.add_rank(int(rank), int(ranks), host, bus or b"device " + device)
+            self.ledger.keep_rank(int(rank), int(ranks), process, device)
 
     def _continue_channel(self, line: bytes) -> bool:
         """Join the broken channel line that came before with this line."""
@@ -231,9 +238,10 @@ class LineReader:
     def _channels(self, text: bytes, shown: bytes) -> int:
         count = 0
         self._bare = None
+        host = self.ledger.writer.host
         for channel in parse_channels(text):
             count += 1
-            self.ledger.add_channel(channel)
+            self.ledger.add_channel(channel, host)
             self.ledger.prove_channel(channel, shown)
             if self.places_left:
                 self.add_place(text[max(0, text.find(b"via ") - 72) : text.find(b"via ")])
@@ -241,7 +249,7 @@ class LineReader:
             if channel.network is None and not channel.torn:
                 self._last = channel
             if channel.bare_end:
-                self._bare = channel
+                self._bare, self._bare_host = channel, host
         if count == 1 and text.count(_TAG_END) == self._tags_read:
             self._remember_end(text, channel)
         return count
@@ -265,7 +273,7 @@ class LineReader:
         """The tag of the last line's channel may have been torn to the start of this one."""
         channel, self._bare = self._bare, None
         if channel is not None and _CONTINUED.match(_LAUNCHER.sub(b"", line)):
-            self.ledger.mend(channel)
+            self.ledger.mend(channel, self._bare_host)
             self._tags_read += 1
 
     def _continue_read(self, line: bytes) -> None:
@@ -329,22 +337,24 @@ class LineReader:
             if len(self._prefixes) < MAX_SEEN and len(prefix) < 200:
                 self._prefixes[prefix] = host
             if host and len(self._writers) < MAX_SEEN:
-                self._writers.add(_writer(prefix))
+                self._writers[_writer(prefix)] = host
             # Behind another message the name may have the end of that message glued to it.
             if host and first:
                 self.hosts.add(host)
                 self.ledger.hosts.add(host)
         return host
 
-    def known(self, prefix: bytes) -> bool:
-        """Whether the process was met before, behind another time stamp."""
-        writer = _writer(prefix)
-        if writer not in self._writers:
-            return False
-        self.stamp = prefix.rfind(writer)
-        if len(self._tails) < MAX_SEEN:
-            self._tails.add(prefix[self.stamp :])
-        return True
+    def host_of(self, prefix: bytes) -> bytes | None:
+        """The host of a process that was met before, perhaps behind another time stamp; None where it is new."""
+        host = self._prefixes.get(prefix)
+        if host is None:
+            host = self._tails.get(prefix[self.stamp :])
+        if host is None and (writer := _writer(prefix)) in self._writers:
+            host = self._writers[writer]
+            self.stamp = prefix.rfind(writer)
+            if len(self._tails) < MAX_SEEN:
+                self._tails[prefix[self.stamp :]] = host
+        return host
 
     def _message(
         self, message: bytes, *, warn: bool, host: bytes = b"", shown: bytes | None = None, foreign: bool = False
@@ -354,7 +364,7 @@ class LineReader:
         ledger = self.ledger
         message = message[:MAX_MESSAGE_BYTES]
         shown = message if shown is None else shown
-        facts = ledger.facts.take(message, host)
+        facts = ledger.facts.take(message, self.hosts.bare(host))
         for fact in facts:
             ledger.prove(fact, shown, fact)
         if END in facts:
@@ -368,6 +378,21 @@ class LineReader:
             ledger.blame("other_warnings", shown)
         if not facts and not codes and not warn and len(self._dull) < MAX_SEEN and len(message) < 400:
             self._dull.add(message)
+
+
+# Rank or host before a line that is not NCCL's: PyTorch ("[rank3]:", "[Rank 3]", "... Rank 3]"), mpirun, nccl-tests.
+_SPEAKER = re.compile(
+    rb"\[rank(\d{1,7})\]:|^\[1,(\d{1,7})\]<std|\[(?:PG [^\]]{1,80} )?Rank (\d{1,7})\]|"
+    rb"^([A-Za-z0-9][\w.-]*): Test \w+ failure"
+)
+
+
+def _speaker(line: bytes) -> Writer:
+    match = _SPEAKER.search(line[:400])
+    if match is None:
+        return Writer()
+    rank = match[1] or match[2] or match[3]
+    return Writer(host=match[4] or b"", rank=int(rank) if rank else None)
 
 
 def _writer(prefix: bytes) -> bytes:

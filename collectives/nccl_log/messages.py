@@ -37,7 +37,9 @@ _PORT = re.compile(
     rb"(?:\[(\d{1,4})\])?[={ ]*\[?\d{0,4}\]? ?([A-Za-z][\w.+-]*:\d+[\w:.]*)/(IB|RoCE|Ethernet|Eth|iWARP)\b"
 )
 _SOCKETS = re.compile(rb"\[\d+\]([^\s:\[\]]+):")
-_GDR_HCA = re.compile(rb"NET/([\w ]+?) ?: GPU Direct RDMA (Enabled|Disabled) for HCA (\d+) '?([^\s']*)")
+_GDR_HCA = re.compile(
+    rb"NET/([\w ]+?) ?: GPU Direct RDMA (?:\(\w+\) )?([Ee]nabled|[Dd]isabled) for HCA (\d+) '?([^\s']*)"
+)
 _GDR_HCA_24 = re.compile(rb"GPU Direct RDMA (Disabled) for HCA (\d+)")
 _GDR_PATH = re.compile(
     rb"GPU Direct RDMA (Enabled|Disabled) for .*?\(distance (\d+) (?:<=|>=|>|<) (\d+)\)(?:, read ([01]))?"
@@ -138,6 +140,8 @@ class Facts:
         self.sockets: dict[str, None] = {}
         self.bootstrap: dict[str, None] = {}
         self.gdr_hca: Counter[tuple[str, bool]] = Counter()  # (network, enabled)
+        # By host, what its lines say of GPUDirect RDMA: "usable", "refused", "near", "far" (GPU and NIC).
+        self.gdr_words: dict[str, set[str]] = {}
         self.gdr_paths: Counter[tuple[bool, int, int]] = Counter()  # (enabled, distance, limit)
         self.gdr_read_allowed = False  # a path that GPUDirect RDMA may be used on for sends
         self.providers: Counter[str] = Counter()  # of libfabric
@@ -206,6 +210,8 @@ class Facts:
         for name in ("nvls", "mnnvl"):
             if getattr(other, name) is not None:
                 setattr(self, name, bool(getattr(self, name)) or getattr(other, name))
+        for name, words in other.gdr_words.items():
+            self._add_gdr_word(name, *words)
         self.rccl_version = self.rccl_version or other.rccl_version
         self.rccl |= other.rccl
         self.gdr_read_allowed |= other.gdr_read_allowed
@@ -258,7 +264,9 @@ class Facts:
         if b"anks " in message:
             self._ranks(message, facts)
         if b"GPU Direct RDMA" in message:
-            self._gdr(message, facts)
+            self._gdr(message, host.decode("utf-8", "replace"), facts)
+        if message.startswith(b"DMA-BUF is available on GPU device"):
+            self._add_gdr_word(host.decode("utf-8", "replace"), "usable")
         if b"NVLS" in message or b"MNNVL" in message or b" nvls channels" in message:
             self._nvlink(message, facts)
         if b"type NVL/" in message:
@@ -338,6 +346,9 @@ class Facts:
                 if len(self.sockets) < 64:
                     self.sockets[name.decode("utf-8", "replace")] = None
             facts.append("socket interfaces")
+        elif b"NET/Socket : " in message and b" interfaces found" in message:  # 2.3 and 2.4
+            facts.append("socket interfaces")
+            self.sockets.setdefault(next(iter(self.bootstrap), "unknown"), None)
         elif (match := _IB_USING.search(message)) and _PORT.search(match[1]):
             self._ports(match, host)
             facts.append("RDMA devices in use")
@@ -369,14 +380,21 @@ class Facts:
         elif match := _RANKS.search(message):
             self.ranks = max(self.ranks, int(match[1]))
 
-    def _gdr(self, message: bytes, facts: list[str]) -> None:
+    def _add_gdr_word(self, host: str, *words: str) -> None:
+        if host in self.gdr_words or len(self.gdr_words) < MAX_PLACES:
+            self.gdr_words.setdefault(host, set()).update(words)
+
+    def _gdr(self, message: bytes, host: str, facts: list[str]) -> None:
         if match := _GDR_HCA.search(message):
-            enabled = match[2] == b"Enabled"
+            enabled = match[2].lower() == b"enabled"
+            if match[1] != b"Socket":
+                self._add_gdr_word(host, "usable" if enabled else "refused")
             if len(self.gdr_hca) < 64:
                 self.gdr_hca[(match[1].decode(), enabled)] += 1
             facts.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
         elif match := _GDR_PATH.search(message):
             key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
+            self._add_gdr_word(host, "near" if key[0] else "far")
             self.gdr_read_allowed |= key[0] and match[4] == b"1"
             if key in self.gdr_paths or len(self.gdr_paths) < 64:
                 self.gdr_paths[key] += 1
@@ -384,4 +402,5 @@ class Facts:
                 facts.append("GPUDirect RDMA too far")
         elif _GDR_HCA_24.search(message):
             self.gdr_hca[("IB", False)] += 1
+            self._add_gdr_word(host, "refused")
             facts.append("GPUDirect RDMA refused by a device")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
-from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence
+from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, rank_words
 
 LEVELS = frozenset({"LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"})
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(LEVELS))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
@@ -49,7 +49,18 @@ _OF_OTHER_PROVIDERS = {
     "efa_request_failed": "libfabric_request_failed",
 }
 _WITHIN_NODE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
-_BRIDGES = ("docker", "virbr")
+# Interfaces that do not lead to other nodes: bridges and pairs of containers and virtual machines, tunnels, and what
+# the kernel makes for IPv6 in IPv4 (sit0, ip6tnl0). NCCL takes the first that is up.
+_BRIDGES = (
+    *("docker", "virbr", "br-", "veth", "cni", "cali", "cilium", "flannel", "lxc", "lxd", "podman", "kube-", "dummy"),
+    *("sit", "ip6tnl", "ip6gre", "ip6_vti", "ip_vti", "tunl", "tun", "tap", "gre", "erspan", "teql", "wg", "tailscale"),
+)
+# What a cause in the log leads to: it stands below the cause.
+_SYMPTOMS = ("cuda_failure", "cuda_error", "ib_without_gdrdma", "net_without_gdrdma", "gdr_partial")
+_USABLE = (
+    "The log says that DMA-BUF or peer memory works, so look at the distance: GPU and NIC must be PXB or nearer "
+    "(nvidia-smi topo -m), NCCL_NET_GDR_LEVEL unset and ACS off"
+)
 
 
 # The most GPUs that one operating system was seen to hold under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
@@ -82,10 +93,25 @@ def _more_ranks_than_a_node(ledger: Ledger) -> bool:
     return bool(devices) and len(devices) == len(seen) and max(devices) < 8 <= max(highest, facts.ranks - 1)
 
 
+def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
+    """Ranks of the job that no line shows; a log of one worker alone does not tell what joins the nodes.
+
+    Ranks are counted from 0, so what lies below the lowest that was seen is missing; what lies above the highest is
+    only where a line states how many ranks there are.
+    """
+    facts = ledger.facts
+    seen = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
+    if not seen or single_node(ledger) is not None:
+        return ()
+    below = range(min(seen))
+    return tuple(below) + tuple(range(max(seen) + 1, min(facts.ranks, max(seen) + 1 + MOST_GPUS_OF_A_NODE)))
+
+
 def layers_in_use(ledger: Ledger) -> set[str]:
     """Link layers of the devices that carry channels; of all that NCCL lists where that cannot be told."""
     by_index = ledger.facts.port_of_index
-    used = [device for (name, device), row in ledger.devices.items() if row[0] > 0 and name.startswith(("IB", "gIB"))]
+    rows = ledger.devices.items()
+    used = [device for (_, name, device), row in rows if row[0] > 0 and name.startswith(("IB", "gIB"))]
     if used and all(len(by_index.get(device, ())) == 1 for device in used):
         return set().union(*(by_index[device] for device in used))
     return set().union(*by_index.values()) if by_index else set()
@@ -95,26 +121,58 @@ class _Findings:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.found: dict[str, LogProblem] = {}
+        self.names = {raw.decode("utf-8", "replace"): name for raw, name in ledger.hosts.whole_names().items()}
 
     def add(
-        self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = ""
-    ) -> None:
+        self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = "",
+        hosts: Collection[str] = (), action: str = "",
+    ) -> None:  # fmt: skip
+        """Add a problem once: on `hosts`, else where its messages, or the lines that prove it, were written."""
         if code in self.found:
             return
         meaning = CODES[code]
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
+        writers = self.ledger.code_writers.get(code, {}) if not hosts else {}
+        hosts = hosts or self._named(writer.host.decode("utf-8", "replace") for writer in writers if writer.host)
+        hosts = hosts or self._named(row.host for row in proof)
+        ranks = (
+            self.ledger.ranks_of(writers)
+            if writers
+            else tuple(sorted({rank for host in hosts for rank in self.ledger.ranks_on(host.encode())}))
+        )
         self.found[code] = LogProblem(
             code=code,
             message=f"{meaning.message}{': ' + detail if detail else ''}",
-            action=meaning.action,
+            action=action or meaning.action,
             severity=severity or meaning.severity,
-            lines=proof,
+            lines=self._of_hosts(proof, hosts),
             count=count or self.ledger.codes[code] or 1,
+            hosts=tuple(hosts),
+            ranks=ranks,
         )
 
+    def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
+        """The hosts by their whole names, each once."""
+        names = (self.names.get(host, host.encode()).decode("utf-8", "replace") for host in hosts)
+        return tuple(dict.fromkeys(name for name in names if name))
+
+    def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: Collection[str]) -> tuple[ProofLine, ...]:
+        """The first lines of these hosts, or of all where none is theirs."""
+        return tuple([row for row in rows if set(self._named([row.host])) & set(hosts)][:3]) or rows[:3]
+
     def proof(self, *starts: str) -> tuple[ProofLine, ...]:
+        """Lines that prove facts with these beginnings: the first few, and one of each further host."""
         rows = [row for fact, rows in self.ledger.proof.items() if fact.startswith(starts) for row in rows]
-        return tuple(sorted(rows, key=lambda row: row.line)[:3])
+        return tuple(sorted(rows, key=lambda row: row.line))
+
+    def hosts_without_gdrdma(self) -> tuple[str, ...]:
+        """Hosts with channels over RDMA of which none has GPUDirect RDMA."""
+        rows: dict[bytes, list[int]] = {}
+        for (host, network, _), (total, on) in self.ledger.devices.items():
+            if network != "Socket":
+                row = rows.setdefault(host, [0, 0])
+                row[0], row[1] = row[0] + total, row[1] + on
+        return self._named(host.decode("utf-8", "replace") for host, (total, on) in rows.items() if total and not on)
 
     def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
         """The lines that told these variables of the environment."""
@@ -138,8 +196,8 @@ def find(
     _environment(found, evidence, notes)
     _nothing_seen(found, evidence, notes)
     order = {"fail": 0, "warn": 1, "info": 2}
-    # A CUDA error says what failed; a message that names the reason comes before it.
-    ranked = sorted(found.found.values(), key=lambda each: (order[each.severity], each.code == "cuda_failure"))
+    # A CUDA error or a missing tag says what is wrong; what names the reason comes before it.
+    ranked = sorted(found.found.values(), key=lambda each: (order[each.severity], each.code in _SYMPTOMS))
     return tuple(ranked), tuple(notes)
 
 
@@ -245,7 +303,7 @@ def _gdr(found: _Findings, evidence: Evidence, ledger: Ledger) -> None:
     )  # of one host's channels: a matter of its own
     if state in ("off", "partial") and not within and gpus_without_gdr(evidence.gpus):
         lines = found.proof("GPU ") + _channel_proof(found)
-        found.add("gdr_not_supported_by_gpu", detail=", ".join(evidence.gpus), lines=lines[:3])
+        found.add("gdr_not_supported_by_gpu", detail=", ".join(evidence.gpus), lines=lines)
         return
     if state == "partial":
         _gdr_partial(found, evidence, facts)
@@ -295,8 +353,14 @@ def _gdr_partial(found: _Findings, evidence: Evidence, facts: Facts) -> None:
         severity = "warn"  # not proven: a look at the GPU's name settles it
     elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
         detail += "; before 2.19 NCCL did so for every GPU without NVLink"
-    lines = (_channel_proof(found) + found.proof("GPUDirect RDMA too far"))[:3]
-    found.add(code, detail=detail, lines=lines, severity=severity)
+    lines = _channel_proof(found) + found.proof("GPUDirect RDMA too far")
+    hosts = found.hosts_without_gdrdma() if code == "gdr_partial" else ()
+    if hosts:
+        detail = f"{', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}: no channel; in all {detail}"
+    found.add(code, detail=detail, lines=lines, severity=severity, hosts=hosts)
+    refused = [host for host in hosts if facts.gdr_words.get(host, set()) & {"refused", "usable"} == {"refused"}]
+    if refused:
+        found.add("peermem_missing", lines=found.proof("GPUDirect RDMA refused"), hosts=refused)
 
 
 def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[str]) -> None:
@@ -304,7 +368,8 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
     is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or inter.startswith("IB")
     code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
     if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is told below
-        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found))
+        usable = is_ib and any("usable" in words for words in facts.gdr_words.values())
+        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found), action=_USABLE if usable else "")
         found.found.pop("gdr_refused_by_plugin", None)
     if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
         found.add("gdr_disabled_by_env", lines=found.variable_proof("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))
@@ -372,7 +437,8 @@ def _distance(found: _Findings, evidence: Evidence, carried: list[str], state: s
         return
     if evidence.inter_node_transport and not found.found.keys() & {"gdr_disabled_by_env", "peermem_missing"}:
         lines = found.proof("GPUDirect RDMA too far")
-        found.add("gdr_distance_too_far", detail="; ".join(evidence.gdr_paths[:3]), lines=lines)
+        severity = "fail" if state == "off" else ""  # no channel has it, and this is why
+        found.add("gdr_distance_too_far", "; ".join(evidence.gdr_paths[:3]), lines, severity=severity)
 
 
 def _part(evidence: Evidence, lacking: list[str]) -> str:
@@ -386,8 +452,9 @@ def _part(evidence: Evidence, lacking: list[str]) -> str:
 
 
 def _channel_proof(found: _Findings) -> tuple[ProofLine, ...]:
-    rows = [row for fact, rows in found.ledger.proof.items() if fact.endswith("without GDRDMA") for row in rows[:1]]
-    return tuple(rows[:3]) or found.proof("GPUDirect RDMA refused")
+    rows = [row for fact, rows in found.ledger.proof.items() if fact.endswith("without GDRDMA") for row in rows]
+    firsts = [rows[0] for fact, rows in found.ledger.proof.items() if fact.endswith("without GDRDMA")]
+    return (*firsts, *(row for row in rows if row not in firsts)) or found.proof("GPUDirect RDMA refused")
 
 
 def _within_node(found: _Findings, evidence: Evidence) -> None:
@@ -406,7 +473,7 @@ def _within_node(found: _Findings, evidence: Evidence) -> None:
         found.add(
             "net_only_within_node" if only and causes else "net_within_node",
             detail=", ".join(causes),
-            lines=(*found.variable_proof(*_WITHIN_NODE), *found.proof("NET/"))[:3],
+            lines=(*found.variable_proof(*_WITHIN_NODE), *found.proof("NET/")),
         )
 
 
@@ -431,7 +498,9 @@ def _ports(found: _Findings, ledger: Ledger, ports: Collection[str] | None) -> N
                 missing += [f"{host}: {port}" for port in sorted(most - row)]
     if missing:
         shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-        found.add("dead_port", detail=shown, lines=found.proof("RDMA devices in use"), count=len(missing))
+        hosts = tuple(dict.fromkeys(each.partition(": ")[0] for each in missing if not each.startswith("this host: ")))
+        lines = found.proof("RDMA devices in use")
+        found.add("dead_port", detail=shown, lines=lines, count=len(missing), hosts=hosts)
 
 
 def _tuned(evidence: Evidence) -> Iterator[str]:
@@ -467,7 +536,11 @@ def _environment(found: _Findings, evidence: Evidence, notes: list[LogProblem]) 
 def _nothing_seen(found: _Findings, evidence: Evidence, notes: list[LogProblem]) -> None:
     if any(problem.severity == "fail" for problem in found.found.values()) or evidence.torn_lines:
         return
-    if not evidence.transports and evidence.gdrdma == "none":
+    missing = missing_ranks(found.ledger) if evidence.gdrdma == "none" and evidence.transports else ()
+    if missing:
+        found.add("ranks_missing", detail=f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+                  lines=found.proof("transport "))  # fmt: skip
+    elif not evidence.transports and evidence.gdrdma == "none":
         for unknown in [note for note in notes if note.code == "other_warnings"]:  # then they are all there is to read
             notes.remove(unknown)
             found.found[unknown.code] = replace(unknown, severity="warn")

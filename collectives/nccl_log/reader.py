@@ -384,13 +384,14 @@ class Reader(LineReader):
             return False
         prefix, channel, place = head.partition(b"NCCL INFO Channel ")
         # The place is "00/0 : 0[0] -> 8[0] [send] ": longer, and another message stands in it.
-        if not channel or len(place) >= 64 or not self._is_process(prefix):
+        host = self.host_of(prefix) if channel and len(place) < 64 else None
+        if host is None:
             return False
-        seen.again += 1
+        seen.again[host] += 1
         if self.places_left:
             self.add_place(place)
         self._half = None
-        self._bare = seen.bare
+        self._bare, self._bare_host = seen.bare, host
         self._last = seen.channel
         return True
 
@@ -400,16 +401,13 @@ class Reader(LineReader):
         if info:
             starts = DULL_BY_HEAD.get(message[:5])
             dull = (message.startswith(starts) and b"NCCL" not in message) if starts else message in self._dull
-            if dull and self._is_process(prefix):
+            if dull and self.host_of(prefix) is not None:
                 self._last = self._half = None
                 return True
         elif b"NCCL" not in line and not self.is_open and self._is_quiet(line):
             self._last = None
             return True
         return False
-
-    def _is_process(self, prefix: bytes) -> bool:
-        return prefix in self._prefixes or prefix[self.stamp :] in self._tails or self.known(prefix)
 
     def _line_dirty(self, line: bytes) -> None:
         for piece in pieces(line):

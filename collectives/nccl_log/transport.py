@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 SCHEMA_VERSION = 1
@@ -15,6 +16,7 @@ class ProofLine:
     text: str  # cut at 300 characters
     proves: str
     file: str = ""  # where several were read
+    host: str = ""  # that wrote it, where the line says so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,25 @@ class LogProblem:
     severity: str = "warn"  # "info", "warn", "fail"
     lines: tuple[ProofLine, ...] = ()
     count: int = 1
+    hosts: tuple[str, ...] = ()  # that it concerns, where the log says so
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The hosts and ranks in words: "node-b (ranks 4 to 7)"; empty where the log does not say."""
+        hosts = ", ".join(self.hosts[:4]) + (f" and {len(self.hosts) - 4} more hosts" if len(self.hosts) > 4 else "")
+        ranks = rank_words(self.ranks) if self.ranks else ""
+        return f"{hosts} ({ranks})" if hosts and ranks else hosts or ranks
+
+
+def rank_words(ranks: Collection[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 0 to 3, 6"; at most six ranges."""
+    numbers = sorted(ranks)
+    starts = [n for at, n in enumerate(numbers) if at == 0 or numbers[at - 1] != n - 1]
+    ends = [n for at, n in enumerate(numbers) if at + 1 == len(numbers) or numbers[at + 1] != n + 1]
+    words = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    more = f" and {len(words) - 6} more ranges" if len(words) > 6 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words[:6])}{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +96,9 @@ class Evidence:
     undirected: ChannelCount = field(default_factory=ChannelCount)  # NET channels whose "[send]" was cut away
     torn_lines: int = 0  # NET channel lines cut before their tag could be read: in no count
     gdrdma_fraction: float | None = None  # of all NET channels counted, 0..1
-    devices: dict[str, ChannelCount] = field(default_factory=dict)  # "IB/0": NET channels over one device
+    devices: dict[str, ChannelCount] = field(
+        default_factory=dict
+    )  # "IB/0", or of several hosts "node-1 IB/0": channels
     notes: tuple[LogProblem, ...] = ()  # seen, but no fault: hand-set variables on a proven wire, unknown warnings
     gdr_paths: tuple[str, ...] = ()  # "enabled, PXB within PXB" decoded by version; capability, not proof
     nvls: bool | None = None  # NVLink SHARP multicast announced: what the hardware could do

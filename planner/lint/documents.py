@@ -67,30 +67,15 @@ class Place:
     script: Script = field(default_factory=Script)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carrier:
-    """Where a variable is set: `holder[key]` is its value, its entry, or a text that sets it among other things."""
-
-    source: str
-    name: str  # "" of a text
-    holder: Any
-    key: Any
-
-
-def carriers_of(documents: list[Any]) -> tuple[list[Carrier], dict[str, set[str]], list[str]]:
-    """Every carrier, the sources of ConfigMaps that each source takes in, and what is named but not there.
+def missing_sources(documents: list[Any]) -> list[str]:
+    """Name the ConfigMaps and Secrets that variables come from and that are not among the documents.
 
     Raises DocumentError.
     """
     walk = _Walk(documents)
     for document in documents:
         walk.visit(document, title(document), 0)
-    taken = {
-        source: {where for where, name in walk.config_of.items() if name in names}
-        for source, names in walk.taken.items()
-    }
-    files = [name for place in walk.found.values() for name in place.script.files]
-    return walk.carriers, taken, list(dict.fromkeys(files))
+    return list(dict.fromkeys(name for place in walk.found.values() for name in place.script.files))
 
 
 def parse(text: str, kind: str) -> list[Any]:
@@ -155,7 +140,6 @@ class _Walk:
         self.found: dict[str, Place] = {}
         self.config_of: dict[str, str] = {}  # source to the name of the ConfigMap that it is
         self.taken: dict[str, set[str]] = {}  # source to the ConfigMaps that it takes in
-        self.carriers: list[Carrier] = []
         self._configs = dict(_configs(documents))
         self._seen: set[int] = set()  # anchors make a node appear twice, and a bomb appear without end
         self._left = _LIMIT_NODES
@@ -196,7 +180,6 @@ class _Walk:
                 self._text_wanted(source, str(name), value)
             if isinstance(name, str) and not isinstance(value, dict | list):
                 if _OWN.match(name) or (here and _NAME.match(name)):
-                    self.carriers.append(Carrier(source=source, name=name, holder=node, key=name))
                     self._add(source, name, value)
                     continue
                 if _OWN_SETTING.match(name) and value is None:  # a list written without dashes
@@ -208,21 +191,16 @@ class _Walk:
             if name == "envFrom":
                 self._env_from(value, source)
             inside = str(name) if isinstance(name, str) else ""
-            if isinstance(value, str):
-                self.carriers.append(Carrier(source=f"{source}{_step(name)}", name="", holder=node, key=name))
             self.visit(value, f"{source}{_step(name)}", depth + 1, inside)
 
     def _list(self, node: list[Any], source: str, depth: int, key: str) -> None:
         words = [item for item in node if isinstance(item, str)]
         if words and any("NCCL_" in word for word in words):
             self._words(words, source)
-        for number, item in enumerate(node):
-            if isinstance(item, str):
-                self.carriers.append(Carrier(source=source, name="", holder=node, key=number))
+        for item in node:
             if isinstance(item, dict):
                 name = item.get("name", item.get("key", item.get("Name")))
                 if isinstance(name, str) and (_OWN.match(name) or (_PLACES.fullmatch(key) and _NAME.match(name))):
-                    self.carriers.append(Carrier(source=source, name=name, holder=node, key=number))
                     self._entry(item, name, source)
                     continue
             if not isinstance(item, str):

@@ -23,6 +23,7 @@ from typing import Any
 from contracts import bounded
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
+from contracts.redaction import without_secrets
 from probes.api import SCHEMA_VERSION
 from probes.host.nvml import ERROR_CODES, failure
 from probes.host.protocol import GpuHandle, Host, Json, NvmlError
@@ -31,20 +32,6 @@ KIND = "topoflight-recording"
 BUNDLE_LIMIT_BYTES = 512 << 20  # unpacked, of all hosts
 SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
 
-_SECRET_PAIR = re.compile(
-    r"""([\w.-]{0,64}(?:token|secret|passw(?:or)?d|credential|(?:api|access|private)_?key)[\w.-]*[\\"']*\s*[=:]\s*)"""
-    r"""(?:(\\*["'])[^"'\\]*|[^\s,;"'\\]+)""",
-    re.IGNORECASE,
-)
-_SECRET_NAME = re.compile(r"token|secret|passw|credential|(api|access|private)_?key", re.IGNORECASE)
-_SECRET_SHAPES = re.compile(  # told by their form, whatever stands before them
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|\beyJ[\w-]{10,}(?:\.[\w-]*){1,2}"  # a JSON web token
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_\w{20,}|\bgh[pousr]_\w{20,}"
-    r"|(?<=://)[^/\s:@]{1,256}:[^/\s@]{1,256}(?=@)"
-    r"|(?<=[Bb]earer )\S+|(?<=[Bb]asic )[\w+/=]{8,}",
-    re.DOTALL,
-)
 _METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
     "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
@@ -258,20 +245,6 @@ def _raised(answer: Json, query: str) -> Json:
     numbered = isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 6
     number = getattr(errno, name) if name in errno.errorcode.values() else int(name) if numbered else errno.EIO
     raise OSError(number, answer.get("text", os.strerror(number)), query)
-
-
-def without_secrets(answer: Json) -> Json:
-    """The answer with whatever looks like a secret left out: by the name before it, or by its own form."""
-    if isinstance(answer, str):
-        return _SECRET_SHAPES.sub("(left out)", _SECRET_PAIR.sub(r"\1\2(left out)", answer))
-    if isinstance(answer, dict):
-        return {
-            k: "(left out)" if isinstance(v, str) and _SECRET_NAME.search(str(k)) and v else without_secrets(v)
-            for k, v in answer.items()
-        }
-    if isinstance(answer, list | tuple):
-        return [without_secrets(item) for item in answer]
-    return answer
 
 
 def load_all(path: str | Path) -> list[RecordedHost]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kustomization import render
 
-from agent.view import View, look
+from agent.checks.view import View, look
 from probes.host.live import ENVIRONMENT, SECRET
 from probes.host.protocol import GpuHandle, Json
 from probes.host.recording import RecordedHost, load

@@ -16,7 +16,7 @@ Document = dict[str, Any]
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 KNOWN = {"apiVersion", "kind", "resources", "namespace", "labels", "images", "patches"}
 CLUSTER_SCOPED = {
-    "Namespace", "CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "PriorityClass", "AdmissionCheck",
+    "Namespace", "CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "PriorityClass",
     "SecurityContextConstraints", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "RuntimeClass",
 }  # fmt: skip
 

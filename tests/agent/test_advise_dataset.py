@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agent import dataset
-from agent.advise import Request, RequestError, answer, prices_of
-from agent.cli.inputs import InputError
+from agent.advice import dataset
+from agent.advice.advise import answer
+from agent.advice.request import Request, prices_of
+from agent.base.inputs import InputError, RequestError
 from agent.cli.launch import launch
 from planner.advice import Recommendation
 from planner.forecast.specs import mean_length

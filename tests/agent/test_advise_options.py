@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agent.advise import Request, RequestError, answer, cluster_of, histogram_of, of_cluster
+from agent.advice.advise import answer, of_cluster
+from agent.advice.request import Request, cluster_of, histogram_of
+from agent.base.inputs import RequestError
 from agent.cli.recommend import recommend
 from planner.advice import Recommendation
 from probes.host.recording import load
@@ -173,21 +175,22 @@ def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None,
 def test_a_sweep_goes_over_a_network_of_ones_own() -> None:
     """Several nodes over 10 Gb/s of TCP take longer than over what the machine has; one node has no network."""
     asked = ["--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2", "-o", "json"]
-    own, slow = (
-        json.loads(CliRunner().invoke(recommend, [*asked, *more]).output)
-        for more in ([], ["--network", "10G", "--tcp"])
-    )
-    assert own[0] == slow[0] and slow[1]["step_seconds"] > 1.05 * own[1]["step_seconds"]
+    found = json.loads(CliRunner().invoke(recommend, [*asked, "--network", "10G", "--tcp"]).output)
+    assert [(one["nodes"], one["network"]) for one in found] == [(1, "-"), (2, "as sold"), (2, "10G tcp")]
+    _, own, slow = (one["seconds"]["mid"] for one in found)
+    assert slow > 1.05 * own
+    half = json.loads(CliRunner().invoke(recommend, [*asked, "--ranks-per-node", "4"]).output)
+    assert [one["ranks"] for one in half] == [4, 8]
     refused = CliRunner().invoke(recommend, [*asked, "--network", "fast"])
-    assert refused.exit_code == 2 and "network='fast'" in refused.output, refused.output
+    assert refused.exit_code == 0 and "network='fast'" in refused.output, refused.output
 
 
-def test_the_frontier_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
+def test_a_sweep_over_machines_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
     """From the shell: machines by name or by their prices; a budget decides how many tokens."""
     prices = tmp_path / "prices.yaml"
     prices.write_text("p5.48xlarge: 98\n2xa40-roce: 4\n", encoding="utf-8")
-    asked = ["--frontier", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,4", "--price", str(prices)]
-    drawn = tmp_path / "frontier.svg"
+    asked = ["--model", "Llama-3.1-8B", "--sweep", "nodes=1,4", "--price", str(prices)]
+    drawn = tmp_path / "sweep.svg"
     shown = CliRunner().invoke(recommend, [*asked, "--plot", str(drawn)])
     assert shown.exit_code == 0, shown.output
     assert "✓" in shown.output and "money" in shown.output and drawn.read_text(encoding="utf-8").startswith("<svg")
@@ -195,8 +198,8 @@ def test_the_frontier_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> Non
     assert [(p["machine"], p["nodes"]) for p in said] == [(m, n) for m in ("p5.48xlarge", "2xa40-roce") for n in (1, 4)]
     assert said[0]["seconds"]["mid"] * said[0]["tokens_per_second"] == pytest.approx(2e9)
     for wrong, words in (
-        (["--frontier", "--model", "Llama-3.1-8B"], "name the machines"),
-        (["--frontier", "--machine", "p5.48xlarge"], "--model"),
+        (["--sweep", "nodes=1", "--model", "Llama-3.1-8B"], "name the machines"),
+        (["--sweep", "nodes=1", "--machine", "p5.48xlarge"], "--model"),
     ):
         refused = CliRunner().invoke(recommend, wrong)
         assert refused.exit_code == 2 and words in refused.output, refused.output

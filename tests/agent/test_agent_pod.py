@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from agent_pod import HEALTHY, MACHINES, OVERLAYS, PodHost, agent_of, bad, in_pod, of_host
 
-from agent.gate.verdict import Check
-from agent.view import View, look
+from agent.checks.verdict import Check
+from agent.checks.view import View, look
 from probes.scan import scan
 
 PATHS = sorted(MACHINES.glob("*.json"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from agent.cli.exits import EXIT_FAILED
-from agent.gate.measured import checks_of_bench, must_be_measured
-from agent.gate.verdict import judge
-from agent.jobs import bench_history
-from agent.jobs import result_store as keep
-from agent.view import look
+from agent.base import bench_history
+from agent.base import result_store as keep
+from agent.base.exits import EXIT_FAILED
+from agent.checks.measured import checks_of_bench, must_be_measured
+from agent.checks.verdict import judge
+from agent.checks.view import look
 from collectives.bench.results import BenchResult, Measurement, result_from_json
 from probes.host.recording import load
 from probes.scan import scan

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -24,6 +25,9 @@ from kubectl_layer import helm, tool
 from kustomization import LOADER, render
 from test_deploy_manifests import CUSTOM, FOLDERS, OVERLAYS
 
+from agent.checks.expect import KEYS, _made
+from agent.checks.verdict import GateError
+
 ROOT = Path(__file__).parent.parent.parent
 CHART = ROOT / "deploy/chart"
 Document = dict[str, Any]
@@ -32,11 +36,10 @@ VALUES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": ((), ()),
     "kubernetes": (("kubernetes",), ()),
     "host-network": (("kubernetes", "host-network"), ()),
-    "openshift": (("kubernetes", "openshift"), ()),
-    "openshift-host-network": (("kubernetes", "openshift", "host-network"), ()),
+    "openshift": (("openshift",), ()),
+    "openshift-host-network": (("openshift", "host-network"), ()),
     "eks-efa": (("eks-efa",), ()),
     "prometheus-operator": (("kubernetes",), ("monitoring.enabled=true",)),
-    "kueue": (("kubernetes",), ("kueue=true",)),
 }
 
 
@@ -78,7 +81,13 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     values = {
         "image": {"repository": "your.registry/topoflight", "tag": "9"}, "privileged": True,
         "driverPaths": ["/host/opt/nvidia", "/opt/x"], "networks": "default/rail-1,default/rail-2",
-        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "kueue": True, "ownNode": True,
+        "imagePullSecrets": [{"name": "mine"}], "resources": {"limits": {"memory": "1Gi"}},
+        "nodeSelector": {"pool": "a"},
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "nodeAffinity": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}], "priorityClassName": "theirs",
+        "podLabels": {"team": "x", "app.kubernetes.io/name": "another"}, "podAnnotations": {"note": "y"},
+        "node": {"root": True, "devices": False, "mountPropagation": "HostToContainer"},
+        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "ownNode": True,
         "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
         "monitoring": {"enabled": True, "namespaces": ["watch"], "docsUrl": "https://d.test/x/",
                        "grafanaUrl": "https://g.test", "pageUrl": "https://p.test/fleet/"},
@@ -94,6 +103,16 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     pod = found["DaemonSet", "topoflight"]["spec"]["template"]
     (agent,) = pod["spec"]["containers"]
     assert agent["image"] == "your.registry/topoflight:9" and pod["spec"]["tolerations"] == values["tolerations"]
+    spec = pod["spec"]
+    assert {key: spec[key] for key in ("imagePullSecrets", "nodeSelector", "priorityClassName")} == {
+        key: values[key] for key in ("imagePullSecrets", "nodeSelector", "priorityClassName")
+    }
+    assert set(spec["affinity"]) == {"nodeAffinity", "podAntiAffinity"} and agent["resources"] == values["resources"]
+    assert ("PriorityClass", "topoflight-agent") not in found
+    assert pod["metadata"]["labels"] == {"team": "x", "app.kubernetes.io/name": "topoflight"}, "the selector's"
+    assert pod["metadata"]["annotations"]["note"] == "y"
+    (mount,) = [one for one in agent["volumeMounts"] if one["name"] == "host"]
+    assert mount["mountPropagation"] == "HostToContainer"
     assert agent["securityContext"]["privileged"] and "allowPrivilegeEscalation" not in agent["securityContext"]
     assert {"name": "TOPOFLIGHT_DRIVER_PATHS", "value": "/host/opt/nvidia:/opt/x"} in agent["env"]
     assert agent["args"][-2:] == ["--allowed-host", "p.test"], "or reads under the name in the alerts are refused"
@@ -118,9 +137,71 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
 def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:
     """A misspelt value is refused, and said which."""
     assert not re.search(r"WARNING|ERROR", helm("lint", "--strict", str(CHART)).stdout)
-    for setting, named in (("runtimeClas=nvidia", "runtimeClas"), ("hostNetwork=maybe", "hostNetwork")):
+    for setting, named in (("runtimeClas=nvidia", "runtimeClas"), ("hostNetwork=maybe", "hostNetwork"),
+                           ("expect.gpus=x", "gpus"), ("node.mountPropagation=Both", "Propagation")):  # fmt: skip
         done = helm("template", str(CHART), "--set", setting, check=False)
-        assert done.returncode and named in done.stderr
+        assert done.returncode and named in done.stderr, setting
+
+
+def test_the_chart_takes_the_expectations_that_the_agent_takes() -> None:
+    """The same keys; what the chart lets through the agent understands."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["expect"]
+    assert set(schema["properties"]) == set(KEYS)
+    rows: list[tuple[Document, bool]] = [
+        ({"gpus": 8, "gpu": "H100", "nvlink": "NV18", "hcas": 8, "rate": 400, "gdr": True, "memlock": "unlimited",
+          "interface": ["net1"], "driver": "570.86"}, True),
+        ({"nvlink": 18, "shm": "64GiB", "memlock": "8Mi", "interface": "net*", "driver": 570, "gdr": "on"}, True),
+        ({"gpus": "x"}, False), ({"gpus": -1}, False), ({"gpus": 2000}, False), ({"gpuz": 8}, False),
+        ({"nvlink": "SYS"}, False), ({"gdr": False}, False), ({"gdr": "off"}, False), ({"memlock": "much"}, False),
+        ({"interface": [1]}, False), ({"driver": "new"}, False), ({"hcas": None}, False),
+    ]  # fmt: skip
+    wrong = []
+    for value, right in rows:
+        taken = jsonschema.Draft202012Validator(schema).is_valid(value)
+        try:
+            _made({k: [str(one) if one is not True else "on" for one in (v if isinstance(v, list) else [v])]
+                   for k, v in value.items()}, "values")  # fmt: skip
+            understood = True
+        except GateError:
+            understood = False
+        if taken is not right or (taken and not understood):
+            wrong.append((value, taken, understood))
+    assert not wrong, wrong
+
+
+def test_no_release_contains_an_expectation_that_is_not_its_own() -> None:
+    """The ConfigMap has one owner: the release only where its values say what to expect."""
+    for words, contained in (((), False), (("expect.gpus=8",), True), (("prices.a=1",), True)):
+        made = template(*(word for one in words for word in ("--set", one)))
+        assert (("ConfigMap", "topoflight", "topoflight-expect") in by_name(made)) is contained, words
+
+
+@pytest.mark.parametrize("files", [(), ("kubernetes",), ("openshift",), ("eks-efa",), ("openshift", "host-network")])
+def test_a_further_release_shares_nothing_with_the_first(files: tuple[str, ...]) -> None:
+    """Helm refuses an object that another release has; its agents have the rights that the first one's have."""
+    words = [word for name in files for word in ("--values", str(CHART / f"values-{name}.yaml"))]
+    words += ["--set", "monitoring.enabled=true"]
+    first = by_name(template(*words))
+    more = by_name(template(*words, "--namespace", "pool-b", "--set", "clusterObjects=false"))
+    assert not first.keys() & more.keys()
+    assert {kind for kind, place, _ in more if not place} == {"ClusterRoleBinding", "ValidatingAdmissionPolicyBinding"}
+    for (kind, _, name), document in more.items():
+        if kind == "ClusterRoleBinding":
+            assert document["subjects"][0]["namespace"] == "pool-b" and document["roleRef"]["name"] in {
+                role for kind_of, _, role in first if kind_of == "ClusterRole"
+            }, name
+
+
+def test_each_values_file_is_complete_by_itself() -> None:
+    """As the head comment of values.yaml installs it: a restricted namespace has no pod that mounts its node."""
+    for path in sorted(CHART.glob("values-*.yaml")):
+        values = yaml.safe_load(path.read_text())
+        documents = template("--values", str(path), "--set", "namespace.create=true")
+        (own,) = [d for d in documents if d["kind"] == "Namespace" and d["metadata"]["name"] == "topoflight"]
+        (daemonset,) = [d for d in documents if d["kind"] == "DaemonSet"]
+        paths = [v["hostPath"] for v in daemonset["spec"]["template"]["spec"]["volumes"] if "hostPath" in v]
+        level = own["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+        assert (level == "restricted") is not (bool(paths) or bool(values.get("hostNetwork"))), path.name
 
 
 class Registry(BaseHTTPRequestHandler):

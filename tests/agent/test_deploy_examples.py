@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from agent.checks.codes import ALL_CODES
 from agent.cli.main import cli
-from agent.gate.codes import ALL_CODES
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.yaml"))

@@ -27,7 +27,7 @@ def test_install_gives_a_host_without_containers_an_agent_without_torch(tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     code = (
-        "import importlib.util as u, agent.http.server, agent.cli.serve, agent.gate.preflight, pathlib, sys\n"
+        "import importlib.util as u, agent.http.server, agent.http.serve, agent.jobs.preflight, pathlib, sys\n"
         "assert str(pathlib.Path(agent.http.server.__file__)).startswith(sys.prefix), agent.http.server.__file__\n"
         "unwanted = 'torch', 'transformers', 'setuptools', 'pkg_resources', 'wheel', 'pip'\n"
         "assert not [n for n in unwanted if u.find_spec(n)], [n for n in unwanted if u.find_spec(n)]\n"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,14 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kubectl_layer import tool
 from kustomization import render
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
-BESIDE = [ROOT / "deploy/daemonset/overlays" / name for name in ("kueue/admission", "prometheus-operator/monitoring")]
+BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
 FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, ROOT / "deploy/bench/job"]
-CUSTOM = ("monitoring.coreos.com", "kueue.x-k8s.io", "security.openshift.io")
+CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
 Document = dict[str, Any]
 
 every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
@@ -47,13 +51,13 @@ def test_custom_objects_hold_no_field_their_api_would_drop(folder: Path, corpus:
     """The CRDs' own schemas, unknown fields refused."""
     schemas = {}
     for path in (corpus / "crds").glob("*.yaml"):
-        if path.name.startswith(("monitoring.coreos.com", "kueue.x-k8s.io_admissionchecks")):
+        if path.name.startswith("monitoring.coreos.com"):
             for crd in yaml.safe_load_all(path.read_text()):
                 for version in crd["spec"]["versions"]:
                     key = f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]
                     schemas[key] = strict(version["schema"]["openAPIV3Schema"])
     for document in render(folder):
-        if document["apiVersion"].startswith(CUSTOM[:2]):
+        if document["apiVersion"].startswith(CUSTOM[0]):
             jsonschema.validate(document, schemas[document["apiVersion"], document["kind"]])
 
 
@@ -101,6 +105,7 @@ def test_the_agent_has_no_privilege(folder: Path) -> None:
     assert paths == ({"/", "/dev/null"} if folder.name == "plain" else set())
     mounts = {mount["name"]: mount for container in spec["containers"] for mount in container["volumeMounts"]}
     assert "host" not in mounts or mounts["host"]["readOnly"]
+    assert "mountPropagation" not in mounts.get("host", {}), "refused where the node's root is a private mount"
 
 
 @every_overlay
@@ -138,26 +143,22 @@ def test_a_second_apply_changes_nothing(folder: Path) -> None:
 
 @every_overlay
 def test_the_agents_rights_are_these_and_no_more(folder: Path) -> None:
-    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch; Events in its own namespace."""
+    """No secret, no pod, no wildcard; of Nodes the list alone, for rack and switch."""
     documents = render(folder)
-    held = {(d["roleRef"]["kind"], d["roleRef"]["name"]) for d in documents if d["kind"].endswith("RoleBinding")}
-    assert ("ClusterRole", "topoflight-run-events") not in held  # a job's own, which an administrator binds
     rules = [
         (group, resource, verb)
         for d in documents
-        if d["kind"] in ("ClusterRole", "Role")
-        and d["metadata"]["name"].startswith("topoflight")
-        and (d["kind"], d["metadata"]["name"]) != ("ClusterRole", "topoflight-run-events")
+        if d["kind"] in ("ClusterRole", "Role") and d["metadata"]["name"].startswith("topoflight")
         for rule in d["rules"]
         for group in rule.get("apiGroups", [])
         for resource in rule.get("resources", [])
         for verb in rule["verbs"]
     ]
     allowed = {"topoflight.io", "authentication.k8s.io", "authorization.k8s.io", "nfd.k8s-sigs.io"}
-    allowed |= {"kueue.x-k8s.io"} if folder.name == "kueue" else set()
     allowed |= {"security.openshift.io"} if folder.name.startswith("openshift") else set()
     assert {group for group, _, _ in rules if group} == allowed
-    assert sorted(rule for rule in rules if not rule[0]) == [("", "events", "create"), ("", "nodes", "list")]
+    assert sorted(rule for rule in rules if not rule[0]) == [("", "nodes", "list")]
+    assert sorted(verb for group, _, verb in rules if group == "nfd.k8s-sigs.io") == ["create", "patch"]
     assert not [rule for rule in rules if "*" in rule or rule[2] in ("delete", "deletecollection", "escalate", "bind")]
 
 
@@ -178,7 +179,7 @@ def admits(policy: Document, namespace: str, labels: dict[str, str] | None = Non
 
 
 @every_overlay
-def test_monitoring_reaches_the_agents_and_nothing_reaches_the_controller(folder: Path) -> None:
+def test_monitoring_reaches_the_agents(folder: Path) -> None:
     """Other namespaces only where an administrator has labelled them; every pod that we run has a policy."""
     documents = render(folder)
     policies = {d["metadata"]["name"]: d for d in documents if d["kind"] == "NetworkPolicy"}
@@ -198,16 +199,36 @@ def test_monitoring_reaches_the_agents_and_nothing_reaches_the_controller(folder
     for name in openshift if "openshift" in folder.name else ("monitoring",):
         assert admits(agents, name)
     assert admits(agents, "training", {"topoflight.io/access": "true"})
-    if "kueue" in folder.name:
-        assert "ingress" not in policies["topoflight-admission"]["spec"]
+
+
+@pytest.mark.parametrize("name", ["plain", "kubernetes", "prometheus-operator"])
+def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> None:
+    """The kustomization of docs/kubernetes.md, in another namespace: rights, image and Secret arrive there."""
+    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r" *```yaml\n *# mine/kustomization.yaml\n(.*?) *```", page, re.S)
+    own = yaml.safe_load(text)
+    place = (ROOT / "deploy/daemonset/overlays" / name).relative_to(ROOT)
+    own |= {"namespace": "elsewhere", "resources": [f"checkout/{place}"]}
+    (tmp_path / "checkout").mkdir()
+    shutil.copytree(ROOT / "deploy", tmp_path / "checkout/deploy", symlinks=True)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    words = [str(tool("kubectl")), "kustomize", str(tmp_path)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True)
+    documents = [d for d in yaml.safe_load_all(said.stdout) if d]
+    places = {d["metadata"].get("namespace") for d in documents}
+    places |= {one.get("namespace") for d in documents for one in d.get("subjects", ())}
+    assert places - {None} == {"elsewhere"}
+    assert [d["metadata"]["name"] for d in documents if d["kind"] == "Namespace"] == ["elsewhere"]
+    (account,) = [d for d in documents if d["kind"] == "ServiceAccount"]
+    assert account["imagePullSecrets"] == [{"name": "YOUR-SECRET"}]
+    assert "your.registry/topoflight" in said.stdout and "registry.example/topoflight:" not in said.stdout
 
 
 def test_daemonset_arguments_are_understood() -> None:
     """The arguments in the manifests are options that exist."""
     from agent.cli.main import cli
 
-    for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/daemonset/overlays/kueue",
-                   ROOT / "deploy/bench/job"):  # fmt: skip
+    for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/bench/job"):
         for document in render(folder):
             template = document.get("spec", {}).get("template")
             for container in template["spec"]["containers"] if template else ():

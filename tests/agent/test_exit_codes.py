@@ -81,7 +81,6 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("wrap", 2): (("-", "--host", SOUND), "kind: Deployment"),
     ("bench", 2): (("--op", "all_to_none"), ""),
     ("serve", 2): (("--reads", "token"), ""),
-    ("admission", 2): (("--no-such-option",), ""),
     ("explain", 0): (("rdma.port.down",), ""),
     ("explain", 2): (("rdma.port.dwon",), ""),
 }

@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 from hatchling.builders.wheel import WheelBuilder
 
-from agent.advise import FORMATS
+from agent.advice.advise import FORMATS
+from agent.checks.codes import ALL_CODES
+from agent.checks.explain import sections
+from agent.checks.history import AT_ONCE
 from agent.cli.main import cli
 from agent.cli.scan import explain
-from agent.gate.codes import ALL_CODES
-from agent.gate.explain import sections
-from agent.history import AT_ONCE
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.environment import CODES as ENV_CODES
 
@@ -88,8 +88,8 @@ def test_wheel_carries_the_page(tmp_path: Path) -> None:
     """An installed agent has the page beside its module, so that explain works without the repository."""
     built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(built) as wheel:
-        assert wheel.read("agent/gate/findings.md").decode() == PAGE.read_text(encoding="utf-8")
-        assert wheel.read("agent/gate/runbook.md").decode() == (ROOT / "docs" / "runbook.md").read_text(
+        assert wheel.read("agent/checks/findings.md").decode() == PAGE.read_text(encoding="utf-8")
+        assert wheel.read("agent/checks/runbook.md").decode() == (ROOT / "docs" / "runbook.md").read_text(
             encoding="utf-8"
         )
 

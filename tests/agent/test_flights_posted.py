@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from api_server import ApiServer, configuration
 from kustomization import render
 
+from agent.base import result_store as keep
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.runs import MOST_POSTED_BYTES, MOST_VALUES, Record
 from agent.http.server import create
 from agent.http.state import State
-from agent.jobs import result_store as keep
 from contracts.run_record import RECORD_VERSION, record_of
 from finetune.recorder import MAX_STEPS
 from planner.kubernetes import job, manifests
@@ -83,6 +83,21 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
     assert "a-model-of-ours" in http.get("/").text
     assert len(kept(folder)) == 1
+
+
+def test_no_reader_sees_a_secret_of_a_record(http: TestClient, folder: Path) -> None:
+    """Reason, notes and environment, of a record that is posted and of one that a job left in the folder."""
+    secret = "hunter2hunter2"  # noqa: S105 - of no door
+    record = {**RECORD, "reason": f"exec failed: tool --password {secret}", "notes": [f"HF_TOKEN={secret}", "kept"],
+              "plan": {"environment": {"WANDB_API_KEY": secret, "NCCL_DEBUG": "INFO"}}}  # fmt: skip
+    assert [http.post("/flights", headers=HEADERS, json=record).status_code for _ in range(2)] == [201, 200]
+    keep.keep_flight(record_of({**record, "host": "left-here"}), folder)
+    assert http.post("/flights", headers=HEADERS, json={**RECORD, "host": "another"}).status_code == 201
+    shown = http.get("/flights")
+    assert {one["host"] for one in shown.json()} == {"sft-0", "left-here", "another"}
+    for text in (shown.text, http.get("/flights?format=yaml").text, http.get("/").text):
+        assert secret not in text
+    assert "exec failed" in shown.text and "kept" in shown.text and "INFO" in shown.text
 
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:

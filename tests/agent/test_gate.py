@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from agent.gate.verdict import Check, GateError, checks_of_findings, judge, select, worst_first
+from agent.checks.verdict import Check, GateError, checks_of_findings, judge, select, worst_first
 from probes.api import Finding, Severity
 
 

@@ -21,11 +21,11 @@ from api_server import ApiServer, write_kubeconfig
 from machine_built import Machine
 from machine_tree import Tree
 
+from agent.checks.baseline import read, regressions
+from agent.checks.verdict import Check, GateError, Status, judge
+from agent.checks.view import look
 from agent.cli.preflight import preflight
 from agent.cluster.nodes import NodeRecord, records_of, to_resource
-from agent.gate.baseline import read, regressions
-from agent.gate.verdict import Check, GateError, Status, judge
-from agent.view import look
 from probes.host.recording import dumps, load
 from probes.scan import scan
 
@@ -58,6 +58,9 @@ def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path: Path) -> None:
     assert run.invoke(preflight, ["--host", str(SICK), "--baseline", str(tmp_path / "sick"), "-q"]).exit_code == 0
     worse = run.invoke(preflight, ["--host", str(SICK), "--baseline", str(tmp_path / "good"), "-q"])
     assert worse.exit_code == 3 and "rdma" in worse.output
+    saved = tmp_path / "saved.json"
+    assert run.invoke(preflight, ["--host", str(SICK), "--save", str(saved), "-q"]).exit_code == 3
+    assert run.invoke(preflight, ["--host", str(SICK), "--baseline", str(saved), "-q"]).exit_code == 0
     by_recording = run.invoke(preflight, ["--host", str(SICK), "--baseline", str(GOOD), "-q"])
     assert by_recording.exit_code == 3
     assert run.invoke(preflight, ["--host", str(GOOD), "--baseline", str(GOOD), "-q"]).exit_code == 0
@@ -141,12 +144,12 @@ def test_the_gate_over_nodes(api: ApiServer, words: list[str], code: int) -> Non
     assert done.exit_code == code, done.output
 
 
-@pytest.mark.parametrize("form", ["table", "json", "yaml", "junit", "github", "markdown"])
+@pytest.mark.parametrize("form", ["table", "json", "yaml", "junit", "github"])
 def test_every_format_tells_of_the_silent_node(api: ApiServer, form: str, tmp_path: Path) -> None:
     """On stdout, and in a file."""
-    done = CliRunner().invoke(preflight, ["--nodes", "good,old", "-o", form, "-o", f"json={tmp_path / 'r'}", "-q"])
+    done = CliRunner().invoke(preflight, ["--nodes", "good,old", "-o", form, "-o", f"{form}={tmp_path / 'r'}", "-q"])
     assert done.exit_code == 3 and "cluster.node.silent" in done.output
-    assert json.loads((tmp_path / "r").read_text())["verdict"]["word"] == "fail"
+    assert "cluster.node.silent" in (tmp_path / "r").read_text()
 
 
 def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
@@ -192,7 +195,7 @@ def test_a_report_of_nodes_is_written_whole(api: ApiServer, tmp_path: Path) -> N
     folder = tmp_path / "report"
     done = CliRunner().invoke(preflight, ["--nodes", "good,sick,never", "--report", str(folder), "-q"])
     assert done.exit_code == 3, done.output
-    assert {path.name for path in folder.iterdir()} == {"report.json", "report.html", "report.md", "junit.xml"}
+    assert {path.name for path in folder.iterdir()} == {"report.json", "report.html", "junit.xml"}
     whole = json.loads((folder / "report.json").read_text())
     assert [(node["name"], node["verdict"], node["gpus"]) for node in whole["nodes"]] == [
         ("good", "pass", 8), ("sick", "fail", 8), ("never", "unknown", None),
@@ -200,6 +203,5 @@ def test_a_report_of_nodes_is_written_whole(api: ApiServer, tmp_path: Path) -> N
     assert not any(node["graph"] for node in whole["nodes"]), "graphs would make it megabytes"
     page = (folder / "report.html").read_text()
     assert "<h1>good, sick, never</h1>" in page and "NV18" in page and "cluster.node.silent" in page
-    assert "good, sick, never:" in (folder / "report.md").read_text()
     again = CliRunner().invoke(preflight, ["--nodes", "good,sick", "--baseline", str(folder / "report.json"), "-q"])
     assert again.exit_code == 0, "what stood there already is no regression"

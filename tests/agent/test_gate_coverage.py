@@ -17,15 +17,14 @@ from xml.etree import ElementTree
 import pytest
 from fastapi.testclient import TestClient
 
-from agent.cluster.admission import Policy, decide
+from agent.checks.codes import PROBE_CODES
+from agent.checks.verdict import Check, judge
+from agent.checks.view import View, look
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, records_of, to_resource
 from agent.cluster.publish import node_feature
-from agent.gate.codes import PROBE_CODES
-from agent.gate.verdict import Check, judge
 from agent.http.server import create
 from agent.http.state import State
-from agent.view import View, look
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -116,7 +115,7 @@ def hung(machine: Callable[..., Path]) -> Iterator[State]:
 
 
 def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
-    """/preflight, /metrics, the page, the published record, NFD's label, Kueue's admission: one verdict."""
+    """/preflight, /metrics, the page, the published record, NFD's label, the gate over nodes: one verdict."""
     view = hung.view
     assert view is not None
     assert isinstance(view.snapshots[0].outcomes["gpu"], Failed)
@@ -139,8 +138,6 @@ def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
     assert node_feature(record, "ns")["spec"]["labels"]["topoflight.io/ready"] == "false"
     fleet = Fleet()
     fleet.replace([to_resource(replace(record, scanned_at_seconds=time.time()))[1]])
-    answer = decide({"status": {}}, fleet, Policy())
-    assert (answer.state, answer.message) == ("Retry", "no node has passed")
     assert judge(checks_of(["node-a"], fleet)).exit_code == 5
     rows = client.get("/nodes").json()
     assert rows["counts"] == {"unknown": 1}
@@ -161,7 +158,7 @@ def test_junit_of_an_unmeasured_gpu_is_errors_not_skips() -> None:
 
 
 def junit_of(view: View) -> str:
-    from agent.gate.report import Report, junit
+    from agent.jobs.report import Report, junit
 
     return junit(Report(started_at_seconds=0.0, seconds=0.0, topoflight_version="", snapshots=view.snapshots,
                         topologies=view.topologies, checks=view.checks, verdict=view.verdict))  # fmt: skip
@@ -291,7 +288,7 @@ def test_nvml_that_cannot_be_used_passes_nothing() -> None:
 
 def test_skip_takes_a_requirement_back_and_require_does_not_lose_it() -> None:
     """Someone who knows that a node's GPUs are not meant says so; another --require does not undo the bus's."""
-    from agent.gate.verdict import select
+    from agent.checks.verdict import select
 
     view = look((with_outcomes(recorded(), gpu=Failed(error="crashed")),))
     assert judge(select(view.checks, require=("limits.*",))).exit_code == 5

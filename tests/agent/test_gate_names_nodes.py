@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
+from agent.checks.verdict import judge
+from agent.checks.view import look
 from agent.cli.main import cli
 from agent.cluster.nodes import Fleet
-from agent.gate.verdict import judge
 from agent.http.server import create
 from agent.http.state import State
 from agent.pages.render import fleet_page
-from agent.view import look
 
 MACHINES = Path(__file__).parents[1] / "machines"
 
@@ -48,22 +48,6 @@ def test_the_table_names_the_node_of_a_finding_that_only_one_has(folder: Path) -
     (cut,) = [block for block in blocks if "gpu.nvlink.missing" in block.splitlines()[0]]
     assert LOST in lost and CUT not in lost
     assert CUT in cut and LOST not in cut
-
-
-def test_markdown_names_the_node_of_every_finding(folder: Path) -> None:
-    """Each row of the table, whatever its subjects are."""
-    rows = [line for line in preflight(folder, "-o", "markdown").splitlines() if line.startswith(("| ✗", "| !", "| ?"))]
-    assert rows
-    for row in rows:
-        assert any(name in row for name in (LOST, CUT, WELL)), row
-    (row,) = [row for row in rows if "gpu.device.lost" in row]
-    assert f"on {LOST}: GPU5" in row and CUT not in row
-
-
-def test_markdown_of_one_node_does_not_repeat_its_name(folder: Path) -> None:
-    """It stands in the first line already."""
-    text = preflight(folder / "sick-h100-gpu-lost.json", "-o", "markdown")
-    assert text.count(LOST) == 1
 
 
 def test_junit_and_github_name_the_node_of_every_finding(folder: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from agent.advise import Request, for_view
-from agent.documents import document
+from agent.advice.advise import for_view
+from agent.advice.request import Request
+from agent.base.documents import document
+from agent.checks.view import View, look
 from agent.metrics import families as metrics
-from agent.view import View, look
 from probes.host.recording import load
 from probes.scan import scan
 

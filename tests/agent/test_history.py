@@ -1,9 +1,8 @@
-"""Findings that hold: raised by their second scan, cleared by the third without; and what changed, kept for 30 days."""
+"""Findings that hold: raised by their second scan, cleared by the third without; and what changed."""
 
 from __future__ import annotations
 
 import html
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -12,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from agent import history
-from agent.cli.main import cli
-from agent.gate.codes import ALL_CODES
-from agent.gate.explain import section
-from agent.history import AT_ONCE, History
+from agent.checks import history
+from agent.checks.codes import ALL_CODES
+from agent.checks.expect import Expectation
+from agent.checks.explain import section
+from agent.checks.history import AT_ONCE, History
+from agent.checks.view import View, look
 from agent.metrics.families import exposition
 from agent.pages import render
-from agent.view import View, look
 from probes.api import Absent, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -74,7 +72,7 @@ def raised(view: View) -> set[str]:
 
 
 def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(tray: Snapshot) -> None:
-    kept = History(None)
+    kept = History()
     sound, sick = look((tray,)), look((port_down(tray),))
     shown = [
         kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, sick, sound, sick, sick, sound, sound, sound])
@@ -95,52 +93,72 @@ def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without
 
 
 def test_what_flickers_once_raised_stays_raised(tray: Snapshot) -> None:
-    kept, sound, sick = History(None), look((tray,)), look((port_down(tray),))
+    kept, sound, sick = History(), look((tray,)), look((port_down(tray),))
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[sound, sick] * 5])]
     assert all("rdma.port.down" in raised(view) for view in shown[1:])
 
 
 def test_what_was_not_judged_is_not_gone(tray: Snapshot) -> None:
     """A probe that fails says nothing of what it found before."""
-    kept, sick = History(None), look((port_down(tray),))
+    kept, sick = History(), look((port_down(tray),))
     silent = look((replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")}),))
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[silent] * 5])]
     assert "rdma.port.down" in raised(shown[-1])
 
 
-def test_since_when_after_what_and_how_often(tray: Snapshot, tmp_path: Path) -> None:
-    """The words of the page, the metric and `diff --since`, across a restart of the agent."""
+def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
+    """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
+    blind = replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")})
+    both, one = Expectation(gpus=72, hcas=1), Expectation(hcas=1)
+    rows: list[tuple[str, Snapshot, Expectation | str | None, bool]] = [
+        ("withdrawn", tray, None, False),
+        ("empty", tray, Expectation(), False),
+        ("one of two withdrawn, the other unknown", blind, one, False),
+        ("met", tray, Expectation(gpus=1, hcas=1), False),
+        ("still unmet", tray, both, True),
+        ("the file cannot be read", tray, "expect.yaml: not read", True),
+        ("GPUs cannot be read", replace(tray, outcomes={**tray.outcomes, "gpu": Absent(why="no driver")}), both, True),
+    ]
+    wrong = []
+    for name, snapshot, wanted, stays in rows:
+        first = look((tray,), expected=both)
+        kept = History()
+        shown = [kept.seen(at(first, STEP * i)) for i in range(2)]
+        assert "expect.node.unmet" in raised(shown[-1])
+        later = look((snapshot,), expected=wanted)
+        after = [kept.seen(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
+        held = ["expect.node.unmet" in raised(view) for view in after]
+        if held != [True, True, stays]:
+            wrong.append((name, held))
+    assert not wrong, wrong
+
+
+def test_since_when_after_what_and_how_often(tray: Snapshot) -> None:
+    """The words of the page, and the metric."""
     sound, sick = look((tray,)), look((port_down(tray),))
     newer = look((with_facts(port_down(tray), GpuFacts, driver_version="580.65.06"),))
-    path = tmp_path / history.FILE
-    kept = History(path)
+    kept = History()
     for i, view in enumerate([sound, sound, sick, sick, sound, sound, sound, sound, sick, sick, *[sound] * 3]):
         kept.seen(at(view, STEP * i))
-    kept = History(path)
     late = STEP * 13
     shown = [kept.seen(at(newer, late + STEP * i)) for i in range(14)]
     assert "rdma.port.down" in raised(shown[-1]) and "rdma.port.down" not in raised(shown[2])
     words = history.since_words(shown[-1], "rdma.port.down", "mlx5_2:1")
     began = history.clock(START + late)
     assert words == f"since {began}, after driver 570.124.06 -> 580.65.06 ({began}); third time this week"
-    assert words in html.unescape(render.node_page(shown[-1], None, "no model", digest="", trouble=None))
+    assert words in html.unescape(render.node_page(shown[-1], None, "no model", trouble=None))
     body = exposition(shown[-1], "")[0].decode()
     shown_at = re.search(r'topoflight_finding_since_seconds{code="rdma.port.down",severity="fail"} (\S+)', body)
     assert shown_at and float(shown_at[1]) == pytest.approx(START + late)
-    done = CliRunner().invoke(cli, ["diff", "--since", "24h", "--state", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "driver 570.124.06 -> 580.65.06" in done.output and done.output.count("raised rdma.port.down") == 3
-    nothing = CliRunner().invoke(cli, ["diff", "--since", "1min", "--state", str(tmp_path)])
-    assert "nothing changed" in nothing.output
-    assert CliRunner().invoke(cli, ["diff", "--since", "soon", "--state", str(tmp_path)]).exit_code == 2
-    assert CliRunner().invoke(cli, ["diff", "--since", "1h", "--state", str(tmp_path / "none")]).exit_code == 2
+    told = history.changed(shown[-1])
+    assert sum("raised rdma.port.down" in line for line in told) == 3
 
 
 def test_hardware_that_comes_and_goes_is_told_once_it_persists(tray: Snapshot) -> None:
     rdma = tray.facts(RdmaFacts)
     assert rdma is not None
     without = look((with_facts(tray, RdmaFacts, devices=rdma.devices[1:]),))
-    sound, kept = look((tray,)), History(None)
+    sound, kept = look((tray,)), History()
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, without, sound, without, without])]
     assert not [event for event in shown[2].events if event.kind == "changed"]
     assert "mlx5_0 missing" in [event.text for event in shown[-1].events]
@@ -156,7 +174,7 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
     """Versions at the scan that shows them, hardware once it persists; nothing on a node that starts, or is sick."""
     rdma, host = tray.facts(RdmaFacts), tray.facts(HostinfoFacts)
     assert rdma is not None and host is not None
-    kept = History(None)
+    kept = History()
     one = with_facts(tray, HostinfoFacts, kernel="6.99.0")
     new = tuple(replace(each, firmware="99.1.1") if each.name == "mlx5_1" else each for each in rdma.devices)
     two = with_facts(one, RdmaFacts, devices=new)
@@ -177,29 +195,27 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
 def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None:
     """An agent that starts before the driver does sees GPUs later: nobody put them in."""
     mute = replace(tray, outcomes={**tray.outcomes, silent: Absent(why="no driver")})
-    kept = History(None)
+    kept = History()
     shown = [kept.seen(at(look((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
     assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
     assert "hardware" not in changes_of(shown[-1])
     gpus = tray.facts(GpuFacts)
     assert gpus is not None
-    kept, lost = History(None), with_facts(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
+    kept, lost = History(), with_facts(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
     for start, each in ((0.0, tray), (100.0, lost), (200.0, tray)):
         for i in range(20):
             view = kept.seen(at(look((each,)), STEP * (start + i)))
     assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
 
 
-def test_the_file_is_bounded_and_a_broken_one_begins_anew(tray: Snapshot, tmp_path: Path) -> None:
-    path = tmp_path / history.FILE
-    events = [{"at_seconds": START - i, "kind": "changed", "text": "x" * 300} for i in reversed(range(5000))]
-    old = {"at_seconds": START - 31 * 86400, "kind": "changed", "text": "old"}
-    path.write_text(json.dumps({"events": [old, *events], "open": [], "traits": [], "boot_id": None}))
-    view = History(path).seen(at(look((tray,)), 0))
-    assert len(view.events) <= history.MOST_EVENTS and "old" not in [event.text for event in view.events]
-    assert path.stat().st_size < history.MOST_BYTES
-    path.write_text('{"events": [{}]')
-    assert History(path).seen(at(look((tray,)), 0)).events == ()
+def test_the_newest_changes_are_kept(tray: Snapshot) -> None:
+    """As many as MOST_EVENTS, each in its order."""
+    kept = History()
+    for i in range(history.MOST_EVENTS + 5):
+        view = kept.seen(at(look((with_facts(tray, HostinfoFacts, kernel=f"6.{i}.0"),)), STEP * i))
+    texts = [event.text for event in view.events]
+    assert len(texts) == history.MOST_EVENTS
+    assert texts[-1].endswith(f"6.{history.MOST_EVENTS + 4}.0")
 
 
 def test_what_is_raised_at_once_says_why_on_its_page() -> None:
@@ -248,18 +264,18 @@ def scans(rack: int) -> Iterator[tuple[str, float]]:
 
 @pytest.mark.long
 def test_a_rolling_reboot_of_288_trays_raises_nothing_and_a_fault_is_named_within_two_scans(
-    tray: Snapshot, tmp_path: Path
+    tray: Snapshot,
 ) -> None:
     views, alarms, named = phases(tray), 0, 0
     for number in range(288):
         rack, name = number // 18, f"r{number // 18:02d}-t{number % 18:02d}"
-        path, booted = tmp_path / f"{name}.json", 60.0
-        kept, times = History(path, lambda: float("inf")), list(scans(rack))
+        booted = 60.0
+        kept, times = History(), list(scans(rack))
         for i, (phase, when) in enumerate(times):
             if i == 4:  # the agent starts with the host
                 began = when - booted
                 clock = [when]
-                kept = History(path, lambda clock=clock, began=began: clock[0] - began)
+                kept = History(lambda clock=clock, began=began: clock[0] - began)
             if i >= 4:
                 clock[0] = when
             alarms += len(raised(kept.seen(at(views[phase], when, name))))
@@ -275,7 +291,7 @@ def test_a_rolling_reboot_of_288_trays_raises_nothing_and_a_fault_is_named_withi
 
 def test_a_fault_of_boot_that_stays_is_named_when_the_host_has_settled(tray: Snapshot) -> None:
     views, uptime = phases(tray), [0.0]
-    kept = History(None, lambda: uptime[0])
+    kept = History(lambda: uptime[0])
     first = None
     for i in range(20):
         uptime[0] = 60.0 + STEP * i

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from agent.base.version import VERSION
 from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State
-from agent.version import VERSION
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -177,7 +177,7 @@ def test_whatever_needs_a_token_is_closed_unless_somebody_judges_tokens(client: 
     """Every endpoint but reading answers 403, with or without a token, and says how to open it."""
     paths = client.get("/openapi.json").json()["paths"]
     endpoints = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
-    assert endpoints == {("post", "/preflight"), ("post", "/flights"), ("post", "/why"), ("post", "/acknowledgements")}
+    assert endpoints == {("post", "/preflight"), ("post", "/flights"), ("post", "/why")}
     for method, path in endpoints:
         for headers in ({}, {"Authorization": "Bearer anything"}):
             response = client.request(method, path, headers=headers)
@@ -212,8 +212,8 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Pat
 
 def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
     """Scrapes of one view share the bytes; a new view gets new ones; formats do not mix."""
+    from agent.checks.view import look
     from agent.metrics.families import Rendered
-    from agent.view import look
 
     rendered = Rendered()
     snapshot = scan(load(H100))

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.advise import Request, advise
-from agent.cli.job_settings import EMBEDDED_MODEL, untrainable
+from agent.advice.advise import advise
+from agent.advice.job_settings import EMBEDDED_MODEL, untrainable
+from agent.advice.request import Request
 from agent.cli.launch import launch
 
 MACHINE = ["--machine", "dgx-h100", "--dry-run"]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from agent.cli.hosts import snapshots
+from agent.base.hosts import snapshots
+from agent.checks import bars
+from agent.checks.baseline import read as read_baseline
+from agent.checks.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
+from agent.checks.verdict import Check, GateError
+from agent.checks.view import look
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource, records_of, to_resource
-from agent.gate import bars
-from agent.gate.baseline import read_bench
-from agent.gate.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
-from agent.gate.verdict import Check, GateError
-from agent.view import look
 from collectives.bench.results import Bar, BenchResult, Measurement, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 
@@ -151,16 +151,18 @@ def test_a_baseline_is_the_first_bar(tmp_path: Path) -> None:
         now = replace(before, measurements=tuple(
             replace(m, busbw_bytes_per_second=share * m.busbw_bytes_per_second) for m in before.measurements
         ))  # fmt: skip
-        judged = against_baseline(now, read_bench(path))
+        judged = against_baseline(now, read_baseline(path).busbw)
         check = checks(judged)[BUSBW, "all_gather"]
         assert check.status == status, share
         assert "as in the baseline" in check.message
         assert "300 MB/s (240 MB/s to 375 MB/s)" in expected_words(judged.measurements[0])
     saved = tmp_path / "saved.json"
     saved.write_text(json.dumps(result_to_json(before)))  # what `bench --save` writes
-    assert read_bench(saved) == read_bench(path)
+    assert read_baseline(saved).busbw == read_baseline(path).busbw
     path.write_text(json.dumps({"schema_version": 1, "checks": []}))
-    assert read_bench(path) == {}
+    assert read_baseline(path).busbw == {}
+    with pytest.raises(GateError, match="holds no verified benchmark"):  # it would be compared with nothing
+        read_baseline(path, ("busbw",))
 
 
 @pytest.mark.parametrize("text", ["", '{"bench": {"schema_version": 1}}', '{"measurements": 3}'])
@@ -168,7 +170,7 @@ def test_a_file_without_a_benchmark_that_can_be_read_is_a_usage_error(tmp_path: 
     path = tmp_path / "b.json"
     path.write_text(text)
     with pytest.raises(GateError, match=r"--baseline .*b\.json"):
-        read_bench(path)
+        read_baseline(path)
 
 
 def test_a_node_is_held_against_the_best_tenth_of_its_equals() -> None:

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.advise import Request, RequestError, advise
-from agent.cli.hosts import snapshots
+from agent.advice.advise import advise
+from agent.advice.request import Request
+from agent.base.hosts import snapshots
+from agent.base.inputs import RequestError
+from agent.checks.view import look
 from agent.cli.launch import _gate, launch
-from agent.gate.preflight import Options, _stopping
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
 from agent.jobs.launch import Launched, LaunchError, fly, job_plan, record_of
-from agent.view import look
+from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 
 SICK = Path(__file__).parent.parent / "machines" / "sick-h100-dead-hca.json"

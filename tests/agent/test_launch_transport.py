@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.advise import Request, answer
-from agent.cli.hosts import snapshots
+from agent.advice.advise import answer
+from agent.advice.request import Request
+from agent.base.hosts import snapshots
 from agent.jobs.launch import job_plan
 from agent.jobs.transport import gdrdma
 from contracts.job_plan import dumps, read

@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.history import Event
-from agent.jobs.ranks import Standing
+from agent.base.counters import PublishTally, WatchTally, reason_of
+from agent.base.counters import samples as tallies
+from agent.checks.history import Event
+from agent.checks.view import View, look
 from agent.metrics import families as metrics
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
-from agent.metrics.counters import PublishTally, WatchTally, reason_of
-from agent.metrics.counters import samples as tallies
-from agent.view import View, look
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
-from planner.why import Verdict
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -172,10 +170,9 @@ def test_whole_catalogue_can_appear(full: View) -> None:
     publish.succeeded()
     watch.restarts["expired"] += 1
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
-    stands = (Standing(run="job", verdict=Verdict(state="stuck", line="stuck")),)
     changed = (Event(at_seconds=1.0, kind="version", text="driver 570 -> 580", code="driver"),)
     since = {(check.id, check.subject): 1.0 for check in full.checks}
-    dated = replace(full, since=since, runs=stands, events=changed)
+    dated = replace(full, since=since, events=changed)
     shown = set(samples(dated, tallies(publish, watch)))
     assert names - shown <= {"topoflight_flight_mfu_ratio"}  # not known on this record
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.advise import Request, advise
+from agent.advice.advise import advise
+from agent.advice.request import Request
 from agent.cli.main import cli
 
 HOST = Path(__file__).resolve().parents[1] / "machines" / "r760xa-2xA40-bf3.json"

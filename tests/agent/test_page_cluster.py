@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import replace
@@ -12,17 +11,14 @@ from typing import Any
 import pytest
 from rigs.fleet import resources
 
-from agent import units
-from agent.cli.hosts import snapshots
-from agent.cluster import acknowledged
-from agent.cluster.gate import checks_of
+from agent.base import units
+from agent.base.hosts import snapshots
+from agent.checks.view import look
 from agent.cluster.nodes import Fleet, NodeRecord, records_of, to_resource
 from agent.cluster.places import Places, chosen
-from agent.gate.verdict import judge
 from agent.pages import console
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
-from agent.view import look
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -250,29 +246,3 @@ def test_the_last_day_tells_what_came_and_went() -> None:
     assert moment.text == "driver 550 -> 560" and moment.nodes == ("n0", "n1", "n2")
     assert [counts for _, counts in made.hours if counts] == [{"changed": 3}]
     assert "driver 550 -&gt; 560" in page(held)
-
-
-def test_an_acknowledged_finding_is_shown_as_such_and_counts_as_before() -> None:
-    """By whom, why and until when, on the page and in the gate's evidence; what is over or damaged is not believed."""
-    sick = record(NAMES[2], name="n")
-    code, subject = sick.findings[0]["code"], sick.findings[0]["subject"]
-    whole, status = to_resource(sick)
-
-    def held(until: float, **more: str) -> Fleet:
-        text = acknowledged.document(code, subject, who="ann", reason="new PSU comes", until=until) | more
-        made = Fleet()
-        made.replace([{**whole, "metadata": {"name": "n", "annotations": text}, "status": status["status"]}])
-        return made
-
-    now = time.time()
-    ahead, past = held(now + 3600, **{f"{acknowledged.PREFIX}x": "{", "other": "1"}), held(now - 1)
-    assert "Acknowledged by ann until" in page(ahead) and "new PSU comes" in page(ahead)
-    assert "1 acknowledged" in page(ahead) and "acknowledged by" not in page(past).lower()
-    assert names_in(page(ahead, verdict="acknowledged")) == ["n"] and names_in(page(ahead, verdict="fail")) == ["n"]
-    (check,) = [c for c in checks_of(["n"], ahead) if (c.id, c.subject) == (code, subject)]
-    assert "new PSU comes" in check.evidence[0] and check.status == "fail"
-    assert judge(checks_of(["n"], ahead)) == judge(checks_of(["n"], past))
-    assert [
-        json.loads(text)["who"]
-        for text in acknowledged.document(code, subject, who="a", reason="b", until=now).values()
-    ] == ["a"]

@@ -12,16 +12,17 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from agent.gate.report import Report
+from agent.checks.view import View, look
 from agent.http.questions import question
+from agent.jobs.report import Report
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
 from agent.terminal.findings import findings
-from agent.view import View, look
+from contracts.interval import Interval
 from contracts.run_record import record_of
-from planner.advice import Interval, Part
+from planner.advice import Part
 from probes.host.recording import load
 from probes.scan import scan
 from topology.build import build
@@ -118,7 +119,7 @@ def test_names_of_a_host_stay_text() -> None:
 def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     """One failed check on ten devices, two readings of one GPU in one box; no gap between words."""
     view = look((scan(load(MACHINES[0].with_name(f"{name}.json"))),))
-    html = pages.node_page(view, None, "", digest="", trouble=None)
+    html = pages.node_page(view, None, "", trouble=None)
     (banner,) = re.findall(r'<p class="verdict.*?</p>', html)
     words = re.sub(r"<[^>]+>", "", banner)
     assert "  " not in words
@@ -183,14 +184,14 @@ def test_one_lost_gpu_does_not_hide_where_the_others_nics_are() -> None:
     view = seen("sick-h100-gpu-lost")
     shown = dict(page_nodes.glance(view.topologies[0], view.snapshots[0], None))
     assert shown["Nearest NIC"] == "PIX for 7 of 8 GPUs, undecidable for 1 of 8 GPUs"
-    html = pages.node_page(view, None, "", digest="", trouble=None)
+    html = pages.node_page(view, None, "", trouble=None)
     assert "Nearest NIC of each GPU (undecidable for GPU5)" in html
 
 
 def test_the_legend_stands_before_what_it_explains() -> None:
     """Seen with the drawing, and before the matrix, on the page and in the report."""
     view = look((scan(load(MACHINES[0].with_name("hgx-h100-8xH100-8hca.json"))),))
-    html = pages.node_page(view, None, "", digest="", trouble=None)
+    html = pages.node_page(view, None, "", trouble=None)
     section = html[html.index('aria-labelledby="topology"') :]
     places = [section.index(word) for word in ('class="legend"', "<svg class=", 'class="matrix')]
     assert places == sorted(places)
@@ -200,7 +201,7 @@ def test_a_large_matrix_has_short_columns_and_no_name_is_lost() -> None:
     """More than a dozen devices: NIC numbers as nvidia-smi has them, each row names its device; few keep theirs."""
     for name, dense in (("hgx-h100-8xH100-8hca", True), ("r760xa-2xA40-bf3", False)):
         view = look((scan(load(MACHINES[0].with_name(f"{name}.json"))),))
-        html = pages.node_page(view, None, "", digest="", trouble=None)
+        html = pages.node_page(view, None, "", trouble=None)
         head = re.search(r'<table class="matrix.*?</thead>', html, re.DOTALL)
         assert head
         assert (">NIC1<" in head[0]) == dense
@@ -300,7 +301,7 @@ def test_the_interface_that_nccl_names_goes_before_the_one_that_was_asked_for() 
     assert seen == ["TCP over eth0 (NET/Socket)", *["TCP over net1 (NET/Socket)"] * 3]
 
 
-def test_one_job_over_three_networks_is_three_bars_in_html_and_in_markdown() -> None:
+def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal() -> None:
     """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
     found = shown_of(
         [

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.advise import Request, for_view
+from agent.advice.advise import for_view
+from agent.advice.request import Request
+from agent.base import bench_history
+from agent.base import result_store as keep
 from agent.http.state import State
-from agent.jobs import bench_history
-from agent.jobs import result_store as keep
-from agent.pages import charts
+from agent.pages import benches, charts
 from agent.pages import render as pages
 from collectives.bench.results import result_from_json
 from probes.host.recording import load
@@ -50,7 +51,7 @@ def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
         keep.keep_bench(result, tmp_path)
     snapshot = scan(load(MACHINE))
     view = State(lambda: (snapshot,), interval_seconds=60, folder=tmp_path).refresh()
-    html = pages.node_page(view, for_view(view, Request()), "", digest="x", trouble=None)
+    html = pages.node_page(view, for_view(view, Request()), "", trouble=None)
     figures = html.split("Benchmarks of before")[1].split("</details>")[0]
     assert figures.count("<caption>") == 2  # all_gather, reduce_scatter
     assert figures.count("(0.50 x)") == 4  # as the bar's words and as text, for each of the two
@@ -72,5 +73,5 @@ def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
 def test_one_benchmark_is_no_history() -> None:
     """Nothing to compare, nothing drawn."""
     line = bench_history.line_of(RESULT)
-    assert bench_history.figures([line], {line.started_at_seconds: "now"}) == ""
+    assert benches.figures([line], {line.started_at_seconds: "now"}) == ""
     assert charts.runs("x", []) == ""

@@ -15,13 +15,14 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from agent import advise
+from agent.advice import advise
+from agent.advice.request import Request
+from agent.checks.verdict import Check
+from agent.checks.view import View, grouped, look
 from agent.cli.main import cli
-from agent.gate.verdict import Check
 from agent.terminal import advice as advice_view
 from agent.terminal import findings as findings_view
 from agent.terminal import hosts, topology
-from agent.view import View, grouped, look
 from probes.host.recording import load
 from probes.scan import scan
 from topology.formats.text import parse
@@ -50,7 +51,7 @@ def test_every_machine_fits_80_columns(name: str) -> None:
     hosts.host(out, view.snapshots[0])
     topology.node(out, view.topologies[0], brief=True)
     findings_view.findings(out, view.checks)
-    advice_view.recommendation(out, advise.for_view(view, advise.Request.of(model="Llama-3.1-8B")))
+    advice_view.recommendation(out, advise.for_view(view, Request.of(model="Llama-3.1-8B")))
     findings_view.verdict(out, view.verdict, 1.0)
     text = text_of(out)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
@@ -163,7 +164,7 @@ def test_the_answer_comes_before_the_environment() -> None:
     view = view_of("hgx-h100-8xH100-8hca")
     for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
         out = console()
-        advice_view.recommendation(out, advise.for_view(view, advise.Request.of(model=model)), explain=True)
+        advice_view.recommendation(out, advise.for_view(view, Request.of(model=model)), explain=True)
         text = text_of(out)
         places = [text.index(word) for word in order]
         assert places == sorted(places)

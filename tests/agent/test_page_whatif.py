@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from agent.checks.view import look
 from agent.http import questions
 from agent.http.worker import Answer
-from agent.view import look
 from probes.host.recording import load
 from probes.scan import scan
 

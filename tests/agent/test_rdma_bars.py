@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from agent.checks.baseline import read as read_baseline
+from agent.checks.rdma_bars import checks_of_writes, ports_of, with_bars
+from agent.checks.verdict import Check, GateError
 from agent.cli.bench import bench
-from agent.gate.rdma_bars import checks_of_writes, ports_of, read_baseline, with_bars
-from agent.gate.verdict import Check, GateError
 from collectives.bench.results import RdmaResult, RdmaWrite, result_to_json
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
@@ -107,7 +108,7 @@ def test_what_changed_since_the_baseline_is_the_cause() -> None:
 def test_a_baseline_is_what_save_wrote(tmp_path: Path) -> None:
     path = tmp_path / "base.json"
     path.write_text(json.dumps(result_to_json(measured(NDR))))
-    assert read_baseline(path)["mlx5_0:1"].bytes_per_second == NDR
+    assert read_baseline(path).writes["mlx5_0:1"].bytes_per_second == NDR
     path.write_text('{"schema_version": 1, "writes": [{"port": 7}]}')
     with pytest.raises(GateError, match="not a benchmark result"):
         read_baseline(path)

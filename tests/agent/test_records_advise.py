@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ast
-import base64
 import json
 import time
-import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cattrs.preconf.json import make_converter
 
-from agent import advise
-from agent.cluster import node_facts, old_records
-from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, records_of, to_resource
+from agent.advice import advise
+from agent.advice.request import Request
+from agent.checks.view import look
+from agent.cluster import node_facts
+from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, kept_in, records_of, to_resource
 from agent.http.cluster import advise_cluster, topology_document
-from agent.view import look
 from planner.advice import Recommendation
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
@@ -31,7 +29,7 @@ from probes.scan import scan
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 SNAPSHOTS = {path.stem: scan(load(path)) for path in MACHINES}
 ROOT = Path(__file__).parent.parent.parent
-OLD = Path(__file__).parent / "old_records"
+ROLLOUT = Path(__file__).parent / "rollout"
 OF_OTHERS = {
     "GpuFacts.unread", "Gpu.unread", "GpuPair.unread",  # a situation's, which asks how a probe ended
     "HostinfoFacts.load",  # a forecast's engine has a method of that name
@@ -79,10 +77,10 @@ def told(advice: Recommendation) -> dict[str, Any]:
 @pytest.mark.parametrize("question", QUESTIONS, ids=str)
 def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
     """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
-    snapshot, request = SNAPSHOTS[machine], advise.Request.of(nodes=2, **question)
+    snapshot, request = SNAPSHOTS[machine], Request.of(nodes=2, **question)
     own = advise.answer(request, (snapshot,))
     records = [through_the_api(replace(record_of(snapshot, name), verdict="pass")) for name in ("n1", "n2")]
-    whole, count = advise_cluster(fleet_of(*records), advise.Request.of(**question))
+    whole, count = advise_cluster(fleet_of(*records), Request.of(**question))
     assert count == 2
     if machine != "sick-h100-thermal":  # a record holds no clocks, and what a low one costs is not guessed
         assert told(whole) == told(own)
@@ -146,46 +144,29 @@ def known_gid(text: str, known: dict[str, str]) -> str:
     return str(ipaddress.IPv6Address(f"::ffff:{known[str(mapped)]}"))
 
 
-def without_facts(record: NodeRecord, machine: str) -> NodeRecord:
-    """As the first agents wrote: the packed graph alone."""
-    (topology,) = look((SNAPSHOTS[machine],)).topologies
-    return replace(
-        record, name="n2", graph=packed(make_converter().unstructure(topology)), facts=None, machine=None, addresses=()
-    )
-
-
 def later(machine: dict[str, Any] | None) -> dict[str, Any]:
     """As a later agent may write: a field that is needed here has another name."""
     assert machine is not None
     return {**machine, "interfaces": {"interfaces": [{"called": "eth0"}]}}
 
 
-def packed(document: Any) -> str:
-    """Zlib in base64, as records held graph and facts before `status.machine`."""
-    return base64.b64encode(zlib.compress(json.dumps(document).encode(), 9)).decode()
-
-
 def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
-    """An older agent's record has a graph only: the answer says whose interfaces are unknown, not that none are."""
+    """Without facts that this release reads, the answer says whose interfaces are unknown, not that none are."""
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
         new = record_of(SNAPSHOTS[machine], "n1")
-        older = without_facts(new, machine)
         of_later = through_the_api(replace(new, name="n2", machine=later(new.machine)))
-        for old in (older, of_later):
-            advice, _ = advise_cluster(fleet_of(new, old), advise.Request())
-            notes = " ".join(f"{note.text} {note.evidence}" for note in advice.notes)
-            assert "no interface with an address" not in notes and "no RDMA device" not in notes
-            assert "n2" in notes, notes
+        advice, _ = advise_cluster(fleet_of(new, of_later), Request())
+        notes = " ".join(f"{note.text} {note.evidence}" for note in advice.notes)
+        assert "no interface with an address" not in notes and "no RDMA device" not in notes
+        assert "n2" in notes, notes
         assert fleet_of(of_later).topology(of_later) is None
-        alone, _ = advise_cluster(fleet_of(older), advise.Request())
-        assert any(note.text.startswith("Unknown") and "SOCKET_IFNAME" in note.topic for note in alone.notes)
 
 
 def test_addresses_that_are_not_the_interfaces_are_not_believed() -> None:
     """A record that was tampered with makes unknown."""
     record = record_of(SNAPSHOTS["cpu-only-vm"], "n1")
     wrong = replace(record, addresses=tuple("198.51.100.7" for _ in record.addresses))
-    advice, _ = advise_cluster(fleet_of(wrong), advise.Request())
+    advice, _ = advise_cluster(fleet_of(wrong), Request())
     assert not any("198.51.100.7" in f"{note.text}{note.evidence}" for note in advice.notes)
     assert not any("198.51.100.7" in setting.reason.evidence for setting in advice.settings)
 
@@ -200,7 +181,7 @@ def test_nodes_of_different_kinds_are_all_asked() -> None:
     second = replace(first, outcomes={**first.outcomes, "interfaces": Ok(facts=changed)})
     made = [record_of(first, "n1"), record_of(first, "n2"), record_of(second, "n3")]
     records = [replace(record, verdict="pass") for record in made]
-    advice, _ = advise_cluster(fleet_of(*records), advise.Request())
+    advice, _ = advise_cluster(fleet_of(*records), Request())
     (note,) = [note for note in advice.notes if note.topic == "GLOO_SOCKET_IFNAME"]
     assert "another name on each node" in note.text and "n3: ens9" in note.text
 
@@ -224,16 +205,6 @@ def test_no_fact_that_advice_reads_is_left_out() -> None:
         or (kind in node_facts._KEPT and field.name not in node_facts._KEPT[kind])
     }
     assert {name for name in left_out if name.partition(".")[2] in read} <= OF_OTHERS
-
-
-def test_old_facts_are_bounded_and_rubbish_is_refused() -> None:
-    """A small text that would unpack to gigabytes, and texts that are none."""
-    bomb = base64.b64encode(zlib.compress(b"[" * (64 << 20), 9)).decode()
-    for text in (bomb, "%%%", base64.b64encode(b"x").decode(), packed({}), packed([]), packed({"schema_version": 99}),
-                 packed({"schema_version": 1})):  # fmt: skip
-        for read in (old_records.facts, old_records.graph):
-            with pytest.raises(ValueError, match=r".+"):
-                read(text)
 
 
 @every_machine
@@ -283,19 +254,20 @@ def test_no_control_character_of_a_host_is_published() -> None:
     assert "?[31mred?" in text
 
 
-def test_records_of_the_old_form_are_read_and_equal_the_new_ones() -> None:
-    """Written by the release before: side by side with new records one kind of node, and the same advice."""
-    for name in ("hgx-h100-8xH100-8hca", "titan-rtx-2x-nv2"):
-        item = json.loads((OLD / f"{name}.json").read_text())
+def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
+    """While a DaemonSet is rolled over both stand side by side: one kind of node, the same advice, and its history."""
+    for name in ("sick-l40s-x4", "titan-rtx-2x-nv2"):
+        item = json.loads((ROLLOUT / f"{name}.json").read_text())
         old = replace(from_resource(item), scanned_at_seconds=time.time(), verdict="pass")
         new = replace(through_the_api(record_of(SNAPSHOTS[name], "new")), verdict="pass")
-        assert old.machine is None and new.machine is not None
+        assert [event.text for event in kept_in(old).events] == ["driver 570 -> 580"]
+        assert set(kept_in(old).open) == {(one["code"], one["subject"]) for one in old.findings if "since" in one}
         both = fleet_of(old, new)
         assert both.kind(old) == both.kind(new) is not None
         (kind,) = topology_document(both)["kinds"]
         assert kind["names"] == ["new", "old"]
         for question in QUESTIONS:
-            request = advise.Request.of(**question)
+            request = Request.of(**question)
             assert told(advise_cluster(fleet_of(old), request)[0]) == told(advise_cluster(fleet_of(new), request)[0])
 
 

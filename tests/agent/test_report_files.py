@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from junitparser import JUnitXml
 
-from agent.documents import write_atomic
-from agent.gate.report import Report, junit, write_folder
-from agent.gate.verdict import Check, judge
+from agent.base.documents import write_atomic
+from agent.checks.verdict import Check, judge
+from agent.jobs.report import Report, junit, write_folder
 from agent.pages import render as pages
 from probes.api import Absent, Snapshot
 
@@ -59,7 +59,6 @@ def test_hostile_text_stays_text() -> None:
     html = pages.report_page(whole)
     assert "<script>alert" not in html
     assert "&lt;script&gt;" in html
-    assert "<script" not in pages.report_markdown(whole)
 
 
 def test_report_html_fetches_nothing() -> None:
@@ -70,10 +69,10 @@ def test_report_html_fetches_nothing() -> None:
 
 
 def test_every_file_is_written_and_the_json_reads_back(tmp_path: Path) -> None:
-    """report.json, report.html, report.md, junit.xml."""
+    """report.json, report.html, junit.xml."""
     whole = report(*CHECKS)
-    paths = write_folder(whole, tmp_path / "new", pages.report_page(whole), pages.report_markdown(whole))
-    assert {p.name for p in paths} == {"report.json", "report.html", "report.md", "junit.xml"}
+    paths = write_folder(whole, tmp_path / "new", pages.report_page(whole))
+    assert {p.name for p in paths} == {"report.json", "report.html", "junit.xml"}
     document = json.loads((tmp_path / "new" / "report.json").read_text())
     assert document["verdict"]["exit_code"] == 3
     assert document["schema_version"] == 1

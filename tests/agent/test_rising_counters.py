@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent.gate.codes import ALL_CODES
+from agent.checks.codes import ALL_CODES
 from probes.api import Failed, Ok, Severity, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.increases import Past, risen_since, rising

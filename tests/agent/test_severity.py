@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agent.gate.codes import ALL_CODES
-from agent.gate.explain import sections
-from agent.gate.verdict import Check
-from agent.view import View, look, with_environment
+from agent.checks.codes import ALL_CODES
+from agent.checks.explain import sections
+from agent.checks.verdict import Check
+from agent.checks.view import View, look, with_environment
 from probes.api import Ok, Severity, Snapshot, by_loss
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load

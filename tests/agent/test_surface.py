@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
+from agent.checks.codes import ALL_CODES
 from agent.cli.main import VERBS, cli
-from agent.gate.codes import ALL_CODES
 from agent.http.server import create
 from agent.http.state import State
 from agent.metrics import families as metrics

@@ -19,11 +19,11 @@ import yaml
 from click.testing import CliRunner
 from rich.console import Console
 
+from agent.base.units import hostlist
 from agent.cli import networks
 from agent.cli.main import VERBS, cli
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal.measured import bench
-from agent.units import hostlist
 from collectives.bench.results import BenchResult, Measurement
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -224,7 +224,7 @@ def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str) -> None:
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 140])
 def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_not_fit(columns: int) -> None:
     """No heading and no name of a machine is cut, however narrow the terminal."""
-    asked = ("recommend", "--frontier", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
+    asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
     lines = told(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
     words = {word for line in lines for word in line.split()}
     assert {"machine", "network", "tokens/s", "GPU-hours", "money", "p5.48xlarge", "p4d.24xlarge"} <= words

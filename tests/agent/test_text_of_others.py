@@ -1,4 +1,4 @@
-"""Text of records and recordings on its way to a terminal, JUnit, GitHub's commands and Markdown: it steers nothing."""
+"""Text of records and recordings on its way to a terminal, JUnit and GitHub's commands: it steers nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.base.output import console
 from agent.cli.main import cli
-from agent.cli.output import console
 from contracts.plain import printable
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -43,7 +43,6 @@ def recording(tmp_path: Path) -> str:
     [
         ("scan", "--all"), ("topo",), ("diff", str(MACHINES / "hgx-h100-8xH100-8hca.json")),
         ("preflight", "-o", "table"), ("preflight", "-o", "junit"), ("preflight", "-o", "github"),
-        ("preflight", "-o", "markdown"),
     ],
     ids=lambda words: " ".join(words[:1] + words[-1:]) if words[0] == "preflight" else words[0],
 )  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: i
     """Short tokens, or a file that everyone may read."""
     from click.testing import CliRunner
 
-    from agent.cli.serve import serve
+    from agent.http.serve import serve
 
     path = tmp_path / "tokens"
     path.write_text(content)

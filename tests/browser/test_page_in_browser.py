@@ -22,15 +22,17 @@ from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
 
-from agent import advise, units
-from agent.cli.hosts import snapshots
+from agent.advice import advise
+from agent.advice.request import Request
+from agent.base import units
+from agent.base.hosts import snapshots
+from agent.checks.view import look
 from agent.cluster.nodes import Fleet
 from agent.cluster.places import chosen
-from agent.gate.report import Report
 from agent.http.state import State
+from agent.jobs.report import Report
 from agent.pages import render as pages
-from agent.pages.render import report_markdown, report_page
-from agent.view import look
+from agent.pages.render import report_page
 from collectives.bench.results import result_from_json, result_to_json
 from collectives.nccl_log import evidence
 from probes.api import Snapshot
@@ -227,24 +229,33 @@ def test_without_scripts_everything_is_there(chromium: Tabs, machines: dict[str,
         assert tab.run("document.querySelector('form').action").endswith("/what-if")
 
 
+# Every half minute an open page asks for itself anew; here three times a second.
+HURRIED = "const slow = window.setInterval; window.setInterval = (f, ms) => slow(f, ms / 100)"
+
+
 def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tuple[str, State]]) -> None:
-    """A node falls sick: the open page shows it without a reload, keeps what was opened, and says it aloud."""
+    """A node falls sick: its page and the cluster's show it without a reload, and say it; what was opened stays so."""
     well, sick = (scan(load(FOLDER / f"{name}.json")) for name in ("hgx-h100-8xH100-8hca", "sick-h100-rdma-off"))
     served = [well]
     address, state = agent(lambda: tuple(served))
-    with chromium.tab() as tab:
-        tab.go(address)
-        assert "pass" in tab.text(".verdict")
-        tab.run("document.getElementById('passes').open = true")
-        tab.run("window.sameDocument = true")
-        served[0] = sick
+    for path in ("", "cluster"):
+        served[0] = well
         state.refresh()
-        tab.until("document.querySelector('.verdict').innerText.includes('FAIL')")
-        assert tab.run("window.sameDocument")
-        tab.until("document.getElementById('said').textContent.includes('fail')")
-        assert tab.run("document.getElementById('passes').open")
-        assert tab.run("document.title").startswith("fail")
-        clean(tab, address)
+        with chromium.tab() as tab:
+            tab.page.add_init_script(HURRIED)
+            tab.go(address + path)
+            assert "pass" in tab.text(".verdict"), path
+            tab.run("window.sameDocument = true")
+            opened = "document.querySelector('#passes')"
+            tab.run(f"if ({opened}) {opened}.open = true")
+            served[0] = sick
+            state.refresh()
+            tab.until("document.querySelector('.verdict').innerText.includes('FAIL')")
+            assert tab.run("window.sameDocument"), path
+            tab.until("document.getElementById('said').textContent.includes('fail')")
+            assert path or tab.run(f"{opened}.open")
+            assert tab.run("document.title").startswith("fail"), path
+            clean(tab, address)
 
 
 def test_several_hosts_are_a_table_that_leads_to_each(
@@ -358,24 +369,6 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
     assert many < 20 * one
 
 
-def test_the_page_of_the_cluster_renews_itself(chromium: Tabs, agent: Callable[..., tuple[str, State]]) -> None:
-    """Every half minute, here made a third of a second: a node that falls sick is seen without a reload."""
-    served = [scan(load(FOLDER / "hgx-h100-8xH100-8hca.json"))]
-    address, state = agent(lambda: tuple(served))
-    with chromium.tab() as tab:
-        hurried = "const slow = window.setInterval; window.setInterval = (f, ms) => slow(f, ms / 100)"
-        tab.page.add_init_script(hurried)
-        tab.go(address + "cluster")
-        assert "pass" in tab.text(".verdict")
-        tab.run("window.sameDocument = true")
-        served[0] = scan(load(FOLDER / "sick-h100-memlock-64KiB.json"))
-        state.refresh()
-        tab.until("document.querySelector('.verdict').innerText.includes('FAIL')")
-        assert tab.run("window.sameDocument")
-        assert tab.run("document.title").startswith("fail")
-        clean(tab, address)
-
-
 NCCL_LOG = [  # of two hosts whose HCA NCCL cannot join with the GPUs' memory, in the forms of NCCL 2.27
     line
     for rank, host in enumerate(("gpu-a", "gpu-b"))
@@ -424,7 +417,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
 def test_one_fine_tune_over_three_networks_is_three_bars(
     chromium: Tabs, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
 ) -> None:
-    """Three flights that were really flown, in page, report.html and report.md: one figure, the same numbers."""
+    """Three flights that were really flown, in page and report.html: one figure, the same numbers."""
     records = [json.loads(path.read_text()) for path in sorted((MEASURED / "flights").glob("*.json"))]
     steps = sorted((record["measured"]["step_seconds"] for record in records), reverse=True)
     (tmp_path / "flights").mkdir()
@@ -458,8 +451,6 @@ def test_one_fine_tune_over_three_networks_is_three_bars(
         tab.go(address)
         figures = tab.run("[...document.querySelectorAll('td.wide svg.bar')].map(b => b.getAttribute('aria-label'))")
         assert any("inside it" in label for label in figures)
-    lines = [line for line in report_markdown(whole).splitlines() if "█" in line]
-    assert [word in line for word, line in zip(words, lines, strict=True)] == [True] * 3
 
 
 def test_the_report_is_one_file_for_a_ticket(chromium: Tabs, axe: str, tmp_path: Path) -> None:
@@ -469,7 +460,7 @@ def test_the_report_is_one_file_for_a_ticket(chromium: Tabs, axe: str, tmp_path:
     whole = Report(
         started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=found, topologies=view.topologies,
         checks=view.checks, verdict=view.verdict, notes=("the benchmark: no GPU here",),
-        recommendation=advise.for_view(view, advise.Request.of(model="Llama-3.1-8B")),
+        recommendation=advise.for_view(view, Request.of(model="Llama-3.1-8B")),
     )  # fmt: skip
     path = tmp_path / "report.html"
     path.write_text(report_page(whole), encoding="utf-8")

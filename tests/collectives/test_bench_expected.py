@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from agent.cli.hosts import snapshots
-from agent.gate import bars
-from agent.gate.expect import expectation
-from agent.gate.preflight import due_of
+from agent.base.hosts import snapshots
+from agent.checks import bars
+from agent.checks.expect import expectation
 from agent.jobs.benchmark import default_ranks, preflight_spec
+from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
 from collectives.bench.lock import BusyError
 from collectives.bench.results import Bar

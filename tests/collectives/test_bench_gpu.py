@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.hosts import snapshots
-from agent.gate.judged import checks_of_bars
+from agent.base.hosts import snapshots
+from agent.checks.judged import checks_of_bars
 from agent.jobs.benchmark import default_ranks, preflight_spec
 from collectives.bench import run as bench
 

@@ -148,7 +148,7 @@ def test_a_socket_list_before_a_bare_line_is_no_rdma() -> None:
     """The version has no prefix: what comes before it is not one line with it."""
     lines = [f"{INFO}NET/Socket : Using [0]eth0:10.0.0.1<0>", "NCCL version 2.5.6+cuda10.0"]
     verdict = evidence.read(lines)
-    assert verdict.inter_node_transport == "unknown"
+    assert verdict.inter_node_transport == "Socket"  # listed only where no RDMA device is found
     assert verdict.nccl_version == "2.5.6+cuda10.0"
 
 

@@ -53,7 +53,7 @@ LOCAL_FORMS = [
     ("Channel 00 : 0[0] -> 1[1] via SHM/direct/direct", "SHM"),
     ("Channel 00 : 0[0] -> 1[1] via SHM/direct", "SHM"),
     ("Channel 00 : 0[0] -> 1[1] via SHM/CE/CE", "SHM"),
-    ("Channel 04/0 : 5[a6000] -> 6[c6000] via P2P/IPC comm 0x3cf9cf50 nRanks 16", "P2P/IPC"),
+    ("Channel 04/0 : 0[a6000] -> 1[c6000] via P2P/IPC comm 0x3cf9cf50 nRanks 16", "P2P/IPC"),
 ]
 
 PREFIXES = [

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from collectives.nccl_log import evidence
+from collectives.nccl_log import evidence, other_texts
 from collectives.nccl_log import lines as evidence_lines
 from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES
@@ -390,14 +391,30 @@ def test_codes_are_documented() -> None:
 
 def test_every_sign_has_a_meaning() -> None:
     """No text leads to a code without an action."""
-    assert {code for sign in SIGNS for code in sign.codes} <= CODES.keys()
+    assert {sign.code for sign in SIGNS} <= CODES.keys()
     assert {meaning.severity for meaning in CODES.values()} == {"info", "warn", "fail"}
+
+
+def test_rows_of_the_tables_are_valid() -> None:
+    """messages.toml and codes.toml: known keys only, texts without digits, patterns that compile, every piece used."""
+    folder = Path(evidence_problems.__file__).parent
+    data = tomllib.loads((folder / "messages.toml").read_text(encoding="utf-8"))
+    source = (folder / "messages.toml").read_text(encoding="utf-8")
+    wrong = [row for row in data["messages"]["rows"] if not {"code", "text"} <= row.keys()]
+    wrong += [row for row in data["messages"]["rows"] if row.keys() - {"code", "text", "pattern", "own", "rising"}]
+    assert wrong == []
+    assert [sign for sign in SIGNS if not sign.needle.strip() or re.search(rb"\d", sign.needle)] == []
+    assert [sign for sign in SIGNS if b"<<" in sign.pattern] == []
+    groups = {sign: re.compile(sign.pattern).groups for sign in SIGNS}
+    assert [sign for sign in SIGNS if sign.rising and groups[sign] < 2] == []
+    assert [name for name in data["pieces"] if source.count(f"<<{name}>>") == 0] == []
+    assert [code for code, meaning in CODES.items() if not (meaning.message and meaning.action)] == []
 
 
 def test_every_code_can_be_reached() -> None:
     """A code that nothing gives is no vocabulary."""
-    given = {code for sign in SIGNS for code in sign.codes}
-    source = Path(evidence_problems.__file__).read_text() + Path(evidence_lines.__file__).read_text()
+    given = {sign.code for sign in SIGNS}
+    source = "".join(Path(module.__file__).read_text() for module in (evidence_problems, evidence_lines, other_texts))
     assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
 
 

@@ -1,18 +1,15 @@
-"""The readers of what jobs leave: PyTorch's flight recorder and watchdog, NCCL's RAS and Inspector."""
+"""The readers of what jobs leave: PyTorch's flight recorder and watchdog, NCCL's RAS."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from collectives.nccl_log.reader import LogFileError
-from collectives.traces import calls, inspector, plain_pickle, ras, watchdog
+from collectives.traces import calls, plain_pickle, ras, watchdog
 
 
 def entry(number: int, **members: Any) -> dict[str, Any]:
@@ -286,49 +283,6 @@ def test_the_exceptions_words_are_no_second_rank() -> None:
 def test_what_the_ring_has_lost_was_called_all_the_same() -> None:
     status = {"pg_status": {"0": {"last_enqueued_collective": 90}}}
     assert calls.read(FORMS["json"]({**dump(entry(1)), **status}), rank=0).enqueued == {"0": 90}
-
-
-def performed(rank: int, micro: int, number: int) -> str:
-    return json.dumps({
-        "header": {"id": "0x7f", "rank": rank, "n_ranks": 4, "nnodes": 1},
-        "metadata": {"inspector_output_format_version": "v4.0", "hostname": "host-a", "pid": 7},
-        "coll_perf": {"coll": "AllReduce", "coll_sn": number, "coll_msg_size_bytes": 1 << 20,
-                      "coll_exec_time_us": micro, "coll_algobw_gbs": 1.5, "coll_busbw_gbs": 2.5},
-    })  # fmt: skip
-
-
-def test_inspector_names_who_waits_for_nobody() -> None:
-    lines = [performed(rank, 900 if rank != 2 else 300, n) for n in range(10) for rank in range(4)]
-    rows = [row for line in lines if (row := inspector.read_line(line))]
-    assert (rows[0].busbw, rows[0].seconds, rows[0].number) == (2.5e9, 900e-6, 0)
-    assert [name for name, _, _ in inspector.slow_members(rows, 1.3)] == ["rank 2 on host-a"]
-    alike = [row for row in rows if row.rank != 2]
-    assert inspector.slow_members(alike, 1.3) == []
-
-
-def test_inspectors_prometheus_text() -> None:
-    line = ('nccl_bus_bandwidth_gbs{version="v5.1",slurm_job_id="unknown",node="host-a",gpu="GPU0",comm_name="DP",'
-            'n_nodes="1",nranks="4",collective="AllReduce",message_size="4-5GB"} 678.263')  # fmt: skip
-    found = inspector.read_line(line)
-    assert found is not None
-    assert (found.host, found.gpu, found.op) == ("host-a", "GPU0", "AllReduce")
-    assert (found.size, found.busbw) == ("4-5GB", 678.263e9)
-    assert inspector.read_line("# HELP nothing") is None
-
-
-def test_packed_dumps_of_the_inspector_are_read(tmp_path: Path) -> None:
-    timed = {"coll": "AllReduce", "coll_sn": 7, "coll_msg_size_bytes": 8, "coll_exec_time_us": 5}
-    row = {"header": {"id": "0x1", "rank": 3}, "metadata": {"hostname": "n1"}, "coll_perf": timed}
-    lines = "".join(json.dumps(row) + "\n" for _ in range(3)).encode()
-    (tmp_path / "a.log").write_bytes(lines)
-    (tmp_path / "b.log.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "c.json.XZ").write_bytes(lzma.compress(lines.rstrip()))
-    (tmp_path / "d.core").write_bytes(lines)
-    rows = [found for line in inspector.lines_of(tmp_path) if (found := inspector.read_line(line))]
-    assert [(one.rank, one.number) for one in rows] == [(3, 7)] * 9
-    (tmp_path / "e.log.zst").write_bytes(b"\x28\xb5\x2f\xfd rest")
-    with pytest.raises(LogFileError, match=r"e\.log\.zst: packed with zstd.*zstd -dc"):
-        list(inspector.lines_of(tmp_path))
 
 
 EVENT = """{

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from alerts import ALERTS
 
-from agent.gate.codes import ALL_CODES
-from agent.gate.explain import sections
+from agent.checks.codes import ALL_CODES
+from agent.checks.explain import sections
 from agent.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,7 +34,10 @@ def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
     assert re.fullmatch(r"[1-9]\d*m", rule["for"])
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     assert set(rule["annotations"]) == {"summary", "description", "runbook_url", "dashboard_url", "page_url"}
-    assert "$" not in rule["annotations"]["summary"] and rule["annotations"]["summary"].endswith(".")
+    node = "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}: "
+    assert node in rule["annotations"]["summary"] and rule["annotations"]["summary"].endswith(".")
+    for label in {"gpu", "subject"} & {*re.findall(r"\w+", " ".join(re.findall(r"(?:on|by) \(.*?\)", alert.expr)))}:
+        assert all(f"$labels.{label} }}" in rule["annotations"][text] for text in ("summary", "description")), label
     assert (
         "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}" in rule["annotations"]["description"]
     )

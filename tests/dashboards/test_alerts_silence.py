@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
 
 from agent_pod import HEALTHY, MACHINES, in_pod
 
+from agent.checks.view import View
 from agent.metrics import families as metrics
-from agent.view import View
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -160,8 +160,6 @@ def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
     """Families on no panel are named here, with the reason: a new family is drawn or joins this list."""
     undrawn = {
         "topoflight_build_info": "feeds the variables",
-        "topoflight_run_verdicts": "of agents with --runs: the page and /why name who is behind",
-        "topoflight_run_stalled": "as run_verdicts",
         "topoflight_scan_timestamp_seconds": "fact_timestamp says more",
         "topoflight_probe_absent": "absent is not a fault",
         "topoflight_gpu_link_info": "the matrix draws gpu_link_distance",

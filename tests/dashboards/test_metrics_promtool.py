@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_real_prometheus import bench, flight
 
+from agent.checks.view import look
 from agent.metrics import families as metrics
-from agent.view import look
 from probes.host.recording import load
 from probes.scan import scan
 

@@ -18,7 +18,7 @@ from drill_ground import ROOT, SMALL_BENCH, Ground, compiled, eventually
 from drill_register import drill
 from drills_kills import FLIGHT, keep_something, state_lost
 
-from agent.jobs.result_store import FLIGHTS_FOLDER, KEPT_FLIGHTS
+from agent.base.result_store import FLIGHTS_FOLDER, KEPT_FLIGHTS
 from contracts.run_record import record_of
 
 DAY_SECONDS = 86400
@@ -179,7 +179,7 @@ def clock_of_a_record(ground: Ground) -> list[str]:
     file.write_text(str(-DAY_SECONDS))
     code = (
         "import sys, json\nfrom contracts.run_record import record_of\n"
-        "from agent.jobs.result_store import keep_flight\n"
+        "from agent.base.result_store import keep_flight\n"
         "print(keep_flight(record_of(json.loads(sys.argv[1]))))"
     )
     record = {**FLIGHT, "reason": "the new one", "started_at": "2026-01-01T00:00:00Z"}

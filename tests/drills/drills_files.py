@@ -14,10 +14,10 @@ from drill_ground import MACHINES, Ground
 from drill_register import drill
 from drills_kills import FLIGHT, keep_something
 
-from agent.gate import baseline
-from agent.gate.verdict import GateError
+from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.checks import baseline
+from agent.checks.verdict import GateError
 from agent.http.state import State
-from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from contracts.run_record import record_of
 from probes.api import Failed, Probe
 from probes.host.recording import RecordingError, RecordingHost, load

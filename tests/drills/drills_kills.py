@@ -14,9 +14,9 @@ from pathlib import Path
 from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, eventually
 from drill_register import LONG_KILLS, drill
 
-from agent.cli.exits import EXIT_STOPPED
+from agent.base.exits import EXIT_STOPPED
+from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from agent.http.state import State
-from agent.jobs.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from collectives.bench.results import BenchResult, result_to_json
 from contracts.run_record import record_of
 from probes.host.recording import load

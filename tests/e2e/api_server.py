@@ -27,8 +27,6 @@ Json = dict[str, Any]
 KINDS = {
     "/apis/topoflight.io/v1alpha1/nodetopologies": "NodeTopology",
     "/apis/nfd.k8s-sigs.io/v1alpha1/nodefeatures": "NodeFeature",
-    "/apis/kueue.x-k8s.io/v1beta2/workloads": "Workload",
-    "/apis/kueue.x-k8s.io/v1beta2/admissionchecks": "AdmissionCheck",
     "/apis/trainer.kubeflow.org/v1alpha1/trainjobs": "TrainJob",
     "/apis/trainer.kubeflow.org/v1alpha1/trainingruntimes": "TrainingRuntime",
     "/apis/kubeflow.org/v1/pytorchjobs": "PyTorchJob",

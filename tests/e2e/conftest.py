@@ -56,8 +56,8 @@ def definition() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster(definition: None) -> Iterator[list[real_cluster.Document]]:
-    """The agent and the admission controller with their rights, under this run's names, on a real server."""
-    with real_cluster.installed(real_cluster.overlay("kueue", real_cluster.RUN)) as documents:
+    """The agent with its rights, under this run's names, on a real server."""
+    with real_cluster.installed(real_cluster.overlay("kubernetes", real_cluster.RUN)) as documents:
         yield documents
 
 

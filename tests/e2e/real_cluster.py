@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from e2e_client import merge
 from rigs.waiting import eventually
 
 from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
@@ -116,8 +117,6 @@ def renamed(documents: Iterable[Document], run: str) -> list[Document]:
             about["name"] = spaces[about["name"]]
         elif about["name"] in whole and document["kind"] in CLUSTER_SCOPED:
             about["name"] += f"-{run}"
-        if document["kind"] == "AdmissionCheck":  # an installed controller is not to answer it
-            document["spec"]["controllerName"] = f"topoflight.io/{run}"
     if "runtimeClassName" in json.dumps(made):
         made.append({"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "nvidia",
                      "metadata": {"name": f"{run}-nvidia"}})  # fmt: skip
@@ -205,7 +204,7 @@ def play_kubelet(namespace: str, name: str, phase: str) -> None:
     client, path = admin(), path_of("v1", "pods", name, namespace=namespace)
     containers = [c["name"] for c in client.get(path)["spec"]["containers"]]
     is_up = phase == "Running"
-    client.merge(path + "/status", {"status": {
+    merge(client, path + "/status", {"status": {
         "phase": phase, "startTime": now(),
         "conditions": [{"type": kind, "status": str(is_up), "lastTransitionTime": now()}
                        for kind in ("Ready", "ContainersReady")],

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from api_server import CRD, ApiServer, configuration, write_kubeconfig
-from e2e_client import MACHINES, client_of
+from e2e_client import MACHINES, client_of, merge
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
+from agent.checks.view import View, look
 from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.gate import checks_of
@@ -40,7 +41,6 @@ from agent.http import cluster as server_cluster
 from agent.http.cluster import Cluster
 from agent.http.server import create
 from agent.http.state import State
-from agent.view import View, look
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts, NumaNode
@@ -52,7 +52,6 @@ from probes.scan import scan
 from topology.formats.matrix import columns
 from topology.formats.matrix import render as matrix
 
-OLD = Path(__file__).parent.parent / "agent" / "old_records"
 NODES = path_of(API_VERSION, PLURAL)
 NAMES = sorted(path.name for path in MACHINES.glob("*.json"))
 H100 = next(name for name in NAMES if name.startswith("hgx-h100"))
@@ -91,24 +90,6 @@ def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, 
     publisher.write(replace(record, verdict="fail", links=None))
     changed = from_resource(client.get(path_of(API_VERSION, PLURAL, node)))
     assert changed.verdict == "fail"
-
-
-def test_a_record_of_the_old_form_is_rewritten_by_the_first_write(client: Client, node: str) -> None:
-    """What the release before wrote is admitted still, read, and gone once the node's new agent has written."""
-    old = json.loads((OLD / "hgx-h100-8xH100-8hca.json").read_text())
-    about = {**old, "metadata": {"name": node}, "spec": {"nodeName": node}}
-    path = path_of(API_VERSION, PLURAL, node)
-    client.apply(path, {name: value for name, value in about.items() if name != "status"})
-    client.apply(path_of(API_VERSION, PLURAL, node, sub="status"), {**about, "spec": {}})
-    stored = from_resource(client.get(path))
-    held = Fleet()
-    held.set([stored])
-    graph = held.topology(stored)
-    assert stored.machine is None and graph is not None and len(graph.gpus) == 8
-    record = record_of(H100, node)
-    Publisher(client, lambda: record, namespace="default", labels=False).write(record)
-    status = client.get(path)["status"]
-    assert not {"topology", "facts"} & set(status) and {"graph", "machine"} <= set(status)
 
 
 def test_what_kubectl_shows_of_the_graph_is_the_matrix() -> None:
@@ -223,9 +204,9 @@ def test_an_old_resource_version_conflicts(client: Client, node: str) -> None:
     path = path_of(API_VERSION, PLURAL, node)
     made = client.apply(path, to_resource(record_of(H100, node))[0])
     old = made["metadata"]["resourceVersion"]
-    client.merge(path, {"metadata": {"labels": {"a": "b"}}})
+    merge(client, path, {"metadata": {"labels": {"a": "b"}}})
     with pytest.raises(ApiError) as caught:
-        client.merge(path, {"metadata": {"resourceVersion": old, "labels": {"a": "c"}}})
+        merge(client, path, {"metadata": {"resourceVersion": old, "labels": {"a": "c"}}})
     assert caught.value.status == 409
 
 
@@ -312,30 +293,20 @@ def claims_token(node: str, uid: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("token", "uid"),
-    [(claims_token("n1", "u-7"), "u-7"), (claims_token("n2", "u-8"), "u-of-node"), ("agent-token", "u-of-node")],
+    ("token", "uid"), [(claims_token("n1", "u-7"), "u-7"), (claims_token("n2", "u-8"), None), ("agent-token", None)]
 )
-def test_a_record_ends_with_its_node(api: ApiServer, token: str, uid: str) -> None:
-    """The Node owns record and labels: by the pod's own token, else by asking, where that is allowed."""
+def test_a_record_ends_with_its_node(api: ApiServer, token: str, uid: str | None) -> None:
+    """The Node owns record and labels where the pod's own token names it; Nodes are never asked for."""
     api.tokens = {token}
-    api.put("/api/v1/nodes", "", {"metadata": {"name": "n1", "uid": "u-of-node"}})
+    api.forbidden = {"/api/v1/nodes"}
     client = Client(configuration(api.url, token))
     record = record_of(H100, "n1")
     Publisher(client, lambda: record, namespace="topoflight").write(record)
     for kind in ("NodeTopology", "NodeFeature"):
         (made,) = api.of_kind(kind)
-        (owner,) = made["metadata"]["ownerReferences"]
-        assert owner == {"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": uid}
-    asked = [path for _, path in api.requests if "/api/v1/nodes" in path]
-    assert bool(asked) == (uid == "u-of-node"), "the token is enough where it names the node"
-
-
-def test_without_the_right_to_see_its_node_a_record_has_no_owner(api: ApiServer) -> None:
-    """An older cluster, and the shipped rights: written all the same."""
-    api.forbidden = {"/api/v1/nodes"}
-    publish_in(api, "n1")
-    (made,) = api.of_kind("NodeTopology")
-    assert "ownerReferences" not in made["metadata"] and made["status"]["verdict"]
+        owners = made["metadata"].get("ownerReferences", [])
+        assert owners == ([{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": uid}] if uid else [])
+    assert not [path for _, path in api.requests if "/api/v1/nodes" in path]
 
 
 def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api: ApiServer) -> None:

@@ -16,7 +16,8 @@ from e2e_client import MACHINES
 from agent.cli.networks import compare_networks
 from agent.jobs import cluster_networks
 from contracts import run_record
-from contracts.job_plan import Bounds, JobPlan, RunForecast
+from contracts.interval import Interval
+from contracts.job_plan import JobPlan, RunForecast
 from contracts.run_record import Measured, NcclChannels, RunRecord
 from finetune.pod import leave_word
 
@@ -53,7 +54,7 @@ def said(network: str, taken: str) -> str:
     made = RunRecord(
         status="complete", steps_done=20, nccl=NcclChannels(interfaces=[] if taken == "rdma" else [taken]),
         measured=Measured(step_seconds=SECONDS[network], counted_steps=15),
-        plan=JobPlan(forecast=RunForecast(step_seconds=Bounds(low=1.0, mid=2.0, high=5.0))), **seen,
+        plan=JobPlan(forecast=RunForecast(step_seconds=Interval(low=1.0, mid=2.0, high=5.0))), **seen,
     )  # fmt: skip
     folder = Path(said_in[-1])
     run_record.save(folder / "flight.json", made)

@@ -1,4 +1,4 @@
-"""The history outlives the agent's pod: an agent with an empty folder reads it from its node's record."""
+"""What holds, since when, and what changed outlive the agent's pod: the next one reads them in its node's record."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from e2e_client import MACHINES, client_of
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent import history
-from agent.cli import serve
+from agent.checks import history
+from agent.checks.history import Event, History, Kept, since_words
+from agent.checks.view import View, look
 from agent.cluster.client import ApiError, path_of
 from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, from_resource, records_of, to_resource
 from agent.cluster.publish import LeftBehind
-from agent.history import Event, History, Kept, since_words
+from agent.http import serve
 from agent.http.state import State
 from agent.metrics.families import agent_values
-from agent.view import View, look
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -66,7 +66,7 @@ class Agent:
     def __init__(self, folder: Path, snapshots: Sequence[Snapshot], first: float) -> None:
         folder.mkdir()
         self._script = [replace(each, taken_at_seconds=first + STEP * i) for i, each in enumerate(snapshots)]
-        self.state = State(self._scan, interval_seconds=3600, folder=folder, history=History(folder / history.FILE))
+        self.state = State(self._scan, interval_seconds=3600, folder=folder, history=History())
         self.app = serve.application(self.state, {**serve.ALONE, "publish": True, "node_name": "n1", "nfd": False})
 
     def _scan(self) -> tuple[Snapshot, ...]:
@@ -117,15 +117,15 @@ def published(api: ApiServer, agent: Agent, told: Sequence[str]) -> None:
 
 
 def test_the_third_time_this_week_is_the_third_for_the_pod_after(api: ApiServer, agents: Any, tray: Snapshot) -> None:
-    """Each pod begins with an empty folder: since when, after what and how often are as if it were one agent."""
+    """Since when, after what and how often are as if it were one agent."""
     down, twice = sick(tray), ["raised", "cleared", "raised", "cleared"]
     one = agents([tray, tray, down, down, tray, tray, tray, down, down, tray, tray, tray], START)
     one.run(12)
     published(api, one, twice)
     newer = with_facts(down, GpuFacts, driver_version="580.65.06")
-    two = agents([newer] * 20, START + 3600)
-    view = two.run(20)
-    began = history.clock(START + 3600)
+    two = agents([tray, *[newer] * 20], START + 3600)
+    view = two.run(21)
+    began = history.clock(START + 3600 + STEP)
     words = f"since {began}, after driver 570.124.06 -> 580.65.06 ({began}); third time this week"
     assert since_words(view, CODE, PORT) == words
     published(api, two, [*twice, "version", "raised"])
@@ -133,10 +133,9 @@ def test_the_third_time_this_week_is_the_third_for_the_pod_after(api: ApiServer,
     first = three.run(1)
     assert since_words(first, CODE, PORT) == words, "it holds with the first scan already"
     assert CODE in {check.id for check in first.checks if check.status in ("fail", "warn")}
-    events = history.read(three.state.folder / history.FILE).events
-    assert told_of((e.kind, e.code) for e in events) == [*twice, "version", "raised"], "the new folder has it"
+    assert told_of((e.kind, e.code) for e in first.events) == [*twice, "version", "raised"]
     told = [one for one in record(api)["findings"] if one["code"] == CODE]
-    assert [one["since"] for one in told] == [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 3600))]
+    assert [one["since"] for one in told] == [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 3600 + STEP))]
 
 
 def test_a_replaced_pod_tells_the_same_changes_and_no_other(api: ApiServer, agents: Any, tray: Snapshot) -> None:
@@ -182,14 +181,10 @@ def _time(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
-def test_a_folder_that_has_the_history_asks_nobody(api: ApiServer, agents: Any, tray: Snapshot, tmp_path: Path) -> None:
-    """The file is newer than any record; and one read is all that an agent without it costs."""
+def test_one_read_is_all_that_it_costs(api: ApiServer, agents: Any, tray: Snapshot) -> None:
+    """A record that is not there is not asked for again."""
     agents([tray, tray], START).run(2)
     assert [path for method, path in api.requests if method == "GET"] == [f"{NODES}/n1"]
-    state = State(lambda: (tray,), interval_seconds=3600, history=History(tmp_path / "pod-0" / history.FILE))
-    serve.application(state, {**serve.ALONE, "publish": True, "node_name": "n1"})
-    state.refresh()
-    assert len(api.requests) == 1
 
 
 @pytest.mark.parametrize("status", [403, 404, 500])
@@ -214,21 +209,10 @@ def test_what_this_release_does_not_judge_does_not_hold_for_ever(tray: Snapshot)
     (made,) = records_of(look((sick(tray),)), name="n1")
     gone = {"code": "gpu.nothing.knows", "severity": "fail", "subject": "GPU0", "message": "m", "remedy": ""}
     held = replace(made, findings=(*made.findings, gone))
-    kept = History(None)
+    kept = History()
     kept.elsewhere = lambda: _read_back(held)
     view = kept.seen(look((sick(tray),)))
     assert {code for code, _ in view.since} >= {CODE} and "gpu.nothing.knows" not in {code for code, _ in view.since}
-
-
-def test_a_boot_between_two_pods_is_told(tray: Snapshot) -> None:
-    """By the host's uptime: the record has no boot's id."""
-    (made,) = records_of(look((tray,)), name="n1")
-    now = made.scanned_at_seconds + 3600
-    for uptime, told in ((1200.0, ["boot"]), (7200.0, [])):
-        kept = History(None, lambda seconds=uptime: seconds)
-        kept.elsewhere = lambda: _read_back(made)
-        view = kept.seen(look((replace(tray, taken_at_seconds=now),)))
-        assert [(event.kind, event.at_seconds) for event in view.events] == [(kind, now - uptime) for kind in told]
 
 
 def _read_back(held: Any) -> Kept:

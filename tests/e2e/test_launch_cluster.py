@@ -14,8 +14,9 @@ from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from e2e_client import MACHINES, client_of
 
-from agent.advise import Request, answer
-from agent.cli.hosts import snapshots
+from agent.advice.advise import answer
+from agent.advice.request import Request
+from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
 from contracts.job_plan import JobPlan, read

@@ -18,8 +18,9 @@ from click.testing import CliRunner
 from real_cluster import MACHINES, ROOT, RUN, Document, admin, installed, kubectl, need, pod_of, real, text
 from test_launch_cluster import GIVEN
 
-from agent.advise import Request, answer
-from agent.cli.hosts import snapshots
+from agent.advice.advise import answer
+from agent.advice.request import Request
+from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.cluster.client import ApiError, path_of
 from agent.jobs import cluster_job

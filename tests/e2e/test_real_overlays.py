@@ -41,7 +41,7 @@ def kinds() -> list[tuple[str, str]]:
         for d in render(ROOT / "deploy/daemonset/overlays" / name)
         if "." in d["apiVersion"] and not d["apiVersion"].split("/")[0].endswith("k8s.io")
     }
-    return sorted({*found, ("kueue.x-k8s.io/v1beta2", "AdmissionCheck"), ("nfd.k8s-sigs.io/v1alpha1", "NodeFeature")})
+    return sorted({*found, ("nfd.k8s-sigs.io/v1alpha1", "NodeFeature")})
 
 
 @pytest.mark.parametrize(("version", "kind"), kinds())

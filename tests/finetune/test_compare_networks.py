@@ -18,8 +18,8 @@ import pytest
 
 from agent.jobs import namespaces
 from agent.jobs.networks import Bar, NetworkBars, bar_of, picture, priced, proof_of
+from contracts.interval import Interval
 from contracts.run_record import record_of
-from planner.advice import Interval
 
 ROOT = Path(__file__).parents[2]
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.

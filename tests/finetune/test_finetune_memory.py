@@ -11,7 +11,8 @@ import pytest
 import torch
 from test_finetune_equivalence import ROOT
 
-from contracts.job_plan import Bounds, NamedValue, RunForecast
+from contracts.interval import Interval
+from contracts.job_plan import NamedValue, RunForecast
 from contracts.layout import Layout
 from contracts.run_record import Measured
 from finetune import memory
@@ -117,7 +118,7 @@ def test_a_perfect_forecast_of_memory_reads_inside():
     """Allocated beside what tensors take, reserved beside all of it: on a GPU the two differ by the overheads."""
     total, tensors = sum(PARTS.values()) * GIB, 30.0 * GIB
     forecast = RunForecast(
-        memory_bytes=Bounds(low=0.95 * total, mid=total, high=1.05 * total),
+        memory_bytes=Interval(low=0.95 * total, mid=total, high=1.05 * total),
         memory_parts=[NamedValue(name=name, value=value * GIB) for name, value in PARTS.items()],
     )
     perfect = Measured(memory_bytes=total, memory_allocated_bytes=tensors)

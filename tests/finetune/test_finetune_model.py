@@ -11,8 +11,9 @@ from filled import filled_model
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
 from contracts.families import ROPE_TYPES
+from contracts.interval import Interval
 from contracts.job_config import ConfigError, JobConfig
-from contracts.job_plan import Bounds, NamedValue, RunForecast
+from contracts.job_plan import NamedValue, RunForecast
 from contracts.layout import Layout
 from contracts.run_record import Measured, RunPart, RunRecord
 from finetune.checkpoint import start_moments, training_state
@@ -262,7 +263,7 @@ def test_a_collective_belongs_to_the_parallelism_that_sends_it(members, kind, sh
 def test_a_forecast_without_an_interval_is_not_compared():
     """What was not forecast, or not measured, has no line; the worst communication is named."""
     measured = Measured(step_seconds=2.0, tokens_per_second=5.0)
-    due = RunForecast(step_seconds=Bounds(low=1.6, mid=1.9, high=2.3), memory_bytes=Bounds(low=1, mid=2, high=3))
+    due = RunForecast(step_seconds=Interval(low=1.6, mid=1.9, high=2.3), memory_bytes=Interval(low=1, mid=2, high=3))
     parts = [
         RunPart(part="compute", share=0.6, measured_seconds=1.2),
         RunPart(part="gather", share=0.31, measured_seconds=0.62),

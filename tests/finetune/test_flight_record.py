@@ -13,15 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from agent.jobs import launch
-from agent.jobs.run import compare
-from agent.pages.runs import shown
+from agent.pages.runs import division, shown
 from contracts import run_record
 from contracts.job_config import JobConfig
-from contracts.run_record import own_exit_code, record_of
+from contracts.run_record import compare, own_exit_code, record_of
 from finetune import pod
 from finetune.loop import multiplied
 from finetune.recorder import flops_per_token
-from planner.advice import Forecast, Interval
 
 PARTS = [
     {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},
@@ -32,25 +30,23 @@ INTERVAL = {"low": 1.6, "mid": 1.9, "high": 2.3}
 RECORD = {
     "status": "complete", "measured": {"step_seconds": 2.0}, "parts": PARTS,
     "comparison": [{"quantity": "step_seconds", "forecast": INTERVAL, "measured": 2.0}],
+    "plan": {"forecast": {"step_seconds": INTERVAL, "memory_bytes": {"low": 1, "mid": 2, "high": 3}}},
 }  # fmt: skip
-
-
-def forecast():
-    """A forecast of 1.9 s."""
-    return Forecast(
-        step_seconds=Interval(**INTERVAL), memory_bytes=Interval(low=1, mid=2, high=3), time_parts=(), memory_parts=(),
-        dominant="", tokens_per_second=1.0,
-    )  # fmt: skip
 
 
 def test_the_parts_stand_beside_the_forecast():
     """The worst communication is named; a part that was not forecast has no figure."""
-    step, memory = compare(forecast(), record_of(RECORD))
-    assert (step.words, memory.words) == ("inside", "unknown")
-    assert step.detail == (
+    step, memory = compare(record_of(RECORD))
+    assert (step.verdict, memory.verdict) == ("inside", "unknown")
+    assert division(record_of(RECORD)) == (
         "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
         "gradient reduction 20 ms (forecast 10 ms)"
     )
+    profiled = [{**part, "measured_seconds": 1.1 * part["measured_seconds"]} for part in PARTS]
+    slower = record_of({**RECORD, "parts": profiled})
+    assert division(slower) == division(record_of(RECORD)), "the profiler's own time is in no part"
+    over = record_of({**RECORD, "parts": [{**part, "share": 0.6} for part in PARTS]})
+    assert division(over).endswith("these parts overlap")
     (one,) = shown([record_of(RECORD)])
     assert "all-gather 31 % exposed" in one.lines[0][-1]
 
@@ -62,7 +58,7 @@ def test_records_without_parts_are_read(raw):
     """Older files, and what is no part, give none."""
     read = record_of({**RECORD, "parts": raw})
     assert read.parts == []
-    assert compare(forecast(), read)[0].detail == ""
+    assert division(read) == ""
 
 
 @pytest.mark.parametrize(

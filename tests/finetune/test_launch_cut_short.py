@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from agent.advise import Request, advise
+from agent.advice.advise import advise
+from agent.advice.request import Request
 from agent.jobs import launch
 from planner.kubernetes.job import JobError
 

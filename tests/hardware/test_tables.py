@@ -22,7 +22,7 @@ from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from planner.sweep import sweep
+from planner.sweep import frontier
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = sorted((ROOT / "hardware").glob("*.toml"))
@@ -133,8 +133,8 @@ def test_what_rccl_serves_is_refused_and_not_guessed(machine: str, hosts: int) -
     answer = recommend(cluster, (), model_named("Llama-3.1-8B"), TrainSpec())
     assert (answer.backend, answer.chosen, answer.settings) == ("rccl", None, ())
     assert "no ceiling of training on it was measured" in answer.unknowns[0]
-    (point,) = sweep(machine, [hosts], model_named("Llama-3.1-8B"), TrainSpec())
-    assert point.step_seconds is None and point.reason in answer.unknowns
+    (point,) = frontier([machine], [hosts], [None], model_named("Llama-3.1-8B"), TrainSpec(), tokens=1e9)
+    assert point.seconds is None and point.reason in answer.unknowns
 
 
 _MODEL = re.compile(

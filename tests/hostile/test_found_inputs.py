@@ -18,20 +18,8 @@ def plain(document: Any) -> bytes:
     return b"\1" + dumped(document)
 
 
-def graph(**more: Any) -> bytes:
-    return plain({**fuzz_targets._graph(), **more})
-
-
 def machine(**more: Any) -> bytes:
     return plain({**fuzz_targets._machine(), **more})
-
-
-def nearest(**more: Any) -> dict[str, Any]:
-    return {"gpu": "GPU0", "label": "PIX", "path": 4, "nics": [], "local": True, "decidable": True, "why": "", **more}
-
-
-def nics(**more: Any) -> list[dict[str, Any]]:
-    return [{**fuzz_targets._graph()["nics"][0], **more}]
 
 
 def bench(**more: Any) -> bytes:
@@ -80,9 +68,6 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "a probe's duration in words": (
         "snapshot", plain({**fuzz_targets._snapshot(), "outcomes": {"gpu": {"status": "absent", "seconds": "x"}}})
     ),
-    "a graph whose GPU is nowhere": ("node_graph", graph(nearest_nic=[nearest(gpu="GPU9")])),
-    "a graph whose NIC is nowhere": ("node_graph", graph(nearest_nic=[nearest(nics=["mlx5_9"])])),
-    "a graph with one name twice": ("node_graph", graph(gpus=fuzz_targets._graph()["gpus"] * 2)),
     "a machine of one GPU index twice": ("machine", machine(gpu={"gpus": [{"indices": "0 0"}]})),
     "a machine whose parts are lists": ("machine", machine(gpu=[], pci=[1], rdma=[{}])),
     "a machine with more bus ids than GPUs": ("machine", machine(gpu={"gpus": [{"indices": "0", "busIds": "a b"}]})),
@@ -90,10 +75,6 @@ FOUND: dict[str, tuple[str, bytes]] = {
         {"busId": "a", "class": "030200", "id": "10de:2330", "link": "nan GT/s x16"}]}]})),
     "a machine of bridges in a circle": ("machine", machine(pci={"devices": [{"below": [
         {"busId": a, "class": "060400", "id": "10de:2330", "parent": b} for a, b in ("ab", "ba")]}]})),
-    "a rate that is NaN in words": ("node_graph", graph(nics=nics(pcie_bytes_per_second="nan"))),
-    "rates that add up to infinity": (
-        "node_graph", graph(nics=nics(rate_bytes_per_second=1e308), expectations=[])
-    ),
     "a benchmark of 10^30 bytes": ("bench_result", bench(world_size=10**30)),
     "a benchmark that took NaN": ("bench_result", bench(seconds="nan")),
     "a loss that is NaN": ("flight", plain({**fuzz_targets.FLIGHT, "loss": {"first": float("nan"), "last": 1e400}})),

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from readers import TARGETS
 
-from agent.advise import Request, RequestError, model_of
-from agent.cluster import old_records
-from agent.gate.baseline import read as read_baseline
-from agent.gate.verdict import GateError
-from agent.jobs.result_store import MOST_RECORD_BYTES
-from agent.jobs.result_store import read as read_kept
+from agent.advice.request import Request, model_of
+from agent.base.inputs import RequestError
+from agent.base.result_store import MOST_RECORD_BYTES
+from agent.base.result_store import read as read_kept
+from agent.checks.baseline import read as read_baseline
+from agent.checks.verdict import GateError
 from collectives.traces.calls import TraceError
 from collectives.traces.calls import read as read_trace
 from collectives.traces.ras import RasError
@@ -50,13 +50,6 @@ JUST_TOO_DEEP = b"[" * 900 + b"]" * 900  # which Python's own reader still takes
 DEEP_XML = b"<system>" * 100 + b"</system>" * 100
 
 
-def packed(raw: bytes) -> str:
-    import base64
-    import zlib
-
-    return base64.b64encode(zlib.compress(raw, 9)).decode()
-
-
 def text(reader: Callable[[str], object]) -> Callable[[Path], object]:
     return lambda path: reader(path.read_text(encoding="utf-8"))
 
@@ -69,7 +62,6 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),
-    ("old graph", text(lambda raw: old_records.graph(packed(raw.encode()))), ValueError, (b" " * (2 * MIB), DEEP)),
     ("config.json", lambda path: load_model(str(path)), ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
 import resident
 
-from agent.cli import serve
-from agent.documents import write_atomic
+from agent.base import result_store as keep
+from agent.base.documents import write_atomic
+from agent.http import serve
 from agent.http.server import create
 from agent.http.state import State
-from agent.jobs import result_store as keep
 from contracts.run_record import record_of
 from planner.advice import Reason, Setting
 from planner.kubernetes.job import JobError, JobSpec

@@ -37,8 +37,8 @@ AGENT = f"""
 import sys
 from pathlib import Path
 from fastapi import Request
-from agent.cli import serve
-from agent.cli.hosts import snapshots
+from agent.http import serve
+from agent.base.hosts import snapshots
 from agent.http import answers, server, state, worker
 shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MOST_WAITING},
                        longest_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})

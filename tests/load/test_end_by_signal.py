@@ -48,9 +48,8 @@ def idle(port: int) -> list[socket.socket]:
 
 
 def crowded(port: int) -> list[socket.socket]:
-    """Silent, slow and deaf clients, and pages that are kept fresh."""
-    return connect(port, *[""] * 20, *["GET / HTTP/1.1\r\nX: "] * 20, *[get("/snapshot") * 100] * 10,
-                   *[get("/events")] * 10)  # fmt: skip
+    """Silent, slow and deaf clients."""
+    return connect(port, *[""] * 20, *["GET / HTTP/1.1\r\nX: "] * 20, *[get("/snapshot") * 100] * 20)
 
 
 def planning(port: int) -> list[socket.socket]:

@@ -63,7 +63,7 @@ def test_help_costs_a_few_bare_interpreters() -> None:
 
 def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
     """Drawing, page templates and torch come with the first who asks; drivers are the child's."""
-    code = "import agent.http.server, agent.cli.serve, sys; print(*sys.modules)"
+    code = "import agent.http.server, agent.http.serve, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     late = {
         "rich",
@@ -74,7 +74,7 @@ def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
         "kubernetes",
         "websockets",
         "agent.pages.render",
-        "agent.terminal.tables",
+        "agent.base.tables",
     }
     assert not late.intersection(done.stdout.split())
 

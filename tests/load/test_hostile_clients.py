@@ -19,13 +19,13 @@ import pytest
 import resident
 from load_served import H100, Served
 
-from agent.cli.serve import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
 from agent.http.limits import Limited
+from agent.http.serve import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
 
 QUICK = """
 import sys
-from agent.cli import serve
-from agent.cli.hosts import snapshots
+from agent.http import serve
+from agent.base.hosts import snapshots
 from agent.http.limits import Limited
 from agent.http.state import State
 from pathlib import Path
@@ -175,15 +175,15 @@ def test_half_open_connections_are_let_go(impatient: Served, eventually: Callabl
 
 
 def test_one_address_has_a_quarter_of_the_places(impatient: Served, eventually: Callable[..., None]) -> None:
-    """Streams, which are requests under way: one more of that address is told 503, others are served."""
-    streams = [connect(impatient, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(PLACES // 4)]
-    for one in streams:
+    """Connections that a client keeps open: one more of that address is told 503, others are served."""
+    kept = [connect(impatient, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(PLACES // 4)]
+    for one in kept:
         assert status(one.recv(64)) == 200
     with connect(impatient) as late:
         answer = read(late)
     assert status(answer) == 503 and b"retry-after" in answer.lower()
     impatient.honest()
-    for one in streams:
+    for one in kept:
         one.close()
 
     def served_again() -> bool:
@@ -195,15 +195,15 @@ def test_one_address_has_a_quarter_of_the_places(impatient: Served, eventually: 
 
 def test_every_place_busy_answers_503_and_then_goes_on(impatient: Served, eventually: Callable[..., None]) -> None:
     """Many addresses together: who comes too late is told, and nobody is thrown out."""
-    streams = [
-        connect(impatient, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n", f"127.0.1.{1 + n % 8}")
+    kept = [
+        connect(impatient, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", f"127.0.1.{1 + n % 8}")
         for n in range(PLACES - 1)
     ]
-    for one in streams:
+    for one in kept:
         assert status(one.recv(64)) == 200
     with connect(impatient, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") as late:
         assert status(read(late)) == 503
-    for one in streams:
+    for one in kept:
         one.close()
 
     def served_again() -> bool:
@@ -310,14 +310,14 @@ def test_without_descriptors_it_waits_and_does_not_spin(served: Served, eventual
 
 
 def test_the_log_stays_short(impatient: Served) -> None:
-    """Hundreds of lines of nonsense are a handful in the log: ten a minute."""
+    """Hundreds of lines of nonsense are none in the log."""
     assert impatient.log is not None
     before = len(impatient.log.read_text().splitlines())
     for _ in range(300):
         with connect(impatient, b"nonsense\r\n\r\n") as client:
             assert status(read(client)) == 400
     impatient.honest()
-    assert len(impatient.log.read_text().splitlines()) - before < 60
+    assert len(impatient.log.read_text().splitlines()) - before < 10
 
 
 def test_few_descriptors_mean_few_places(tmp_path: Path) -> None:

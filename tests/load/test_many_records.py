@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
 from api_server import ApiServer, write_kubeconfig
 
+from agent.checks.view import look
 from agent.cluster.nodes import NodeRecord, records_of, to_resource
-from agent.view import look
 from probes.host.recording import load
 from probes.scan import scan
 

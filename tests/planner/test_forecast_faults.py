@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agent import advise
-from agent.view import look
+from agent.advice import advise
+from agent.advice.request import Request
+from agent.checks.view import look
 from planner.advice import Recommendation
 from planner.forecast.faults import ENDS, RULES, THROUGH_HOST_SHARE
 from planner.forecast.links import TCP_CEILING_BYTES_PER_SECOND, links_of
@@ -34,7 +35,7 @@ def host(name: str) -> Snapshot:
 
 def ask(snapshot: Snapshot, **options: object) -> Recommendation:
     asked = {"nodes": 2, "model": "Llama-3.1-8B", "method": "full", **options}
-    return advise.answer(advise.Request.of(**asked), (snapshot,))  # type: ignore[arg-type]
+    return advise.answer(Request.of(**asked), (snapshot,))  # type: ignore[arg-type]
 
 
 def seconds(advice: Recommendation) -> float:

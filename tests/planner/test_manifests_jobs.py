@@ -13,8 +13,9 @@ import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import host, interface
 
-from agent.advise import Request, answer
-from agent.cli.hosts import snapshots
+from agent.advice.advise import answer
+from agent.advice.request import Request
+from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from agent.jobs import cluster_job

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from nccl_env_hosts import host
 
-from agent.cli.hosts import snapshots
+from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests

@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from agent.cli.hosts import snapshots
+from agent.base.hosts import snapshots
 from agent.cluster.publish import NFD_VERSION
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
@@ -309,7 +309,7 @@ def test_each_release_takes_what_we_render() -> None:
     sys.path.insert(0, str(ROOT / "tests/agent"))
     from kustomization import render
 
-    ours = [*documents(), *(d for name in ("kueue", "prometheus-operator", "openshift")
+    ours = [*documents(), *(d for name in ("prometheus-operator", "openshift")
                             for d in render(ROOT / "deploy/daemonset/overlays" / name))]  # fmt: skip
     ours.append({"apiVersion": NFD_VERSION, "kind": "NodeFeature", "metadata": {"name": "topoflight-n"},
                  "spec": {"labels": {"topoflight.io/verdict": "pass"}}})  # fmt: skip

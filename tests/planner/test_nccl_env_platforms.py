@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.advise import Request, cluster_of, of_cluster
-from agent.gate.coverage import covered
-from agent.gate.verdict import checks_of_snapshot, judge
+from agent.advice.advise import of_cluster
+from agent.advice.request import Request, cluster_of
+from agent.checks.coverage import covered
+from agent.checks.verdict import checks_of_snapshot, judge
 from planner.forecast import machines
 from planner.nccl_env.environment import EnvAdvice, settings
 from planner.nccl_env.names import names

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from agent.cli import inputs
-from agent.gate import baseline
-from agent.jobs import result_store as keep
+from agent.base import inputs
+from agent.base import result_store as keep
+from agent.checks import baseline
 from contracts import bounded, run_record
 from planner.forecast.models import load_model
 from probes.host.recording import load

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent.gate.verdict import checks_of_snapshot
+from agent.checks.verdict import checks_of_snapshot
 from probes.api import Finding, Ok, Severity, Snapshot
 from probes.gpu.answers import LOST
 from probes.gpu.facts import Gpu, GpuFacts

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from agent.checks.view import look
 from agent.cluster.nodes import FirstSeen, NodeRecord, records_of, to_resource
-from agent.view import look
 from probes.host.recording import load
 from probes.scan import scan
 

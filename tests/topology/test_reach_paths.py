@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.hosts import snapshots
+from agent.base.hosts import snapshots
 from planner.forecast import machines
 from topology.build import build
 from topology.cluster import join

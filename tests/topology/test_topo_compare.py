@@ -9,6 +9,8 @@ from topo_machines import snapshot, topology
 
 from probes.api import Absent, Ok, Severity
 from probes.gpu.facts import GpuFacts
+from probes.gpu.probe import PROBE as GPU_PROBE
+from probes.scan import findings_of
 from topology.cluster import join
 from topology.diff import diff, diff_text, fleet, fleet_text
 from topology.formats.text import parse
@@ -106,14 +108,31 @@ def test_narrowed_slot_in_words():
 
 def test_dead_port_in_words():
     sick = snapshot("sick-h100-dead-hca")
-    assert messages(diff(snapshot(HGX), sick))[0] == "mlx5_3 down there (active here)"
+    a, b = snapshot(HGX).hostname, sick.hostname
+    assert messages(diff(snapshot(HGX), sick))[0] == f"mlx5_3 down on {b} (active on {a})"
+    assert (
+        messages(diff(snapshot(HGX), sick, ("in a.json", "in b.json")))[0] == "mlx5_3 down in b.json (active in a.json)"
+    )
     same = replace(sick, hostname=snapshot(HGX).hostname)
     assert messages(diff(snapshot(HGX), same))[0] == "mlx5_3 down (was active)"
 
 
 def test_memlock_in_words_here_and_there():
-    found = messages(diff(snapshot("sick-h100-memlock-64KiB"), snapshot(HGX)))
-    assert found[0] == "memlock 64 KiB here, unlimited there"
+    found = messages(diff(snapshot("sick-h100-memlock-64KiB"), snapshot(HGX), ("in a", "in b")))
+    assert found[0] == "memlock 64 KiB in a, unlimited in b"
+
+
+def test_throttling_is_as_bad_as_the_scan_calls_it():
+    """Heat at half the clock fails; the power cap of full load is no fault; that it ended is good news."""
+    hot, cool = snapshot("sick-h100-thermal"), snapshot(HGX)
+    judged = {
+        f.severity for f in findings_of(hot, GPU_PROBE, hot.facts(GpuFacts)) if f.code.startswith("gpu.thermal.t")
+    }
+    assert {d.severity for d in diff(cool, hot) if d.what == "held back by"} == judged
+    ended = diff(hot, replace(cool, hostname=hot.hostname))
+    assert {d.severity for d in ended if d.what == "held back by"} == {Severity.INFO}
+    gpus = tuple(replace(gpu, throttle_reasons=("sw_power_cap",)) for gpu in cool.facts(GpuFacts).gpus)
+    assert {d.severity for d in diff(cool, changed(HGX, "gpu", gpus=gpus))} == {Severity.INFO}
 
 
 def test_worst_first_and_a_vanished_device_once():
@@ -164,7 +183,7 @@ def test_same_host_names_are_told_apart():
 
 def test_lost_gpu_is_told_once():
     found = [m for m in messages(diff(snapshot(HGX), snapshot("sick-h100-gpu-lost"))) if "GPU5" in m]
-    assert found[0].startswith("GPU5 state ok here, lost")
+    assert found[0].startswith(f"GPU5 state ok on {snapshot(HGX).hostname}, lost")
     assert not any("path" in message for message in found)
 
 

@@ -12,9 +12,8 @@ from topo_machines import NAMES, snapshot, topology
 from probes.api import Absent, Ok, Severity
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
-from topology.build import build, cpu_mask
+from topology.build import build
 from topology.check import CODES, check
-from topology.formats import xml
 from topology.formats.text import parse
 from topology.graph import PathClass
 from topology.render import json_document, matrix, svg
@@ -26,11 +25,6 @@ HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl
 def test_golden(name, golden):
     golden(f"{name}/topology.json", json_document(topology(name)), digest=True)
     golden(f"{name}/topology.txt", matrix(topology(name)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_golden_nccl_xml(name, golden):
-    golden(f"{name}/topology.xml", xml.write(topology(name)), digest=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,16 +44,6 @@ def test_matrix_reads_back(name):
         (p.a, p.b, p.label) for p in node.pairs if p.label != "N/A"
     ]
     assert again.islands == node.islands
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if topology(name).gpus])
-def test_xml_reads_back_with_the_same_islands_and_nearest_nics(name):
-    node = topology(name)
-    again = xml.parse(xml.write(node), name)
-    assert again.islands == node.islands
-    near = {n.gpu: n.nics for n in again.nearest_nic}
-    local = [n for n in node.nearest_nic if n.local and n.decidable and n.path != PathClass.PHB]
-    assert {n.gpu: near[n.gpu] for n in local} == {n.gpu: n.nics for n in local}
 
 
 def test_nvswitch_box():
@@ -220,13 +204,6 @@ def test_pci_ancestry_agrees_with_nvml_where_no_nvlink_hides_it():
     told = {(pair.a, pair.b): pair.ancestor for pair in facts.pairs}
     blind = build(replace(whole, outcomes={**whole.outcomes, "gpu": Absent(why="no driver")}))
     assert {key: blind.pair(f"GPU{key[0]}", f"GPU{key[1]}").label for key in told} == told
-
-
-@pytest.mark.parametrize(
-    ("cpus", "mask"), [("0-3,8", "0000010f"), ("32-33", "00000003,00000000"), ("", "00000000"), ("a-b", None)]
-)
-def test_cpu_masks_as_nccl_writes_them(cpus, mask):
-    assert cpu_mask(cpus) == mask
 
 
 def test_a_driver_that_does_not_load_leaves_the_gpus_of_the_pci_tree():

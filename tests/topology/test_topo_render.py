@@ -11,7 +11,6 @@ from topo_machines import topology
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
 
 from topology.derive import complete
-from topology.formats import xml
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair
 from topology.render import COLOURS, json_document, matrix, svg
@@ -63,13 +62,6 @@ def test_a_gpu_outside_an_island_is_in_none_of_its_pairs(machine, words):
 
 
 SHAPES = {"svg", "title", "style", "rect", "text", "path", "g"}
-
-
-def test_nccl_xml_of_hostile_names_stays_well_formed():
-    node = hostile()
-    again = xml.parse(xml.write(node), "x")
-    assert len(again.gpus) == 2
-    assert len(again.nics) == 1
 
 
 def test_json_has_the_frozen_names():

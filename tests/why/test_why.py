@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from agent import why as gathered
-from agent.advise import Request
-from agent.cli.hosts import snapshots as replay
+from agent.advice.request import Request
+from agent.base.hosts import snapshots as replay
+from agent.checks.verdict import Check
+from agent.checks.view import look
 from agent.cluster.gate import checks_of, readable
 from agent.cluster.node_facts import unpublished
 from agent.cluster.nodes import Fleet, records_of, to_resource
-from agent.gate.verdict import Check
-from agent.view import look
+from agent.why.diagnosis import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace

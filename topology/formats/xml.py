@@ -20,12 +20,11 @@ from hardware.gpus import model_of
 from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
 from topology.derive import complete
-from topology.formats.xml_write import write
 from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair, PathClass, PciNode, path_class
 from topology.links import PciTree, joined, plan
 from topology.reference import recognise
 
-__all__ = ["SOURCE", "TopologyXmlError", "parse", "write"]
+__all__ = ["SOURCE", "TopologyXmlError", "parse"]
 
 SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
@@ -227,7 +226,6 @@ def cpu_of_element(element: Element, position: int) -> CpuNode:
     numa = _decimal(attributes.get("numaid"))
     return CpuNode(
         numa_node=numa if numa is not None else position,
-        affinity=attributes.get("affinity"),
         arch=attributes.get("arch"),
         vendor=attributes.get("vendor"),
         family=_decimal(attributes.get("familyid")),

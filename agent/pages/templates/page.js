@@ -37,8 +37,8 @@
     for (const name of parts) { document.querySelector(name).replaceWith(document.adoptNode(fresh.querySelector(name))); }
     for (const id of open) { const one = document.getElementById(id); if (one) { one.open = true; } }
     if (focused) { const one = document.getElementById(focused); if (one) { one.focus({ preventScroll: true }); } }
+    if (document.title !== fresh.title) { say("Updated: " + fresh.title); } // the title begins with the verdict
     document.title = fresh.title;
-    if (fresh.body.dataset.digest) { document.body.dataset.digest = fresh.body.dataset.digest; }
   };
 
   const ask = document.querySelector("form.ask");
@@ -55,33 +55,7 @@
     });
   }
 
-  document.addEventListener("submit", async (event) => {
-    const form = event.target.closest("form.post");
-    if (!form) { return; }
-    event.preventDefault();
-    const given = new FormData(form), [code, ...subject] = given.get("finding").split(" ");
-    const until = new Date(Date.now() + 3600000 * given.get("hours")).toISOString().replace(/\.\d+/, "");
-    const answer = await fetch(form.action, {
-      method: "POST",
-      headers: { "Content-Type": "application/json", Authorization: "Bearer " + given.get("token") },
-      body: JSON.stringify({ node: form.dataset.node, code, subject: subject.join(" "), reason: given.get("reason"), until }),
-    });
-    if (answer.ok) { form.reset(); document.activeElement.blur(); setTimeout(renew, 1000); }
-    say(answer.ok ? "Acknowledged." : (await answer.json()).detail);
-  });
-
   const busy = () => !results && document.activeElement && document.activeElement.closest("form");
-  const every = Number(document.body.dataset.renew); // seconds; pages of other agents' records have no stream
+  const every = Number(document.body.dataset.renew); // seconds
   if (every) { setInterval(() => { if (!document.hidden && !busy()) { renew(); } }, 1000 * every); }
-  if (!document.body.dataset.digest || !window.EventSource) { return; }
-  const source = new EventSource("events");
-  source.addEventListener("view", async (event) => {
-    const news = JSON.parse(event.data);
-    const scanned = document.getElementById("scanned");
-    if (scanned) { scanned.textContent = news.scanned; }
-    if (news.digest === document.body.dataset.digest || busy()) { return; }
-    await renew();
-    say("Updated: the verdict is now " + news.verdict + ".");
-  });
-  addEventListener("pagehide", () => source.close());
 })();

@@ -1,0 +1,241 @@
+"""The planner's answer to a question, in any format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from agent.advice import nearest
+from agent.advice.request import (
+    Request,
+    cluster_of,
+    default_ranks,
+    measured_step,
+    measurements_of,
+    model_of,
+    price_of,
+    rows_of,
+    spans_nodes,
+)
+from agent.base.inputs import RequestError, parse_version
+from contracts.interval import Interval
+from contracts.layout import LayoutError
+from planner import stacks
+from planner.advice import ExportError, Note, RankedLayout, Recommendation, request_of
+from planner.forecast import machines
+from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
+from planner.forecast.faults import ENDS, RULES, Findings
+from planner.forecast.specs import mean_length
+from planner.nccl_env import environment as nccl_env
+from planner.nccl_env.environment import render_env, render_k8s, render_shell
+from planner.recommend import recommend
+from probes.api import Finding, Severity, Snapshot
+from topology.graph import ClusterTopology
+
+if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
+    from agent.checks.verdict import Check
+    from agent.checks.view import Group, View
+    from collectives.bench.results import Measurement
+
+ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
+EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
+FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
+_FAULTS_SAID = 4  # beside an advice; all of them are what `topoflight scan` prints
+
+
+def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recommendation:
+    """The same advice with length and cost of the whole run on so many nodes, where a budget was given."""
+    budgets = {"steps": request.train.steps, **{name: getattr(request, name) for name in ("tokens", "hours", "epochs")}}
+    budget_names = [name for name, value in budgets.items() if value is not None]
+    if len(budget_names) > 1:
+        raise RequestError(f"{' and '.join(budget_names)}: give one budget")
+    price = price_of(request)
+    unknowns = (*advice.unknowns, request.unmeasured) if request.unmeasured else advice.unknowns
+    advice = replace(advice, rows=rows_of(request), node_hour_price=price, unknowns=unknowns)
+    if advice.chosen is None or not budget_names:
+        return advice
+    step = advice.chosen.forecast.step_seconds
+    if request.epochs is not None and request.unmeasured and rows_of(request) is None:
+        return advice
+    steps = steps_of(request, advice.chosen)
+    whole = Interval(low=step.low * steps, mid=step.mid * steps, high=step.high * steps)
+    cost = None
+    if price is not None:
+        each = price * nodes / 3600.0
+        cost = Interval(low=whole.low * each, mid=whole.mid * each, high=whole.high * each)
+    return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
+
+
+def steps_of(request: Request, chosen: RankedLayout) -> int:
+    """Optimizer steps of the whole run, at least one. RequestError where epochs are of nobody knows how many rows."""
+    forecast = chosen.forecast
+    if request.train.steps is not None:
+        return request.train.steps
+    if request.hours is not None:
+        return int(request.hours * 3600 / forecast.step_seconds.mid)
+    if request.tokens is not None:
+        return max(1, math.ceil(request.tokens / (forecast.tokens_per_second * forecast.step_seconds.mid)))
+    rows = rows_of(request)
+    if rows is None:
+        raise RequestError("epochs: how many rows the data has is not known; give rows, lengths or dataset")
+    train = request.train
+    if train.packing and train.length_histogram:  # rows are packed into sequences
+        rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
+    return max(1, int((request.epochs or 1.0) * max(1, rows // chosen.layout.global_batch)))
+
+
+def advise(request: Request, scan: Callable[[], Sequence[Snapshot]]) -> Recommendation:
+    """Answer from a fresh scan, recordings, or the catalogue."""
+    if request.machine == "list":
+        raise RequestError("--machine: one of " + ", ".join(machines.names()))
+    snapshots = () if request.machine else tuple(scan())
+    return answer(request, snapshots, measured=measurements_of(request))
+
+
+def for_view(view: View, request: Request) -> Recommendation:
+    """Answer from what the agent knows."""
+    snapshots = () if request.machine else view.snapshots
+    measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
+    return answer(request, snapshots, measured=measured, checks=view.checks)
+
+
+def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendation:
+    """The advice, with the failures that its forecast does not count: no figure bounds them, or they end the job."""
+    if not checks:
+        return advice
+    from agent.checks.view import grouped
+
+    counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
+    groups = [
+        group for group in grouped(checks) if {check.id for check in group.checks if check.status == "fail"} - counted
+    ]
+    said = tuple(
+        f"{'as it is the job ends' if ENDS & set(group.codes) else 'not in the forecast'}: {_fault(group)}"
+        for group in groups[:_FAULTS_SAID]
+    )
+    more = len(groups) - len(said)
+    rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
+    return replace(advice, unknowns=(*advice.unknowns, *said, *rest)) if advice.chosen else advice
+
+
+def findings_of(checks: Iterable[Check]) -> Findings:
+    """Failures and warnings by node, as the planner reads them."""
+    found: dict[str, list[Finding]] = {}
+    for check in checks:
+        if check.status in ("fail", "warn"):
+            found.setdefault(check.node, []).append(
+                Finding(code=check.id, severity=Severity(check.status), subject=check.subject, message=check.message)
+            )
+    return {node: tuple(of_node) for node, of_node in found.items()}
+
+
+def _fault(group: Group) -> str:
+    on = f"on {group.subjects[0]}" if len(group.subjects) == 1 else group.places
+    said = "; ".join(dict.fromkeys(check.message for check in group.checks)) if group.trouble else group.message
+    return f"{', '.join(group.codes)}{on and ' '}{on}: {said}"
+
+
+def answer(
+    request: Request,
+    snapshots: Sequence[Snapshot],
+    *,
+    measured: Sequence[Measurement] = (),
+    calibrated: Calibration | None = None,
+    ranks: int | None = None,
+    checks: Sequence[Check] | None = None,
+) -> Recommendation:
+    """Ask the planner; `ranks` and `calibrated` stand above what the request names.
+
+    `checks` are what is known of the snapshots' hosts; None: they are judged here.
+    """
+    if request.machine or request.model is None:
+        checks = ()
+    elif checks is None:
+        from agent.checks.view import look
+
+        checks = look(snapshots).checks
+    calibration = calibrated
+    try:
+        if calibration is None and request.calibration is not None:
+            calibration = load_calibration(request.calibration)
+        ranks = ranks or request.ranks_per_node
+        cluster = cluster_of(request, snapshots, ranks)
+        return of_cluster(
+            request, cluster, snapshots, measured=measured, calibration=calibration, ranks=ranks, checks=checks
+        )
+    except (LayoutError, machines.MachineError, CalibrationError, ValueError) as error:
+        raise RequestError(str(error)) from None
+
+
+def of_cluster(
+    request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
+    measured: Sequence[Measurement] = (), calibration: Calibration | None = None, ranks: int | None = None,
+    checks: Sequence[Check] = (),
+) -> Recommendation:  # fmt: skip
+    """Ask the planner of these nodes. Raises RequestError, ValueError, LayoutError where the question does not fit."""
+    model = model_of(request)
+    if model is None:
+        return environment_only(request, cluster, snapshots)
+    findings = findings_of(checks)
+    if len(snapshots) == 1 and len(findings) == 1:  # one host, perhaps several times over
+        findings = {node.hostname: found for node in cluster.nodes for found in findings.values()}
+    advice = recommend(
+        cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
+        nccl_version=parse_version(request.nccl_version), ranks_per_node=ranks or default_ranks(request, cluster),
+        multi_node=spans_nodes(request, cluster), findings=findings, measured_step=measured_step(request),
+    )  # fmt: skip
+    if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
+        advice = replace(advice, helps_most=nearest.questions(request, snapshots))
+    return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
+
+
+def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Recommendation:
+    """The NCCL environment alone, where no model was named."""
+    found = nccl_env.settings(
+        snapshots,
+        cluster,
+        nccl_version=parse_version(request.nccl_version),
+        multi_node=spans_nodes(request, cluster),
+        ranks_per_node=request.ranks_per_node,
+    )
+    seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
+    backend = "rccl" if found.backend == "rccl" else seen
+    return Recommendation(settings=found.settings, notes=found.notes, needs=found.needs, backend=backend)
+
+
+def with_fsdp(advice: Recommendation) -> Recommendation:
+    """The same advice with the best FSDP layout chosen.
+
+    The embedded job is small enough for any layout; it flies FSDP because that is the job users ship, and what the
+    measured all-gather and reduce-scatter stand for.
+    """
+    fitting = [r for r in (advice.chosen, *advice.runners_up) if r is not None]
+    sharded = next((r for r in fitting if r.layout.family in ("FSDP", "HSDP")), None)
+    if sharded is None or sharded is advice.chosen:
+        return advice
+    note = Note(
+        topic="embedded job",
+        text=f"flies {sharded.layout.family}, the layout of the shipped fine-tune, although "
+        f"{fitting[0].layout.family} would be faster for a model this small",
+    )
+    others = tuple(r for r in fitting if r is not sharded)
+    return replace(advice, chosen=sharded, runners_up=others, notes=(*advice.notes, note))
+
+
+def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
+    """The advice as another tool's input; `nodes` is how many hosts the layout's ranks are spread over."""
+    if form == "env":
+        return render_env(advice.settings)
+    if form == "shell":
+        return render_shell(advice.settings)
+    if form == "k8s":
+        return render_k8s(advice.settings)
+    if advice.model is None:
+        raise RequestError(f"format {form}: name a model, this is a format for layouts")
+    world = advice.chosen.layout.world_size if advice.chosen else nodes
+    try:
+        return stacks.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
+    except ExportError as error:
+        raise RequestError(str(error)) from None

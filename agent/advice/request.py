@@ -1,0 +1,212 @@
+"""A question to the planner: which hosts or machine, which model, which run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent.base.inputs import RequestError
+from contracts import bounded
+from contracts.job_config import ConfigError, read_mapping
+from contracts.layout import values_of
+from planner.forecast import machines, models
+from planner.forecast.specs import LengthsError, ModelSpec, TrainSpec, check_histogram
+from planner.recommend import MeasuredStep
+from probes.api import Snapshot
+from topology.build import build
+from topology.cluster import join
+from topology.derive import with_gpus
+from topology.graph import ClusterTopology
+
+if TYPE_CHECKING:
+    from collectives.bench.results import Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One question: where, and which run. Without a model only the environment is advised."""
+
+    hosts: tuple[Path, ...] = ()
+    root: str = "/"
+    machine: str | None = None
+    nodes: int | None = None
+    network: str | None = None  # "100G": what joins the nodes, in place of what they have
+    transport: str | None = None  # "rdma", "tcp": of that network
+    model: str | None = None
+    train: TrainSpec = field(default_factory=TrainSpec)  # its `steps` are those of the whole run
+    tokens: int | None = None  # of the whole run, in place of steps
+    epochs: float | None = None  # of the whole run, in place of steps: passes over the rows
+    rows: int | None = None  # of the data set
+    tokenizer: str | None = None  # that measures the data set's rows; None: the model's
+    unmeasured: str = ""  # why the data set's rows were not measured
+    price: str | None = None  # of a node-hour: a number, or a YAML file of numbers by machine
+    hours: float | None = None  # of the whole run, in place of both: how many steps fit
+    ranks_per_node: int | None = None
+    nccl_version: str | None = None
+    bench_file: Path | None = None
+    calibration: Path | None = None
+    measured_step: tuple[str, float] | None = None  # its layout as text, seconds
+    shape: ModelSpec | None = None  # of the model, where its hub was asked
+    allow_files: bool = True  # whether `model` may name a file: not over HTTP
+
+    @classmethod
+    def of(cls, **options: Any) -> Request:
+        """From options named as the members here and in TrainSpec, and `lengths`; others are passed over."""
+        return cls().changed(**options)
+
+    def changed(self, **options: Any) -> Request:
+        """The same question with these options. Raises RequestError where `lengths` cannot be read."""
+        run = {name: value for name, value in options.items() if name in _OF_RUN}
+        if "lengths" in options:
+            run["length_histogram"] = histogram_of(options["lengths"])
+        own = {one.name for one in fields(self)} & options.keys()
+        return replace(self, train=replace(self.train, **run), **{name: options[name] for name in own - {"train"}})
+
+
+_OF_RUN = {one.name for one in fields(TrainSpec)}
+
+
+def model_of(request: Request) -> ModelSpec | None:
+    """The model asked for: a known name, or a config.json where files are allowed."""
+    if request.model is None or request.shape is not None:
+        return request.shape
+    path = Path(request.model)
+    if request.allow_files and (path.suffix == ".json" or bounded.is_folder(path)):
+        try:
+            return models.model_from_file(path)
+        except models.ModelError as error:
+            raise RequestError(f"--model {error}") from None
+    try:
+        return models.model_named(request.model)
+    except models.ModelError as error:
+        raise RequestError(str(error)) from None
+
+
+def histogram_of(text: str | None) -> tuple[tuple[int, int], ...]:
+    """ "64:900,512:100" as a length histogram; RequestError names the word that is wrong."""
+    if not text:
+        return ()
+    rows = []
+    for word in text.split(","):
+        length, _, count = word.partition(":")
+        if not (length.isdecimal() and count.isdecimal() and len(length) < 8 and len(count) < 12):
+            raise RequestError(f"lengths={word!r}: must be TOKENS:ROWS, both whole numbers")
+        rows.append((int(length), int(count)))
+    try:
+        return check_histogram(tuple(sorted(rows)))
+    except LengthsError as error:
+        raise RequestError(str(error)) from None
+
+
+def rows_of(request: Request) -> int | None:
+    """Rows of the data: as given, else those of the lengths."""
+    if request.rows is not None:
+        return request.rows
+    return sum(count for _, count in request.train.length_histogram) or None
+
+
+_MOST_PRICE = 1e9
+
+
+def price_of(request: Request) -> float | None:
+    """Of a node-hour: the number given, or this machine's in the file given; None where none is."""
+    if request.price is None:
+        return None
+    prices = prices_of(request.price, files=request.allow_files)
+    if isinstance(prices, float):
+        return prices
+    name = machines.machine(request.machine).name if request.machine else ""
+    if name and name not in prices:
+        raise RequestError(f"--price {request.price}: no price of {name}; it has {', '.join(prices) or 'none'}")
+    return prices.get(name)
+
+
+def prices_of(text: str, *, files: bool) -> float | dict[str, float]:
+    """ "98.32" as a number; a YAML file as a price for each machine of the catalogue that it names."""
+    number = None
+    with contextlib.suppress(ValueError):
+        number = float(text)
+    if number is not None:
+        return _price("price", number)
+    if not files:
+        raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
+    try:
+        raw = read_mapping(Path(text))
+    except ConfigError as error:
+        raise RequestError(f"--price {error}") from None
+    found = {}
+    for name, value in raw.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RequestError(f"--price {text}: {name}: must be a number, of a node-hour")
+        try:
+            found[machines.machine(str(name)).name] = _price(str(name), float(value))
+        except machines.MachineError as error:
+            raise RequestError(f"--price {text}: {error}") from None
+    return found
+
+
+def _price(name: str, value: float) -> float:
+    if not 0.0 <= value <= _MOST_PRICE:
+        raise RequestError(f"{name}={value:g}: must be from 0 to {_MOST_PRICE:g}")
+    return value
+
+
+def measurements_of(request: Request) -> tuple[Measurement, ...]:
+    """Of the benchmark's result that the question names; none where it names none."""
+    if request.bench_file is None:
+        return ()
+    from agent.base import result_store
+    from collectives.bench.results import result_from_json
+
+    try:
+        return result_from_json(result_store.read(request.bench_file)).measurements
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--bench {request.bench_file}: {error}") from None
+
+
+def measured_step(request: Request) -> MeasuredStep | None:
+    """The step that the question says was measured. Raises LayoutError where its layout's text is wrong."""
+    if request.measured_step is None:
+        return None
+    text, seconds = request.measured_step
+    return values_of(text), seconds
+
+
+def spans_nodes(request: Request, cluster: ClusterTopology) -> bool | None:
+    """Whether the job spans nodes; None for one node where no number was requested: it may come to span more."""
+    return len(cluster.nodes) > 1 or (None if request.nodes is None else False)
+
+
+def default_ranks(request: Request, cluster: ClusterTopology) -> int | None:
+    """Two gloo ranks on a host without GPUs, so that there is something to lay out; else one per GPU."""
+    return None if request.machine or any(node.gpus for node in cluster.nodes) else 2
+
+
+def cluster_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None = None) -> ClusterTopology:
+    """The cluster meant, over the network that was named."""
+    found = _nodes_of(request, snapshots, ranks)
+    if request.network is not None:
+        return machines.over_network(found, request.network, request.transport)
+    if request.transport is not None:
+        raise RequestError(f"transport {request.transport}: of which network; name its speed too, as 100G")
+    return found
+
+
+def _nodes_of(request: Request, snapshots: Sequence[Snapshot], ranks: int | None) -> ClusterTopology:
+    """The nodes: a catalogue machine, one host several times over, or the hosts given.
+
+    `ranks` per node, where named, use so many of a node's GPUs. ValueError where it has fewer.
+    """
+    if request.machine:
+        return machines.cluster(request.machine, request.nodes or 1, gpus_per_node=ranks)
+    nodes = [build(snapshot) for snapshot in snapshots]
+    if ranks is not None:
+        nodes = [with_gpus(node, ranks) if node.gpus else node for node in nodes]
+    if request.nodes and request.nodes != len(nodes):
+        if len(nodes) != 1:
+            raise RequestError(f"--nodes {request.nodes} with {len(nodes)} hosts: give one host, or as many as nodes")
+        nodes = [replace(nodes[0], hostname=f"{nodes[0].hostname}-{i}") for i in range(request.nodes)]
+    return join(nodes)

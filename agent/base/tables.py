@@ -1,0 +1,168 @@
+"""What every view of the terminal shares: a table in the house's look, words beside glyphs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from agent.base import streams
+from contracts.plain import printable
+
+GLYPHS = {"pass": "✓ pass", "info": "· info", "unknown": "? unknown", "warn": "! warn", "fail": "✗ FAIL"}
+SHOWN = 8  # names in a row before the rest is a number
+LONGEST_WORD = 24  # characters that a column keeps together; a path is longer, and may go on in the next line
+COLOURS = {"pass": "green", "info": "cyan", "unknown": "magenta", "warn": "yellow", "fail": "bold red"}
+
+
+class _Worded(Table):
+    """A table that breaks lines between words: narrower gaps, then a block for each row, before a word is cut.
+
+    A column that may not wrap (`no_wrap`: a number with its unit) is whole, or the rows become blocks.
+    """
+
+    def __rich_console__(self, out: Console, options: ConsoleOptions) -> RenderResult:
+        """Columns as wide as their longest word, and the room that is left to the widest."""
+        spans = [[Measurement.get(out, options, cell) for cell in (c.header, *c.cells)] for c in self.columns]
+        widths = [max(span.maximum for span in column) for column in spans]
+        least = [
+            widest if column.no_wrap else max(min(span.minimum, LONGEST_WORD) for span in mine)
+            for column, mine, widest in zip(self.columns, spans, widths, strict=True)
+        ]
+        gap = next((gap for gap in (3, 2, 1) if sum(least) + gap * len(least) - 1 <= options.max_width), None)
+        if gap is None:
+            yield from self._stacked()
+            return
+        self.padding = (0, min(1, gap - 1), 0, max(0, gap - 2))
+        room = options.max_width - gap * len(least) + 1
+        while sum(widths) > room:
+            spare = [width - kept and width for width, kept in zip(widths, least, strict=True)]
+            widths[spare.index(max(spare))] -= 1
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+        yield from super().__rich_console__(out, options)
+
+    def _stacked(self) -> Iterable[RenderableType]:
+        for cells in zip(*(column.cells for column in self.columns), strict=True):
+            block = grid()
+            for column, cell in zip(self.columns, cells, strict=True):
+                block.add_row(column.header, cell)
+            yield Padding(block, (0, 0, 1, 0), expand=False)
+
+
+def table(*columns: str) -> Table:
+    """An empty table in the house's look."""
+    made = _Worded(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def grid(gap: int = 1, columns: int = 2) -> Table:
+    """Rows without a frame, whose long words go on in the next line and are never cut."""
+    made = Table.grid(padding=(0, gap))
+    for _ in range(columns):
+        made.add_column(overflow="fold")
+    return made
+
+
+def some(names: Sequence[str], word: str = "") -> str:
+    """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{word}{', '.join(names[:SHOWN])}{more}" if names else ""
+
+
+def indented(out: Console, text: str, by: int = 7) -> None:
+    """Text that hangs under its line; nothing where there is none."""
+    if text:
+        out.print(Padding(text, (0, 0, 0, by), expand=False))
+
+
+def point(out: Console, mark: str, text: str) -> None:
+    """A line with a mark before it, its further lines under its words."""
+    row = grid()
+    row.add_row(mark, text)
+    out.print(row)
+
+
+def pairs(out: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """What a thing is, a word and its value in each line."""
+    shown = grid()
+    for word, text in rows:
+        shown.add_row(f"  [bold]{word}[/bold]", escape(text))
+    out.print(shown)
+
+
+def explanation(out: Console, text: str) -> None:
+    """A section of the pages of findings or alerts: its points under each other, commands marked."""
+    title, _, body = text.partition("\n\n")
+    out.print(f"[bold]{escape(title)}[/bold]\n")
+    for piece in re.split(r"^- ", body, flags=re.MULTILINE):
+        words = escape(" ".join(piece.split()))
+        words = re.sub(r"\*\*([^*]+)\*\*", r"[bold]\1[/bold]", words)
+        if not words:
+            continue
+        shown = re.sub(r"`([^`]+)`", r"[cyan]\1[/cyan]" if out.is_terminal else r"`\1`", words)
+        if words.startswith("[bold]"):
+            indented(out, shown, 2)
+        else:
+            out.print(shown)
+
+
+# Where tables go: a terminal, or a pipe without padding.
+
+
+class _Plain:
+    """A pipe without the blanks that tables pad their lines with."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Lines come whole from rich: what is blank before a line's end is padding."""
+        self._stream.write(re.sub(r"[ \t]+(?=\n)", "", text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Console(Console):
+    """A console that a closed pipe silences: the verb goes on to its verdict and its files."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """All text comes this way, that of records and recordings too; rich lets escape sequences pass."""
+        return super().render_str(printable(text), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich where the reader has left."""
+        self.quiet = True
+        streams.discard_output()
+
+
+def console() -> Console:
+    """Where tables go: colours on a terminal, plain lines of at most the terminal's width in a pipe.
+
+    Without rich's emoji: `gpu-a:100:130` of a log is evidence, and no picture stands for its middle.
+    """
+    if sys.stdout.isatty():
+        return _Console(file=sys.stdout, highlight=False, soft_wrap=False, emoji=False)
+    return plain_console(sys.stdout)
+
+
+def plain_console(stream: TextIO) -> Console:
+    """For a pipe or a file: plain lines of at most COLUMNS characters, 80 where that variable is not set."""
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdigit() and int(columns) > 0 else 80
+    plain: Any = _Plain(stream)
+    return _Console(file=plain, width=width, highlight=False, soft_wrap=False, emoji=False)

@@ -1,0 +1,162 @@
+"""Numbers as people read them: bytes, rates, seconds. Decimal for rates, binary for memory, as the field does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hardware.units import bits as bits
+from hardware.units import rate as rate
+
+if TYPE_CHECKING:
+    from contracts.interval import Interval
+    from topology.graph import Expectation
+
+
+SIZE_WORDS = "bytes, with a unit where you like: 64GiB, 16G, 512Mi, 65536"
+SIZES = {"B": 1} | {
+    f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** (power + 1)
+    for power, prefix in enumerate("KMGT") for binary in ("i", "") for byte in ("", "B")
+}  # fmt: skip
+"""Units of bytes by their spelling: Ki and KiB are 1024, K and KB are 1000 (IEC 80000-13; Kubernetes quantities)."""
+_SIZES_BY_LOWER = {unit.lower(): scale for unit, scale in SIZES.items()}
+_COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: "1 check", "2 checks"."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def tally(counts: Mapping[str, int]) -> str:
+    """What a gate counted, worst first and no zeros: "1 failed, 2 warnings, 121 passed"."""
+    counted = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
+    return ", ".join(
+        count(number, word, "warnings" if word == "warning" else word) for number, word in counted if number
+    )
+
+
+def rest(word: str, counts: Mapping[str, int], named: str = "") -> str:
+    """The tally without what a verdict of that word says by itself; `named` is where a reader finds the unknowns."""
+    others = {status: number for status, number in counts.items() if status != word or word == "pass"}
+    unknown = others.get("unknown", 0)
+    if word != "pass" or not unknown:
+        return tally(others)
+    where = f", named {named}" if named else ""
+    return "; ".join(filter(None, (f"{count(unknown, 'check')} unknown{where}", tally({**others, "unknown": 0}))))
+
+
+def need(name: str, value: str) -> str:
+    """What a pod needs, in words: "2.0 GiB of shared memory (/dev/shm)", "memlock = unlimited"."""
+    if name == "shm_bytes" and value.isdigit():
+        return f"{size(float(value))} of shared memory (/dev/shm)"
+    if name == "compute_domain":
+        return f"a ComputeDomain ({value})"
+    return f"{name} {value}" if name in ("resource", "network", "capability") else f"{name} = {value}"
+
+
+def size(value: float | None) -> str:
+    """Bytes with a binary unit: 68719476736 -> "64.0 GiB"; None -> "unknown"."""
+    if value is None:
+        return "unknown"
+    number = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes that a person typed: "64GiB", "1.5 T", "65536"; None for what is no size. Case does not matter."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip())
+    scale = _SIZES_BY_LOWER.get(found[2].lower() or "b") if found else None
+    return (
+        None
+        if found is None or scale is None
+        else round(float(found[1]) * scale)
+        if "." in found[1]
+        else (int(found[1]) * scale)
+    )
+
+
+def reach(least: float | None, usual: float | None, most: float | None) -> str:
+    """A bandwidth with its interval: "326 GB/s (276 GB/s to 423 GB/s)"; the range alone without a usual value."""
+    if least is None:
+        return "unknown"
+    return f"{rate(usual)} ({rate(least)} to {rate(most)})" if usual is not None else f"{rate(least)} to {rate(most)}"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds with the unit that keeps three digits: 0.00123 -> "1.23 ms"; None -> "unknown"."""
+    if value is None:
+        return "unknown"
+    if abs(value) < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    if abs(value) < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
+
+
+def interval(value: Interval | None, unit: str) -> str:
+    """ "1.90 s (1.60 to 2.30)", or bytes alike; None -> "unknown"."""
+    if value is None:
+        return "unknown"
+    show = seconds if unit == "s" else size
+    low, mid, high = (show(v).rsplit(" ", 1) for v in (value.low, value.mid, value.high))
+    first = low[0] if low[1] == mid[1] else " ".join(low)
+    last = high[0] if high[1] == mid[1] else " ".join(high)
+    return f"{' '.join(mid)} ({first} to {last})"
+
+
+def hostlist(names: Sequence[str], plain: int = 8) -> str:
+    """Names in a row, all of them; more than `plain` as Slurm writes hosts: "gpu-[01-03,07]"."""
+    if len(names) <= plain:
+        return ", ".join(names)
+    runs: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(names):
+        before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        runs.setdefault((before, after) if number else (name, ""), []).append(number)
+    return ", ".join(
+        f"{before}{_ranges(numbers)}{after}" if numbers != [""] else before for (before, after), numbers in runs.items()
+    )
+
+
+def _ranges(numbers: Sequence[str]) -> str:
+    """ "[01-03,07]"; a run is of numbers as wide as each other, so that it can be written out again."""
+    runs: list[list[str]] = []
+    for number in sorted(numbers, key=lambda text: (len(text), text)):
+        if runs and len(number) == len(runs[-1][-1]) and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    ranges = ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ranges if len(numbers) == 1 else f"[{ranges}]"
+
+
+def ago(value: float) -> str:
+    """An age in its largest unit: "45 s", "12 min", "3.5 h", "2.1 d"."""
+    for unit, length, below in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 48 * 3600)):
+        if value < below:
+            return f"{value / length:.3g} {unit}" if unit == "h" else f"{value / length:.0f} {unit}"
+    return f"{value / 86400:.3g} d"
+
+
+def duration(value: float) -> str:
+    """A long time as people say it: "45 s", "12 min", "3 h 20 min", "2 d 4 h"."""
+    minutes = round(value / 60)
+    if minutes < 2:
+        return f"{value:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def expected_rate(expected: Expectation) -> str:
+    """What healthy machines reach; NCCL's plan where that is all that is derived."""
+    if expected.least_bytes_per_second is None:
+        return rate(expected.busbw_bytes_per_second)
+    return reach(expected.least_bytes_per_second, expected.usual_bytes_per_second, expected.most_bytes_per_second)

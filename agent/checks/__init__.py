@@ -1,0 +1,1 @@
+"""Findings to a verdict: coverage, expectations, measured bars, baselines."""

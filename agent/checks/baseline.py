@@ -1,0 +1,178 @@
+"""Baselines: what `--save` left of a good state, read by `--baseline`, and a run's checks against it.
+
+A baseline is one file for every verb: the report of a preflight, the result of a benchmark of collectives or of RDMA
+writes, or a recording (`topoflight capture`), which is judged by this release. What stood in it already is told and
+does not fail; what passed there must be measured again, and a GPU or HCA that the PCI bus showed there must be on it
+still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from agent.checks.expect_checks import EXPECT_CODES
+from agent.checks.verdict import ORDER, Check, GateError, Status
+from collectives.bench.results import RdmaWrite, ResultError, rdma_from_json, result_from_json
+from contracts import bounded
+from contracts.plain import PlainError
+from contracts.plain import loads as plain
+from probes.api import Snapshot
+from probes.host.recording import RecordingError, load
+from probes.pci import facts as pci_facts
+from probes.pci.facts import PciDevice, PciFacts
+from probes.scan import scan
+
+REPORT_VERSION = 1  # of report.json: raised when an older reader would misread it
+LIMIT_BYTES = 32 << 20  # as much as a recording may have
+Key = tuple[str, str, str]  # code, node, subject
+_BETTER: tuple[Status, ...] = tuple(reversed(ORDER))  # pass, info, unknown, warn, fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a file says of a good state; empty is what it does not speak of."""
+
+    statuses: Mapping[Key, Status] = field(default_factory=dict)
+    buses: Mapping[str, PciFacts] = field(default_factory=dict)  # what the PCI bus showed, by node
+    busbw: Mapping[tuple[str, int, int, str], float] = field(default_factory=dict)  # by op, S, ranks, backend: bytes/s
+    writes: Mapping[str, RdmaWrite] = field(default_factory=dict)  # by port
+
+
+def read(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
+    """The baseline of a file; an empty one where there is none.
+
+    Raises GateError for a file that is no baseline, and for one that has nothing of all that the verb `needs`, by the
+    names of the members: it would be compared with nothing, and read as a pass.
+    """
+    if path is None:
+        return Baseline()
+    try:
+        found = _read(path)
+    except (OSError, bounded.TooLargeError, ResultError) as error:
+        raise GateError(f"--baseline {path}: {getattr(error, 'strerror', None) or error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise GateError(f"--baseline {path}: {error if isinstance(error, GateError) else repr(error)}") from None
+    if needs and not any(getattr(found, name) for name in needs):
+        words = " or ".join(_MEMBERS[name] for name in needs)
+        raise GateError(f"--baseline {path}: holds no {words}; give what --save of the same verb wrote")
+    return found
+
+
+_MEMBERS = {"statuses": "checks of a host", "busbw": "verified benchmark of collectives", "writes": "RDMA writes"}
+
+
+def _read(path: Path) -> Baseline:
+    try:
+        value = plain(bounded.read(path, LIMIT_BYTES))
+    except PlainError:
+        value = None
+    value = value if isinstance(value, dict) else {}
+    if "writes" in value:
+        return Baseline(writes={write.port: write for write in rdma_from_json(value).writes})
+    if "measurements" in value:
+        return Baseline(busbw=_busbw(value))
+    if isinstance(value.get("checks"), list):
+        version = value.get("schema_version")
+        if not isinstance(version, int) or not 1 <= version <= REPORT_VERSION:
+            raise GateError(f"schema_version is {version!r}; this release reads 1 to {REPORT_VERSION}")
+        statuses = _worst((str(c["id"]), str(c["node"]), str(c["subject"]), c["status"]) for c in value["checks"])
+        bench = value.get("bench")
+        return Baseline(statuses=statuses, buses=_buses(value), busbw=_busbw(bench) if bench else {})
+    from agent.checks.view import look
+
+    try:
+        snapshot = scan(load(path))
+    except RecordingError as error:
+        raise GateError(f"no report, no benchmark and no recording: {error}") from None
+    facts = snapshot.facts(PciFacts)
+    checks = look((snapshot,)).checks
+    return Baseline(
+        statuses=_worst((check.id, check.node, check.subject, check.status) for check in checks),
+        buses={snapshot.hostname: facts} if facts else {},
+    )
+
+
+def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
+    result = result_from_json(bench)
+    return {
+        (m.op, m.bytes, len(m.ranks), m.backend): m.busbw_bytes_per_second for m in result.measurements if m.verified
+    }
+
+
+def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
+    """Of the scans that a report holds."""
+    names = {field.name for field in fields(PciDevice)}
+    return {
+        str(snapshot["hostname"]): PciFacts(
+            devices=tuple(
+                PciDevice(**{key: value for key, value in device.items() if key in names})
+                for device in snapshot["outcomes"]["pci"]["facts"]["devices"]
+            )
+        )
+        for snapshot in report.get("snapshots") or ()
+        if "facts" in snapshot["outcomes"].get("pci", {})
+    }
+
+
+def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
+    """A failure for each kind of device of which a host's PCI bus shows fewer than the baseline's did.
+
+    A GPU or HCA that left the bus leaves no check behind that could fail. Nodes are matched as in `regressions`; a
+    baseline without a scan (a report of nodes) says nothing of devices.
+    """
+    then, now = baseline.buses, {s.hostname: facts for s in snapshots if (facts := s.facts(PciFacts)) is not None}
+    alias = {next(iter(now)): next(iter(then))} if len(then) == len(now) == 1 else {}
+    found = []
+    for node, facts in now.items():
+        before = then.get(alias.get(node, node))
+        for key, words, listed in (("gpus", "GPU", pci_facts.gpus), ("hcas", "HCA", pci_facts.hcas)):
+            had = {device.bus_id for device in listed(before)} if before else set()
+            have = {device.bus_id for device in listed(facts)}
+            if len(have) < len(had):
+                lost = ", ".join(sorted(had - have))
+                found.append(
+                    Check(
+                        id=EXPECT_CODES[0], status="fail", node=node, subject=f"{key}={len(had)}",
+                        message=f"the PCI bus shows {len(have)} {words}{'' if len(have) == 1 else 's'} of this host, "
+                        f"{len(had)} in the baseline: {lost} no longer",
+                        evidence=(f"/sys/bus/pci/devices: no {words} at {lost}",),
+                        remedy="Find out what the node has lost (kernel log, power cycle, reseat), or take a new "
+                        "baseline where it was taken out on purpose.",
+                    )
+                )  # fmt: skip
+    return tuple(found)
+
+
+def _worst(found: Iterable[tuple[str, str, str, Any]]) -> dict[Key, Status]:
+    held: dict[Key, Status] = {}
+    for code, node, subject, status in found:
+        key = code, node, subject
+        if status not in ORDER:
+            raise ValueError(f"status {status!r}: must be one of {', '.join(ORDER)}")
+        if key not in held or ORDER.index(status) < ORDER.index(held[key]):
+            held[key] = status
+    return held
+
+
+def regressions(checks: Iterable[Check], baseline: Mapping[Key, Status]) -> tuple[Check, ...]:
+    """The checks with what stood in the baseline made "info", and what can no longer be measured made "fail".
+
+    Nodes are matched by name; a run and a baseline of one node each are taken for the same node.
+    """
+    checks = tuple(checks)
+    then, now = {node for _, node, _ in baseline if node}, {check.node for check in checks if check.node}
+    alias = {next(iter(now)): next(iter(then))} if len(then) == len(now) == 1 else {}
+    passed = {(code, node) for (code, node, _), status in baseline.items() if status == "pass"}
+    return tuple(_judged(check, alias.get(check.node, check.node), baseline, passed) for check in checks)
+
+
+def _judged(check: Check, node: str, baseline: Mapping[Key, Status], passed: set[tuple[str, str]]) -> Check:
+    if check.status == "unknown" and (check.id, node) in passed:
+        return replace(check, status="fail", message=f"passed in the baseline, not measured now: {check.message}")
+    before = baseline.get((check.id, node, check.subject))
+    if check.status in ("fail", "warn") and before is not None and _BETTER.index(before) >= _BETTER.index(check.status):
+        return replace(check, status="info", message=f"stands in the baseline too: {check.message}")
+    return check

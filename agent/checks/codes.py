@@ -1,0 +1,24 @@
+"""Every finding code of the product: the frozen surface that docs/findings.md and the gate share."""
+
+from __future__ import annotations
+
+from agent.checks.expect_checks import EXPECT_CODES
+from agent.checks.measured import BENCH_CODES, FLIGHT_CODES
+from agent.checks.rdma_bars import RDMA_BENCH_CODES
+from planner.lint.environment import CODES as ENVIRONMENT_CODES
+from probes.registry import ALL
+from probes.scan import SCAN_CODES
+from topology.check import CODES as TOPOLOGY_CODES
+
+CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
+PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
+HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as it comes
+    *PROBE_CODES,
+    *SCAN_CODES,
+    *TOPOLOGY_CODES,
+    *ENVIRONMENT_CODES,
+    *EXPECT_CODES,
+    *BENCH_CODES,
+    *FLIGHT_CODES,
+)
+ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *CLUSTER_CODES)

@@ -1,0 +1,304 @@
+"""What changed on this node of late, and which findings hold: raised once they persist, cleared with hysteresis.
+
+The resident agent judges scan after scan: a link that trains, a driver that is reloaded or a node that boots is seen in
+passing. Here a finding is raised by its second scan in a row and cleared by its third without it, so that one that
+comes and goes stays raised. All of it is in memory; the node's record (agent.cluster.nodes) carries the newest changes
+and since when each finding is there to the agent that starts next. A one-shot preflight has no history.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from agent.checks.verdict import Check, judge
+from agent.checks.view import View
+from probes.api import Ok, Severity, Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.hostinfo.probe import HostinfoFacts
+from topology.diff import Difference, compare
+from topology.traits import Trait, traits
+
+MOST_EVENTS = 50
+MOST_OPEN = 256
+TEXT = 300  # characters of one event
+SCANS_TO_RAISE = 2
+SCANS_TO_CLEAR = 3  # one more than to raise: what flickers stays raised
+# Boot and driver restarts: as long as Kubernetes lets a node be not ready before it evicts its pods (the toleration of
+# node.kubernetes.io/not-ready that its admission plug-in DefaultTolerationSeconds adds: 300 s).
+SETTLING_SECONDS = 300.0
+CAUSE_SECONDS = 86400.0  # a change of version is told beside what came within a day of it, with its time
+WEEK_SECONDS = 7 * 86400.0
+
+_COMPARED = "is itself a comparison of scans: the event is over with the next"
+_BOARD = "the board itself keeps it until it is reset or replaced"
+AT_ONCE = {
+    "gpu.counters.rising": _COMPARED, "gpu.nvlink.errors": _COMPARED, "gpu.xid.new": _COMPARED,
+    "rdma.counters.rising": _COMPARED,
+    "gpu.memory.remap_exhausted": _BOARD, "gpu.memory.remap_failed": _BOARD,
+    "gpu.xid.hardware": "the kernel's line stays written",
+}  # fmt: skip
+"""Findings that one scan raises, with the reason: docs/findings.md says it with each."""
+_MOVES_BY_ITSELF = "held back by"  # the trait of a GPU under load
+_VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
+_COUNTED = {"GPUs", "RDMA devices", "CPU", "CPU threads", "NUMA nodes", "memory", "product"}  # traits of the whole host
+OF_FINDINGS = ("raised", "cleared")  # kinds of events that tell of a finding, whose code they have
+PARTS = ("driver", "firmware", "kernel", "hardware")
+"""What a change is of; `memlock`, a link that comes up and the like are of none."""
+
+Key = tuple[str, str]  # code and subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that came, went or changed."""
+
+    at_seconds: float
+    kind: Literal["raised", "cleared", "changed", "version", "boot"]
+    text: str
+    code: str = ""  # of a finding; of a change one of PARTS, or empty
+    subject: str = ""
+    severity: str = ""
+
+    @property
+    def finding(self) -> bool:
+        """Whether it tells of a finding."""
+        return self.kind in OF_FINDINGS
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """A finding that some scan found: pending until `raised`."""
+
+    checks: tuple[Check, ...]  # of one code and subject: as a rule one
+    since: float
+    scans: int = 1  # in a row
+    missing: int = 0  # in a row
+    raised: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """What is known of the past: by this agent's own scans, or by the node's record (agent.cluster.nodes)."""
+
+    events: list[Event] = field(default_factory=list)
+    open: dict[Key, Seen] = field(default_factory=dict)
+    traits: dict[Key, str] = field(default_factory=dict)
+    boot_id: str | None = None
+
+
+class History:
+    """Of one live host. `uptime` gives seconds since its boot.
+
+    `elsewhere`, where it is set, reads what the agent before has left: asked with each scan until it does not say None.
+    """
+
+    def __init__(self, uptime: Callable[[], float] = lambda: float("inf")) -> None:
+        self._uptime = uptime
+        self._kept = Kept()
+        self.elsewhere: Callable[[], Kept | None] | None = None
+        self._last: dict[Key, str] = {}
+        self._driver = True  # whether it answered in the scan before, where there is one
+        self._settled_at = 0.0
+
+    def seen(self, view: View) -> View:
+        """The view with findings that hold in place of those of this moment, and with what changed."""
+        snapshot = view.snapshots[0]
+        now = snapshot.taken_at_seconds
+        found = self.elsewhere() if self.elsewhere is not None else None
+        if found is not None:
+            self.elsewhere = None
+            self._take_in(found)
+        settling = self._settling(snapshot, now)
+        self._changes(view, now, settling=settling)
+        checks = tuple(self._holding(view.checks, now, settling=settling))
+        kept = self._kept
+        kept.events = kept.events[-MOST_EVENTS:]
+        return replace(
+            view, checks=checks, verdict=judge(checks), events=tuple(kept.events),
+            since={key: seen.since for key, seen in kept.open.items() if seen.raised},
+        )  # fmt: skip
+
+    def _take_in(self, found: Kept) -> None:
+        """Put what is older before what this agent has seen: its events stay, a finding begins where it began.
+
+        A later scan raises or clears.
+        """
+        kept = self._kept
+        cleared = {(event.code, event.subject) for event in kept.events if event.kind == "cleared"}
+        for key, old in _known(found.open).items():
+            again = [e for e in kept.events if (e.kind, e.code, e.subject) == ("raised", *key)]
+            kept.events = [event for event in kept.events if event not in again[:1]]  # it had held all the time
+            if key not in cleared:
+                mine = kept.open.setdefault(key, old)
+                mine.since, mine.raised = min(mine.since, old.since), True
+        kept.events = sorted([*found.events, *kept.events], key=lambda event: event.at_seconds)
+
+    def _settling(self, snapshot: Snapshot, now: float) -> bool:
+        """Whether the host has just booted, or its driver comes back: what is seen then is on its way."""
+        host = snapshot.facts(HostinfoFacts)
+        boot = host.boot_id if host else None
+        if boot and self._kept.boot_id and boot != self._kept.boot_id:
+            self._tell(now, "boot", "booted")
+            self._settled_at = now + SETTLING_SECONDS
+        self._kept.boot_id = boot or self._kept.boot_id
+        gpus, driver = snapshot.facts(GpuFacts), self._kept.traits.get(("driver", ""))
+        answers = gpus is not None and gpus.driver_error is None
+        if driver is not None and (answers != self._driver or (gpus is not None and driver != gpus.driver_version)):
+            self._settled_at = now + SETTLING_SECONDS  # it goes, it comes, or it is another
+        self._driver = answers or driver is None
+        return now < self._settled_at or self._uptime() < SETTLING_SECONDS
+
+    def _changes(self, view: View, now: float, *, settling: bool) -> None:
+        """Versions at once; all else once two scans in a row agree, and not while the host settles."""
+        snapshot = view.snapshots[0]
+        all_traits = traits(snapshot, node=view.topologies[0])
+        found = {key: trait.value for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
+        kept, last, self._last = self._kept.traits, self._last, found
+        silent = settling or any(not isinstance(outcome, Ok) and kept.get((f"probe {name}", "")) == "answers"
+                                 for name, outcome in snapshot.outcomes.items())  # fmt: skip
+        held = dict(kept) | {
+            key: value
+            for key, value in found.items()
+            if _is_version(key) or (not silent and (last.get(key) == value or not kept))
+        }
+        if not silent:
+            held = {key: value for key, value in held.items() if key in found or key in last}
+        if kept:
+            differ = compare(_traits(kept), _traits(held), same_host=True)
+            # What is seen for the first time as its probe or driver answers was there: it has not come.
+            answers = any(
+                each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
+            )
+            for difference in differ:
+                self._differs(now, difference, hardware=not answers)
+        self._kept.traits = held
+
+    def _differs(self, now: float, difference: Difference, *, hardware: bool = True) -> None:
+        part = _part(difference)
+        kind: Any = "version" if part not in ("", "hardware") else "changed"
+        code = part if hardware or part != "hardware" else ""
+        self._kept.events.append(Event(at_seconds=now, kind=kind, text=difference.message[:TEXT], code=code))
+
+    def _holding(self, checks: Sequence[Check], now: float, *, settling: bool) -> Iterable[Check]:
+        """Findings as they hold; one that is new is unknown until it persists."""
+        found: dict[Key, tuple[Check, ...]] = {}
+        for check in checks:
+            if check.status in ("fail", "warn"):
+                key = check.id, check.subject
+                found[key] = (*found.get(key, ()), check)
+        unknown = {(check.id, check.subject) for check in checks if check.status == "unknown"}
+        self._count(found, unknown, now, settling=settling)
+        why = "this host or its driver has just started" if settling else "seen for the first time"
+        open_now = {key: seen for key, seen in self._kept.open.items() if seen.raised}
+        yield from (check for seen in open_now.values() for check in seen.checks)
+        for key, new in found.items():
+            for check in () if key in open_now else new:
+                yield replace(check, status="unknown", pending=check.status == "fail",
+                              message=f"{why}, and raised if it persists: {check.message}")  # fmt: skip
+        raised = {code for code, _ in open_now}
+        for check in checks:
+            if check.status not in ("fail", "warn") and not (check.status == "pass" and check.id in raised):
+                yield check
+
+    def _count(self, found: Mapping[Key, tuple[Check, ...]], unknown: set[Key], now: float, *, settling: bool) -> None:
+        """Count the scans of each finding: raise those that persist, clear those that are gone.
+
+        A finding stays while a check of its code is unknown, for its subject or as a whole (subject ""). Where this
+        scan has no check for it at all, nobody asks any more (a withdrawn expectation), and it is gone like one that
+        passes.
+        """
+        held = self._kept.open
+        for key, checks in itertools.islice(found.items(), MOST_OPEN):
+            if settling and AT_ONCE.get(key[0]) == _COMPARED:  # what counted while the host started is of the start
+                continue
+            seen = held.setdefault(key, Seen(checks=checks, since=now, scans=0))
+            seen.checks, seen.scans, seen.missing = checks, seen.scans + 1, 0
+            at_once = key[0] in AT_ONCE
+            if not seen.raised and (at_once or (seen.scans >= SCANS_TO_RAISE and not settling)):
+                seen.raised = True
+                self._tell(seen.since, "raised", checks[0].message, checks[0])
+        for key, seen in list(held.items()):
+            if key in found or key in unknown or (key[0], "") in unknown:
+                continue
+            seen.missing, seen.scans = seen.missing + 1, 0
+            if not seen.raised or seen.missing >= SCANS_TO_CLEAR:
+                del held[key]
+                if seen.raised:
+                    self._tell(now, "cleared", seen.checks[0].message, seen.checks[0])
+
+    def _tell(self, at: float, kind: Any, text: str, check: Check | None = None) -> None:
+        about = {"code": check.id, "subject": check.subject[:128], "severity": check.status} if check else {}
+        self._kept.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], **about))
+
+
+def _known(found: Mapping[Key, Seen]) -> dict[Key, Seen]:
+    """Those that this release still judges: another would hold for ever."""
+    if not found:  # every check of the product is imported for it
+        return {}
+    from agent.checks.codes import ALL_CODES
+
+    return {key: seen for key, seen in found.items() if key[0] in ALL_CODES}
+
+
+def _is_version(key: Key) -> bool:
+    return (key[0] in _VERSIONS and not key[1]) or key[1] == "firmware"
+
+
+def _part(difference: Difference) -> str:
+    """What changed, of PARTS; hardware is what came, went or is another, not a part that is sick."""
+    if difference.what == "firmware":
+        return "firmware"
+    if not difference.what and difference.subject in _VERSIONS:
+        return _VERSIONS[difference.subject]
+    came_or_went = difference.what in ("device", "state") and None in (difference.a, difference.b)
+    whole = not difference.what and difference.subject in _COUNTED
+    return "hardware" if came_or_went or whole or difference.what in ("model", "memory") else ""
+
+
+def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
+    return {key: Trait(subject=key[0], what=key[1], value=value, severity=Severity.INFO)
+            for key, value in values.items()}  # fmt: skip
+
+
+def since_words(view: View, code: str, subject: str) -> str:
+    """ "since 03:12, after driver 550 -> 560 (03:10); third time this week"; empty where it is not known."""
+    at = view.since.get((code, subject))
+    if at is None:
+        return ""
+    words = f"since {clock(at)}"
+    causes = [e for e in view.events if e.kind in ("version", "boot") and at - CAUSE_SECONDS < e.at_seconds <= at]
+    if causes:
+        words += f", after {causes[-1].text} ({clock(causes[-1].at_seconds)})"
+    times = sum(e.kind == "raised" and (e.code, e.subject) == (code, subject) and e.at_seconds > at - WEEK_SECONDS
+                for e in view.events)  # fmt: skip
+    return words + (f"; {_ORDINALS.get(times, f'{times}th')} time this week" if times > 1 else "")
+
+
+_ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth"}
+
+
+def clock(at: float) -> str:
+    """UTC, with the day where it is not today."""
+    then, today = time.gmtime(at), time.gmtime()
+    return time.strftime("%H:%M" if then[:3] == today[:3] else "%d %b %H:%M", then)
+
+
+def lines(events: Iterable[Event]) -> list[str]:
+    """Return the events, newest first, a line each."""
+    lines = []
+    for event in sorted(events, key=lambda e: -e.at_seconds):
+        about = " ".join((event.code, *([f"on {event.subject}"] if event.subject else []))) if event.finding else ""
+        word = f"{event.kind} " if event.finding else ""
+        lines.append(f"{clock(event.at_seconds)}  {word}{about}{': ' if about else ''}{event.text}")
+    return lines
+
+
+def changed(view: View, most: int = 24) -> list[str]:
+    """For a page: since when what is raised is there, then the newest of what came, went and changed."""
+    raised = [f"{code}{f' on {subject}' if subject else ''}: {since_words(view, code, subject)}"
+              for code, subject in view.since]  # fmt: skip
+    return [*raised, *lines(view.events)[:most]]

@@ -1,0 +1,218 @@
+"""Whether a measurement holds against its bars: checks of bus bandwidth, of NVLS and of MNNVL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from agent.base import units
+from agent.checks.bars import BASELINE_LEAST, is_judged
+from agent.checks.verdict import Check, Status
+from collectives.bench.results import Bar, BenchResult, Measurement
+from probes.api import Snapshot
+from topology.build import build
+from topology.reach import FAILS_BELOW
+from topology.reference import departures
+
+BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
+SHOULD, IS, BASELINE = "as it should be", "as it is", "as in the baseline"
+Key = tuple[str, int, int, str]  # op, S, ranks, backend
+
+
+def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Check]:
+    """The judgements of all that was measured with enough bytes."""
+    node = ", ".join(sorted(set(result.hosts)))
+    judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
+    return [*_busbw(judged, result, snapshots, node), _nvls(judged, result, node), _mnnvl(judged, result, node)]
+
+
+def least_of(m: Measurement) -> float | None:
+    """The greatest of the low ends of its bars, in bytes per second: what it is judged by; None where none is known."""
+    return max((bar.low for bar in m.bars if bar.low is not None), default=None)
+
+
+def is_judged_result(m: Measurement) -> bool:
+    """Whether it was measured with enough bytes, or against a baseline."""
+    return any(bar.name == BASELINE for bar in m.bars) or (bool(m.bars) and is_judged(m.op, m.bytes, len(m.ranks)))
+
+
+def against_baseline(result: BenchResult, before: Mapping[Key, float]) -> BenchResult:
+    """The result with a bar from the baseline before each measurement's others, at the largest size of both."""
+    largest: dict[tuple[str, int], int] = {}
+    for m in result.measurements:
+        if _key(m) in before:
+            largest[m.op, len(m.ranks)] = max(m.bytes, largest.get((m.op, len(m.ranks)), 0))
+    made = []
+    for m in result.measurements:
+        then = before.get(_key(m)) if largest.get((m.op, len(m.ranks))) == m.bytes else None
+        if then:
+            why = (
+                f"the baseline measured {units.rate(then)}",
+                f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}",
+            )
+            bar = Bar(name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=why)
+            rest = tuple(each for each in m.bars if each.name != BASELINE)
+            m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=why)
+        made.append(m)
+    return replace(result, measurements=tuple(made))
+
+
+def _key(m: Measurement) -> Key:
+    return m.op, m.bytes, len(m.ranks), m.backend
+
+
+def _busbw(
+    judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
+) -> Iterable[Check]:
+    if not judged:
+        yield Check(id=BUSBW, status="unknown", node=node, message=_why_not(result))
+    for m in judged:
+        yield _held(m, node, snapshots)
+
+
+def _why_not(result: BenchResult) -> str:
+    if not result.measurements:
+        return "nothing was measured"
+    if result.backend != "nccl":
+        return f"{result.backend} moves data by the processors: no links to hold it against; --baseline compares"
+    if not any(m.bars for m in result.measurements):
+        return "nothing is known of the links to hold the results against"
+    return "no result of 64 MiB and more of every rank: smaller ones measure latency, not links"
+
+
+def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Check:
+    """One measurement against its bars: the first gives what it should be, "as it is" the links that are left."""
+    value = m.busbw_bytes_per_second
+    first = next((bar for bar in m.bars if bar.name != IS), None)
+    now = next((bar for bar in m.bars if bar.name == IS), None)
+    known = [bar for bar in m.bars if bar.low is not None]
+    evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in m.bars) + tuple(
+        why for bar in m.bars for why in bar.why
+    )
+    if not known:
+        why = m.bars[0].why[0] if m.bars[0].why else "unknown"
+        sentence = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
+        return Check(id=BUSBW, status="unknown", node=node, subject=m.op, message=sentence, evidence=evidence)
+    status: Status = _worst(status_of(value, bar) for bar in known)
+    shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
+    message = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
+    if status == "pass":
+        if first is None or first.low is None:
+            status, message = "unknown", f"{message}; what it should be is not known"
+        return Check(id=BUSBW, status=status, node=node, subject=m.op, message=message, evidence=evidence)
+    cause, remedy = _cause(m, first, now, value, snapshots)
+    return Check(
+        id=BUSBW, status=status, node=node, subject=m.op, message=f"{message}: {cause}", evidence=evidence,
+        remedy=remedy,
+    )  # fmt: skip
+
+
+def expected_words(m: Measurement) -> str:
+    """What a measurement is held against, for a table: its first bar that is known, with the interval."""
+    bar = next((bar for bar in m.bars if bar.low is not None), None)
+    return bar_words(bar) if bar else units.rate(m.expected_busbw_bytes_per_second)
+
+
+def bar_words(bar: Bar) -> str:
+    """ "332 GB/s (278 GB/s to 424 GB/s)", "unknown"."""
+    if bar.low is None:
+        return "unknown"
+    return f"{units.rate(bar.typical)} ({units.rate(bar.low)} to {units.rate(bar.high)})"
+
+
+def status_of(value: float, bar: Bar) -> Status:
+    """By cost: under the low end warns, under half of it fails."""
+    low = bar.low or 0.0
+    return "pass" if value >= low else "warn" if value >= low * FAILS_BELOW else "fail"
+
+
+def _worst(found: Iterable[Status]) -> Status:
+    order: tuple[Status, ...] = ("fail", "warn", "pass")
+    return min(found, key=order.index)
+
+
+def _cause(
+    m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
+) -> tuple[str, str]:
+    """Why, as far as the two bars tell, and what to do next."""
+    hosts = len(set(m.hosts))
+    if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
+        return "no more than the ring carries", "See bench.nvls.unused."
+    due = (first.low if first else None) or 0.0
+    if now is not None and now.low is not None and now.low <= value and now.low < due:
+        missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
+        words = "; ".join(missing) or _difference(first, now)
+        return f"the links that are left carry this much, and links are missing: {words}", (
+            "Mend the missing links; `topoflight preflight` names each of them."
+        )
+    if hosts > 1:
+        nccl = m.backend == "nccl"
+        one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
+        return f"no link of a host explains it: the fault is between the {hosts} hosts, or in how they are used", (
+            f"`topoflight bench --search` finds a slow host by pairs; then one {one}, and each host alone."
+        )
+    return "the links look whole, so the fault is one that no link shows", (
+        "Measure pairs of GPUs (CUDA_VISIBLE_DEVICES and --ranks 2), and once with NCCL_NVLS_ENABLE=0; compare the "
+        "transports in the evidence with `topoflight topo`."
+    )
+
+
+def _difference(first: Bar | None, now: Bar) -> str:
+    due = [why for why in (first.why if first else ()) if why not in now.why]
+    have = [why for why in now.why if first is None or why not in first.why]
+    return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
+
+
+def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Check:
+    """All-reduce that stays within the ring's value although the switch could reduce."""
+    found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
+    fabric = result.evidence.fabric if result.evidence else ()
+    lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
+    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
+    if off:
+        return Check(id=NVLS, status="info", node=node, message=off, evidence=lines)
+    expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
+    if not expecting:
+        why = "no all_reduce of more than four GPUs behind one NVSwitch was measured with enough bytes"
+        return Check(id=NVLS, status="unknown", node=node, message=why)
+    m, bar = max(expecting, key=lambda each: each[0].bytes)
+    value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
+    if value >= low:
+        return Check(id=NVLS, status="pass", node=node, message=f"{units.rate(value)}: more than a ring carries",
+                     evidence=lines)  # fmt: skip
+    if value > ring:
+        return Check(id=NVLS, status="unknown", node=node, message=f"{units.rate(value)}: between ring and NVLS")
+    status = status_of(value, bar)
+    return Check(
+        id=NVLS, status=status, node=node, subject=m.op, evidence=lines or ("the log has no line on NVLS",),
+        message=f"NVLS not used: {units.rate(value)} of {bar_words(bar)}, and a ring carries up to {units.rate(ring)}",
+        remedy="Look for why in the log; `topoflight explain bench.nvls.unused` lists the usual causes.",
+    )  # fmt: skip
+
+
+def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Check:
+    """Hosts of one NVLink domain whose ranks do not reach each other over it."""
+    hosts = len(set(result.hosts))
+    domains = result.nvlink_domains
+    if hosts < 2 or len(domains) != 1 or not domains[0]:
+        why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
+        return Check(id=MNNVL, status="unknown", node=node, message=why)
+    proof = result.evidence
+    lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
+    remote = proof.inter_node_transport if proof else None
+    if remote == "NVLink (MNNVL)":
+        return Check(id=MNNVL, status="pass", node=node, message="NCCL joins the hosts over NVLink", evidence=lines)
+    slow = [
+        m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
+    ]
+    if lines or (remote not in (None, "unknown")) or slow:
+        by = f"over {remote}" if remote not in (None, "unknown") else "by another way"
+        by_choice = (
+            " (NCCL_MNNVL_ENABLE=0 in the environment)" if result.environment.get("NCCL_MNNVL_ENABLE") == "0" else ""
+        )
+        return Check(
+            id=MNNVL, status="fail", node=node, evidence=lines or ("the log has no line on MNNVL",),
+            message=f"{hosts} hosts share the NVLink domain {domains[0]}, and NCCL joins them {by}{by_choice}",
+            remedy="`nvidia-imex-ctl -N` on each host: every IMEX daemon must be READY; pods need a ComputeDomain.",
+        )  # fmt: skip
+    return Check(id=MNNVL, status="unknown", node=node, message="the log does not say how NCCL joins the hosts")

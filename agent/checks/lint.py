@@ -1,0 +1,114 @@
+"""Lints an environment wherever it is written, and says so in the gate's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from agent.base.exits import EXIT_FAILED, EXIT_PASS
+from agent.base.inputs import InputError, parse_version
+from agent.checks.verdict import Check
+from collectives.nccl_log.evidence import read
+from planner.lint.environment import lint
+from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, guess_kind, read_text, why_nothing
+from probes.api import Finding, Snapshot
+
+
+def process_environment(pid: str) -> str:
+    """The environment of a running process, as /proc gives it."""
+    try:
+        return Path(f"/proc/{int(pid)}/environ").read_bytes().decode("utf-8", errors="replace")
+    except ValueError:
+        raise click.UsageError(f"{pid}: must be a process id") from None
+    except OSError as error:
+        raise InputError(f"process {pid}: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linted:
+    """What was read of a text, and what is to be said of it."""
+
+    read: str  # in words: how many variables, in which form
+    checks: tuple[Check, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """3 where a setting is wrong."""
+        return EXIT_FAILED if any(check.status == "fail" for check in self.checks) else EXIT_PASS
+
+
+def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snapshot | None, name: str = "") -> Linted:
+    """Checks of every environment in `text`; `name` is its file's.
+
+    Raises InputError for a text that cannot be read, or in which no variable is found: an environment that was
+    not found was not judged.
+    """
+    found_version = parse_version(nccl_version)
+    if kind == "log" or (kind == "auto" and guess_kind(text, name) == "log"):
+        evidence = read(text.splitlines())
+        reading = Reading(
+            form="NCCL log",
+            environments=(NamedEnvironment(source="log", form="NCCL log", environment=evidence.environment),),
+        )
+        if found_version is None and evidence.nccl_version:
+            found_version = parse_version(evidence.nccl_version.removeprefix("RCCL "))
+    else:
+        try:
+            reading = read_text(text, None if kind == "auto" else kind, name)
+        except EnvironmentTextError as error:
+            raise InputError(f"{name or 'the text'}: {error}") from None
+    if not reading.names() and reading.form != "process":
+        hint = "; run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
+        raise InputError(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")
+    checks = tuple(
+        check for named in reading.environments for check in _checks(named, found_version, snapshot, reading.nodes)
+    )
+    return Linted(read=_read_in_words(reading), checks=checks)
+
+
+def _checks(
+    named: NamedEnvironment, version_in_use: tuple[int, ...] | None, snapshot: Snapshot | None, nodes: int | None
+) -> Iterator[Check]:
+    """What one environment adds to the one that it builds on."""
+
+    def judged(each: NamedEnvironment) -> tuple[Finding, ...]:
+        return lint(
+            each.environment, nccl_version=version_in_use, snapshot=snapshot, source=each.source,
+            unresolved=each.unresolved, unexported=each.unexported, own=each.used,
+            nodes=nodes,
+        )  # fmt: skip
+
+    known = set(judged(named.base)) if named.base else set()
+    for finding in (*named.findings, *judged(named)):
+        if finding in known:
+            continue
+        line = named.lines.get(finding.subject, 0)
+        yield Check(
+            id=finding.code, status=finding.severity.value, node=named.source, subject=finding.subject,
+            message=finding.message, evidence=(*finding.evidence, *((f"line {line}",) if line else ())),
+            remedy=finding.remedy,
+        )  # fmt: skip
+
+
+def _read_in_words(reading: Reading) -> str:
+    """How many variables were read, in which form and where."""
+    found = reading.names()
+    if not found:
+        return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
+    places = [each.source for each in reading.environments if each.base is None]
+    elsewhere = {name: raw for each in reading.environments for name, raw in each.unresolved.items() if name in found}
+    parts = [f"{len(found)} variable{'s' if len(found) > 1 else ''} read, form: {reading.form}"]
+    if len(set(places)) > 1:
+        parts.append(f"{len(set(places))} places: {', '.join(dict.fromkeys(places))}")
+    conditions = [each.source for each in reading.environments if each.base is not None]
+    if conditions:
+        parts.append(f"{len(conditions)} more set only under a condition or for one command")
+    if elsewhere:
+        listed = ", ".join(f"{name}={raw}" for name, raw in sorted(elsewhere.items())[:5])
+        parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is judged: {listed}")
+    if reading.files:
+        parts.append(f"not read: {', '.join(reading.files[:5])}")
+    return "; ".join(parts)

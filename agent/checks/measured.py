@@ -1,0 +1,196 @@
+"""Checks that rest on a measurement: the benchmark, its evidence, and the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from agent.base import units
+from agent.checks.judged import checks_of_bars
+from agent.checks.verdict import Check
+from collectives.bench.results import BenchResult
+from contracts.run_record import Comparison, RunRecord, compare
+from probes.api import Snapshot
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts
+
+BENCH_CODES = (
+    "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",
+    "bench.rank.slow", "evidence.gdrdma.off", "evidence.log.problem",
+)  # fmt: skip
+FLIGHT_CODES = (
+    "flight.run.failed", "flight.layout.mismatch", "flight.loss.not_falling", "forecast.step_time.outside",
+    "forecast.memory.outside",
+)  # fmt: skip
+
+
+def unmeasured(codes: Sequence[str], why: str) -> tuple[Check, ...]:
+    """Checks that this run did not measure: unknown, never a pass."""
+    return tuple(Check(id=code, status="unknown", node="", message=why) for code in codes)
+
+
+def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
+    """What a benchmark established."""
+    node = ", ".join(sorted(set(result.hosts)))
+    return (
+        _unverified(result, node),
+        _incomplete(result, node),
+        *checks_of_bars(result, snapshots),
+        *_stragglers(result, node),
+        *_evidence(result, snapshots, node),
+    )
+
+
+def _unverified(result: BenchResult, node: str) -> Check:
+    wrong = [m for m in result.measurements if not m.verified]
+    if wrong:
+        names = ", ".join(f"{m.op} at {units.size(m.bytes)}" for m in wrong)
+        return Check(
+            id="bench.result.unverified", status="fail", node=node, message=f"wrong data from {names}",
+            evidence=result.problems,
+            remedy="Treat the named rank's GPU, memory or link as faulty: run its diagnostics before any training.",
+        )  # fmt: skip
+    if not result.measurements:
+        return Check(id="bench.result.unverified", status="unknown", node=node, message="nothing was measured")
+    return Check(id="bench.result.unverified", status="pass", node=node,
+                 message=f"{len(result.measurements)} results verified element by element")  # fmt: skip
+
+
+def _incomplete(result: BenchResult, node: str) -> Check:
+    if result.complete:
+        return Check(id="bench.run.incomplete", status="pass", node=node, message="ran to its end")
+    if result.stopped_by:  # what became of the ranks then says nothing of the machine
+        done = units.count(len(result.measurements), "size")
+        return Check(
+            id="bench.run.incomplete", status="unknown", node=node, evidence=result.problems,
+            message=f"stopped by {result.stopped_by} before it was done: {done} measured until then",
+            remedy="Measure again: what was not measured is not known.",
+        )  # fmt: skip
+    return Check(
+        id="bench.run.incomplete", status="fail", node=node, evidence=result.problems,
+        message="; ".join(result.problems) or "ended early",
+        remedy="See which rank ended first; `topoflight explain bench.run.incomplete` lists the usual causes.",
+    )  # fmt: skip
+
+
+def must_be_measured(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The checks of a benchmark that this very answer was to rest on: one that was stopped is no pass then."""
+    return tuple(
+        replace(check, status="fail") if check.id == "bench.run.incomplete" and check.status == "unknown" else check
+        for check in checks
+    )
+
+
+def _stragglers(result: BenchResult, node: str) -> list[Check]:
+    if not result.measurements:
+        return [Check(id="bench.rank.slow", status="unknown", node=node, message="nothing was measured")]
+    if not result.stragglers:
+        return [Check(id="bench.rank.slow", status="pass", node=node, message="no rank is waited for")]
+    return [
+        Check(
+            id="bench.rank.slow", status="warn", node=node, subject=f"rank {s.rank} on {s.host}",
+            message=f"comes last in {s.share:.0%} of {s.iterations} iterations, {units.seconds(s.late_seconds)} late",
+            evidence=(s.why,) if s.why else (), remedy="Look at this rank's GPU clocks, NIC and CPU load first.",
+        )
+        for s in result.stragglers
+    ]  # fmt: skip
+
+
+def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> list[Check]:
+    found = result.evidence
+    if found is None:
+        why = f"the {result.backend} backend leaves no NCCL log to read"
+        return list(unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
+    sent, received = found.send, found.receive
+    noun = "channel" if max(sent.total, received.total) == 1 else "channels"
+    seen = [
+        f"{word} {side.gdrdma}/{side.total}" for word, side in (("send", sent), ("receive", received)) if side.total
+    ]
+    counts = f"{', '.join(seen)} {noun}" if seen else "no channel seen"
+    lines = tuple(f"line {p.line}: {p.text}" for p in found.proof[:4])
+    could = gdrdma_possible(snapshots)
+    status = {"on": "pass", "none": "unknown"}.get(found.gdrdma, "fail" if could else "info")
+    checks = [
+        Check(
+            id="evidence.gdrdma.off", status=status, node=node, message=f"GPUDirect RDMA is {found.gdrdma}: {counts}",  # type: ignore[arg-type]
+            evidence=lines, remedy="Load nvidia_peermem or use DMA-BUF, and check the GPU-NIC path." if could else "",
+        )
+    ]  # fmt: skip
+    for problem in found.problems:
+        checks.append(
+            Check(
+                id="evidence.log.problem", status=problem.severity, node=node, subject=problem.code,  # type: ignore[arg-type]
+                message=problem.message, evidence=tuple(f"line {p.line}: {p.text}" for p in problem.lines[:3]),
+                remedy=problem.action,
+            )
+        )  # fmt: skip
+    if not found.problems:
+        checks.append(Check(id="evidence.log.problem", status="pass", node=node, message="the log shows no problem"))
+    return checks
+
+
+def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
+    """Whether the hardware and modules could do GPUDirect RDMA on every host."""
+    for snapshot in snapshots:
+        rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
+        active = rdma is not None and any(p.state == "ACTIVE" for d in rdma.devices for p in d.ports)
+        if not active or pci is None or not (pci.peermem_loaded or pci.dmabuf_possible):
+            return False
+    return bool(snapshots)
+
+
+def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Check, ...]:
+    """What the run established; `why` says why there is no record."""
+    if record is None:
+        failed = Check(id="flight.run.failed", status="fail", node=node, message=why)
+        return (failed, *unmeasured(FLIGHT_CODES[1:], why))
+    return (
+        _ended(record, node),
+        _layout(record, node),
+        _loss(record, node),
+        *(_compared(line, node) for line in compare(record)),
+    )
+
+
+def _ended(record: RunRecord, node: str) -> Check:
+    if record.status == "complete":
+        return Check(id="flight.run.failed", status="pass", node=node, message=f"{record.steps_done} steps trained")
+    message = f"the job ended as {record.status!r}: {record.reason or 'no reason given'}"
+    return Check(id="flight.run.failed", status="fail", node=node, message=message, remedy="Read the job's log.")
+
+
+def _layout(record: RunRecord, node: str) -> Check:
+    code = "flight.layout.mismatch"
+    if record.status == "mismatch":
+        return Check(id=code, status="fail", node=node, message=f"what runs is not what was requested: {record.reason}",
+                     remedy="Use an engine that can run the layout.")  # fmt: skip
+    if record.layout.effective is None:
+        return Check(id=code, status="unknown", node=node, message="the job did not report its layout")
+    return Check(id=code, status="pass", node=node, message=record.placements)
+
+
+def _loss(record: RunRecord, node: str) -> Check:
+    code = "flight.loss.not_falling"
+    if record.loss.first is None or record.loss.last is None:
+        return Check(id=code, status="unknown", node=node, message="no loss was reported")
+    falls = record.loss.last < record.loss.first
+    return Check(
+        id=code, status="pass" if falls else "fail", node=node,
+        message=f"loss {record.loss.first:.3f} -> {record.loss.last:.3f} in {record.steps_done} steps",
+        remedy="" if falls else "Lower the learning rate, and look at the data.",
+    )  # fmt: skip
+
+
+def _compared(line: Comparison, node: str) -> Check:
+    code = "forecast.step_time.outside" if line.quantity == "step_seconds" else "forecast.memory.outside"
+    forecast, measured = (
+        units.interval(line.forecast, line.unit),
+        (units.seconds(line.measured) if line.unit == "s" else units.size(line.measured)),
+    )
+    message = f"forecast {forecast}, measured {measured}"
+    if line.within is None:
+        return Check(id=code, status="unknown", node=node, message=message)
+    return Check(
+        id=code, status="pass" if line.within else "warn", node=node, message=message,
+        remedy="" if line.within else "Run `topoflight calibrate` on this machine.",
+    )  # fmt: skip

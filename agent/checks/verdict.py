@@ -1,0 +1,243 @@
+"""The gate: findings in, a verdict and an exit code out.
+
+A check passes only where its probe answered, could judge that code and raised nothing under it; a probe that is absent
+or failed leaves its checks "unknown", which is never a pass. The exit codes are a table in docs/exit-codes.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal
+
+from agent.base import units
+from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
+from probes.api import Absent, Failed, Finding, Ok, Snapshot
+from probes.registry import ALL
+from probes.scan import SCAN_CODES, failures, findings_of
+
+Status = Literal["pass", "info", "unknown", "warn", "fail"]
+ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
+_OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
+
+MANY_CODES = 8  # of one family and one reason: more are named by their family
+
+FailOn = Literal["fail", "warn", "unknown"]
+
+
+class GateError(ValueError):
+    """A `--require` or `--skip` that names no check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One verdict of the gate about one subject of one node."""
+
+    id: str  # finding code
+    status: Status
+    node: str
+    subject: str = ""
+    message: str = ""
+    evidence: tuple[str, ...] = ()
+    remedy: str = ""
+    required: bool = False
+    pending: bool = False  # a failure that one scan of the resident agent found, and no second one yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The sum of all checks."""
+
+    word: Literal["pass", "warn", "fail", "unknown"]
+    exit_code: int
+    counts: dict[str, int]  # of results: a check on ten devices is ten
+    why: str
+    by_check: dict[str, int] = field(default_factory=dict)  # of checks, each by its worst result: on ten devices one
+
+
+def checks_of_snapshot(snapshot: Snapshot) -> tuple[Check, ...]:
+    """Every code of every probe, judged on one host."""
+    checks: list[Check] = []
+    for probe in ALL:
+        outcome = snapshot.outcomes.get(probe.name)
+        if isinstance(outcome, Ok):
+            found = findings_of(snapshot, probe, outcome.facts)
+            unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
+            judged = [code for code in probe.codes if code not in unjudged]
+            checks.extend(checks_of_findings(snapshot.hostname, found, judged))
+            checks.extend(_unknown(snapshot.hostname, unjudged))
+            continue
+        if isinstance(outcome, Absent):
+            why = f"absent: {outcome.why}"
+        elif isinstance(outcome, Failed):
+            why = f"the {probe.name} probe failed: {outcome.error}"
+        else:
+            why = f"the {probe.name} probe did not run"
+        checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
+    checks.extend(checks_of_findings(snapshot.hostname, failures(snapshot), SCAN_CODES))
+    return tuple(checks)
+
+
+def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Check]:
+    return (Check(id=code, status="unknown", node=node, message=why) for code, why in codes.items())
+
+
+def checks_of_findings(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Check, ...]:
+    """Findings as checks, and a pass for each code that was judged and raised nothing."""
+    raised: set[str] = set()
+    checks: list[Check] = []
+    for finding in findings:
+        raised.add(finding.code)
+        checks.append(
+            Check(
+                id=finding.code,
+                status=finding.severity.value,
+                node=node,
+                subject=finding.subject,
+                message=finding.message,
+                evidence=finding.evidence,
+                remedy=finding.remedy,
+            )
+        )
+    checks.extend(Check(id=code, status="pass", node=node) for code in codes if code not in raised)
+    return tuple(checks)
+
+
+def select(
+    checks: Iterable[Check], *, require: Sequence[str] = (), skip: Sequence[str] = (), known: Iterable[str] = ()
+) -> tuple[Check, ...]:
+    """Drop the skipped checks and mark the required ones; patterns are shell-style: "rdma.*".
+
+    A pattern that matches none of `known` and none of the checks raises GateError: a typing error in a gate must
+    not read as a pass. A required check that was never judged at all is added as unknown.
+    """
+    checks = tuple(checks)
+    names = {check.id for check in checks} | set(known)
+    for option, patterns in (("--require", require), ("--skip", skip)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise GateError(f"{option} {pattern}: no such check; `topoflight preflight --list-checks` lists them")
+    kept = []
+    for check in checks:
+        if any(fnmatchcase(check.id, pattern) for pattern in skip):
+            continue
+        required = check.required or any(fnmatchcase(check.id, pattern) for pattern in require)
+        kept.append(replace(check, required=required))
+    judged = {check.id for check in kept}
+    for pattern in require:
+        for name in sorted(names - judged):
+            if fnmatchcase(name, pattern) and not any(fnmatchcase(name, skipped) for skipped in skip):
+                judged.add(name)
+                kept.append(
+                    Check(id=name, status="unknown", node="", message="not measured in this run", required=True)
+                )
+    return tuple(kept)
+
+
+def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
+    """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning.
+
+    `stopped` is the signal that ended the run before it had judged all: it is no pass then, and after Ctrl-C the code
+    is the shell's for it, whatever was found until then.
+    """
+    interrupted = EXIT_INTERRUPTED if stopped == "SIGINT" else None
+    checks = tuple(checks)
+    results: dict[Status, list[Check]] = {status: [] for status in ORDER}
+    for check in checks:
+        results[check.status].append(check)
+    each = _by_worst(results)
+    aside = unjudged(checks)
+    prefix = f"{aside}; " if aside else ""
+    say = partial(Verdict, counts={status: len(found) for status, found in results.items()}, by_check=each)
+    pending = sorted({check.id for check in checks if check.pending})
+    required_unknown = [check for check in results["unknown"] if check.required]
+    if results["fail"]:
+        why = _with_places(units.count(each["fail"], "check") + " failed", results["fail"])
+        return say(word="fail", exit_code=interrupted or EXIT_FAILED, why=why)
+    if stopped:
+        return say(
+            word="unknown", exit_code=interrupted or EXIT_STOPPED, why=f"stopped by {stopped} before it was done"
+        )
+    if required_unknown:
+        return say(
+            word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {_unmeasured(required_unknown)}"
+        )
+    if pending:
+        return say(word="unknown", exit_code=EXIT_UNKNOWN, why=f"not yet seen twice: {', '.join(pending)}")
+    if fail_on == "unknown" and results["unknown"]:
+        unknown = len({check.id for check in results["unknown"]})
+        why = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"
+        return say(word="unknown", exit_code=EXIT_UNKNOWN, why=why)
+    if results["warn"]:
+        code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
+        return say(
+            word="warn",
+            exit_code=code,
+            why=prefix + _with_places(units.count(each["warn"], "warning"), results["warn"]),
+        )
+    if not results["pass"] and not results["info"]:  # no check, no node, or only unknowns: nothing is healthy yet
+        return say(word="unknown", exit_code=EXIT_UNKNOWN, why="nothing was measured")
+    return say(
+        word="pass", exit_code=EXIT_PASS, why=prefix + ("healthy as far as seen" if each["unknown"] else "healthy")
+    )
+
+
+def unjudged(checks: Iterable[Check]) -> str:
+    """Words where hosts were judged and no GPU of them was: a pass there is none of a GPU node. Empty elsewhere."""
+    known: dict[str, bool] = {}
+    for check in checks:
+        if check.id.startswith("gpu.") and not check.id.endswith(".probe.failed") and check.node:
+            known[check.node] = known.get(check.node, False) or check.status != "unknown"
+    without = [node for node, judged in known.items() if not judged]
+    if not without:
+        return ""
+    if len(without) == len(known):
+        return "no GPU was judged"
+    more = f" and {len(without) - 4} more" if len(without) > 4 else ""
+    return f"no GPU was judged on {', '.join(without[:4])}{more}"
+
+
+def _unmeasured(checks: Sequence[Check]) -> str:
+    """The codes by name; many of one family for one reason as "gpu.* (why)"."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for check in checks:
+        reasons.setdefault((check.id.split(".")[0], check.message.rstrip(".")), {})[check.id] = None
+    words = []
+    for (family, why), codes in reasons.items():
+        words.append(f"{family}.* ({why})" if len(codes) > MANY_CODES else ", ".join(sorted(codes)))
+    return ", ".join(sorted(dict.fromkeys(words)))
+
+
+def _by_worst(results: Mapping[Status, Sequence[Check]]) -> dict[str, int]:
+    """How many checks have which result as their worst; a check is one however many devices and nodes it judged."""
+    seen: set[str] = set()
+    counts: dict[str, int] = {}
+    for status in ORDER:
+        mine = {check.id for check in results[status]} - seen
+        counts[status] = len(mine)
+        seen |= mine
+    return counts
+
+
+def _with_places(words: str, found: Sequence[Check]) -> str:
+    where = places(found) if len(found) > len({check.id for check in found}) else ""
+    return f"{words}, {where}" if where else words
+
+
+def places(found: Sequence[Check]) -> str:
+    """On how many nodes or devices these were found: "on 10 devices"; empty where it is one or none is named."""
+    nodes = {name for check in found for name in check.node.split(", ") if name}
+    if len(nodes) > 1:
+        return f"on {len(nodes)} nodes"
+    subjects = {name for check in found for name in check.subject.split(", ") if name}
+    if len(subjects) < 2:
+        return ""
+    devices = all(check.id.split(".")[0] in _OF_DEVICES for check in found)
+    return f"on {len(subjects)} devices" if devices else f"in {len(subjects)} places"
+
+
+def worst_first(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """Failures first, then by code and subject."""
+    return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.id, check.node, check.subject)))

@@ -1,1 +1,0 @@
-"""The preflight gate: from findings and measurements to a verdict and its exit code."""

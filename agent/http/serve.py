@@ -1,0 +1,262 @@
+"""The verb serve."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from agent.base.options import host_option, root_option
+from agent.base.output import say
+
+log = logging.getLogger(__name__)
+
+ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no endpoints that make load
+    "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
+    "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
+    "allowed_hosts": (),
+}  # fmt: skip
+MOST_CONNECTIONS = 512  # each costs some 20 KiB while it is open
+RESERVED_DESCRIPTORS = 64  # for the probes' child, state files, the API server and what libraries open
+BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
+HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
+KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
+GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
+SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
+
+
+@click.command()
+@host_option
+@root_option
+@click.option("--address", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=9402, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--interval", default=30.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds between scans."
+)
+@click.option("--state", "folder", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
+              type=click.Path(file_okay=False, path_type=Path), help="Results of benchmarks and flights.")  # fmt: skip
+@click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
+              help="What each node must have, judged at every scan: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
+@click.option("--expect-file", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="The same as a YAML mapping, read for each scan. An absent file asks nothing.")  # fmt: skip
+@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+              help="A name beside localhost and this host's own under which the agent may be read.")  # fmt: skip
+@click.option("--reads", default="open", type=click.Choice(["open", "token"]), show_default=True,
+              help="Whether reading needs a token too.")  # fmt: skip
+@click.option("--token-file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Bearer tokens that may make load, one a line. Outside Kubernetes.")  # fmt: skip
+@click.option("--token-review", is_flag=True, help="Ask the Kubernetes API server about bearer tokens.")
+@click.option("--audience", default="topoflight", show_default=True, help="With --token-review: whom tokens are for.")
+@click.option("--publish", is_flag=True, help="Write this node's record into the cluster (NodeTopology).")
+@click.option("--publish-interval", default=300.0, show_default=True, type=click.FloatRange(10, 86400),
+              help="Seconds between writes of a record that does not change.")  # fmt: skip
+@click.option("--nfd/--no-nfd", default=True, show_default=True,
+              help="With --publish: labels through Node Feature Discovery, where it is installed.")  # fmt: skip
+@click.option("--node-name", envvar="NODE_NAME", default=None, help="This node's name in the cluster.")
+def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
+    """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
+
+    With --host it serves recordings in place of this host.
+    """
+    from agent.base.hosts import snapshots
+    from agent.checks.history import History
+    from agent.http.state import State
+    from probes.hostinfo.container import ROLE
+    from probes.scanner import Scanner
+
+    if os.getpid() == 1:  # in a container: to the first process a signal that it does not handle means nothing
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    _check(hosts, options)
+    places = bind(address, port)  # first: who asks while the rest is loaded waits, and is not refused
+    os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
+    scanner = None if hosts else Scanner(root)
+    if scanner:  # the child imports while this process does
+        threading.Thread(target=scanner.start, name="start", daemon=True).start()
+    scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts))
+    state = State(
+        scan, interval_seconds=interval, folder=options["folder"],
+        expected=lambda: _expected(options),
+        history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
+    )  # fmt: skip
+    if port := places[0].getsockname()[1]:
+        end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
+        say(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
+    try:
+        listen(application(state, {**options, "hosts": _names(address, options)}), address, port, places)
+    finally:
+        if scanner:
+            scanner.close()
+
+
+def _expected(options: dict[str, Any]) -> Any:
+    """What each node must have now: the ConfigMap of an administrator comes, changes and goes. Raises GateError."""
+    from agent.checks.expect import expectation
+
+    file: Path | None = options["expect_file"]
+    return expectation(options["expect"], file if file is not None and file.exists() else None)
+
+
+def _url(address: str, port: int) -> str:
+    """Where a person on this host finds the page."""
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def bind(address: str, port: int) -> list[socket.socket]:
+    """Listen at every address that the name stands for. Raises ClickException where that is refused."""
+    places: list[socket.socket] = []
+    try:
+        named = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        for family, host in dict.fromkeys((family, str(found[0])) for family, _, _, _, found in named):
+            wanted = places[0].getsockname()[1] if places else port  # of port 0: one for all of them
+            places.append(socket.create_server((host, wanted), family=family))
+            # Connections inherit it. asyncio sets it only where the socket names its protocol, and without it a kept
+            # connection waits 40 ms for each answer: Nagle's algorithm against the client's delayed acknowledgement.
+            places[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        for place in places:
+            place.close()
+        raise click.ClickException(f"--address {address} --port {port}: {error.strerror or error}") from None
+    return places
+
+
+def listen(app: Any, address: str, port: int, places: list[socket.socket] | None = None) -> None:
+    """Serve until a signal says to end, at `places` where they are bound already."""
+    import uvicorn
+
+    from agent.http.limits import Limited
+
+    sys.setswitchinterval(SWITCH_SECONDS)
+    connections = _connections()
+    Limited.most_per_address = min(Limited.most_per_address, max(4, connections // 4))
+    config = uvicorn.Config(
+        app, host=address, port=port, log_level=_log_level(),
+        access_log=False, ws="none", http=Limited, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
+        limit_concurrency=connections, h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
+    )  # fmt: skip
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if not self.should_exit:  # whatever hangs, the process ends
+                end = threading.Timer(GRACE_SECONDS, os._exit, (128 + sig,))
+                end.daemon = True
+                end.start()
+            super().handle_exit(sig, frame)
+
+    server = Server(config)
+    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once all is closed
+        server.run(sockets=places or bind(address, port))
+    if not server.started:  # its own words are in the log
+        raise click.ClickException("the HTTP agent did not start")
+
+
+def _log_level() -> int:
+    """The level of uvicorn's log. uvicorn warns of each request that is no HTTP: without -v only errors are logged."""
+    level = logging.getLogger().level
+    return logging.ERROR if level >= logging.WARNING else level
+
+
+def _connections() -> int:
+    """How many connections this process has descriptors for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + BACKLOG + RESERVED_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_CONNECTIONS
+    return max(8, min(MOST_CONNECTIONS, (soft - RESERVED_DESCRIPTORS) // 2))
+
+
+def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
+    from agent.checks.expect import expectation
+    from agent.checks.verdict import GateError
+
+    try:
+        expectation(options["expect"], None)
+    except GateError as error:
+        raise click.UsageError(str(error)) from None
+    file = options["expect_file"]
+    if file is not None and not file.exists():
+        log.warning("--expect-file %s: there is no such file; nothing is expected of this node until there is", file)
+    if options["token_file"] and options["token_review"]:
+        raise click.UsageError("--token-file and --token-review: only one of them can judge tokens")
+    if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
+        raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
+    if options["publish"] and len(hosts) > 1:
+        raise click.UsageError(f"--publish with {len(hosts)} recordings: an agent publishes one node")
+    if options["token_file"]:
+        from agent.http.access import read_tokens
+
+        try:
+            read_tokens(options["token_file"])
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"--token-file: {error}") from None
+
+
+def application(state: Any, options: dict[str, Any]) -> Any:
+    """Endpoints, cluster view and publisher around one state."""
+    from agent.http.access import Tokens
+    from agent.http.cluster import Cluster
+    from agent.http.server import create
+
+    client = _client() if options["publish"] or options["token_review"] else None
+    name = options["node_name"] or (os.uname().nodename if options["publish"] else None)
+    tokens = Tokens(
+        client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
+        audience=options["audience"], reads_open=options["reads"] == "open",
+    )  # fmt: skip
+    cluster = Cluster(
+        state, name=name, client=client if options["publish"] else None,
+        interval_seconds=options["publish_interval"] if options["publish"] else max(30.0, state.interval_seconds),
+    )  # fmt: skip
+    publisher = None
+    if options["publish"]:
+        from agent.cluster.publish import LeftBehind, Publisher
+
+        assert client is not None  # noqa: S101 - made above
+        left = None
+        if state.history is not None:
+            state.history.elsewhere = left = LeftBehind(client, str(name), lambda: state.view)
+
+        def latest() -> Any:
+            return next(iter(cluster.own()), None) if left is None or left.kept() else None
+
+        publisher = Publisher(
+            client, latest, namespace=_namespace(client),
+            interval_seconds=options["publish_interval"], labels=options["nfd"],
+        )  # fmt: skip
+    return create(state, tokens=tokens, cluster=cluster, publisher=publisher, hosts=options.get("hosts"))
+
+
+def _names(address: str, options: dict[str, Any]) -> list[str]:
+    """The names under which this agent may be read: this host's, and in a pod those of services in its namespace."""
+    names = {"localhost", os.uname().nodename, address, options["node_name"], *options["allowed_hosts"]}
+    if namespace := os.environ.get("POD_NAMESPACE"):
+        names |= {"topoflight", "topoflight-node"}
+        names |= {f"*.{namespace}{suffix}" for suffix in ("", ".svc", ".svc.cluster.local")}
+    return sorted(name for name in names if name)
+
+
+def _client() -> Any:
+    from agent.cluster.client import AccessError, connect
+
+    try:
+        return connect()
+    except AccessError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _namespace(client: Any) -> str:
+    return os.environ.get("POD_NAMESPACE") or str(client.namespace)

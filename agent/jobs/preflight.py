@@ -1,0 +1,305 @@
+"""One preflight from scan to comparison. Each stage feeds the next; what a stage could not do becomes a note."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent.advice.advise import answer, with_fsdp
+from agent.advice.job_settings import EMBEDDED_MODEL, settings
+from agent.advice.request import Request
+from agent.base import result_store as keep
+from agent.base import units
+from agent.base.hosts import snapshots as read_snapshots
+from agent.base.inputs import InputError
+from agent.base.output import Progress
+from agent.base.version import VERSION
+from agent.checks import measured
+from agent.checks.baseline import Baseline, gone, regressions
+from agent.checks.baseline import read as read_baseline
+from agent.checks.codes import ALL_CODES, HOST_CODES
+from agent.checks.judged import against_baseline
+from agent.checks.verdict import Check, FailOn, judge, select
+from agent.checks.view import View, look, with_environment
+from agent.cluster.nodes import NodeRecord
+from agent.jobs import benchmark, launch
+from agent.jobs.report import Report
+from collectives.bench.lock import BusyError
+from collectives.bench.results import BenchResult
+from collectives.bench.run import run as run_bench
+from contracts.run_record import RunRecord
+from planner.advice import Recommendation
+from planner.forecast.calibration import Calibration
+from probes.api import Snapshot
+from topology.reach_paths import Due
+
+if TYPE_CHECKING:
+    from agent.checks.expect import Expectation
+
+CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
+CALIBRATION_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What one preflight does."""
+
+    hosts: tuple[Path, ...] = ()
+    root: str = "/"
+    measure: bool = False
+    fly: bool = False
+    ranks: int | None = None
+    request: Request = field(default_factory=Request)
+    require: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    fail_on: FailOn = "fail"
+    timeout_seconds: float = 600.0
+    bench_seconds: float | None = None  # None: 20, or 6 with `quick`
+    quick: bool = False  # only the sizes that are judged
+    output: Path = Path("reports")
+    force: bool = False
+    overrides: tuple[str, ...] = ()
+    config: Path | None = None
+    baseline: Path | None = None
+    expect: tuple[str, ...] = ()  # KEY=VALUE,...
+    expect_file: Path | None = None
+    flights: tuple[Path, ...] = ()  # records of earlier flights to set beside this one
+
+
+def run(options: Options, progress: Progress) -> Report:
+    """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then."""
+    started, clock = time.time(), time.monotonic()
+    expected = expectation_of(options.expect, options.expect_file)  # first: a wrong word costs no run
+    with launch.sigterm() as stop:
+        # first: a wrong file costs no run
+        needs = ("statuses", "busbw") if options.measure or options.fly else ("statuses",)
+        before = read_baseline(options.baseline, needs)
+        settings(options.config, options.overrides)
+        for place in options.flights:
+            if not keep.flights([place]):
+                raise InputError(f"--flights {place}: no record of a run in it (flight.json, or *.json of records)")
+        progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
+        found = read_snapshots(options.hosts, root=options.root, quiet=True, stop=stop)
+        report = (
+            _unscanned(options, progress)
+            if stop.is_set()
+            else _judged(options, progress, found, before, stop, expected)
+        )
+    return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
+
+
+def _unscanned(options: Options, progress: Progress) -> Report:
+    """SIGTERM came before the hosts were scanned: every check is unknown, and none is worse than in a baseline."""
+    progress.done()
+    checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
+    checks = select(checks, require=options.require, skip=options.skip)
+    return Report(
+        started_at_seconds=0.0, seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(), checks=checks,
+        verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), flights=_flights(options),
+        notes=("stopped by SIGTERM before the scan was done: nothing is known",),
+    )  # fmt: skip
+
+
+def _judged(
+    options: Options, progress: Progress, found: tuple[Snapshot, ...], before: Baseline,
+    stop: threading.Event, expected: Expectation | None,
+) -> Report:  # fmt: skip
+    """All that follows the scan. What makes load ends soon after `stop` is set, and what follows it makes none."""
+    notes: list[str] = []
+    extra: list[Check] = []
+
+    result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
+    if result is not None:
+        result = against_baseline(result, before.busbw)
+    view = look(found, bench=result, expected=expected)
+    if result is None:
+        extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
+
+    progress.step("recommend: environment and layout")
+    advice = _recommend(options, found, result, calibration)
+
+    record: RunRecord | None = None
+    if options.fly and (signal := _stopped_by(result, stop)):
+        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: stopped by {signal} before that")
+    elif (
+        options.fly and not options.hosts and (failed := _stopping(options, _as_flown(view, advice, expected), before))
+    ):
+        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {failed}; --force flies all the same")
+        notes.append(f"not flown: {failed}")
+    elif options.fly and not options.hosts:
+        record, why = _fly(options, advice, progress, stop)
+        if stop.is_set() and record is None:  # what became of the job then says nothing of the machine
+            extra += measured.unmeasured(measured.FLIGHT_CODES, why)
+        else:
+            extra += measured.checks_of_run(record, found[0].hostname, why)
+    else:
+        extra += measured.unmeasured(measured.FLIGHT_CODES, "not asked for: --fly")
+    progress.done()
+
+    stopped = "" if record is not None else _stopped_by(result, stop)
+    if stopped:
+        notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
+    extra += gone(before, found)
+    scanned = view.checks if stopped else measured.must_be_measured(view.checks)
+    checks = select((*scanned, *extra), require=options.require, skip=options.skip)
+    checks = _against(before, checks, stopped)
+    return Report(
+        started_at_seconds=0.0,  # the caller's to say, as are the seconds
+        seconds=0.0,
+        topoflight_version=VERSION,
+        snapshots=found,
+        topologies=view.topologies,
+        checks=checks,
+        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped),
+        bench=result,
+        recommendation=advice,
+        flight=record,
+        flights=_flights(options),
+        notes=tuple(notes),
+    )
+
+
+def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
+    """The signal that ended the run; nothing where none did."""
+    return (result.stopped_by if result else None) or ("SIGTERM" if stop.is_set() else "")
+
+
+def _against(before: Baseline, checks: Iterable[Check], stopped: str) -> tuple[Check, ...]:
+    """The checks against the baseline; what a stopped run could not measure is no regression."""
+    cut = {*measured.BENCH_CODES, *measured.FLIGHT_CODES} if stopped else set()
+    unmeasured = tuple(check for check in checks if check.id in cut and check.status == "unknown")
+    return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
+
+
+def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Check, ...]:
+    """The checks as the flight meets them: what its own environment mends does not stop it."""
+    settings = {setting.name: setting.value for setting in advice.settings}
+    return look([with_environment(one, settings) for one in view.snapshots], bench=view.bench, expected=expected).checks
+
+
+def _stopping(options: Options, found: Sequence[Check], before: Baseline) -> str:
+    """What failed before the flight and so stops it; nothing where it may fly. What is unknown stops nothing."""
+    checks = select(measured.must_be_measured(found), skip=options.skip, known=ALL_CODES)
+    checks = regressions(checks, before.statuses)
+    failed = sorted({check.id for check in checks if check.status == "fail"})
+    return "" if options.force or not failed else f"{', '.join(failed)} failed"
+
+
+def _flights(options: Options) -> tuple[RunRecord, ...]:
+    """This flight and the earlier ones: those named, those below the report's folder, those the agent keeps."""
+    kept = keep.folder()
+    places = [*options.flights, options.output / "flights", *([kept / keep.FLIGHTS_FOLDER] if kept else [])]
+    return keep.flights(places) if options.fly or options.flights else ()
+
+
+def report_of(
+    found: Sequence[Check], *, nodes: Sequence[NodeRecord] = (), require: Sequence[str], skip: Sequence[str],
+    fail_on: FailOn, baseline: Path | None,
+) -> Report:  # fmt: skip
+    """A report of checks that others made: nothing is scanned, measured or advised here."""
+    checks = select(found, require=require, skip=skip, known=ALL_CODES)
+    checks = regressions(checks, read_baseline(baseline, ("statuses",)).statuses)
+    return Report(
+        started_at_seconds=time.time(), seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(),
+        checks=checks, verdict=judge(checks, fail_on=fail_on), nodes=tuple(replace(node, graph=None) for node in nodes),
+        notes=("judged by what the nodes' agents published; nothing was measured in this run",),
+    )  # fmt: skip
+
+
+def expectation_of(words: Sequence[str], path: Path | None) -> Expectation | None:
+    """What each node must have; None where neither says so, and pydantic is not loaded then. Raises GateError."""
+    if not words and path is None:
+        return None
+    from agent.checks.expect import expectation
+
+    return expectation(words, path)
+
+
+def due_of(expected: Expectation | None) -> Due | None:
+    """What --expect says of the links, as the first bar of a measurement."""
+    if expected is None:
+        return None
+    wire = expected.hcas[0].value * expected.rate[0].value if expected.hcas and expected.rate else None
+    return Due(nvlinks=expected.nvlink, wire=wire)
+
+
+def _measure(
+    options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event,
+    due: Due | None,
+) -> tuple[BenchResult | None, Calibration | None]:  # fmt: skip
+    """Collectives with real ranks, then GEMMs where there is to be a flight."""
+    if not (options.measure or options.fly):
+        return None, None
+    if options.hosts:
+        notes.append("not measured: recorded hosts cannot be measured")
+        return None, None
+    ranks = options.ranks or benchmark.default_ranks(found)
+    seconds = options.bench_seconds or (benchmark.QUICK_SECONDS if options.quick else benchmark.BENCH_SECONDS)
+    spec = benchmark.preflight_spec(found, ranks, seconds, force=options.force, quick=options.quick, due=due)
+    progress.step(f"measure: {', '.join(spec.ops)} with {ranks} ranks, up to {units.seconds(seconds)}")
+    try:
+        result = run_bench(spec, benchmark.watch(progress), stop)
+    except BusyError as error:
+        notes.append(f"not measured: {error}")
+        return None, None
+    keep.keep_bench(result)
+    if not options.fly or result.stopped_by:
+        return result, None
+    request = _request(options)
+    model = request.model or EMBEDDED_MODEL
+    progress.step(f"measure: GEMMs and a layer of {model}")
+    try:
+        tokens = request.train.sequence_length * max(1, (request.train.global_batch or ranks) // ranks)
+        return result, benchmark.calibration(
+            model, sequence_length=request.train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
+            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=benchmark.has_gpu(found),
+            stop=stop,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        notes.append(f"not calibrated: {error}")
+        return result, None
+
+
+def _request(options: Options) -> Request:
+    """The question to the planner; a flight without a named model flies the embedded job."""
+    if options.fly:
+        return benchmark.job_request(options.request, options.config, options.overrides)
+    return options.request
+
+
+def _recommend(
+    options: Options, found: Sequence[Snapshot], result: BenchResult | None, calibration: Calibration | None
+) -> Recommendation:
+    request = _request(options)
+    verified = tuple(m for m in result.measurements if m.verified) if result else ()
+    advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
+    embedded = options.request.model is None and request.model == EMBEDDED_MODEL
+    return with_fsdp(advice) if options.fly and embedded else advice
+
+
+def _fly(
+    options: Options, advice: Recommendation, progress: Progress, stop: threading.Event
+) -> tuple[RunRecord | None, str]:
+    """Launch the job with exactly the recommended environment and layout."""
+    progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
+    # a folder of its own for every flight: the job would resume what it finds, and a finished run has no step left
+    output = options.output / "flights" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    try:
+        done = launch.fly(
+            advice, output, config=options.config, overrides=options.overrides,
+            timeout_seconds=options.timeout_seconds, on_line=progress.note, stop=stop,
+        )  # fmt: skip
+        tail = " | ".join(done.last_lines[-3:])
+        ended = f"{done.fate}: {tail} (whole log: {done.output})"
+        if done.record is not None:
+            keep.keep_flight(done.record)
+        if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)):
+            return None, ended
+        record = done.record
+    except (launch.LaunchError, OSError) as error:
+        return None, str(error)
+    return record, ""

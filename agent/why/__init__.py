@@ -1,0 +1,1 @@
+"""Diagnosis of a run that is stuck, slow or failed."""

@@ -1,0 +1,723 @@
+"""Gather what is told of a run, from its folder, its logs, NCCL and the nodes, and have it judged."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from agent.advice import advise
+from agent.advice.request import Request, cluster_of, model_of, price_of
+from agent.base import units
+from agent.base.inputs import InputError
+from agent.checks.verdict import Check
+from agent.why.ranks import newest, of_run
+from collectives.nccl_log import evidence
+from collectives.nccl_log.reader import LogFileError, Unpacked
+from collectives.nccl_log.transport import Evidence
+from collectives.traces import calls, ras, watchdog
+from contracts import bounded, run_record
+from contracts.layout import LayoutError, values_of
+from contracts.run_record import RunRecord
+from contracts.yaml_edit import documents
+from contracts.yaml_text import YamlTextError
+from hardware.units import GIGA
+from planner import why
+from planner.forecast import machines
+from planner.forecast.faults import RULES
+from planner.kubernetes.manifests import attached
+from planner.lint.sources import EnvironmentTextError, read_text
+from planner.recommend import cost_of, forecast_named, plan
+from planner.why import Cause, Seen, Unknown, Verdict
+from probes.api import Snapshot
+from probes.gpu import health
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
+from topology.graph import ClusterTopology
+
+_MOST_FILES = 8192
+_MOST_LOG_LINES = 20_000_000
+_PASSED = re.compile(r"(?:NCCL DIAG |^ *)\[OK\] ")
+
+
+class WhyError(InputError):
+    """A source that cannot be read; names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The sources, as they were named."""
+
+    logs: tuple[str, ...] = ()
+    run: Path | None = None
+    ras: tuple[str, ...] = ()  # files, or HOST:PORT
+    recorder: Path | None = None
+    diagnostics: tuple[str, ...] = ()
+    manifest: Path | None = None
+    request: Request | None = None  # where and which run, for the price
+    checks: tuple[Check, ...] = ()  # of nodes, as their agents publish them
+    published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
+    layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
+
+
+def answer(sources: Asked) -> Verdict:
+    """The verdict on all that was named. Raises WhyError."""
+    seen, wrong = of_run(sources.run) if sources.run else (Seen(now=time.time()), [])
+    if sources.recorder is not None:
+        traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
+        wrong += bad
+        seen = replace(seen, traces={**seen.traces, **traces})
+    if not seen.states and seen.traces:
+        seen = replace(seen, now=newest(seen.traces))
+    logs = (*sources.logs, *sources.diagnostics)
+    log, found = watchdog.read(_lines(logs)), _evidence(logs)
+    reports = [_ras(source) for source in sources.ras]
+    counted = max(seen.world or 0, (found.ranks or 0) if found else 0) or None
+    cut = _cut_short(sources.logs)
+    seen = replace(
+        seen, first=_first_ended(sources.logs), cut_short=cut, cut_rank=_aborted(sources.logs) if cut else None,
+        world=_world(replace(seen, world=counted)), reported={"watchdog": log.traces} if log.traces else {},
+        errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
+        joins=log.joins,
+    )  # fmt: skip
+    verdict = why.judge(seen)
+    for report in reports[-1:]:
+        verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
+    if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
+        verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
+    request = sources.request or Request()
+    machines_of = _snapshots(request, sources.published)
+    if found is not None:
+        verdict = with_log(verdict, found)
+        verdict = priced(verdict, found, request, sources.layout, machines_of, sources.manifest)
+    if request.hosts or sources.checks:
+        checks = (*sources.checks, *(_checks(machines_of) if request.hosts else ()))
+        verdict = faults_priced(with_nodes(verdict, checks), checks, request, sources.layout, machines_of)
+    if sources.manifest is not None:
+        verdict = with_manifest(verdict, sources.manifest, request, sources.layout, machines_of)
+    record = _record(sources.run)
+    if record is not None:
+        verdict = costed(with_record(verdict, record), record, request, seen)
+    unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
+    if verdict.state == "fine" and not verdict.sources:
+        verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
+    return replace(verdict, unknown=(*verdict.unknown, *unknown))
+
+
+def _world(seen: Seen) -> int | None:
+    """How many ranks there are, where a source says; never fewer than have been seen."""
+    members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
+    worlds = [*([seen.world] if seen.world else []), *members]
+    return max([*worlds, *(max(rows) + 1 for rows in (seen.traces, seen.states) if rows)]) if worlds else None
+
+
+def _record(folder: Path | None) -> RunRecord | None:
+    if folder is None:
+        return None
+    try:
+        return run_record.read(folder / "flight.json")
+    except run_record.RecordError:
+        return None
+
+
+# Other sources --------------------------------------------------------------------------------------------------------
+
+
+def _lines(sources: Sequence[str]) -> Iterator[str]:
+    """Lines of logs, packed or not."""
+    left = _MOST_LOG_LINES
+    for source in sources:
+        files = [p for p in sorted(Path(source).rglob("*")) if p.is_file()] if Path(source).is_dir() else [Path(source)]
+        for path in files[:_MOST_FILES]:
+            if source == "-":
+                continue
+            try:
+                with path.open("rb") as stream:
+                    rest = b""
+                    unpacked = Unpacked(stream)
+                    while left > 0 and (block := unpacked.read(1 << 20)):
+                        *whole, rest = (rest[-65536:] + block).split(b"\n")
+                        left -= len(whole)
+                        yield from (line[:8192].decode("utf-8", errors="replace") for line in whole)
+                    yield rest.decode("utf-8", errors="replace")
+            except OSError as error:
+                raise WhyError(f"{path}: {error.strerror}") from None
+            except LogFileError as error:
+                raise WhyError(f"{path}: {error}") from None
+
+
+def _evidence(sources: Sequence[str]) -> Evidence | None:
+    if not sources:
+        return None
+    try:
+        return evidence.read_files(sources)
+    except OSError as error:
+        raise WhyError(f"{error.filename or ' '.join(sources)}: {error.strerror}") from None
+    except LogFileError as error:
+        raise WhyError(str(error)) from None
+
+
+def _cut_short(logs: Sequence[str]) -> str:
+    """gloo's words where a message is longer than what was asked for (gloo/transport/tcp/pair.cc), else nothing."""
+    return next((line.strip()[:300] for line in _lines(logs) if "preamble.length" in line), "")
+
+
+def _tails(logs: Sequence[str]) -> Iterator[str]:
+    """The ends of logs, where torchrun's table stands."""
+    for log in logs:
+        with suppress(OSError), Path(log).open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
+            yield stream.read().decode("utf-8", errors="replace")
+
+
+def _first_ended(logs: Sequence[str]) -> int | None:
+    """The rank that torchrun saw end first, by the end of a log."""
+    for text in _tails(logs):
+        # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident
+        if run_record.first_ended(text) != -signal.SIGABRT and (found := run_record.first_rank(text)) is not None:
+            return found
+    return None
+
+
+def _aborted(logs: Sequence[str]) -> int | None:
+    """The only rank that SIGABRT ended."""
+    ranks = set().union(*(run_record.aborted(text) for text in _tails(logs)))
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def _ras(source: str) -> ras.RasReport:
+    """A file, or what the socket answers."""
+    host, colon, port = source.rpartition(":")
+    try:
+        if not bounded.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
+            return ras.read(ras.ask(host, int(port)))
+        return ras.read(bounded.read(source, ras.MOST_BYTES))
+    except (OSError, bounded.TooLargeError, ras.RasError) as error:
+        raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
+
+
+RAS_SILENT = ras.RasRank(rank=-1)
+
+
+def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
+    """RAS beside the verdict: alone it decides, else it agrees or is shown to differ."""
+    report, unheard = _heard(report, earlier)
+    rows = [(comm, *ras.behind(comm)) for comm in report.comms]
+    late = {
+        rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()
+        if len(ranks) <= comm.size / 2 or comm.ranks.get(rank, RAS_SILENT).missing
+    }  # fmt: skip
+    counts = next((words for _, _, words in rows if words), "")
+    dead = [one for one in report.dead if one.missing == "dead"]
+    sources = (*verdict.sources, f"RAS: {report.total} communicators of up to {report.most} ranks")
+    if unheard:
+        words = "whether it ends, begins or hangs"
+        hint = Unknown(what=f"of {why.ranks_of(unheard)}, which RAS has no data of, {words}",
+                       command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
+        state = "unknown" if verdict.state == "fine" else verdict.state
+        verdict = replace(verdict, state=state, unknown=(*verdict.unknown, hint))
+        if state == "unknown":
+            verdict = replace(verdict, line=f"unknown: RAS has no data of {why.ranks_of(unheard)}, by one answer")
+    moved = earlier is not None and _counts(earlier) != _counts(report)
+    gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
+    alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
+    if not alone and not late and not dead:
+        names = f"the verdict names {why.ranks_of(verdict.ranks)}" if verdict.ranks else "yet ranks wait"
+        text = f"RAS sees no rank behind, {names}: RAS {why.TRUST['RAS']}"
+        return replace(verdict, sources=sources, disagree=(*verdict.disagree, *((text,) if report.total else ())))
+    if not alone:
+        same = set(verdict.ranks) == set(late)
+        text = (f"RAS names {why.ranks_of(sorted(late))}, the verdict {why.ranks_of(verdict.ranks) or 'nobody'}: RAS "
+                f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
+        return replace(verdict, sources=sources, disagree=verdict.disagree if same else (*verdict.disagree, text))
+    if not gone and not dead and not verdict.causes:
+        if moved or not counts:
+            return _alike(replace(verdict, sources=sources), report, earlier, counts, moved=moved)
+        if earlier is None:
+            hint = Unknown(what=f"one answer of RAS does not tell slow from stuck: {counts}",
+                           command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
+            state = "unknown" if verdict.state == "fine" else verdict.state
+            return replace(verdict, state=state, line=f"unknown: {counts}, by one answer of RAS", sources=sources,
+                           unknown=(*verdict.unknown, hint))  # fmt: skip
+        if not late:  # the most are behind: they are not accused
+            hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
+            cause = Cause(code="call.timeout", message=f"{counts}, and no count moved between two answers of RAS",
+                          action="collect the logs and dumps of every rank")  # fmt: skip
+            return replace(verdict, state="stuck", line=f"stuck: {cause.message}", causes=(cause,), sources=sources,
+                           unknown=(*verdict.unknown, hint))  # fmt: skip
+    causes = []
+    for rank, (comm, words) in sorted(late.items()):
+        if gone and rank not in gone:
+            continue
+        one = comm.ranks.get(rank)
+        where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one and one.host else ""
+        state = one.missing if one else ""
+        causes.append(Cause(code="rank.gone" if state == "dead" else "rank.silent" if state else "rank.behind",
+                            message=f"rank {rank}{where} {words}", ranks=(rank,),
+                            nodes=(one.host,) if one and one.host else (), evidence=(f"RAS, communicator {comm.id}",),
+                            action=why.ACTIONS["silent" if state else "unknown"]))  # fmt: skip
+    for one in dead if not causes else ():
+        causes.append(Cause(code="rank.gone", message=f"process {one.pid} on {one.host}, GPU {one.gpu}, dead for RAS",
+                            nodes=(one.host,) if one.host else (), action=why.ACTIONS["gone"]))  # fmt: skip
+    ranks = tuple(sorted(rank for cause in causes for rank in cause.ranks))
+    state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
+    gpus = tuple(f"{one.host} GPU {one.gpu}" for rank in ranks if (one := late[rank][0].ranks.get(rank)) and one.host)
+    return replace(
+        verdict,
+        state=state,
+        line=f"{state}: {causes[0].message}",
+        causes=(*causes, *verdict.causes),
+        ranks=ranks,
+        gpus=gpus,
+        sources=sources,
+        nodes=tuple(sorted({n for c in causes for n in c.nodes})),
+    )
+
+
+def _alike(
+    verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None, counts: str, *, moved: bool
+) -> Verdict:  # fmt: skip
+    """All ranks have launched as many, or the counts move: equal counts that stand still may be one call for ever."""
+    if moved:
+        said = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
+        return replace(verdict, line=f"fine: {said}" if verdict.state == "fine" else verdict.line)
+    told = any(one.counts for comm in report.comms for one in comm.ranks.values())
+    hint = Unknown(what="whether the counts move, which one answer of RAS, and its text without a fault, do not tell",
+                   command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
+    if earlier is None or not told:
+        return replace(verdict, unknown=(*verdict.unknown, *((hint,) if report.total else ())))
+    line = "unknown: no count moved between two answers of RAS, and all ranks have launched as many: they are all in " \
+           "one call, or between two"  # fmt: skip
+    hint = Unknown(
+        what="whether they compute or stand still", command="topoflight why --run DIR, or py-spy dump --pid PID"
+    )
+    fine = verdict.state == "fine"
+    return replace(verdict, state="unknown" if fine else verdict.state, line=line if fine else verdict.line,
+                   unknown=(*verdict.unknown, hint))  # fmt: skip
+
+
+def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
+    """The report without ranks that only lack data, and these.
+
+    A process that makes or ends a communicator lacks its data, too. Silence counts where RAS has waited for an answer
+    in vain, calls a process unresponsive or dead, or two answers lack the same.
+    """
+    if report.timeouts or any(one.missing == "dead" for one in report.dead):
+        return report, []
+    before = {
+        (comm.id, rank)
+        for comm in (earlier.comms if earlier else ())
+        for rank, one in comm.ranks.items()
+        if one.missing
+    }
+    quiet = {
+        (comm.id, rank) for comm in report.comms for rank, one in comm.ranks.items()
+        if one.missing == "no answer" and (comm.id, rank) not in before
+    }  # fmt: skip
+    comms = tuple(
+        replace(comm, ranks={rank: one for rank, one in comm.ranks.items() if (comm.id, rank) not in quiet})
+        for comm in report.comms
+    )
+    return replace(report, comms=comms), sorted({rank for _, rank in quiet})
+
+
+def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
+    return [
+        (comm.id, dict(comm.spread), {r: dict(one.counts) for r, one in comm.ranks.items()}) for comm in report.comms
+    ]
+
+
+_ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted")  # that the job ended, not why
+
+
+# The driver's own line, and that of NCCL's diagnostics (2.32)
+_XID = re.compile(
+    r"Xid (?:\(([^)]{1,60})\): (?:45\b.{1,200}previous Xid )?(\d{1,4})\b|"
+    r"(\d{1,4}) detected .{1,40}? on host (\S{1,253})\. )"
+)
+
+
+def _xid(cause: Cause) -> Cause:
+    """An Xid by its number and the GPU's address; one of the GPU itself takes its node out of the pool."""
+    rows = [found for line in cause.evidence for found in _XID.finditer(line)]
+    if cause.code != "gpu_xid" or not rows:
+        return cause
+    numbers = [int(found[2] or found[3]) for found in rows]
+    of = next(kind for kind in health.XID_CAUSES if any(health.xid_cause(xid) == kind for xid in numbers))
+    drain = "drain the node, reset or reseat the GPU, and look at it with topoflight scan"
+    action = drain if of == "gpu" else cause.action
+    places = dict.fromkeys(found[1].removeprefix("PCI:") if found[1] else f"of {found[4]}" for found in rows)
+    message = f"GPU{'s' * (len(places) > 1)} {', '.join(places)}: {health.named_xids(numbers, of)}"
+    return replace(cause, message=message, action=action)
+
+
+def with_log(verdict: Verdict, found: Evidence) -> Verdict:
+    """The log's problems: the reasons of a failure, and of a transport that is slower than it could be."""
+    lines = {p.code: tuple(line.text for line in p.lines[:2]) for p in found.problems}
+    verdict = replace(
+        verdict,
+        causes=tuple(replace(one, evidence=one.evidence or lines.get(one.code, ())) for one in verdict.causes),
+    )
+    known = (*_ENDS, *(cause.code for cause in verdict.causes))
+    rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
+    diagnosed = any(p.code.startswith("diag_") for p in rows)
+    rows = [p for p in rows if not diagnosed or p.code != "no_transport_evidence"]  # these need no channel
+    rows.sort(key=lambda p: p.severity != "fail")
+    causes = tuple(
+        _xid(Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action))
+        for p in rows[:8] if p.severity == "fail" or not verdict.causes
+    )  # fmt: skip
+    if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
+        said = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
+        return replace(verdict, causes=(*verdict.causes, *said))
+    sources = (*verdict.sources, f"NCCL log: {found.lines_read} lines")
+    ended = [p for p in found.problems if p.code in _ENDS]
+    if verdict.state == "fine" and found.outcome == "failed":
+        causes = causes or tuple(
+            Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action)
+            for p in ended[:1]
+        )  # fmt: skip
+        first = causes[0].message if causes else "the log says so"
+        return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, sources=sources)
+    slow = [c for c in causes if next(p for p in rows if p.code == c.code).severity == "fail"]
+    if verdict.state == "fine" and slow:
+        return replace(verdict, state="slow", line=f"slow: {slow[0].message}", causes=causes, sources=sources)
+    if verdict.state == "fine" and found.outcome == "finished":
+        verdict = replace(verdict, line="fine: the log says that the job came to its end")
+    elif verdict.state == "fine" and causes:
+        verdict = replace(verdict, line=f"fine but for the log: {causes[0].message}")
+    return replace(verdict, causes=(*verdict.causes, *causes), sources=sources)
+
+
+_NETWORK = ("link", "network")  # causes of which a NIC may be the reason
+_OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
+
+
+def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Check, ...]:
+    """Of recordings, as a scan judges them."""
+    from agent.checks.view import look
+
+    return look(snapshots).checks
+
+
+def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
+    """The recordings given, else what the nodes' agents publish."""
+    from agent.base.hosts import snapshots as replay
+
+    return tuple(replay(request.hosts)) if request.hosts else published
+
+
+def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
+    """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
+
+    A finding explains a cause that was found without it; it accuses nobody by itself.
+    """
+    sources = (*verdict.sources, f"nodes: {len({check.node for check in checks})}")
+    causes, nics, gpus = [], list(verdict.nics), list(verdict.gpus)
+    for cause in verdict.causes:
+        kinds, named = (_OF_NIC, nics) if cause.code.startswith(_NETWORK) else (_OF_GPU, gpus)
+        found = [
+            check for check in checks
+            if check.node in cause.nodes and check.status in ("fail", "warn") and check.id.startswith(kinds)
+        ]  # fmt: skip
+        found.sort(key=lambda check: check.status != "fail")
+        named += [
+            subject for check in found[:8] if check.status == "fail" and check.subject
+            and (subject := f"{check.node} {check.subject}") not in named
+        ]  # fmt: skip
+        said = tuple(f"{check.node}: {check.id} {check.subject}: {check.message}"[:300] for check in found[:4])
+        action = found[0].remedy if found and found[0].remedy else cause.action
+        causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
+    told = {check.node for check in checks}
+    missing = tuple(
+        Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
+        for node in verdict.nodes if node not in told
+    )  # fmt: skip
+    return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
+                   unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
+
+
+def faults_priced(
+    verdict: Verdict, checks: Sequence[Check], request: Request, layout: str, snapshots: Sequence[Snapshot]
+) -> Verdict:  # fmt: skip
+    """What each finding on the node behind costs by itself, lanes of a link or a slow clock: the forecast without it.
+
+    Only failures and slow clocks have a price, as in the advice (planner.forecast.faults). Raises WhyError.
+    """
+    behind = {node for cause in verdict.causes for node in cause.nodes}
+    rows = [one for one in checks if one.node in behind and one.status in ("fail", "warn") and one.id in RULES]
+    if not rows:
+        return verdict
+    what, model = f"what {rows[0].id} on {rows[0].node} costs", model_of(request)
+    if model is None or not snapshots or request.machine:
+        node = "" if snapshots else "--host FILE of that node, "
+        hint = Unknown(what=what, command=f"{node}--model NAME --nodes N --epochs N --lengths ...")
+        return replace(verdict, unknown=(*verdict.unknown, hint))
+    said: dict[str, list[str]] = {}
+    unpriced: list[str] = []
+    told, most = verdict.forecast, 0.0
+    try:
+        cluster = cluster_of(request, snapshots, request.ranks_per_node)
+        for check in rows[:8]:
+            found = advise.findings_of((check,))
+            if len(snapshots) == 1:  # one recording stands for all nodes of the job
+                found = {node.hostname: of_node for node in cluster.nodes for of_node in found.values()}
+            if (cost := cost_of(cluster, snapshots, model, request.train, found, values_of(layout))) is None:
+                unpriced.append(f"{check.id} {check.subject} on {check.node}")
+                continue
+            was, sound = cost
+            would = sound.forecast.step_seconds.mid
+            steps = advise.steps_of(request, sound) if _has_budget(request) else None
+            words = f"{check.id} {check.subject}: {was / would:.2f} x" + _extra(request, was - would, steps, cluster)
+            said.setdefault(check.node, []).append(words)
+            if not verdict.forecast and was - would > most:
+                most = was - would
+                told = f"without {check.id}: {units.seconds(would)} a step in place of {units.seconds(was)}"
+    except (LayoutError, machines.MachineError, ValueError) as error:
+        raise WhyError(str(error)) from None
+    causes = []
+    for cause in verdict.causes:
+        prices = [cause.price, *(words for node in cause.nodes for words in said.get(node, ()))]
+        causes.append(replace(cause, price="; ".join(filter(None, prices))))
+    hints = tuple(
+        Unknown(what=f"what {one} costs: nothing that was read bounds it", command="topoflight bench on that node")
+        for one in unpriced[:2]
+    )
+    return replace(verdict, causes=tuple(causes), forecast=told, unknown=(*verdict.unknown, *hints))
+
+
+def _extra(request: Request, each_step: float, steps: int | None, cluster: ClusterTopology) -> str:
+    """ ", +3 h 20 min, +412 of your prices" of so many seconds more a step; empty without steps."""
+    if not steps:
+        return ""
+    extra = each_step * steps
+    each = price_of(request)
+    money = f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices" if each is not None else ""
+    return f", +{units.duration(extra)}{money}"
+
+
+def with_manifest(
+    verdict: Verdict, path: Path, request: Request, layout: str = "", snapshots: Sequence[Snapshot] = ()
+) -> Verdict:  # fmt: skip
+    """Settings of the job's environment that `lint-env` warns of, and what they cost."""
+    from agent.checks.lint import Linted, lint_text
+    from agent.jobs.manifest import elsewhere, forecast_after, placed
+
+    try:
+        raw = bounded.read(path, 16 << 20)
+    except (OSError, bounded.TooLargeError) as error:
+        raise WhyError(f"--manifest {path}: {error}") from None
+    text = raw.decode("utf-8", errors="replace")
+    try:
+        linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+    except InputError:
+        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE) or not _is_read(text, path.name):
+            raise
+        linted = Linted(read="sets no variable of NCCL", checks=())
+    wrong = [check for check in linted.checks if check.status in ("fail", "warn")]
+    wrong.sort(key=lambda check: check.status != "fail")
+    causes = tuple(
+        Cause(code=one.id, message=f"{one.subject}: {one.message}" if one.subject else one.message,
+              evidence=one.evidence[:2], action=one.remedy)
+        for one in wrong[:8]
+    )  # fmt: skip
+    request = placed(text, request)
+    sockets = {one.subject: one for one in wrong if one.id == "env.debug.leftover" and _off(one, request, snapshots)}
+    at = next((number for number, one in enumerate(wrong[:8]) if one.subject in sockets), None)
+    if at is not None and not any(cause.price for cause in verdict.causes):
+        by_name = Verdict(state="slow", line="", causes=(causes[at],))
+        over = priced(by_name, _over_sockets(text, path.name), request, layout, snapshots, path)
+        causes = (*causes[:at], *over.causes, *causes[at + 1 :])
+        verdict = replace(verdict, forecast=verdict.forecast or over.forecast, unknown=verdict.unknown + over.unknown)
+    change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
+    sources = (*verdict.sources, f"manifest: {linted.read}")
+    asks_for_change = bool(wrong or verdict.change)
+    others = tuple(
+        Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
+                command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
+        for name in elsewhere(text, path.name)[:4]
+    )  # fmt: skip
+    if verdict.state == "fine" and any(c.status == "fail" or c.id == "env.debug.leftover" for c in wrong):
+        verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
+    elif verdict.state == "fine" and causes:
+        verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
+    verdict = replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
+                      unknown=(*verdict.unknown, *others))  # fmt: skip
+    if verdict.forecast or not asks_for_change:
+        return verdict
+    told, command = forecast_after(text, path.name, request)
+    unknown = Unknown(what="the forecast after the change", command=command)
+    return replace(verdict, forecast=told) if told else replace(verdict, unknown=(*verdict.unknown, unknown))
+
+
+def _off(check: Check, request: Request, snapshots: Sequence[Snapshot]) -> bool:
+    """Whether a setting keeps NCCL off RDMA; NCCL_IB_DISABLE does not where EFA's plugin carries it."""
+    value = check.evidence[0].partition("=")[2].strip().lower() if check.evidence else ""
+    if check.subject == "NCCL_NET":
+        return value == "socket"
+    if check.subject != "NCCL_IB_DISABLE" or value in ("", "0"):
+        return False
+    if request.machine:
+        return machines.cluster(request.machine, 2).inter_node_transport != "efa"
+    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
+    return not any(device.kind == "efa" for told in facts for device in told.devices)
+
+
+def _over_sockets(text: str, name: str) -> Evidence:
+    """What a log of the manifest's job would say of its network: sockets, over the interface that it names."""
+    with suppress(EnvironmentTextError):
+        rows = (one.environment for one in read_text(text, None, name).environments)
+        named = next((row["NCCL_SOCKET_IFNAME"] for row in rows if row.get("NCCL_SOCKET_IFNAME")), "")
+        return Evidence(inter_node_transport="Socket", socket_interface=named.lstrip("=^").split(",")[0] or None)
+    return Evidence(inter_node_transport="Socket")
+
+
+def _is_read(text: str, name: str) -> bool:
+    try:
+        read_text(text, None, name)
+    except EnvironmentTextError:
+        return False
+    return True
+
+
+def priced(
+    verdict: Verdict, found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot],
+    manifest: Path | None = None,
+) -> Verdict:  # fmt: skip
+    """What TCP in place of RDMA costs: the same layout over both, by the forecast."""
+    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
+        return verdict
+    model = model_of(request)
+    what = f"what TCP over {found.socket_interface or 'its interface'} costs"
+    if model is None or not (request.machine or snapshots):
+        hint = Unknown(
+            what=what, command="--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ..."
+        )
+        return replace(verdict, unknown=(*verdict.unknown, hint))
+    over = rdma_of(snapshots, found, manifest)
+    hint = Unknown(what="over which interface RDMA would run", command="topoflight capture on a node: --host FILE")
+    unknown = verdict.unknown if over else (*verdict.unknown, hint)
+    if request.machine:
+        snapshots = ()
+    try:
+        cluster = cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
+        rate = request.network or _socket_rate(snapshots, found.socket_interface)
+        if rate is None:
+            hint = Unknown(what=what, command="--network RATE: what that interface carries, as 10G")
+            return replace(verdict, unknown=(*verdict.unknown, hint))
+        slow = machines.over_network(cluster, rate, "tcp")
+        planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
+        values = values_of(layout)
+        if not values:
+            best = advise.of_cluster(replace(request, network=None), cluster, snapshots).chosen
+            values = {k: v for k, v in asdict(best.layout).items() if k != "world_size"} if best else {}
+        was, would = (forecast_named(one, values).forecast for one in planned)
+        steps = advise.steps_of(request, forecast_named(planned[1], values)) if _has_budget(request) else None
+    except (LayoutError, machines.MachineError, ValueError) as error:
+        raise WhyError(str(error)) from None
+    times = was.step_seconds.mid / would.step_seconds.mid
+    rdma = f"RDMA over {over}" if over else "RDMA"
+    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {times:.1f} x"
+    words += _extra(request, was.step_seconds.mid - would.step_seconds.mid, steps, cluster)
+    causes = tuple(
+        replace(cause, price=words) if number == 0 else cause for number, cause in enumerate(verdict.causes)
+    )  # fmt: skip
+    advised = advise.environment_only(replace(request, network=None), cluster, snapshots).settings
+    change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
+    step = f"{units.seconds(would.step_seconds.mid)} a step in place of {units.seconds(was.step_seconds.mid)}"
+    if steps:
+        step += f", {units.duration(would.step_seconds.mid * steps)} in place of "
+        step += units.duration(was.step_seconds.mid * steps)
+    return replace(verdict, causes=causes, change=(*verdict.change, *change), unknown=unknown,
+                   forecast=f"with {rdma}: {step}")  # fmt: skip
+
+
+def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | None) -> str:
+    """ "net1, net2": what RDMA would run over; empty where no source tells.
+
+    By a scan the interfaces of the active ports, or devices without one; else the devices of the log; else the
+    interfaces that Multus makes of the manifest's networks.
+    """
+    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
+    names = [
+        port.netdev or device.name for told in facts for device in told.devices for port in device.ports
+        if device.kind in ("hca", "efa") and port.state == "ACTIVE"
+    ]  # fmt: skip
+    names = names or [name.partition(":")[0] for name in found.hcas]
+    said = ""
+    if not names and manifest is not None:
+        with suppress(OSError, bounded.TooLargeError, YamlTextError):
+            names = attached(documents(bounded.read_text(manifest, 16 << 20)))
+            said = " of the manifest's networks"
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}{said}" if names else ""
+
+
+def _has_budget(request: Request) -> bool:
+    return any(one is not None for one in (request.train.steps, request.tokens, request.hours, request.epochs))
+
+
+def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | None:
+    """What the interface is linked at, as --network takes it."""
+    found = [snapshot.facts(InterfacesFacts) for snapshot in snapshots]
+    speeds = [
+        one.speed_bytes_per_second for facts in found if facts for one in facts.interfaces
+        if one.name == interface and one.speed_bytes_per_second
+    ]  # fmt: skip
+    return f"{min(speeds) * 8 / GIGA:g}G" if speeds else None
+
+
+_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
+
+
+def costed(verdict: Verdict, record: RunRecord, request: Request, seen: Seen) -> Verdict:
+    """What each cause costs over the whole run: its share of the measured step, times the steps, times the prices."""
+    step, config = record.measured.step_seconds, record.plan.config
+    steps = request.train.steps or (config.max_steps if config else None)
+    if not step or not steps:
+        return verdict
+    hosts = len({state.host for state in seen.states.values() if state.host}) or request.nodes or 1
+    causes = []
+    for cause in verdict.causes:
+        if cause.cost:
+            extra = cause.cost * step * steps
+            words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
+            if (each := price_of(request)) is not None:
+                words += f", +{each * hosts * extra / 3600:,.0f} of your prices"
+            cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
+        causes.append(cause)
+    first = next((cause for cause in causes if cause.cost), None)
+    told = verdict.forecast
+    if first is not None and first.cost is not None and not told:
+        better = step * (1 - first.cost)
+        told = f"without it: {units.seconds(better)} a step in place of {units.seconds(step)}"
+    return replace(verdict, causes=tuple(causes), forecast=told)
+
+
+def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
+    """The run's own record: how it ended, and its steps beside their forecast."""
+    sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
+    verdict = replace(verdict, sources=sources)
+    if record.status not in _ENDED_WELL and verdict.state == "fine":
+        cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
+        return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
+    measured, forecast = record.measured.step_seconds, record.forecast.step_seconds
+    if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
+        times = measured / forecast.mid if forecast.mid else measured / forecast.high
+        said = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
+        parts = tuple(
+            f"{part.words}: {record.seconds_of(part):.3g} s, {part.share:.0%} of the step" for part in record.parts[:4]
+        )
+        cause = Cause(code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(said, *parts),
+                      cost=max(0.0, 1 - forecast.mid / measured))  # fmt: skip
+        causes = (*verdict.causes, cause)
+        return replace(
+            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
+        )
+    return verdict

@@ -1,0 +1,115 @@
+"""The one filter for secrets in whatever leaves a process: recordings, bundles, records of runs, HTTP answers.
+
+A secret is recognised by the name before it (`PASSWORD=`, `--token X`, `"auth": `, a header, a manifest's variable) or
+by its own form (`ghp_...`, a private key, a password in a URL). What only looks alike stays readable: counts of tokens,
+names and paths of secrets, references such as `$TOKEN`, words such as `auth: required`.
+Forms: what GitHub, GitLab, Slack, npm, Google, OpenAI, Hugging Face, AWS and Azure document of their keys and tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+LEFT_OUT = "(left out)"
+MOST_NAME = 256  # characters; what is longer is no name
+
+_SECRET = re.compile(
+    r"token(?!i[sz])|secret|passw(?:or)?d|passphrase|credential|(?:api|access|account|private|signing|encryption)[_-]?key"
+    r"|(?<![A-Za-z])(?:auth|sig|pwd)(?![A-Za-z_.-])|x-amz-signature",
+    re.IGNORECASE,
+)
+_HEADER = re.compile(r"(?:proxy-)?authorization|(?:set-)?cookie", re.IGNORECASE)
+# About a secret, and not one: where it is, what it is called, how many, how long; tokens of a vocabulary
+_ABOUT = re.compile(
+    r"(?:file|path|dir|name|namespace|ref|url|uri|endpoint|type|count|size|length|limit|ttl|expir\w*|seconds|bytes|policy|review"
+    r"|class|mode|provider|algorithm|version|audience|issuer|key_?id|token_?ids?)s?$"
+    r"|(?:^|[_.-])(?:bos|eos|pad|unk|cls|sep|mask|image|stop|next|special)_tokens?$",
+    re.IGNORECASE,
+)
+_HARMLESS = re.compile(
+    r"|null|nil|none|true|false|yes|no|on|off|unset|required|optional|enabled|disabled|anonymous|basic|bearer|token"
+    r"|webhook|oidc|ldap|tls|mtls|x509|iam|unknown|\*+|\(left out\)|<[^<>]*>|[\[{|>]+[+-]?|\$.*|\{\{.*",
+    re.IGNORECASE | re.DOTALL,
+)
+_NUMBER = re.compile(r"[\d.,_]+(?:e[+-]?\d+)?[kmgbt]?\w?", re.IGNORECASE)
+
+_VALUE = re.compile(r"""(?P<open>\\*["'])(?P<quoted>(?:(?!(?P=open))[^\n])*)|(?P<bare>\(left out\)|[^\s,;"'\\]+)""")
+_REST_OF_LINE = re.compile(r"""(?P<open>)(?P<bare>[^\n"'\\{]+)""")
+_NAMES = (  # each ends where the value begins
+    re.compile(r"""(?P<name>(?<![\w.-])[\w.-]++)\\*["']?[ \t]*[=:][ \t]*(?:[|>][+-]?[ \t]*\n[ \t]*)?"""),
+    re.compile(r"(?P<name>(?<![\w-])--?[A-Za-z][\w-]*+)[ \t]+(?!-)"),
+    re.compile(r"""\bname\\*["']?\s*:\s*\\*["']?(?P<name>[\w.-]++)\\*["']?\s*,?\s*\\*["']?value\\*["']?\s*:\s*"""),
+)
+_FORMS = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\beyJ[\w-]{10,}(?:\.[\w-]*){1,2}"  # a JSON web token
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}"
+    r"|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bnpm_[A-Za-z0-9]{36}|\bdckr_pat_[\w-]{20,}"
+    r"|(?<![\w-])(?:glpat|nvapi|pypi)-[\w-]{20,}|(?<![\w-])xox[abeoprs]-[\w-]{10,}|\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"
+    r"|(?<![\w-])sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"
+    r"|(?<=://)[^/\s:@]{1,256}:[^/\s@]{1,256}(?=@)"
+    r"|(?:(?<=-u )|(?<=--user ))[^\s:]{1,256}:\S+"
+    r"|(?:(?<=[Bb]earer )|(?<=[Bb]asic ))(?=\S*[\d=])[\w.~+/=-]{8,}",
+    re.DOTALL,
+)
+
+
+def redact(text: str) -> str:
+    """The text with every secret replaced by LEFT_OUT."""
+    for pattern in _NAMES if _SECRET.search(text) or _HEADER.search(text) else ():
+        pieces, at = [], 0
+        for found in pattern.finditer(text):
+            if found.end() < at or not _names_a_secret(found["name"]):
+                continue
+            rest = _REST_OF_LINE.match(text, found.end()) if _HEADER.fullmatch(found["name"]) else None
+            value = rest or _VALUE.match(text, found.end())
+            if value is None:
+                continue
+            group = "quoted" if value["open"] else "bare"
+            if is_secret(found["name"], value[group]):
+                pieces += [text[at : value.start(group)], LEFT_OUT]
+                at = value.end(group)
+        text = "".join([*pieces, text[at:]])
+    return _FORMS.sub(LEFT_OUT, text)
+
+
+def without_secrets(value: Any) -> Any:
+    """A document of plain values (dict, list, text, numbers) with every secret in it left out.
+
+    A name counts for the value beside it: a member of a mapping, `{"name": "API_KEY", "value": ...}` of a manifest, and
+    an option before its word in a list of arguments.
+    """
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        variable = value.get("name") if isinstance(value.get("value"), str) else None
+        return {
+            key: _of_member(str(variable) if key == "value" and variable else str(key), one)
+            for key, one in value.items()
+        }  # fmt: skip
+    if isinstance(value, list | tuple):
+        options = ["", *(one if isinstance(one, str) and re.fullmatch(r"--?[\w-]+", one) else "" for one in value)]
+        return [_of_member(option, one) for option, one in zip(options, value, strict=False)]
+    return value
+
+
+def _of_member(name: str, value: Any) -> Any:
+    if isinstance(value, str) and name and is_secret(name, value):
+        return LEFT_OUT
+    return without_secrets(value)
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a value of this name is a secret."""
+    if not _names_a_secret(name) or _HARMLESS.fullmatch(value.strip()):
+        return False
+    return not ("tokens" in name.lower() and _NUMBER.fullmatch(value))  # a count of tokens
+
+
+def _names_a_secret(name: str) -> bool:
+    if len(name) > MOST_NAME:
+        return False
+    if _HEADER.fullmatch(name):
+        return True
+    return _SECRET.search(name.lstrip("-")) is not None and _ABOUT.search(name) is None

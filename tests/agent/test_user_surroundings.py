@@ -1,0 +1,184 @@
+"""What surrounds a user: pipes that close, terminals of any encoding and width, files that refuse, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agent.base import units
+from agent.base.documents import unwritable, write_atomic
+from agent.base.streams import EXIT_CLOSED_PIPE, printable_in
+from agent.checks.verdict import Check, judge
+from agent.cli.bench import _bench_exit
+from agent.terminal import measured
+from collectives.bench.results import Bar, BenchResult, Measurement
+
+MACHINES = Path(__file__).parents[1] / "machines"
+SICK = str(MACHINES / "sick-h100-dead-hca.json")
+BAD_LOG = "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n" * 20
+TOPOFLIGHT = [sys.executable, "-m", "agent.cli"]
+
+
+def run(words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """A line of bash in which `topoflight` is this checkout's."""
+    line = f'topoflight() {{ "{sys.executable}" -m agent.cli "$@"; }}; {words}'
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, timeout=250, env=os.environ | environment, check=False
+    )
+
+
+def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path) -> None:
+    """The verdict's own code, or the shell's for a closed pipe, never 0; a report is written all the same."""
+    log = tmp_path / "log"
+    log.write_text(BAD_LOG)
+    rows = [
+        (f"preflight -q --host {SICK} -v --report {tmp_path / 'r'}", 3), (f"preflight -q --host {SICK} -o json", 3),
+        (f"evidence {log} -o json", 3), (f"why {log} -o yaml", 4), (f"scan --host {SICK} -o json", 0),
+    ]  # fmt: skip
+    wrong: list[object] = []
+    for words, code in rows:
+        for reader in ("head -c 1", "true"):
+            done = run(f"topoflight {words} | {reader} > /dev/null; exit ${{PIPESTATUS[0]}}")
+            if done.returncode not in (code, EXIT_CLOSED_PIPE):
+                wrong.append((words, reader, done.returncode))
+            if b"Traceback" in done.stderr or b"Exception" in done.stderr:
+                wrong.append((words, reader, done.stderr))
+    assert not wrong
+    assert (tmp_path / "r" / "report.json").exists()
+
+
+def test_terminals_that_are_not_utf_8() -> None:
+    """Every encoding gets the nearest letters, and a pass does not look like a failure."""
+    wrong = []
+    for encoding in ("latin-1", "ascii", "cp437", "koi8-r"):
+        for words in (f"scan --host {SICK}", "explain gpu.pcie.width", f"topo --host {SICK} -v", "nonsense-\u0394"):
+            done = run(f"topoflight {words}", PYTHONIOENCODING=encoding)
+            if b"Traceback" in done.stderr or b"UnicodeEncodeError" in done.stderr:
+                wrong.append((encoding, words))
+    assert not wrong
+    assert printable_in("✓ pass → 5 µs … ✗ é", "ascii") == "+ pass -> 5 us ... x e"
+    assert printable_in("✓ µs", "latin-1") == "+ µs"
+    assert printable_in("✓ 한", "utf-8") == "✓ 한"
+
+
+def test_what_cannot_be_written_is_found_before_any_load(tmp_path: Path) -> None:
+    """Exit code 2, at once and by name, whatever the verb would have done for a minute."""
+    file, missing = tmp_path / "file", tmp_path / "none" / "x.json"
+    file.write_text("")
+    rows = [
+        f"bench --save {missing}", f"bench --save {tmp_path}", f"calibrate -f {missing}",
+        f"preflight --measure --report {file}/r", f"preflight --measure -o json={missing}",
+        f"preflight --save {missing}",
+        f"preflight --fly --report {file}", f"launch --output {file}/out", f"compare-networks --report {file}/r",
+        f"capture -f {missing}", f"bundle -f {missing}", f"recommend --plot {missing}",
+    ]  # fmt: skip
+    wrong = []
+    for words in rows:
+        started = time.monotonic()
+        done = run(f"topoflight {words}")
+        if done.returncode != 2 or str(tmp_path) not in done.stderr.decode() or b"-- measure" in done.stderr:
+            wrong.append((words, done.returncode, done.stderr, time.monotonic() - started))
+    assert not wrong
+
+
+def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
+    """Files, folders, what is neither, and what exists not yet."""
+    file, pipe = tmp_path / "file", tmp_path / "pipe"
+    file.write_text("")
+    os.mkfifo(pipe)
+    rows = [
+        (tmp_path / "new", False, ""), (file, False, ""), (Path("/dev/null"), False, ""), (tmp_path, False, "a folder"),
+        (tmp_path / "a" / "b", False, "does not exist"), (file / "b", False, "no folder"),
+        (tmp_path / "a" / "b", True, ""), (file / "b", True, "no folder"), (file, True, "no folder"),
+        (Path("/proc/nothing/x"), True, "cannot be written to"),
+    ]  # fmt: skip
+    wrong = [(path, why) for path, folder, part in rows
+             if (part not in (why := unwritable(path, folder=folder))) or (not part and why)]  # fmt: skip
+    assert not wrong or (os.geteuid() == 0 and [path for path, _ in wrong] == [Path("/proc/nothing/x")])
+    write_atomic(Path("/dev/null"), "x")
+    assert Path("/dev/null").is_char_device(), "a device is written to and never replaced"
+
+
+def test_options_that_would_do_nothing_or_name_nothing() -> None:
+    """Refused before a host is scanned."""
+    rows = [("preflight --set max_steps=5", "--fly"), ("preflight --fly --set no_such=1", "no_such"),
+            ("preflight --fly --set learning_rate", "NAME=VALUE"), ("bench --size 64MiBB", "64MiBB")]  # fmt: skip
+    found = [(words, run(f"topoflight {words}"), part) for words, part in rows]
+    assert not [(w, done.stderr) for w, done, part in found if done.returncode != 2 or part not in done.stderr.decode()]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.5])
+def test_ctrl_c_ends_with_130(seconds: float) -> None:
+    """While modules are imported, while a host is scanned, and later."""
+    process = subprocess.Popen(
+        [*TOPOFLIGHT, "serve", "--host", SICK, "--port", "0"] if seconds > 1 else [*TOPOFLIGHT, "preflight", "-q"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while b"agent.cli" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.01)
+    time.sleep(0.2 + seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=250)
+    assert process.returncode in (130, -signal.SIGINT, 3, 5), errors
+    assert b"Traceback" not in errors
+
+
+ONE = Measurement(
+    op="reduce_scatter", backend="nccl", ranks=tuple(range(8)), hosts=("a",) * 8, bytes=268435456,
+    iteration_seconds=(0.001,), median_seconds=0.00123, spread_ratio=0.123, algbw_bytes_per_second=1.784e11,
+    busbw_bytes_per_second=1.784e11, verified=True,
+    bars=(Bar(name="as it should be", low=2.78e11, typical=3.32e11, high=4.24e11),),
+    expected_busbw_bytes_per_second=3.32e11,
+)  # fmt: skip
+RESULT = BenchResult(
+    measurements=(ONE,), world_size=8, backend="nccl", hosts=("a",) * 8, environment={}, versions={},
+    started_at_seconds=1.0, seconds=3.0,
+)  # fmt: skip
+
+
+def drawn(result: BenchResult, width: int) -> str:
+    out = Console(file=StringIO(), width=width, highlight=False, emoji=False)
+    measured.bench(out, result, verbose=True)
+    return out.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_no_value_is_parted_from_its_unit_or_cut() -> None:
+    """At every width, down to 20 columns."""
+    values = ("256.0 MiB", "1.23 ms", "12.3 %", "178 GB/s")
+    wrong = [(width, value) for width in range(20, 161) for value in values if value not in drawn(RESULT, width)]
+    assert not wrong
+    assert not [w for w in range(40, 161) if "424" not in drawn(RESULT, w) or "…" in drawn(RESULT, w)]
+    assert max(len(line) for line in drawn(RESULT, 80).splitlines()) <= 80
+    assert len(drawn(RESULT, 80).splitlines()) < 12, "80 columns, the default in pipes, hold a table"
+
+
+def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
+    """The first line and the exit code, of Ctrl-C, SIGTERM and a run that ended by itself."""
+    from dataclasses import replace
+
+    rows = [("SIGINT", 130, "? unknown Measured: stopped by SIGINT"), ("SIGTERM", 3, "? unknown Measured: stopped by"),
+            (None, 3, "✗ FAIL Measured: the run ended early; 1 result verified")]  # fmt: skip
+    for stopped, code, first in rows:
+        cut = replace(RESULT, complete=False, stopped_by=stopped, problems=("ended",))
+        assert drawn(cut, 120).startswith(first)
+        assert _bench_exit(cut, well=True) == code
+    for status, stopped, code in (("pass", "SIGINT", 130), ("fail", "SIGINT", 130), ("pass", "SIGTERM", 75)):
+        assert judge([Check(id="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
+
+
+def test_sizes_as_people_write_them() -> None:
+    """IEC and SI, with and without a B, any case; what is no size is None."""
+    none = ("", "G", "-1", "1e3", "16XB", "1 2")
+    rows = {"16G": 16 * 10**9, "16Gi": 2**34, "16GiB": 2**34, "16 GB": 16 * 10**9, "1.5k": 1500, "65536": 65536, "0": 0,
+            "8mib": 2**23, "2T": 2 * 10**12, **dict.fromkeys(none)}  # fmt: skip
+    assert {text: units.parse_size(text) for text in rows} == rows
+    assert all(re.fullmatch(r"[KMGT]?i?B?", unit) for unit in units.SIZES)
