@@ -47,10 +47,21 @@ class Row:
     gdr: str
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of either file."""
+def read(path: Path, bad: list[str] | None = None) -> list[Row]:
+    """The rows of either file. What is wrong with a row that cannot be read goes to `bad`; without it PlaceError."""
+    rows = []
     with path.open(encoding="utf-8", newline="") as stream:
-        return [_row(raw) for raw in csv.DictReader(stream)]
+        for number, raw in enumerate(csv.DictReader(stream), 2):
+            try:
+                rows.append(_row(raw))
+                if rows[-1].busbw <= 0 or rows[-1].bytes <= 0:
+                    raise ValueError(f"{rows.pop().busbw / GIGA:g} GB/s")
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                words = f"{path.name}:{number}: not a row of results: {error}"
+                if bad is None:
+                    raise PlaceError(words) from None
+                bad.append(words)
+    return rows
 
 
 def _row(raw: dict[str, str]) -> Row:
@@ -141,6 +152,8 @@ def place(row: Row) -> Paths:
         raise PlaceError(f"{row.machine}: no GPU that this reader knows")
     if ranks < 2:
         raise PlaceError(f"{row.machine}: one rank")
+    if gpu is not None and gpu.links and nvlink_bytes_per_second(gpu.compute_capability) is None:
+        raise PlaceError(f"{row.machine}: no model for the links of {gpu.name}")
     inside, link = _inside(row, text, gpu, instance, wire)
     groups, wire = _groups(row, text, gpu, wire)
     capability = gpu.compute_capability if gpu else None

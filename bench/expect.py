@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from busbw_rows import MIB, PlaceError, Row, place, read
 
 from hardware.units import GIGA
-from topology.reach import FACTORS, Factors, Interval, Paths, expect, judge
+from topology.reach import FACTORS, Factors, Interval, Paths, expect, judge, nvls_share
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
@@ -60,8 +60,9 @@ def efficiency(each: Placed, factors: Factors) -> float | None:
     latency = factors.start_seconds[1] + steps * usual[1]
     if _by_nvls(each):
         latency = paths.ranks * factors.nvls_rank_seconds[1]
+        moved /= nvls_share(paths.ranks_per_group)
     left = moved / row.busbw - latency
-    return moved / left / plan.middle if left > 0 else None
+    return moved / left / plan.middle if left > 0 and plan.middle > 0 else None
 
 
 def _by_nvls(each: Placed) -> bool:
@@ -188,7 +189,9 @@ def main(arguments: Sequence[str]) -> int:
     if not files:
         print(f"no rows: {CORPUS} is not there; ROWS=FILE.csv names them", file=sys.stderr)
         return 2
-    rows, unplaced = placed([row for path in files for row in read(path)])
+    bad: list[str] = []
+    rows, unplaced = placed([row for path in files for row in read(path, bad)])
+    unplaced = [*bad, *unplaced]
     known, _ = placed([row for path in corpus for row in read(path)])
     if options.fit:
         print(fit(known or rows))

@@ -27,6 +27,7 @@ class Machine:
     rdma_devices: int | None = None  # all that a scan shows, where these are more
     nic_gbps: float | None = None  # of one
     nic_kind: str | None = None  # "efa", "hca", "ethernet"
+    nics_soldered: bool = False  # to its board: how many lanes they have is their maker's choice
     cpus: int | None = None  # as its maker counts them: vCPUs of an instance, cores of a board
     host_gib: float | None = None
     gpu_pattern: str | None = None  # on the GPU's name, from the beginning of a word; None: a scan is not recognised

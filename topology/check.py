@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
+from hardware.gpus import without_gdr
 from hardware.links import most_links
 from hardware.series import is_of
 from probes.api import Finding, Severity, by_loss
 from topology.expect import gigabytes
-from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks
+from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks, rank
 from topology.reference import departures, reference_of
 
 MISSING = "topology.nvlink.missing"
@@ -23,6 +25,7 @@ RAIL_UNEVEN = "topology.rail.uneven"
 GDR_REFUSED = "topology.gdr.refused"
 PCIE_BOUND = "topology.nic.pcie_bound"
 GPU_PCIE_BOUND = "topology.gpu.pcie_bound"
+NIC_MISSING = "topology.nic.missing"
 REFERENCE = "topology.reference.departs"
 
 CODES = (
@@ -38,6 +41,7 @@ CODES = (
     RAIL_UNEVEN,
     PCIE_BOUND,
     GPU_PCIE_BOUND,
+    NIC_MISSING,
     REFERENCE,
 )
 
@@ -51,18 +55,20 @@ _NODE_IS_PHB = (
 )
 
 
-def check(node: NodeTopology, *, gdr_level: str | None = None, gpus_on_bus: int | None = None) -> tuple[Finding, ...]:
+def check(
+    node: NodeTopology, *, gdr_level: str | None = None, gpus_on_bus: int | None = None, in_container: bool = True
+) -> tuple[Finding, ...]:
     """Every finding about this node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None where it sets none.
 
     `gpus_on_bus` is what the PCI bus of a host shows (`probes.pci.facts.bare_metal_gpus`); None in a container or a
-    guest, and where it was not read.
+    guest, and where it was not read. `in_container` says that devices of the host may be hidden here.
     """
     farthest = farthest_gdr(gdr_level)
     return (
         *(finding for rule in _BEFORE for finding in rule(node)),
         *_gpu_nic(node, farthest),
         *(finding for rule in _AFTER for finding in rule(node)),
-        *_reference(node, gpus_on_bus),
+        *_reference(node, gpus_on_bus, in_container),
     )
 
 
@@ -204,6 +210,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
     # A ring enters the node at the GPU nearest the NIC. Where one reaches it by GPUDirect RDMA, the others lose nothing
     # of a collective; where none does, every byte of every step is copied through the host.
     direct = {nic for near in node.nearest_nic if near.decidable and by_gdr(near, farthest) for nic in near.nics}
+    lone, no_gdr = _without_own_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
     for near in node.nearest_nic:
         if not near.decidable:
             continue
@@ -218,30 +225,66 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             )
         if near.why or not _rdma_nics(node, near):
             continue
-        if not near.local:
+        if near.gpu in lone:
+            yield _no_own_nic(node, near, len(lone))
+        elif not near.local:
             relay, beside = _relay(node, near), _same_numa_but_near(node, near)
             where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
             yield Finding(
                 code=FAR,
-                severity=Severity.WARN if relay or direct & set(near.nics) else Severity.FAIL,
+                severity=_by_design(node, near)
+                or (Severity.WARN if relay or direct & set(near.nics) else Severity.FAIL),
                 subject=near.gpu,
                 message=f"{near.gpu} has no NIC {where}: {', '.join(near.nics[:4])} "
                 f"{'is' if len(near.nics) == 1 else 'are'} {near.label}",
                 evidence=(*_pair_evidence(node, near), *relay),
                 remedy=_instead_of_far(node, relayed=bool(relay)),
             )
-        elif near.path is not None and not by_gdr(near, farthest):
+        elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
+            designed = _by_design(node, near)
             yield Finding(
                 code=GDR_PATH,
-                severity=Severity.WARN if direct & set(near.nics) else Severity.FAIL,
+                severity=designed or (Severity.WARN if direct & set(near.nics) else Severity.FAIL),
                 subject=near.gpu,
                 message=f"{near.gpu} reaches its nearest NIC {', '.join(near.nics[:4])} over {near.label}: NCCL does "
                 "not use GPUDirect RDMA "
                 + ("beyond PXB by itself" if farthest is None else f"beyond NCCL_NET_GDR_LEVEL, {farthest.name}"),
                 evidence=_pair_evidence(node, near),
-                remedy="Put NIC and GPU behind one PCIe switch; where that cannot be, measure with "
-                "NCCL_NET_GDR_LEVEL=PHB before keeping it." + _NODE_IS_PHB * (near.label == "NODE"),
+                remedy=("" if designed else "Put NIC and GPU behind one PCIe switch; where that cannot be, measure ")
+                + ("Measure " if designed else "")
+                + "with NCCL_NET_GDR_LEVEL=PHB before keeping it."
+                + _NODE_IS_PHB * (near.label == "NODE"),
             )
+
+
+def _by_design(node: NodeTopology, near: NearestNic) -> Severity | None:
+    """INFO where the machine is built this way: its row says that a healthy one has its NICs no nearer."""
+    row = reference_of(node)
+    farthest = (row.gpu_nic_farthest or row.gpu_nic) if row else None
+    beyond_switches = farthest is not None and rank(farthest) > rank("PXB")
+    return Severity.INFO if beyond_switches and farthest and rank(near.label) <= rank(farthest) else None
+
+
+def _without_own_nic(node: NodeTopology) -> set[str]:
+    """GPUs without a NIC behind their PCIe switches, where more than half of the node's GPUs have one."""
+    near = [each for each in node.nearest_nic if each.decidable and not each.why]
+    lone = {each.gpu for each in near if rank(each.label) > rank("PXB")}
+    return lone if len(near) > 2 and 2 * len(lone) < len(near) else set()
+
+
+def _no_own_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
+    rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
+    return Finding(
+        code=NIC_MISSING,
+        severity=Severity.FAIL,
+        subject=near.gpu,
+        message=f"{near.gpu} has no HCA behind its PCIe switch, {len(node.nearest_nic) - missing} other GPUs of this "
+        f"node have one: an HCA is missing here, and {near.gpu} shares {', '.join(near.nics[:4])} ({near.label}), so "
+        "every ring is held to what is left",
+        evidence=(f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_pair_evidence(node, near)),
+        remedy="Compare `lspci` with a healthy node: reseat or replace the HCA if it is gone from the bus; load its "
+        "driver, or give it to this host or pod, if it is there.",
+    )
 
 
 def _same_numa_but_near(node: NodeTopology, near: NearestNic) -> str:
@@ -332,26 +375,46 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
     sizes = {len(rail.gpus) for rail in node.rails}
     without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
     if len(node.rails) > 1 and (len(sizes) > 1 or len({len(rail.nics) for rail in node.rails}) > 1):
-        loads = [len(rail.gpus) / len(rail.nics) for rail in node.rails if rail.nics]
-        lost = 1.0 - min(loads) / max(loads) if loads else 1.0  # of the rate that evenly shared rails would have
+        # A rail that has more NICs than most costs nothing; one that has fewer holds every ring to its rate.
+        loads = Counter(len(rail.gpus) / len(rail.nics) for rail in node.rails if rail.nics)
+        usual = min(loads, key=lambda load: (-loads[load], load))
+        lost = 1.0 - usual / max(loads)
+        if not lost:
+            return
         yield Finding(
             code=RAIL_UNEVEN,
             severity=by_loss(lost),
             subject="",
             message="rails are uneven: "
-            + "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails),
+            + "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails)
+            + _fewer_nics(node),
             evidence=(f"no local NIC: {', '.join(without)}",) if without else (),
             remedy="Give every GPU the same share of NICs: the slowest rail sets the pace.",
         )
 
 
+def _fewer_nics(node: NodeTopology) -> str:
+    """Where one rail has fewer NICs than the others and none is down: an HCA is not there."""
+    counts = Counter(len(rail.nics) for rail in node.rails)
+    usual, often = counts.most_common(1)[0]
+    short = [rail for rail in node.rails if len(rail.nics) < usual]
+    if not short or 2 * often <= len(node.rails) or any(nic.active is False for nic in node.nics):
+        return ""
+    gpus = ", ".join(gpu for rail in short for gpu in rail.gpus)
+    return f". {gpus} has {len(short[0].nics)} HCA where other GPUs have {usual}: an HCA is missing"
+
+
 def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
     """RDMA NICs whose PCIe link, as it runs, carries less than their port; trained down, or in a small slot."""
+    row = reference_of(node)
+    soldered = row is not None and row.nics_soldered  # its maker chose the lanes
     for nic in node.nics:
         rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
         carried = nic.pcie_running_bytes_per_second or slot
         if nic.kind in _RDMA and rate and slot and carried and rate > carried * RAW_OVER_PLAN:
             trained_down = carried < slot
+            if soldered and not trained_down:
+                continue
             what = f"link, {nic.pcie_link}," if trained_down else "slot"
             yield Finding(
                 code=PCIE_BOUND,
@@ -428,16 +491,22 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
             )
 
 
-def _reference(node: NodeTopology, gpus_on_bus: int | None) -> Iterator[Finding]:
-    """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer."""
+def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
+    """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer.
+
+    A container may be given fewer RDMA devices than its host has.
+    """
     row = reference_of(node)
     lost = row is not None and bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
     for departure in departures(node):
+        gone = lost and departure.startswith(f"{len(node.gpus)} GPUs, ")
+        left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics if row and row.nics else 1)
+        few_nics = " devices, " in departure and not in_container and left < 1.0  # fewer than carry the GPUs' traffic
         yield Finding(
-            code=REFERENCE,
-            severity=Severity.FAIL if lost and departure.startswith(f"{len(node.gpus)} GPUs, ") else Severity.WARN,
+            code=NIC_MISSING if few_nics else REFERENCE,
+            severity=Severity.FAIL if gone else by_loss(1.0 - left) if few_nics else Severity.WARN,
             subject="",
-            message=departure,
+            message=departure + ": an HCA is missing" * few_nics,
             evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),
             remedy="Compare with a healthy node of this kind, then repair or take this one out.",
         )

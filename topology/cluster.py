@@ -107,7 +107,7 @@ def _rate_of(node: NodeTopology, transport: str) -> float | None:
     if plans and {nic.name for nic in nics} == {name for rail in node.rails for name in rail.nics}:
         known_plans = [plan for plan in plans if plan]
         return len(plans) * min(known_plans) if len(known_plans) == len(plans) else None
-    rates = [usable_rate(nic) for nic in nics]
+    rates = [usable_rate(nic, node.gpus) for nic in nics]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
 
@@ -189,7 +189,10 @@ _TRAITS: tuple[tuple[str, Callable[[NodeTopology], str]], ...] = (
     ("usable GPUs", lambda node: str(sum(gpu.usable for gpu in node.gpus))),
     ("GPU links", lambda node: _classes(_gpu_links(node), "pair")),
     ("active NICs", lambda node: _spread([nic.kind for nic in node.nics if nic.active is not False])),
-    ("NIC rates", lambda node: _spread([gigabytes(usable_rate(nic)) for nic in node.nics if nic.active is not False])),
+    (
+        "NIC rates",
+        lambda node: _spread([gigabytes(usable_rate(n, node.gpus)) for n in node.nics if n.active is not False]),
+    ),
     ("link layers", lambda node: _spread(sorted({nic.link_layer or "unknown" for nic in node.nics}))),
     ("nearest NIC classes", lambda node: _classes([near.label for near in node.nearest_nic], "GPU")),
 )

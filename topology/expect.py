@@ -188,12 +188,25 @@ def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str
     return weakest
 
 
-def usable_rate(nic: NicNode) -> float | None:
-    """What a NIC carries: its active ports' rate, bounded by its PCIe link. None where the rate is unknown."""
+_RATE_800G = 90 * GIGA  # and above: ports of 800 Gb/s
+
+
+def is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
+    """Whether the GPUs hang on the NIC's own PCIe 6 switch, so that data does not cross the NIC's link to the host.
+
+    So on boards of compute capability 10.3 with ConnectX-8 of 800 Gb/s; the link to the host is PCIe 5 there and would
+    halve the rate (NVIDIA HGX B300 and GB300 NVL72 data sheets, ConnectX-8 SuperNIC).
+    """
+    fast = (nic.rate_bytes_per_second or 0.0) >= _RATE_800G
+    return fast and any((gpu.compute_capability or (0, 0)) >= (10, 3) for gpu in gpus)
+
+
+def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
+    """What a NIC carries for these GPUs: its ports' rate, bounded by its PCIe link. None where the rate is unknown."""
     if nic.active is False:
         return 0.0
-    if nic.rate_bytes_per_second is None:
-        return None
+    if nic.rate_bytes_per_second is None or is_behind_own_switch(nic, gpus):
+        return nic.rate_bytes_per_second
     link = nic.pcie_running_bytes_per_second or nic.pcie_bytes_per_second
     return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
 
@@ -202,7 +215,7 @@ def _rail_plan(node: NodeTopology, rail: Rail) -> tuple[float | None, tuple[str,
     rates = []
     steps = []
     for nic in (nic for nic in node.nics if nic.name in rail.nics):
-        rate = usable_rate(nic)
+        rate = usable_rate(nic, node.gpus)
         if rate is None:
             return None, (f"no plan: the rate of {nic.name} is not known",)
         rates.append(rate)

@@ -29,8 +29,10 @@ class Factors:
     reduce: tuple[float, float]
     ring_margin: tuple[float, float]  # of e: least, most
     volta: float  # NVLink 2 reaches more of NCCL's 20 GB/s than later ones do of theirs
+    volta_least: float  # of e, as ring_margin's least: what operators of hybrid cube meshes accept
     nvls_hopper: Three
     nvls_blackwell: Three
+    nvls_blackwell_large: Three  # the same of 8 GiB and more
     nvls_tree_least: float
     pcie: Three
     shared_memory: Three
@@ -62,10 +64,14 @@ FACTORS = Factors(
     reduce=(0.99, 0.34),
     ring_margin=(0.85, 1.29),
     volta=1.18,  # Panlichen/nccl-tests v100_8card_para: 126 to 135 of 120
+    volta_least=0.80,  # not fitted. Azure/azurehpc-health-checks accepts 110 of 8 x V100 (ND40rs_v2); usual is 136
     # aic 445 to 461 at 512 MiB, NVIDIA/nccl#2140 480, #1221 430, of 370.8; without NVLS 330 to 370.
     nvls_hopper=(1.13, 1.27, 1.43),
     # aic 684 to 704 at 512 MiB; NVIDIA/nccl#2140 845; cluster-readiness-engine 838 to 923, of 721.8; without 695.
     nvls_blackwell=(0.98, 1.11, 1.32),
+    # Not fitted. At 8 GiB and more every source has 835 and more of 721.8: NVIDIA/nccl#2140, coreweave/nccl-tests,
+    # cluster-readiness-engine, stas00/ml-engineering, whose sweep on one node reads 723, 741, 846 at 1, 4, 16 GiB.
+    nvls_blackwell_large=(1.03, 1.17, 1.32),
     # Not fitted. Two nodes of 8 x H100: 430 to 488 (aws-do-eks, NVIDIA/nccl#1221), without NVLS 330.
     nvls_tree_least=1.04,
     # Panlichen/nccl-tests a100_8card, aic rtx_pro_6000_server, JingchaoZhang NC96ads, l40s with 2 GPUs.
@@ -91,6 +97,20 @@ FACTORS = Factors(
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times that a ring passes every byte on
 NVLS_LEAST_RANKS = 5  # four GPUs of a tray and fewer take the ring: 0.86 to 0.94 of it, aiconfigurator, 4 ranks
+_LARGE_NVLS = 8 << 30  # bytes
+_CLOSE = 0.95  # the slower of ring and NVLS over the faster one: nearer than this, tuners take either
+_WAITS = 2 / 3  # of a ring's rate: below this latency takes so much that NCCL's own model leaves the ring
+_ENDLESS = 1 << 60  # bytes, of which latency takes no part
+
+
+def nvls_share(ranks: int) -> float:
+    """Bus bandwidth of NVLS with so many GPUs, as a part of what eight reach.
+
+    Each GPU sends its S to the switch, and the sum of its own part, S / n, back to all: S (n + 1) / n through its
+    links, for which bus bandwidth counts 2 S (n - 1) / n. NVIDIA's measurements on H200 follow it: 414, 436, 460 and
+    480 GB/s of 5, 6, 7 and 8 GPUs (stas00/ml-engineering). Beyond eight no more is seen (coreweave/nccl-tests, 72).
+    """
+    return min(1.0, (2 * (ranks - 1) / (ranks + 1)) / (2 * 7 / 9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +206,9 @@ def _loose(paths: Paths) -> bool:
 
 
 def _missing(paths: Paths) -> str:
-    if paths.ranks_per_group > 1 and paths.link is None:
+    if paths.ranks_per_group > 1 and (paths.link is None or paths.link.low <= 0):
         return "what the GPUs of a host carry among themselves is not known"
-    if paths.groups > 1 and (paths.between is None or paths.wire is None):
+    if paths.groups > 1 and (paths.between is None or paths.wire is None or paths.wire.low <= 0):
         return "what joins the hosts is not known"
     return ""
 
@@ -205,16 +225,24 @@ def _all_reduce(paths: Paths, size_bytes: int, factors: Factors) -> Interval:
         return plain
     other = _nvls(paths, size_bytes, factors) if paths.groups == 1 else _tree(paths, size_bytes, factors, switch=switch)
     # Two nodes with NVLS: every published pair of Hopper takes its tree; of Blackwell none is known.
-    sure = paths.groups == 1 or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
+    alone = paths.groups == 1 and plain.typical < _CLOSE * other.typical
+    sure = alone or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
     if sure and (not switch or paths.nvls):
         return other
-    # NCCL chooses by its own model of both; which one it takes is in no fact that we have.
+    # NCCL chooses by its own model of all; which one it takes is in no fact that we have. A ring of hundreds of ranks
+    # waits for its latency and a tree does not: that much the model sees (src/graph/tuning.cc).
+    found = [plain, other]
+    if paths.groups > 1 and switch and not paths.nvls:
+        found.append(_tree(paths, size_bytes, factors, switch=False))
+    waits = plain.typical < _WAITS * _ring(paths, "all_reduce", _ENDLESS, factors).typical
+    if paths.groups > 1 and waits and plain.typical < other.typical:
+        del found[0]
     return Interval(
-        low=min(plain.low, other.low),
-        typical=max(plain.typical, other.typical) if sure else plain.typical,
-        high=max(plain.high, other.high),
-        algorithm=f"ring or {other.algorithm}",
-        derivation=(*plain.derivation, *other.derivation),
+        low=min(each.low for each in found),
+        typical=max(each.typical for each in found) if sure else found[0].typical,
+        high=max(each.high for each in found),
+        algorithm=" or ".join(each.algorithm for each in found),
+        derivation=tuple(dict.fromkeys(words for each in found for words in each.derivation)),
     )
 
 
@@ -241,6 +269,8 @@ def _inside(paths: Paths, op: str, link: Span, factors: Factors) -> _Bound:
     if paths.inside in ("NVSwitch", "NVLink"):
         e = factors.ring(op, paths.ranks) * factors.generation(paths.capability)
         least, most = factors.ring_margin
+        if factors.generation(paths.capability) != 1.0:
+            least = min(least, factors.volta_least)
     else:
         least_e, e, most_e = _through_hosts(paths.inside, factors)
         least, most = least_e / e, most_e / e
@@ -283,14 +313,18 @@ def _sockets(wire: Span, factors: Factors) -> _Bound:
 
 
 def _nvls(paths: Paths, size_bytes: int, factors: Factors) -> Interval:
-    bound = _nvls_bound(paths, factors)
+    bound = _nvls_bound(paths, factors, size_bytes)
     start = tuple(paths.ranks * each for each in factors.nvls_rank_seconds)
     return _timed(paths, "all_reduce", size_bytes, [bound], factors, algorithm="NVLS", start=start)
 
 
-def _nvls_bound(paths: Paths, factors: Factors) -> _Bound:
+def _nvls_bound(paths: Paths, factors: Factors, size_bytes: int) -> _Bound:
     link = paths.link or span(0.0)
-    least, e, most = factors.nvls_blackwell if (paths.capability or (0, 0)) >= (10, 0) else factors.nvls_hopper
+    share = nvls_share(paths.ranks_per_group)
+    three = factors.nvls_hopper
+    if (paths.capability or (0, 0)) >= (10, 0):
+        three = factors.nvls_blackwell_large if size_bytes >= _LARGE_NVLS else factors.nvls_blackwell
+    least, e, most = (each * share for each in three)
     words = f"NVLS: {_rate(link)} x {least:.2f} to {most:.2f}, usually {e:.2f}"
     return _Bound(low=link.low * least, typical=link.middle * e, high=link.high * most, words=words)
 
@@ -299,7 +333,7 @@ def _tree(paths: Paths, size_bytes: int, factors: Factors, *, switch: bool) -> I
     """All-reduce by a tree over the groups: the wire carries S each way once for two groups, twice for more."""
     bounds = []
     if switch:
-        inside = _nvls_bound(paths, factors)
+        inside = _nvls_bound(paths, factors, size_bytes)
         least = min(inside.low, (paths.link or span(0.0)).low * factors.nvls_tree_least)
         bounds.append(replace(inside, low=least))
     elif paths.ranks_per_group > 1 and paths.link:
@@ -316,7 +350,18 @@ def _tree(paths: Paths, size_bytes: int, factors: Factors, *, switch: bool) -> I
         )
     )
     name = "NVLS tree" if switch else "tree"
-    return _timed(paths, "all_reduce", size_bytes, bounds, factors, algorithm=name)
+    return _timed(paths, "all_reduce", size_bytes, bounds, factors, algorithm=name, start=_tree_start(paths, factors))
+
+
+def _tree_start(paths: Paths, factors: Factors) -> tuple[float, float]:
+    """Seconds of latency, slow and usual: up and down the tree over the groups, and along the ranks of a group."""
+    depth = 2 * math.ceil(math.log2(paths.groups))
+    along = 2 * (paths.ranks_per_group - 1)
+
+    def seconds(at: int) -> float:
+        return factors.start_seconds[at] + depth * factors.step_seconds_between[at] + along * factors.step_seconds[at]
+
+    return seconds(0), seconds(1)
 
 
 def _timed(

@@ -14,7 +14,7 @@ from typing import Literal
 from hardware.gpus import refuses_peers
 from hardware.links import most_links
 from hardware.units import GIGA
-from topology.expect import has_nvlink_ring, links_into, usable_rate
+from topology.expect import has_nvlink_ring, is_behind_own_switch, links_into, usable_rate
 from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
 from topology.nccl import nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
 from topology.reach import Interval, Paths, Span, expect, span
@@ -243,7 +243,8 @@ def _wire(
     # a NIC that is down is nearest to no GPU, and should be; `why` marks what a GPU borrows in its place
     near = {nic for each in nearest if bar == "as it is" or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
-    rates = [_should_carry(nic, offered) if bar == "as it should be" else usable_rate(nic) for nic in used]
+    asked = bar == "as it should be"
+    rates = [_should_carry(nic, offered, gpus) if asked else usable_rate(nic, gpus) for nic in used]
     known = [rate for rate in rates if rate is not None]
     if not known or len(known) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
@@ -255,10 +256,10 @@ def _wire(
     return (f"{name} without GPUDirect" if far else name), span(sum(known)), (words,)
 
 
-def _should_carry(nic: NicNode, equals: list[NicNode]) -> float | None:
+def _should_carry(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
     """The most that a NIC of its kind carries on this host, by port and slot: a dead port is worth its neighbours'."""
     found = [
-        min(rate, other.pcie_bytes_per_second or rate)
+        rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
         for other in equals
         if other.kind == nic.kind and (rate := other.rate_bytes_per_second)
     ]

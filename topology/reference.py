@@ -75,9 +75,16 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     # Of an adapter whose kind cannot be told it is not known that it is another one.
     kinds = (row.nic_kind, "other", "unknown") if row.nic_kind else ("hca", "efa", "other", "unknown")
     nics = [nic for nic in node.nics if nic.kind in kinds]
-    if row.devices is not None and len(nics) < row.devices:
+    # Slingshot's NICs have no verbs device: by the names that HPE's host software gives their interfaces
+    slingshot = any(re.fullmatch(r"hsn\d+", nic.name) for nic in node.nics)
+    if row.devices is not None and len(nics) < row.devices and not slingshot:
         found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
-    elif row.gpu_nic and node.source == "probes" and not any(nic.kind not in _NO_ADAPTER for nic in node.nics):
+    elif (
+        row.gpu_nic
+        and node.source == "probes"
+        and not slingshot
+        and not any(nic.kind not in _NO_ADAPTER for nic in node.nics)
+    ):
         found.append(f"no RDMA adapter, {row.called} has them")
     if row.gpu_nic and not node.virtual and nics:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}

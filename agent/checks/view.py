@@ -38,6 +38,7 @@ from topology import check as topology_check
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
+from topology.roles import with_topology
 
 if TYPE_CHECKING:
     from agent.base.bench_history import Line
@@ -318,6 +319,7 @@ def _nodes(check: Check) -> set[str]:
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
     """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
+    snapshot = with_topology(snapshot, node)
     of_probes = (
         _sockets_only_start(snapshot, _called(check, names))
         for check in covered(snapshot, checks_of_snapshot(snapshot))
@@ -330,7 +332,12 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
         return (*found, *silent)
     level = effective_environment(snapshot).get("NCCL_NET_GDR_LEVEL")
     pci = snapshot.facts(PciFacts)
-    told = topology_check.check(node, gdr_level=level, gpus_on_bus=bare_metal_gpus(pci) if pci else None)
+    told = topology_check.check(
+        node,
+        gdr_level=level,
+        gpus_on_bus=bare_metal_gpus(pci) if pci else None,
+        in_container=pci is None or pci.container is not None,
+    )
     judged = checks_of_findings(snapshot.hostname, told, topology_check.CODES)
     if node.nvlink_known:
         return (*found, *judged)
@@ -353,7 +360,8 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
             outcomes[name] = replace(outcome, facts=replace(outcome.facts, nccl_environment=merged))
         elif isinstance(outcome, Ok) and isinstance(outcome.facts, InterfacesFacts):
             chosen = environment.get("NCCL_SOCKET_IFNAME") or outcome.facts.socket_ifname
-            outcomes[name] = replace(outcome, facts=replace(outcome.facts, socket_ifname=chosen))
+            gloo = environment.get("GLOO_SOCKET_IFNAME") or outcome.facts.gloo_ifname
+            outcomes[name] = replace(outcome, facts=replace(outcome.facts, socket_ifname=chosen, gloo_ifname=gloo))
     return replace(snapshot, outcomes=outcomes)
 
 
@@ -362,18 +370,22 @@ def _of_nvlink(check: Check) -> bool:
 
 
 def _sockets_only_start(snapshot: Snapshot, check: Check) -> Check:
-    """A host's interface that is slower than another costs nothing where RDMA carries the data.
+    """A host's interface that is slower than another costs nothing where RDMA, or Google's plugin, carries the data.
 
     On a pod's default network it stays what it is: whether the pod's RDMA works is not proven by a scan.
     """
-    rdma, interfaces = snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts)
-    if check.id != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or not (rdma and interfaces):
+    rdma, host = snapshot.facts(RdmaFacts), snapshot.facts(HostinfoFacts)
+    interfaces = snapshot.facts(InterfacesFacts)
+    if check.id != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or interfaces is None:
         return check
-    active = any(p.state == "ACTIVE" for d in rdma.devices if d.kind in ("hca", "efa") for p in d.ports)
-    of_host = any(i.name == check.subject and i.role == "host" for i in interfaces.interfaces)
-    if not (active and of_host):
+    devices = [device for device in rdma.devices if device.kind in ("hca", "efa")] if rdma else []
+    plugin = host is not None and any("tcpx" in path for path in host.vendor_files)
+    carrier = "RDMA" if any(port.state == "ACTIVE" for device in devices for port in device.ports) else ""
+    carrier = carrier or "The TCPX plugin" * plugin
+    of_host = any(i.name == check.subject and i.role in ("host", "unknown") for i in interfaces.interfaces)
+    if not (carrier and of_host):
         return check
-    message = f"{check.message} RDMA carries the data here: sockets only start the job."
+    message = f"{check.message} {carrier} carries the data here: sockets only start the job."
     return replace(check, status="info", message=message)
 
 

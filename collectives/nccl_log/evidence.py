@@ -240,6 +240,7 @@ _BROKEN = frozenset(
     *("bootstrap_no_interface", "no_interface_in_subnet", "socket_connect_failed", "mnnvl_not_working"),
     *("nvls_bind_failed", "no_transport_found", "cuda_failure", "cuda_memory_not_shared", "fabric_manager_not_ready"),
     *("driver_mismatch", "network_not_found", "invalid_argument", "gpu_not_there", "rocm_smi_failed", "port_in_use"),
+    "peer_access_refused",
 }  # fmt: skip
 
 _FALLS_BACK = {

@@ -231,6 +231,11 @@ def _demote(found: _Findings, code: str, notes: list[LogProblem]) -> None:
 def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, notes: list[LogProblem]) -> None:
     """Follow-on errors and noise are no problems of their own where the first cause is there."""
     _demote(found, "other_warnings", notes)
+    if evidence.inter_node_transport is None:
+        # One node needs no RDMA library.
+        _demote(found, "libibverbs_missing", notes)
+    elif "libibverbs_missing" in found.found and _if_several(ledger, evidence)[1]:
+        found.found["libibverbs_missing"] = replace(found.found["libibverbs_missing"], severity="warn")
     if any(problem.severity == "fail" for problem in found.found.values()):
         for code in _FOLLOW_ON:
             _demote(found, code, notes)
@@ -249,11 +254,6 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     for code in _LEAST_TELLING:
         if any(problem.severity == "fail" for other, problem in found.found.items() if other != code):
             _demote(found, code, notes)
-    if evidence.inter_node_transport is None:
-        # One node needs no RDMA library.
-        _demote(found, "libibverbs_missing", notes)
-    elif "libibverbs_missing" in found.found and _if_several(ledger, evidence)[1]:
-        found.found["libibverbs_missing"] = replace(found.found["libibverbs_missing"], severity="warn")
     layers = layers_in_use(ledger)
     if "gid_index_invalid" in found.found and layers == {"IB"}:
         _demote(found, "gid_index_invalid", notes)
@@ -264,7 +264,10 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
     if inter == "Socket":
         unsure, severity = _if_several(ledger, evidence)
         found.add(
-            "socket_fallback", detail=unsure, lines=found.proof("NET/Socket", "network Socket"), severity=severity
+            "socket_fallback",
+            detail=unsure,
+            lines=found.proof("NET/Socket", "network Socket", "socket inter"),
+            severity=severity,
         )
     one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
     if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):

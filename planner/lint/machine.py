@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from planner.lint.values import finding, strtoll
 from planner.nccl_env.gpus import p2p_level_effect
+from planner.nccl_env.hcas import choose_ports
 from planner.nccl_env.names import Version, version_text
+from planner.nccl_env.roce import gid_index_problem
 from planner.nccl_env.situation import NodeView, PortView
 from probes.api import Finding, Severity
 from probes.interfaces.facts import Interface
@@ -85,20 +87,21 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
     index, whole = strtoll(value)
     if not whole or index < 0:
         return
+    far = {} if environment.get("NCCL_IB_HCA") else choose_ports(node).far  # NCCL passes over these by itself
     for view in _roce(environment, node):
-        if not view.port.gids_known:
+        if not view.port.gids_known or view.name in far:
             continue
-        gid = next((gid for gid in view.port.gids if gid.index == index), None)
-        if gid is not None and gid.type != "IB/RoCE v1":
+        problem = gid_index_problem(view, index)
+        if problem is None:
             continue
-        what = "is RoCE v1, which no router passes on" if gid else "is empty: connections fail with 'Invalid argument'"
-        used = ", ".join(f"{each.index}: {each.type}" for each in view.port.gids) or "none"
+        severity, what = problem
+        used = ", ".join(f"{each.index}: {each.type} {each.gid}" for each in view.port.gids) or "none"
         since = (
             f" NCCL {version_text(version)} finds the right one by itself." if version and version >= (2, 21) else ""
         )
         yield finding(
-            "env.gid.absent", Severity.FAIL if gid is None else Severity.WARN, name, value,
-            f"entry {index} of {view.name} {what}.{since}", f"Unset {name}.", (f"{view.name} GIDs: {used}",),
+            "env.gid.absent", severity, name, value, f"entry {index} of {view.name} {what}.{since}", f"Unset {name}.",
+            (f"{view.name} GIDs: {used}",),
         )  # fmt: skip
 
 

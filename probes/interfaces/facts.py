@@ -50,6 +50,10 @@ class InterfacesFacts:
     source: str = "netlink"  # "netlink" or "sysfs"
     socket_ifname: str | None = None  # NCCL_SOCKET_IFNAME of the process that read, None where unset
     network_status_error: str | None = None  # why the annotation could not be read
+    gloo_ifname: str | None = None  # GLOO_SOCKET_IFNAME of the process that read, None where unset
+    networks_missing: dict[str, str] = field(default_factory=dict)  # interface of the annotation, gone -> network
+    of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
+    backend: str | None = None  # "gloo" on a host without GPU: set for the judgement by `topology.roles`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,136 +1,185 @@
 """Judges interfaces: would NCCL and gloo talk over the right one, and is that one whole.
 
+Ports of RDMA devices on a host are compared with each other by the rdma probe, which knows their cards.
+
 Sources: NCCL user guide, NCCL_SOCKET_IFNAME and Troubleshooting ("Networking issues"); gloo binds to the address that
 the host's name resolves to unless GLOO_SOCKET_IFNAME is set.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from probes.api import Finding, Metric, Probe, Sample, Severity, by_loss
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
+from probes.texts import codes_of, finding
 
 NET = "/sys/class/net"
+_ONE_UP = "Bring one interface up with an address that the other nodes reach."
+TEXTS = {
+    "interfaces.choice.wrong": (
+        "{library} takes {chosen} {how}, {why}, while {better} ({what}) is there.",
+        "{remedy}",
+    ),
+    "interfaces.choice.none": (
+        "No interface is up, running and has an address: NCCL and gloo cannot start.",
+        _ONE_UP,
+    ),
+    "interfaces.choice.none loopback": (
+        "No interface but {name} is up, running and has an address: no other node reaches this one.",
+        _ONE_UP,
+    ),
+    "interfaces.choice.setting": (
+        "{setting} takes no running interface: {library} cannot start.",
+        "Unset it, or name an interface of this host, such as {other}.",
+    ),
+    "interfaces.network.missing": (
+        "The pod was given the network {network} as {name}, and there is no interface of that name: the job runs "
+        "without it.",
+        "Delete the pod so that it is attached again; if {name} is missing again, read the logs of Multus and the CNI "
+        "plugin on this node.",
+    ),
+    "interfaces.link.down": (
+        "{name} is {state}: NCCL leaves it out.",
+        "Bring {name} up and check what it is attached to.",
+    ),
+    "interfaces.address.missing": (
+        "{name} has no IPv4 address: it gives a RoCE port no routable GID, and NCCL cannot name it.",
+        "Give the network attachment an ipam section (whereabouts, static) so that the pod gets an address.",
+    ),
+    "interfaces.mtu.mismatch": (
+        "{name} has an MTU of {mtu}, {whose} one of {wanted}.",
+        "Set mtu {wanted} in the network attachment of {name}.",
+    ),
+    "interfaces.mtu.mismatch odd": (
+        "{name} has an MTU of {mtu}, the {count} other networks of this kind have {wanted}: packets that a switch or "
+        "the other end does not pass are lost, and the job hangs; otherwise the smaller MTU holds.",
+        "Set mtu {wanted} in the network attachment of {name}, and compare its switch port with those of the others.",
+    ),
+    "interfaces.mtu.mismatch mixed": (
+        "The training interfaces differ in MTU: {mtus}.",
+        "Set one MTU on all of them, and on the switches between the hosts.",
+    ),
+    "interfaces.speed.low": (
+        "{name} runs{speed}, {best} of the same driver{most}.",
+        "Check cable, transceiver and switch port of {name}.",
+    ),
+    "interfaces.network_status.invalid": (
+        "The pod's network-status cannot be read: {error}.",
+        "Mount metadata.annotations['k8s.v1.cni.cncf.io/network-status'] as a downward-API volume.",
+    ),
+}
 
 
 def check(facts: InterfacesFacts) -> Iterator[Finding]:
     """The choice first, then each interface."""
     if facts.network_status_error:
-        yield Finding(
-            code="interfaces.network_status.invalid",
-            severity=Severity.UNKNOWN,
-            subject="",
-            message=f"The pod's network-status cannot be read: {facts.network_status_error}.",
-            evidence=(str(facts.network_status_source),),
-            remedy="Mount metadata.annotations['k8s.v1.cni.cncf.io/network-status'] as a downward-API volume.",
-        )
-    yield from _choice(facts)
+        seen, error = (str(facts.network_status_source),), facts.network_status_error
+        yield finding(TEXTS, "interfaces.network_status.invalid", Severity.UNKNOWN, "", seen, error=error)
+    if not unjudged(facts):
+        yield from _choice(facts)
+    for name, network in facts.networks_missing.items():
+        evidence = (f"{facts.network_status_source}: {network} on {name}", f"rtnetlink: no {name}")
+        values = {"name": name, "network": network}
+        yield finding(TEXTS, "interfaces.network.missing", Severity.FAIL, name, evidence, **values)
     for interface in facts.interfaces:
         yield from _down(interface)
         yield from _address(facts, interface)
         yield from _mtu(facts, interface)
     yield from _siblings(facts)
+    yield from _slower_than_siblings(facts)
+
+
+def unjudged(facts: InterfacesFacts) -> dict[str, str]:
+    """What the agent's own pod cannot tell: which interface a job takes is set by the manifest of the job's pod."""
+    if not facts.of_agent or all(interface.role != "pod-default" for interface in facts.interfaces):
+        return {}
+    why = "not judged: this is the agent's own pod, and the manifest of a job's pod names the interface"
+    return dict.fromkeys(("interfaces.choice.wrong", "interfaces.choice.setting"), why)
 
 
 def _fast(interface: Interface) -> tuple[bool, float]:
     return interface.rdma_device is not None, interface.speed_bytes_per_second or 0.0
 
 
-def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
-    name = facts.nccl_choice
+def _taken(facts: InterfacesFacts) -> str | None:
+    """The interface that the library of this host's collectives takes."""
+    if facts.backend == "gloo":
+        usable = [i.name for i in facts.interfaces if usable_by_nccl(i)]
+        if facts.gloo_ifname:
+            return next((name for name in facts.gloo_ifname.split(",") if name in usable), None)
+        return facts.default_route if facts.default_route in usable else facts.nccl_choice
     if facts.socket_ifname and facts.source == "netlink":
-        name = nccl_choice(facts.interfaces, facts.socket_ifname)
-        if name is None and facts.nccl_choice is not None:
-            yield _useless_setting(facts)
-            return
+        return nccl_choice(facts.interfaces, facts.socket_ifname)
+    return facts.nccl_choice
+
+
+def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
+    gloo = facts.backend == "gloo"
+    value = facts.gloo_ifname if gloo else facts.socket_ifname
+    setting, library = f"{'GLOO' if gloo else 'NCCL'}_SOCKET_IFNAME={value}", "gloo" if gloo else "NCCL"
+    name = _taken(facts)
+    listed = [(i, ", ".join(i.addresses)) for i in facts.interfaces]
+    if name is None and value and facts.nccl_choice is not None:
+        seen = tuple(f"{i.name}: {addresses or 'no address'}" for i, addresses in listed[:16])
+        values = {"setting": setting, "library": library, "other": facts.nccl_choice}
+        yield finding(TEXTS, "interfaces.choice.setting", Severity.FAIL, "", seen, **values)
+        return
     chosen = next((i for i in facts.interfaces if i.name == name), None)
-    if chosen is None:
+    others = [i for i in facts.interfaces if i is not chosen]
+    if chosen is None or (chosen.role == "loopback" and _is_cut_off(others)):
         if facts.source == "netlink":
-            yield _nothing_usable(facts)
+            seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
+            key = "interfaces.choice.none" + " loopback" * (chosen is not None)
+            yield finding(TEXTS, key, Severity.FAIL, "", seen, name=name)
         return
-    if chosen.role == "loopback" and (finding := _only_loopback(facts, chosen)):
-        yield finding
-        return
-    others = [i for i in facts.interfaces if usable_by_nccl(i) and i is not chosen and i.role in ("secondary", "host")]
+    others = [i for i in others if usable_by_nccl(i) and i.role in ("secondary", "host")]
     better = max(others, key=_fast, default=None)
-    if chosen.role in ("docker", "bridge", "virtual", "loopback") and better is not None:
+    if better is None:
+        return
+    if chosen.role in ("docker", "bridge", "virtual", "loopback"):
         severity, why = Severity.FAIL, f"a {chosen.role} interface that other nodes do not reach"
-    elif better is not None and _is_faster(better, chosen):
+    elif _is_faster(better, chosen):
         # On a host whose fast card does RDMA, sockets carry the start-up only, and gloo.
         # So on Slingshot, where libfabric drives the fast card.
         fabric = better.rdma_device or (better.driver or "").startswith("cxi")
-        started_only = chosen.role == "host" and fabric
+        started_only = chosen.role in ("host", "unknown") and fabric
         severity = Severity.INFO if started_only else by_loss(_loss(chosen, better))
         why = f"a {chosen.role} interface{_speed(chosen)}"
     else:
         return
-    yield Finding(
-        code="interfaces.choice.wrong",
-        severity=severity,
-        subject=chosen.name,
-        message=(
-            f"NCCL takes {chosen.name} {_how(facts)}, {why}, while {better.name} ({better.role}{_speed(better)}"
-            f"{', ' + better.rdma_device if better.rdma_device else ''}) is there."
-        ),
-        evidence=tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
+    yield finding(
+        TEXTS,
+        "interfaces.choice.wrong",
+        severity,
+        chosen.name,
+        tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
+        library=library,
+        chosen=chosen.name,
+        how=f"by {setting}" if value else "by itself",
+        why=why,
+        better=better.name,
+        what=f"{better.role}{_speed(better)}{', ' + better.rdma_device if better.rdma_device else ''}",
         remedy=_named(chosen, better, others),
     )
 
 
-def _nothing_usable(facts: InterfacesFacts) -> Finding:
-    return Finding(
-        code="interfaces.choice.none",
-        severity=Severity.FAIL,
-        subject="",
-        message="No interface is up, running and has an address: NCCL and gloo cannot start.",
-        evidence=tuple(
-            f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in facts.interfaces[:16]
-        ),
-        remedy="Bring one interface up with an address that the other nodes reach.",
-    )
+def _is_cut_off(others: list[Interface]) -> bool:
+    """Whether a network card is there, and no interface but loopback can be used: no other node is reached.
+
+    A host or container without any card has no network to lose.
+    """
+    return any(i.bus_id for i in others) and not any(usable_by_nccl(i) for i in others)
 
 
 def _named(chosen: Interface, better: Interface, others: list[Interface]) -> str:
     """Every interface as fast as the best one: pinned to one of them, data would lose the others."""
     alike = [i for i in others if _fast(i) == _fast(better) and (i.role, i.driver) == (better.role, better.driver)]
     names = ",".join(i.name for i in (alike if not better.rdma_device else [better]))
-    prefixed = any(i.name.startswith(tuple(names.split(","))) for i in (chosen,))
+    prefixed = chosen.name.startswith(tuple(names.split(",")))
     return f"Set NCCL_SOCKET_IFNAME={'=' if prefixed else ''}{names} and GLOO_SOCKET_IFNAME={better.name}."
-
-
-def _only_loopback(facts: InterfacesFacts, chosen: Interface) -> Finding | None:
-    """A network card is there, and no interface but loopback can be used: ranks of other nodes are not reached.
-
-    A host or container without any card has no network to lose.
-    """
-    others = [i for i in facts.interfaces if i is not chosen]
-    if any(usable_by_nccl(i) for i in others) or not any(i.bus_id for i in others):
-        return None
-    return Finding(
-        code="interfaces.choice.none",
-        severity=Severity.FAIL,
-        subject="",
-        message=f"No interface but {chosen.name} is up, running and has an address: no other node reaches this one.",
-        evidence=tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16]),
-        remedy="Bring one interface up with an address that the other nodes reach.",
-    )
-
-
-def _how(facts: InterfacesFacts) -> str:
-    return f"by NCCL_SOCKET_IFNAME={facts.socket_ifname}" if facts.socket_ifname else "by itself"
-
-
-def _useless_setting(facts: InterfacesFacts) -> Finding:
-    return Finding(
-        code="interfaces.choice.setting",
-        severity=Severity.FAIL,
-        subject="",
-        message=f"NCCL_SOCKET_IFNAME={facts.socket_ifname} takes no running interface: NCCL cannot start.",
-        evidence=tuple(f"{i.name}: {', '.join(i.addresses) or 'no address'}" for i in facts.interfaces[:16]),
-        remedy=f"Unset it, or name an interface of this host, such as {facts.nccl_choice}.",
-    )
 
 
 def _is_faster(better: Interface, chosen: Interface) -> bool:
@@ -157,23 +206,20 @@ def _speed(interface: Interface) -> str:
     return f", {rate * 8 / 1e9:g} Gb/s" if rate else ""
 
 
-def _matters(interface: Interface) -> bool:
-    return interface.role == "secondary" or interface.rdma_device is not None or interface.multus_network is not None
-
-
 def _down(interface: Interface) -> Iterator[Finding]:
-    if _matters(interface) and (interface.up is False or interface.running is False):
-        yield Finding(
-            code="interfaces.link.down",
+    given = interface.role == "secondary" or interface.multus_network is not None
+    # The port of a host that has neither an address nor a bond may be without a cable by design.
+    used = interface.rdma_device is not None and bool(_routable(interface) or interface.master)
+    if (given or used) and (interface.up is False or interface.running is False):
+        yield finding(
+            TEXTS,
+            "interfaces.link.down",
             # a network that the pod was given: without it the job falls back to the pod network, half as fast or worse
-            severity=Severity.FAIL if interface.role == "secondary" or interface.multus_network else Severity.WARN,
-            subject=interface.name,
-            message=(
-                f"{interface.name} is {'down' if interface.up is False else 'up without a carrier'}: NCCL leaves it "
-                "out."
-            ),
-            evidence=(f"rtnetlink: {interface.name} up {interface.up}, running {interface.running}",),
-            remedy=f"Bring {interface.name} up and check what it is attached to.",
+            Severity.FAIL if given else Severity.WARN,
+            interface.name,
+            (f"rtnetlink: {interface.name} up {interface.up}, running {interface.running}",),
+            name=interface.name,
+            state="down" if interface.up is False else "up without a carrier",
         )
 
 
@@ -181,94 +227,80 @@ def _address(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
     if interface.role == "secondary" and interface.running and not _ipv4(interface):
         # Without another secondary network the job falls back to the pod's own. InfiniBand needs no address for RDMA.
         others = any(i.role == "secondary" and i.running and _ipv4(i) for i in facts.interfaces)
-        routable = any(":" in a and not a.lower().startswith("fe80") for a in interface.addresses)
-        mild = others or routable or interface.kind in ("ipoib", "infiniband")
-        yield Finding(
-            code="interfaces.address.missing",
-            severity=Severity.WARN if mild else Severity.FAIL,
-            subject=interface.name,
-            message=(
-                f"{interface.name} has no IPv4 address: it gives a RoCE port no routable GID, and NCCL cannot name it."
-            ),
-            evidence=(f"rtnetlink: {interface.name}: {', '.join(interface.addresses) or 'no address'}",),
-            remedy="Give the network attachment an ipam section (whereabouts, static) so that the pod gets an address.",
-        )
+        mild = others or _routable(interface) or interface.kind in ("ipoib", "infiniband")
+        severity, name = Severity.WARN if mild else Severity.FAIL, interface.name
+        seen = f"rtnetlink: {name}: {', '.join(interface.addresses) or 'no address'}"
+        yield finding(TEXTS, "interfaces.address.missing", severity, name, (seen,), name=name)
 
 
 def _ipv4(interface: Interface) -> list[str]:
     return [address for address in interface.addresses if ":" not in address]
 
 
+def _routable(interface: Interface) -> list[str]:
+    return [address for address in interface.addresses if not address.lower().startswith("fe80")]
+
+
 def _mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
-    mtu = interface.mtu_bytes
+    mtu, name, wanted = interface.mtu_bytes, interface.name, interface.multus_mtu_bytes
     parent = next((i for i in facts.interfaces if i.name == interface.parent), None)
-    expected = None
-    if mtu and interface.multus_mtu_bytes and mtu != interface.multus_mtu_bytes:
-        expected = (interface.multus_mtu_bytes, "network-status")
-    elif (
-        mtu
-        and parent
-        and parent.mtu_bytes
-        and interface.kind in ("macvlan", "ipvlan", "vlan")
-        and mtu < parent.mtu_bytes
-    ):
-        expected = (parent.mtu_bytes, f"its parent {parent.name}")
-    if expected:
-        yield Finding(
-            code="interfaces.mtu.mismatch",
-            severity=Severity.WARN,
-            subject=interface.name,
-            message=f"{interface.name} has an MTU of {mtu}, {expected[1]} one of {expected[0]}.",
-            evidence=(f"rtnetlink: {interface.name} mtu {mtu}", f"{expected[1]}: mtu {expected[0]}"),
-            remedy=f"Set mtu {expected[0]} in the network attachment of {interface.name}.",
-        )
+    whose = "network-status"
+    if not (mtu and wanted and mtu != wanted):
+        smaller = interface.kind in ("macvlan", "ipvlan", "vlan") and mtu and parent and mtu < (parent.mtu_bytes or 0)
+        wanted, whose = (parent.mtu_bytes, f"its parent {parent.name}") if smaller and parent else (None, "")
+    if wanted:
+        seen = (f"rtnetlink: {name} mtu {mtu}", f"{whose}: mtu {wanted}")
+        values = {"name": name, "mtu": mtu, "whose": whose, "wanted": wanted}
+        yield finding(TEXTS, "interfaces.mtu.mismatch", Severity.WARN, name, seen, **values)
 
 
 def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
-    """Training interfaces of one host that differ in MTU, or in speed although one driver runs them."""
-    members = [
-        i for i in facts.interfaces if i.running and (i.role == "secondary" or (i.rdma_device and i.role == "host"))
-    ]
-    mtus = {i.mtu_bytes for i in members if i.mtu_bytes}
-    if len(mtus) > 1:
-        yield Finding(
-            code="interfaces.mtu.mismatch",
-            severity=Severity.WARN,
-            subject="",
-            message="The training interfaces differ in MTU: "
-            + ", ".join(f"{i.name} {i.mtu_bytes}" for i in members)
-            + ".",
-            evidence=tuple(f"rtnetlink: {i.name} mtu {i.mtu_bytes}" for i in members[:16]),
-            remedy="Set one MTU on all of them, and on the switches between the hosts.",
-        )
-    yield from _slower_than_siblings(facts, members)
+    """Networks of a pod, of one kind, driver and speed, that differ in MTU."""
+    groups: dict[tuple[object, ...], list[Interface]] = {}
+    for i in facts.interfaces:
+        if i.running and i.role == "secondary" and i.mtu_bytes:
+            groups.setdefault((i.kind, i.driver, i.speed_bytes_per_second), []).append(i)
+    for group in groups.values():
+        counts = Counter(i.mtu_bytes for i in group)
+        wanted, count = counts.most_common(1)[0]
+        if len(counts) > 1 and 2 * count <= len(group):
+            seen = tuple(f"rtnetlink: {i.name} mtu {i.mtu_bytes}" for i in group[:16])
+            mtus = ", ".join(f"{i.name} {i.mtu_bytes}" for i in group)
+            yield finding(TEXTS, "interfaces.mtu.mismatch mixed", Severity.WARN, "", seen, mtus=mtus)
+            continue
+        for odd in (i for i in group if i.mtu_bytes != wanted):
+            seen, values = (f"rtnetlink: {odd.name} mtu {odd.mtu_bytes}",), {"name": odd.name, "mtu": odd.mtu_bytes}
+            key, fail = "interfaces.mtu.mismatch odd", Severity.FAIL
+            yield finding(TEXTS, key, fail, odd.name, seen, count=count, wanted=wanted, **values)
 
 
-def _slower_than_siblings(facts: InterfacesFacts, members: list[Interface]) -> Iterator[Finding]:
+def _slower_than_siblings(facts: InterfacesFacts) -> Iterator[Finding]:
+    """Training interfaces without RDMA, or members of a bond, that differ in speed although one driver runs them."""
     drivers: dict[str, list[Interface]] = {}
     wired = [i for i in facts.interfaces if i.running and i.speed_bytes_per_second and i.kind not in ON_A_WIRE]
     for interface in wired:
-        if interface.driver and (interface.master or interface in members):
+        training = interface.role == "secondary" and interface.rdma_device is None
+        if interface.driver and (interface.master or training):
             drivers.setdefault(interface.driver, []).append(interface)
     for group in drivers.values():
         best = max(group, key=lambda i: i.speed_bytes_per_second or 0.0)
+        most = best.speed_bytes_per_second or 1.0
         for interface in group:
-            if (interface.speed_bytes_per_second or 0) < (best.speed_bytes_per_second or 0):
-                yield Finding(
-                    code="interfaces.speed.low",
-                    severity=by_loss(
-                        1.0 - (interface.speed_bytes_per_second or 0.0) / (best.speed_bytes_per_second or 1.0)
-                    ),
-                    subject=interface.name,
-                    message=(
-                        f"{interface.name} runs{_speed(interface)[1:]}, {best.name} of the same "
-                        f"driver{_speed(best)[1:]}."
-                    ),
-                    evidence=tuple(
+            rate = interface.speed_bytes_per_second or 0.0
+            if rate < most:
+                yield finding(
+                    TEXTS,
+                    "interfaces.speed.low",
+                    by_loss(1.0 - rate / most),
+                    interface.name,
+                    tuple(
                         f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8 / 1e6:g}"
                         for i in (interface, best)
                     ),
-                    remedy=f"Check cable, transceiver and switch port of {interface.name}.",
+                    name=interface.name,
+                    speed=_speed(interface)[1:],
+                    best=best.name,
+                    most=_speed(best)[1:],
                 )
 
 
@@ -294,16 +326,8 @@ PROBE = Probe(
     read=read,
     check=check,
     samples=samples,
-    codes=(
-        "interfaces.choice.wrong",
-        "interfaces.choice.none",
-        "interfaces.choice.setting",
-        "interfaces.link.down",
-        "interfaces.address.missing",
-        "interfaces.mtu.mismatch",
-        "interfaces.speed.low",
-        "interfaces.network_status.invalid",
-    ),
+    unjudged=unjudged,
+    codes=codes_of(TEXTS),
     metrics=(
         Metric(
             name="interfaces_role_info",

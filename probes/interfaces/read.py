@@ -21,7 +21,7 @@ from typing import Any
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
-from probes.hostinfo.container import container
+from probes.hostinfo.container import container, of_agent
 from probes.interfaces.facts import Entry, Interface, InterfacesFacts, NetworkStatus, nccl_choice, role_of
 from probes.rdma.facts import ipv4_of
 from probes.rdma.read import read_gids
@@ -67,10 +67,23 @@ def read(host: Host) -> InterfacesFacts:
         default_route=default,
         nccl_choice=nccl_choice(finished) if source == "netlink" else None,
         socket_ifname=host.environment().get("NCCL_SOCKET_IFNAME") or None,
+        gloo_ifname=host.environment().get("GLOO_SOCKET_IFNAME") or None,
+        networks_missing={
+            name: entry.network
+            for name, entry in (status.by_interface.items() if status else ())
+            if source == "netlink" and name not in facts and not entry.default and not _is_for_userspace(host, entry)
+        },
+        of_agent=of_agent(host),
         network_status_source=status.source if status else None,
         network_status_error=status.error if status else None,
         source=source,
     )
+
+
+def _is_for_userspace(host: Host, entry: Entry) -> bool:
+    """Whether the network is a PCI function that a VFIO driver holds: it has no interface by design."""
+    driver = sysfs.target_name(host, f"/sys/bus/pci/devices/{entry.bus_id}/driver") if entry.bus_id else None
+    return "vfio" in (driver or "")
 
 
 # One link ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from probes.api import Finding, Metric, Probe, Sample, Severity
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
+from probes.texts import codes_of, finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class LimitsFacts:
     seccomp: str | None = None
     overcommit: int | None = None
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
+    gpus: int | None = None  # of this host: set for the judgement by `topology.roles`
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
 
 
@@ -190,34 +192,76 @@ def _cgroup_cpus(host: Host) -> float | None:
 
 NCCL_BUFFER_BYTES = 4 << 20  # NCCL_BUFFSIZE default: one channel's buffer to one peer in one direction
 SHM_WANTED_BYTES = 1 << 30  # NCCL user guide: docker run --shm-size=1g; Docker's own default is 64 MiB
+SHM_SEGMENT_BYTES = 9637892
+"""One connection through shared memory, as NCCL asks for it (pytorch/ci-infra#490); each rank opens one or more, on
+machines with NVLink too (pytorch/torchtitan#853)."""
 SHM = "/dev/shm"  # noqa: S108 - judged by its size, nothing is put there
 NOFILE_DEFAULT = 1024  # the kernel's soft default (INR_OPEN_CUR)
 
-CRIO_REMEDY = (
-    'On OpenShift apply a MachineConfig that writes [crio.runtime] default_ulimits = ["memlock=-1:-1"] below '
-    "/etc/crio/crio.conf.d/; with containerd set LimitMEMLOCK=infinity for its unit"
-)
 MEMLOCK_REMEDIES = {
-    "kubernetes": f"{CRIO_REMEDY}; then read the limit again in the job's own pod.",
+    "kubernetes": 'On OpenShift apply a MachineConfig that writes [crio.runtime] default_ulimits = ["memlock=-1:-1"] '
+    "below /etc/crio/crio.conf.d/; with containerd set LimitMEMLOCK=infinity for its unit; then read the limit again "
+    "in the job's own pod.",
     "docker": "Start the container with --ulimit memlock=-1:-1.",
     "podman": "Start the container with --ulimit memlock=-1:-1.",
     "containerd": "Start the container with --ulimit memlock=-1:-1, or set LimitMEMLOCK=infinity for its unit.",
     "lxc": "Set lxc.prlimit.memlock = unlimited in the container's configuration.",
     "systemd-nspawn": "Start the container with --rlimit=RLIMIT_MEMLOCK=infinity.",
+    "another": "Raise the memlock limit to unlimited (soft and hard) in what starts the container.",
+    "none": "Set memlock to unlimited (soft and hard) in /etc/security/limits.d/, in the unit's LimitMEMLOCK, and with "
+    "Slurm in PropagateResourceLimitsExcept=MEMLOCK.",
 }
-MEMLOCK_IN_CONTAINER = "Raise the memlock limit to unlimited (soft and hard) in what starts the container."
-MEMLOCK_REMEDY = (
-    "Set memlock to unlimited (soft and hard) in /etc/security/limits.d/, in the unit's LimitMEMLOCK, and with Slurm "
-    "in PropagateResourceLimitsExcept=MEMLOCK."
-)
 SHM_REMEDIES = {
     "kubernetes": "Mount an emptyDir with medium: Memory and a sizeLimit of at least 1Gi at /dev/shm.",
     "docker": "Start the container with --shm-size=1g or more, or --ipc=host.",
     "podman": "Start the container with --shm-size=1g or more, or --ipc=host.",
     "containerd": "Start the container with --shm-size=1g or more, or --ipc=host (nerdctl).",
+    "another": "Give the container a /dev/shm of at least 1 GiB in what starts it.",
+    "none": "Remount /dev/shm with a larger size: mount -o remount,size=8G /dev/shm.",
 }
-SHM_IN_CONTAINER = "Give the container a /dev/shm of at least 1 GiB in what starts it."
-SHM_REMEDY = "Remount /dev/shm with a larger size: mount -o remount,size=8G /dev/shm."
+TEXTS = {
+    "limits.memlock.low": (
+        "RLIMIT_MEMLOCK is {soft}: registering RDMA memory beyond it fails with ENOMEM, and NCCL asks for unlimited."
+        "{more}",
+        "{remedy}",
+    ),
+    "limits.memlock.low unbound": (
+        "RLIMIT_MEMLOCK is {soft}; this process has CAP_IPC_LOCK and is not bound by it, but a job that runs as "
+        "another user without that capability is.",
+        "{remedy}",
+    ),
+    "limits.memlock.unknown": (
+        "The memlock limit could not be read.",
+        "Run `ulimit -l` and `ulimit -H -l` in the job's own environment.",
+    ),
+    "limits.shm.small": (
+        "{shm} is {size}, the NCCL user guide asks for 1 GiB: ranks that talk through shared memory fail with “No "
+        "space left on device”.",
+        "{remedy}",
+    ),
+    "limits.shm.small ranks": (
+        "{shm} is {size}, and a job of {gpus} GPUs needs {needed}: each rank opens a segment of 9.2 MiB or "
+        "more, and the job ends with “No space left on device”.",
+        "{remedy}",
+    ),
+    "limits.shm.full": (
+        "{shm} has {free} left: not one NCCL buffer of 4 MiB fits.",
+        "Remove left-over segments of dead jobs from /dev/shm. {remedy}",
+    ),
+    "limits.shm.unknown": (
+        "The size of /dev/shm could not be read; NCCL's SHM transport and DataLoader workers need it.",
+        "{remedy}",
+    ),
+    "limits.nofile.low": (
+        "A process may open {files} files: DataLoader workers pass one descriptor a tensor, NCCL opens some for every "
+        "peer.",
+        "Raise it in the launcher with ulimit -n, up to the hard limit, or in the container engine's ulimits.",
+    ),
+    "limits.numa_policy.denied": (
+        "A seccomp filter without CAP_SYS_NICE usually refuses set_mempolicy: ranks cannot bind memory to a NUMA node.",
+        "Add the capability SYS_NICE to the job's container where it binds memory.",
+    ),
+}
 
 
 def size(value: int | None) -> str:
@@ -233,131 +277,71 @@ def size(value: int | None) -> str:
 def check(facts: LimitsFacts) -> Iterator[Finding]:
     """Every limit in turn."""
     yield from _memlock(facts)
-    yield from _nofile(facts)
-    if not facts.of_agent:  # see probes.limits.probe.unjudged
-        yield from _shm(facts)
-        yield from _numa_policy(facts)
+    if facts.nofile_soft is not None and facts.nofile_soft <= NOFILE_DEFAULT:
+        severity = Severity.INFO if facts.nofile_soft == NOFILE_DEFAULT else Severity.WARN
+        seen = (f"getrlimit(RLIMIT_NOFILE): soft {facts.nofile_soft}, hard {facts.nofile_hard}", facts.whose)
+        yield finding(TEXTS, "limits.nofile.low", severity, "", seen, files=facts.nofile_soft)
+    if facts.of_agent:  # see `unjudged`
+        return
+    yield from _shm(facts)
+    if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
+        status = (f"/proc/self/status: Seccomp {facts.seccomp}", "CapEff bit 23 (CAP_SYS_NICE): no", facts.whose)
+        yield finding(TEXTS, "limits.numa_policy.denied", Severity.INFO, "", status)
 
 
 def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
     if not facts.memlock_known:
-        yield Finding(
-            code="limits.memlock.unknown",
-            severity=Severity.UNKNOWN,
-            subject="",
-            message="The memlock limit could not be read.",
-            evidence=(facts.whose,),
-            remedy="Run `ulimit -l` and `ulimit -H -l` in the job's own environment.",
-        )
+        yield finding(TEXTS, "limits.memlock.unknown", Severity.UNKNOWN, "", (facts.whose,))
         return
     if facts.memlock_soft_bytes is None:
         return
     soft, hard = size(facts.memlock_soft_bytes), size(facts.memlock_hard_bytes)
-    if facts.ipc_lock:
+    # Two buffers, one to send and one to receive, are the least that a connection registers, beside its control
+    # structures: at or below that no RDMA connection of NCCL can be set up.
+    too_small = facts.memlock_soft_bytes <= 2 * NCCL_BUFFER_BYTES
+    severity = Severity.FAIL if facts.rdma_present and too_small else Severity.WARN
+    if facts.rdma_present is False or facts.ipc_lock:  # nothing here registers memory, or nothing binds who does
         severity = Severity.INFO
-        message = (
-            f"RLIMIT_MEMLOCK is {soft}; this process has CAP_IPC_LOCK and is not bound by it, but a job that runs as "
-            "another user without that capability is."
-        )
-    else:
-        # Two buffers, one to send and one to receive, are the least that a connection registers, beside its control
-        # structures: at or below that no RDMA connection of NCCL can be set up.
-        too_small = facts.memlock_soft_bytes <= 2 * NCCL_BUFFER_BYTES
-        severity = Severity.FAIL if facts.rdma_present and too_small else Severity.WARN
-        if facts.rdma_present is False:  # nothing here registers memory: it costs no job of this host
-            severity = Severity.INFO
-        message = (
-            f"RLIMIT_MEMLOCK is {soft}: registering RDMA memory beyond it fails with ENOMEM, "
-            "and NCCL asks for unlimited."
-        )
-        if facts.memlock_hard_bytes is None:
-            message += " The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
-    yield Finding(
-        code="limits.memlock.low",
-        severity=severity,
-        subject="",
-        message=message,
-        evidence=(
+    yield finding(
+        TEXTS,
+        "limits.memlock.low" + " unbound" * bool(facts.ipc_lock),
+        severity,
+        "",
+        (
             f"getrlimit(RLIMIT_MEMLOCK): soft {soft}, hard {hard}",
             f"CapEff bit 14 (CAP_IPC_LOCK): {_word(facts.ipc_lock)}",
             f"whose limit: {facts.whose}",
         ),
-        remedy=_of_engine(facts, MEMLOCK_REMEDIES, MEMLOCK_IN_CONTAINER, MEMLOCK_REMEDY),
+        soft=soft,
+        more=" The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
+        if facts.memlock_hard_bytes is None
+        else "",
+        remedy=_of_engine(facts, MEMLOCK_REMEDIES),
     )
 
 
 def _shm(facts: LimitsFacts) -> Iterator[Finding]:
-    remedy = _of_engine(facts, SHM_REMEDIES, SHM_IN_CONTAINER, SHM_REMEDY)
-    if facts.shm_size_bytes is None:
-        yield Finding(
-            code="limits.shm.unknown",
-            severity=Severity.UNKNOWN,
-            subject=SHM,
-            message="The size of /dev/shm could not be read; NCCL's SHM transport and DataLoader workers need it.",
-            evidence=("statvfs(/dev/shm) failed", facts.whose),
-            remedy=remedy,
-        )
+    remedy, total, free = _of_engine(facts, SHM_REMEDIES), facts.shm_size_bytes, facts.shm_free_bytes
+    if total is None:
+        seen = ("statvfs(/dev/shm) failed", facts.whose)
+        yield finding(TEXTS, "limits.shm.unknown", Severity.UNKNOWN, SHM, seen, remedy=remedy)
         return
-    evidence = (f"statvfs(/dev/shm): {size(facts.shm_size_bytes)}, {size(facts.shm_free_bytes or 0)} free", facts.whose)
-    if facts.shm_free_bytes is not None and facts.shm_free_bytes < NCCL_BUFFER_BYTES:
-        yield Finding(
-            code="limits.shm.full",
-            severity=Severity.FAIL,
-            subject=SHM,
-            message=f"{SHM} has {size(facts.shm_free_bytes)} left: not one NCCL buffer of 4 MiB fits.",
-            evidence=evidence,
-            remedy="Remove left-over segments of dead jobs from /dev/shm. " + remedy,
-        )
-    elif facts.shm_size_bytes < SHM_WANTED_BYTES:
-        yield Finding(
-            code="limits.shm.small",
-            severity=Severity.WARN,
-            subject=SHM,
-            message=(
-                f"{SHM} is {size(facts.shm_size_bytes)}, the NCCL user guide asks for 1 GiB: ranks that talk "
-                "through "
-                "shared memory fail with “No space left on device”."
-            ),
-            evidence=evidence,
-            remedy=remedy,
-        )
+    seen = (f"statvfs(/dev/shm): {size(total)}, {size(free or 0)} free", facts.whose)
+    values = {"shm": SHM, "size": size(total), "free": size(free), "remedy": remedy}
+    gpus = facts.gpus or 0
+    if free is not None and free < NCCL_BUFFER_BYTES:
+        yield finding(TEXTS, "limits.shm.full", Severity.FAIL, SHM, seen, **values)
+    elif gpus > 1 and total < gpus * SHM_SEGMENT_BYTES:
+        needed = size(gpus * SHM_SEGMENT_BYTES)
+        key = "limits.shm.small ranks"
+        yield finding(TEXTS, key, Severity.FAIL, SHM, seen, gpus=gpus, needed=needed, **values)
+    elif total < SHM_WANTED_BYTES:
+        yield finding(TEXTS, "limits.shm.small", Severity.WARN, SHM, seen, **values)
 
 
-def _nofile(facts: LimitsFacts) -> Iterator[Finding]:
-    if facts.nofile_soft is not None and facts.nofile_soft <= NOFILE_DEFAULT:
-        yield Finding(
-            code="limits.nofile.low",
-            severity=Severity.INFO if facts.nofile_soft == NOFILE_DEFAULT else Severity.WARN,
-            subject="",
-            message=(
-                f"A process may open {facts.nofile_soft} files: DataLoader workers pass one descriptor a tensor, NCCL "
-                "opens some for every peer."
-            ),
-            evidence=(f"getrlimit(RLIMIT_NOFILE): soft {facts.nofile_soft}, hard {facts.nofile_hard}", facts.whose),
-            remedy=(
-                "Raise it in the launcher with ulimit -n, up to the hard limit, or in the container engine's ulimits."
-            ),
-        )
-
-
-def _numa_policy(facts: LimitsFacts) -> Iterator[Finding]:
-    if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
-        yield Finding(
-            code="limits.numa_policy.denied",
-            severity=Severity.INFO,
-            subject="",
-            message=(
-                "A seccomp filter without CAP_SYS_NICE usually refuses set_mempolicy: ranks cannot bind memory to a "
-                "NUMA node."
-            ),
-            evidence=(f"/proc/self/status: Seccomp {facts.seccomp}", "CapEff bit 23 (CAP_SYS_NICE): no", facts.whose),
-            remedy="Add the capability SYS_NICE to the job's container where it binds memory.",
-        )
-
-
-def _of_engine(facts: LimitsFacts, engines: Mapping[str, str], other: str, bare: str) -> str:
+def _of_engine(facts: LimitsFacts, remedies: Mapping[str, str]) -> str:
     """The remedy of this container's engine, of any other one, or of a host without container."""
-    return engines.get(facts.container, other) if facts.container else bare
+    return remedies.get(facts.container, remedies["another"]) if facts.container else remedies["none"]
 
 
 def _word(known: bool | None) -> str:
@@ -371,15 +355,7 @@ PROBE = Probe(
     check=check,
     samples=samples,
     unjudged=unjudged,
-    codes=(
-        "limits.memlock.low",
-        "limits.memlock.unknown",
-        "limits.shm.small",
-        "limits.shm.full",
-        "limits.shm.unknown",
-        "limits.nofile.low",
-        "limits.numa_policy.denied",
-    ),
+    codes=codes_of(TEXTS),
     metrics=(
         Metric(name="limits_memlock_bytes", help="RLIMIT_MEMLOCK of the agent, +Inf is unlimited.", labels=("bound",)),
         Metric(name="limits_ipc_lock", help="1 where the agent has CAP_IPC_LOCK and RLIMIT_MEMLOCK does not bind it."),

@@ -1,31 +1,178 @@
 """Judges RDMA devices: ports, GIDs, MTU, flow control, permissions, and whether memory can really be registered.
 
+Ports are compared with those of their own role: the rails of the GPUs, or what serves storage and management
+(`RdmaDevice.role`, which `topology.roles` sets). A step waits for no port of the second kind, so a finding about one
+is one degree less severe.
+
 Sources: InfiniBand Architecture (port states, link widths); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"),
-NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are listed, silently);
-ibv_reg_mr(3); Linux include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA, "Recommended Network Configuration Examples for
-RoCE Deployment": a lossless fabric has PFC on one priority (3 by custom), a lossy one lives by ECN and selective
-repeat, which is a choice and no fault.
+NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are listed, silently; a
+connection takes the smaller MTU of its ends); ibv_reg_mr(3); Linux include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA,
+"Recommended Network Configuration Examples for RoCE Deployment": a lossless fabric has PFC on one priority (3 by
+custom), a lossy one lives by ECN and selective repeat, which is a choice and no fault.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from hardware.nics import fastest
 from probes.api import Finding, Severity, by_loss
-from probes.rdma.facts import ROCE_V2, RdmaDevice, RdmaFacts, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
+from probes.rdma.facts import (
+    OTHER,
+    RAIL,
+    ROCE_V2,
+    RdmaDevice,
+    RdmaFacts,
+    RdmaPort,
+    ipv4_of,
+    is_link_local,
+    nccl_gid_index,
+    rocev2_gid_index,
+)
+from probes.texts import finding
 
+_BRING_UP = "Check the cable, the transceiver and the switch port, and that the netdev is up."
+_ADDRESS = (
+    "Bring the port's netdev up with an IP address, and set the device's default RoCE mode to v2 (cma_roce_mode)."
+)
+TEXTS = {
+    "rdma.port.none_active": (
+        "None of {count} RDMA ports is ACTIVE: NCCL falls back to sockets without an error.",
+        _BRING_UP,
+    ),
+    "rdma.port.down": (
+        "The port is {state}, {sisters} of the same model {verb} ACTIVE: NCCL ignores the port silently.",
+        "{remedy}",
+    ),
+    "rdma.port.down unused": (
+        "The port is {state}, and nothing needs it: it has no address, and neither a GPU nor the use of the other "
+        "cards asks for it.",
+        "",
+    ),
+    "rdma.port.unknown": (
+        "The state of the port could not be read.",
+        "Read it with ibstat or `rdma link` as root.",
+    ),
+    "rdma.port.rate": (
+        "The port runs at {rate}, others of the same board at {best}.",
+        "Compare cable, transceiver and switch port with those of the faster ports.",
+    ),
+    "rdma.port.rate lanes": (
+        "The link came up with fewer than four lanes: {rate}.",
+        "Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
+    ),
+    "rdma.port.below_max": (
+        "The port runs at {rate}, its driver supports up to {most}: {share:.0%} of it.",
+        "Compare cable, transceiver and switch port with what the card can do; look for a forced speed.",
+    ),
+    "rdma.port.below_max unknown": (
+        "Whether the port could be faster is unknown: neither its driver nor its model tells.",
+        "Compare the rate with the card's data sheet.",
+    ),
+    "rdma.port.family_rate": (
+        "{rate}; the fastest {model} does {best}: a slower card of the family, a slower switch port, or a link that "
+        "trained down.",
+        "",
+    ),
+    "rdma.pfc.off": (
+        "No priority of a RoCE port has PFC: right for a fabric that is lossy by design with ECN, wrong for one that "
+        "is to be lossless.",
+        "",
+    ),
+    "rdma.pfc.off unmarked": (
+        "{count} RoCE port(s) have neither PFC nor ECN: nothing holds senders back before packets are dropped.",
+        "Turn on ECN for the RoCE priority, or PFC on NICs and switches alike.",
+    ),
+    "rdma.pfc.off unknown": (
+        "Whether RoCE ports have priority flow control is unknown: no driver tells, or no netdev is here.",
+        "Look on the host itself: dcb pfc show dev NETDEV, or mlnx_qos -i NETDEV.",
+    ),
+    "rdma.pfc.mixed": (
+        "RoCE ports of {model} have PFC on different priorities: congested flows are dropped on some.",
+        "Give every RoCE port the same PFC setting (mlnx_qos, dcb pfc), the one of the switches.",
+    ),
+    "rdma.port.mixed_link_layer": (
+        "ACTIVE ports are of {layers}: NCCL may take both, storage ports included.",
+        "Name the ports for training in NCCL_IB_HCA.",
+    ),
+    "rdma.gid.missing_rocev2": (
+        "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and connections fail or stay in the "
+        "subnet.",
+        _ADDRESS,
+    ),
+    "rdma.gid.missing_rocev2 unknown": ("The types of the GIDs could not be read.", _ADDRESS),
+    "rdma.gid.choice": ("NCCL takes GID index {choice}, which is {kind}; {where}.", "{remedy}"),
+    "rdma.gid.no_ipv4": ("NCCL takes GID index {choice}; {where}.", "{remedy}"),
+    "rdma.gid.no_ipv4 routed": (
+        "The port has RoCE v2 GIDs of IPv6 only: NCCL looks for IPv4 unless NCCL_IB_ADDR_FAMILY is AF_INET6.",
+        "{remedy}",
+    ),
+    "rdma.mtu.small": (
+        "RoCE packets carry {active} bytes because the netdev's MTU is {mtu}; {full} is possible.",
+        "Set the MTU of {netdev} to {wanted} or 9000, on every host and switch port of this network.",
+    ),
+    "rdma.mtu.mismatch": (
+        "{netdev} has an MTU of {mtu}, the {count} other ports of this board have {usual}: packets that a switch or "
+        "the other end does not pass are lost, and the job hangs; otherwise the smaller MTU holds.",
+        "Set the MTU of {netdev} to {usual}, and compare its switch port with those of the others.",
+    ),
+    "rdma.mtu.mismatch mixed": (
+        "The netdevs of the RoCE ports differ in MTU: {mtus}.",
+        "Set the same MTU on every RoCE netdev of the training network.",
+    ),
+    "rdma.uverbs.missing": (
+        "The device is listed, but this process has no node of it below /dev/infiniband: whether a job can use it is "
+        "unknown.",
+        "Request the RDMA resource of the device plugin in the job's pod, or scan where the job runs.",
+    ),
+    "rdma.uverbs.permission": (
+        "This user may not open {node}: NCCL would fall back to sockets.",
+        "Give the user read and write access to {node} (mode 0666 by rdma-core's udev rules, or the device plugin).",
+    ),
+    "rdma.memlock.registration": (
+        "Registering {failed} bytes failed, {worked} bytes worked: {why}.",
+        "Set memlock to unlimited for the job (container engine's default_ulimits or --ulimit memlock=-1:-1, Slurm, "
+        "PAM).",
+    ),
+    "rdma.firmware.mixed": ("Boards {board} run different firmware: {versions}.", ""),
+    "rdma.netns.shared": (
+        "RDMA devices are shared between network namespaces: this list may hold devices that are not this pod's.",
+        "",
+    ),
+}
 DOWN_REMEDIES = {
     "INIT": "Start or repair the subnet manager: the port has a link and waits for its address.",
     "ARMED": "Look at the subnet manager: it has configured the port and not activated it.",
 }
-DOWN_REMEDY = "Check the cable, the transceiver and the switch port, and that the netdev is up."
+SYSFS = "/sys/class/infiniband"
+EVIDENCE_MAX = 16
+ROCE_FULL_MTU_BYTES = 4096
+ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Architecture, annex A17 (RoCE v2)
+ROCE_FULL_NETDEV_MTU_BYTES = 4200  # 4096 and RoCE's headers, as NIC vendors round it; 9000 serves as well
+
+Ports = list[tuple[RdmaDevice, RdmaPort]]
 
 
 def check(facts: RdmaFacts) -> Iterator[Finding]:
-    """Port by port, device by device, then across devices."""
+    """Port by port and device by device, then across the devices of one role."""
     yield from _none_active(facts)
-    for device in facts.devices:
+    rails = tuple(device for device in facts.devices if device.role != OTHER)
+    others = tuple(device for device in facts.devices if device.role == OTHER)
+    yield from _of_role(rails, facts)
+    yield from map(_less_severe, _of_role(others, facts))
+    yield from _mixed(rails)
+    yield from check_flow(replace(facts, devices=rails))
+    yield from _firmware(facts)
+    yield from _memlock(facts)
+    if facts.netns_mode == "shared" and facts.source == "netlink":
+        yield finding(TEXTS, "rdma.netns.shared", Severity.INFO, "", ("NETLINK_RDMA system: netns shared",))
+
+
+def _of_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
+    """Devices that are all for the traffic of the GPUs, or all for something else."""
+    for device in devices:
         for port in device.ports:
             yield from _down(facts, device, port)
             if device.kind != "efa" and port.state == "ACTIVE":
@@ -33,167 +180,164 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
                 yield from check_gids(device, port)
                 yield from check_mtu(device, port)
         yield from _permission(device)
-    yield from _rates(facts)
-    yield from _mixed(facts)
-    yield from check_flow(facts)
-    yield from _memlock(facts)
-    if facts.netns_mode == "shared" and facts.source == "netlink":
-        yield Finding(
-            code="rdma.netns.shared",
-            severity=Severity.INFO,
-            subject="",
-            message=(
-                "RDMA devices are shared between network namespaces: this list may hold devices that are not this "
-                "pod's."
-            ),
-            evidence=("NETLINK_RDMA system: netns shared",),
-        )
+    for members in _alike(devices):
+        yield from _rates(members)
+        yield from _mtus(members)
 
 
-def _ports(facts: RdmaFacts) -> list[tuple[RdmaDevice, RdmaPort]]:
-    return [(device, port) for device in facts.devices for port in device.ports]
+def _less_severe(found: Finding) -> Finding:
+    severity = {Severity.FAIL: Severity.WARN, Severity.WARN: Severity.INFO}.get(found.severity, found.severity)
+    message = f"{found.message} No traffic between GPUs goes over this port: every GPU has a nearer or faster one."
+    return found if severity is found.severity else replace(found, severity=severity, message=message)
+
+
+def _ports(devices: Iterable[RdmaDevice]) -> Ports:
+    return [(device, port) for device in devices for port in device.ports]
+
+
+def _alike(devices: Iterable[RdmaDevice]) -> Iterable[Ports]:
+    """The ACTIVE ports of adapters, grouped by model, board and link layer."""
+    groups: dict[tuple[str | None, ...], Ports] = {}
+    for device, port in _ports(devices):
+        if port.state == "ACTIVE" and device.kind in ("hca", "efa"):
+            groups.setdefault((device.model, device.board, port.link_layer), []).append((device, port))
+    return groups.values()
 
 
 def _none_active(facts: RdmaFacts) -> Iterator[Finding]:
-    states = [port.state for _, port in _ports(facts)]
+    states = [port.state for _, port in _ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
-        yield Finding(
-            code="rdma.port.none_active",
-            severity=Severity.FAIL,
-            subject="",
-            message=f"None of {len(states)} RDMA ports is ACTIVE: NCCL falls back to sockets without an error.",
-            evidence=tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _ports(facts)[:16]),
-            remedy=DOWN_REMEDY,
-        )
+        seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _ports(facts.devices)[:EVIDENCE_MAX])
+        yield finding(TEXTS, "rdma.port.none_active", Severity.FAIL, "", seen, count=len(states))
 
 
 def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    where, name = where_of(device, port), subject(device, port)
     if port.state is None:
-        yield Finding(
-            code="rdma.port.unknown",
-            severity=Severity.UNKNOWN,
-            subject=subject(device, port),
-            message="The state of the port could not be read.",
-            evidence=(f"{where_of(device, port)}/state: not readable",),
-            remedy="Read it with ibstat or `rdma link` as root.",
-        )
+        yield finding(TEXTS, "rdma.port.unknown", Severity.UNKNOWN, name, (f"{where}/state: not readable",))
     elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
-        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts))
-        carries = sisters and device.kind in ("hca", "efa")  # software over an interface adds no wire
-        severity = by_loss(1.0 / (sisters + 1)) if carries else Severity.WARN
-        if device.is_vf and port.state == "DOWN" and _is_unused(facts, device):
-            severity = Severity.INFO  # a virtual function in stock, beside the physical one that is up
-        yield Finding(
-            code="rdma.port.down",
+        evidence = (f"{where}/state: {port.state}", f"{where}/phys_state: {port.physical_state}")
+        state = f"{port.state} ({port.physical_state or 'physical state unknown'})"
+        if not _is_needed(facts, device, port):
+            yield finding(TEXTS, "rdma.port.down unused", Severity.INFO, name, evidence, state=state)
+            return
+        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts.devices))
+        carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software adds no wire
+        yield finding(
+            TEXTS,
+            "rdma.port.down",
             # its share of the node's ports of that kind; of a kind that carries nothing here none is missed
-            severity=severity,
-            subject=subject(device, port),
-            message=(
-                f"The port is {port.state} ({port.physical_state or 'physical state unknown'}), "
-                f"{sisters} {'port of the same model is' if sisters == 1 else 'ports of the same model are'} ACTIVE: "
-                "NCCL ignores the port silently."
-            ),
-            evidence=(
-                f"{where_of(device, port)}/state: {port.state}",
-                f"{where_of(device, port)}/phys_state: {port.physical_state}",
-            ),
-            remedy=DOWN_REMEDIES.get(port.state, DOWN_REMEDY),
+            by_loss(1.0 / (sisters + 1)) if carries else Severity.WARN,
+            name,
+            evidence,
+            state=state,
+            sisters=f"{sisters} port{'' if sisters == 1 else 's'}",
+            verb="is" if sisters == 1 else "are",
+            remedy=DOWN_REMEDIES.get(port.state, _BRING_UP),
         )
 
 
-def _is_unused(facts: RdmaFacts, device: RdmaDevice) -> bool:
-    """Whether a virtual function is in stock: no port of it is up, has an address, and a whole device's port is up."""
-    idle = all(port.state == "DOWN" and not any(map(ipv4_of, port.gids)) for port in device.ports)
-    return idle and any(port.state == "ACTIVE" and not other.is_vf for other, port in _ports(facts))
+def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
+    """Whether something needs a port that is not ACTIVE: an address, a bond, or the use that cards of its kind have.
+
+    A card with another port up may be cabled once by design; then its twins on this node are cabled the same way. A
+    virtual function without address, beside a whole device that is up, is in stock.
+    """
+    if device.is_vf and port.state == "DOWN":
+        idle = all(each.state == "DOWN" and not any(map(ipv4_of, each.gids)) for each in device.ports)
+        if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _ports(facts.devices)):
+            return False
+    elsewhere = {gid.gid for _, other in _ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
+    own_gids = {gid.gid for gid in port.gids if not is_link_local(gid)} - elsewhere
+    if (port.link_layer == "Ethernet" and own_gids) or device.bond or port.state in DOWN_REMEDIES:
+        return True
+    if device.role == OTHER:
+        return False
+    own, place = _card(device), (_function(device), port.port)
+    kin = [(d, p) for d, p in _ports(facts.devices) if (d.model, d.board) == (device.model, device.board)]
+    if not any(_card(d) == own and p.state == "ACTIVE" for d, p in kin):
+        return True
+    twins = [p.state == "ACTIVE" for d, p in kin if _card(d) != own and (_function(d), p.port) == place]
+    return 2 * sum(twins) > len(twins)
 
 
-def _rates(facts: RdmaFacts) -> Iterator[Finding]:
-    """A port slower than its sisters: same model, board and link layer."""
-    groups: dict[tuple[str | None, ...], list[tuple[RdmaDevice, RdmaPort]]] = {}
-    for device, port in _ports(facts):
-        if port.state == "ACTIVE" and port.rate_bytes_per_second and device.kind in ("hca", "efa"):
-            groups.setdefault((device.model, device.board, port.link_layer), []).append((device, port))
-    for members in groups.values():
-        best = max(port.rate_bytes_per_second or 0 for _, port in members)
-        for device, port in members:
-            if (port.rate_bytes_per_second or 0) < best:
-                yield Finding(
-                    code="rdma.port.rate",
-                    severity=by_loss(1.0 - (port.rate_bytes_per_second or 0.0) / best),
-                    subject=subject(device, port),
-                    message=(
-                        f"The port runs at {gbps(port.rate_bytes_per_second or 0)}, others of the same board at "
-                        f"{gbps(best)}."
-                    ),
-                    evidence=(f"{where_of(device, port)}/rate: {port.rate_text}",),
-                    remedy="Compare cable, transceiver and switch port with those of the faster ports.",
-                )
+def _card(device: RdmaDevice) -> str:
+    return device.bus_id.rpartition(".")[0] if device.bus_id else device.name
+
+
+def _function(device: RdmaDevice) -> str:
+    return device.bus_id.rpartition(".")[2] if device.bus_id else ""
+
+
+def _rates(members: Ports) -> Iterator[Finding]:
+    """A port slower than its sisters."""
+    best = max(port.rate_bytes_per_second or 0.0 for _, port in members)
+    for device, port in members:
+        rate = port.rate_bytes_per_second
+        if rate and rate < best:
+            lost, seen = by_loss(1.0 - rate / best), (f"{where_of(device, port)}/rate: {port.rate_text}",)
+            yield finding(TEXTS, "rdma.port.rate", lost, subject(device, port), seen, rate=gbps(rate), best=gbps(best))
+
+
+def _mtus(members: Ports) -> Iterator[Finding]:
+    """A port whose MTU is not that of most of its sisters."""
+    known = [(d, p) for d, p in members if p.link_layer == "Ethernet" and p.netdev_mtu_bytes]
+    usual, count = next(iter(Counter(port.netdev_mtu_bytes for _, port in known).most_common(1)), (None, 0))
+    for device, port in known:
+        if port.netdev_mtu_bytes != usual and 2 * count > len(known):
+            yield finding(
+                TEXTS,
+                "rdma.mtu.mismatch",
+                Severity.FAIL,  # one end of its connections is configured wrongly: the job may hang
+                subject(device, port),
+                (f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}",),
+                netdev=port.netdev,
+                mtu=port.netdev_mtu_bytes,
+                count=count,
+                usual=usual,
+            )
+
+
+def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
+    """What ports for the traffic of the GPUs should have in common."""
+    active = [(d, p) for d, p in _ports(devices) if p.state == "ACTIVE" and p.link_layer]
+    layers = sorted({port.link_layer for _, port in active if port.link_layer})
+    if len(layers) > 1:
+        seen = tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
+        yield finding(TEXTS, "rdma.port.mixed_link_layer", Severity.WARN, "", seen, layers=" and ".join(layers))
+    groups = [
+        [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
+        for members in _alike(devices)
+    ]
+    common = [Counter(port.netdev_mtu_bytes for port in ports).most_common(1)[0] for ports in groups if ports]
+    split = any(2 * count <= len(ports) for (_, count), ports in zip(common, filter(None, groups), strict=True))
+    if split or len({mtu for mtu, _ in common}) > 1:
+        ports = [port for group in groups for port in group]
+        mtus = sorted({port.netdev_mtu_bytes for port in ports if port.netdev_mtu_bytes})
+        seen = tuple(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}" for port in ports[:EVIDENCE_MAX])
+        listed = ", ".join(map(str, mtus))
+        yield finding(TEXTS, "rdma.mtu.mismatch mixed", Severity.WARN, "", seen, mtus=listed)
 
 
 def _permission(device: RdmaDevice) -> Iterator[Finding]:
     if device.uverbs is None:
-        yield Finding(
-            code="rdma.uverbs.missing",
-            severity=Severity.UNKNOWN,
-            subject=device.name,
-            message=(
-                "The device is listed, but this process has no node of it below /dev/infiniband: whether a job can "
-                "use it is unknown."
-            ),
-            evidence=(f"/sys/class/infiniband_verbs/*/ibdev: {device.name}, no such node in /dev/infiniband",),
-            remedy="Request the RDMA resource of the device plugin in the job's pod, or scan where the job runs.",
-        )
+        seen = f"/sys/class/infiniband_verbs/*/ibdev: {device.name}, no such node in /dev/infiniband"
+        yield finding(TEXTS, "rdma.uverbs.missing", Severity.UNKNOWN, device.name, (seen,))
     elif device.uverbs_usable is False:
-        yield Finding(
-            code="rdma.uverbs.permission",
-            severity=Severity.FAIL,
-            subject=device.name,
-            message=f"This user may not open {device.uverbs}: NCCL would fall back to sockets.",
-            evidence=(f"access({device.uverbs}, R_OK | W_OK): denied",),
-            remedy=(
-                f"Give the user read and write access to {device.uverbs} (mode 0666 by rdma-core's udev rules, or the "
-                "device plugin)."
-            ),
-        )
+        seen = f"access({device.uverbs}, R_OK | W_OK): denied"
+        yield finding(TEXTS, "rdma.uverbs.permission", Severity.FAIL, device.name, (seen,), node=device.uverbs)
 
 
-def _mixed(facts: RdmaFacts) -> Iterator[Finding]:
-    active = [(d, p) for d, p in _ports(facts) if p.state == "ACTIVE" and p.link_layer]
-    layers = sorted({p.link_layer for _, p in active if p.link_layer})
-    if len(layers) > 1:
-        yield Finding(
-            code="rdma.port.mixed_link_layer",
-            severity=Severity.WARN,
-            subject="",
-            message=f"ACTIVE ports are of {' and '.join(layers)}: NCCL may take both, storage ports included.",
-            evidence=tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:16]),
-            remedy="Name the ports for training in NCCL_IB_HCA.",
-        )
-    mtus = {p.netdev_mtu_bytes for _, p in active if p.link_layer == "Ethernet" and p.netdev_mtu_bytes}
-    if len(mtus) > 1:
-        yield Finding(
-            code="rdma.mtu.mismatch",
-            severity=Severity.WARN,
-            subject="",
-            message="The netdevs of the RoCE ports differ in MTU: " + ", ".join(str(m) for m in sorted(mtus)) + ".",
-            evidence=tuple(
-                f"/sys/class/net/{p.netdev}/mtu: {p.netdev_mtu_bytes}" for _, p in active[:16] if p.netdev_mtu_bytes
-            ),
-            remedy="Set the same MTU on every RoCE netdev of the training network.",
-        )
+def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
     versions: dict[str, set[str]] = {}
     for device in facts.devices:
         if device.board and device.firmware:
             versions.setdefault(device.board, set()).add(device.firmware)
     for board, found in versions.items():
         if len(found) > 1:
-            yield Finding(
-                code="rdma.firmware.mixed",
-                severity=Severity.INFO,
-                subject=board,
-                message=f"Boards {board} run different firmware: {', '.join(sorted(found))}.",
-                evidence=tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board),
-            )
+            seen = tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board)
+            listed = ", ".join(sorted(found))
+            yield finding(TEXTS, "rdma.firmware.mixed", Severity.INFO, board, seen, board=board, versions=listed)
 
 
 def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
@@ -201,30 +345,16 @@ def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
     if proof is None or proof.failed_bytes is None:
         return
     no_memory = "errno 12" in (proof.error or "")  # ENOMEM is how the kernel refuses pages beyond RLIMIT_MEMLOCK
-    yield Finding(
-        code="rdma.memlock.registration",
-        severity=Severity.FAIL if no_memory else Severity.UNKNOWN,
-        subject=proof.device,
-        message=(
-            f"Registering {proof.failed_bytes} bytes failed, {proof.registered_bytes} bytes worked: "
-            + (
-                "the memlock limit binds, and NCCL's buffers of 4 MiB and more do not fit."
-                if no_memory
-                else f"{proof.error}."
-            )
-        ),
-        evidence=(f"ibv_reg_mr({proof.device}, {proof.failed_bytes}): {proof.error}",),
-        remedy=(
-            "Set memlock to unlimited for the job (container engine's default_ulimits or --ulimit memlock=-1:-1, "
-            "Slurm, PAM)."
-        ),
+    yield finding(
+        TEXTS,
+        "rdma.memlock.registration",
+        Severity.FAIL if no_memory else Severity.UNKNOWN,
+        proof.device,
+        (f"ibv_reg_mr({proof.device}, {proof.failed_bytes}): {proof.error}",),
+        failed=proof.failed_bytes,
+        worked=proof.registered_bytes,
+        why="the memlock limit binds, and NCCL's buffers of 4 MiB and more do not fit" if no_memory else proof.error,
     )
-
-
-SYSFS = "/sys/class/infiniband"
-ROCE_FULL_MTU_BYTES = 4096
-ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Architecture, annex A17 (RoCE v2)
-ROCE_FULL_NETDEV_MTU_BYTES = 4200  # 4096 and RoCE's headers, as NIC vendors round it; 9000 serves as well
 
 
 def subject(device: RdmaDevice, port: RdmaPort) -> str:
@@ -239,61 +369,39 @@ def where_of(device: RdmaDevice, port: RdmaPort) -> str:
 
 def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Lanes and family of a port that is ACTIVE."""
+    rate, seen = port.rate_bytes_per_second, f"{where_of(device, port)}/rate: {port.rate_text}"
     # InfiniBand ports of adapters are four lanes wide; fewer is a link that came up degraded. On Ethernet the lane
     # count in the rate's text is only how the kernel expresses a speed.
     if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
-        yield Finding(
-            code="rdma.port.rate",
-            severity=Severity.FAIL,  # half of the lanes or fewer
-            subject=subject(device, port),
-            message=f"The link came up with fewer than four lanes: {port.rate_text}.",
-            evidence=(f"{where_of(device, port)}/rate: {port.rate_text}",),
-            remedy="Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
-        )
-    yield from _below_max(device, port)
+        name = subject(device, port)
+        yield finding(TEXTS, "rdma.port.rate lanes", Severity.FAIL, name, (seen,), rate=port.rate_text)
+    yield from _below_max(device, port, seen)
     best = None if port.rate_max_bytes_per_second else fastest(device.model)
-    if best and port.rate_bytes_per_second and port.rate_bytes_per_second < best:
-        yield Finding(
-            code="rdma.port.family_rate",
-            severity=Severity.INFO,
-            subject=subject(device, port),
-            message=(
-                f"{gbps(port.rate_bytes_per_second)}; the fastest {device.model} does {gbps(best)}: a slower card "
-                "of the "
-                "family, a slower switch port, or a link that trained down."
-            ),
-            evidence=(
-                f"{where_of(device, port)}/rate: {port.rate_text}",
-                f"{SYSFS}/{device.name}/board_id: {device.board}",
-            ),
+    if best and rate and rate < best:
+        yield finding(
+            TEXTS,
+            "rdma.port.family_rate",
+            Severity.INFO,
+            subject(device, port),
+            (seen, f"{SYSFS}/{device.name}/board_id: {device.board}"),
+            rate=gbps(rate),
+            model=device.model,
+            best=gbps(best),
         )
 
 
-def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+def _below_max(device: RdmaDevice, port: RdmaPort, seen: str) -> Iterator[Finding]:
     """A port against its own maximum, which its driver knows: a slower switch port is a choice, but one to know of."""
     rate, most = port.rate_bytes_per_second, port.rate_max_bytes_per_second
+    name = subject(device, port)
     virtual = device.is_vf or (device.model or "").endswith(" VF")  # its rate is what its owner gives it
     if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
-        yield Finding(
-            code="rdma.port.below_max",
-            severity=Severity.UNKNOWN,
-            subject=subject(device, port),
-            message="Whether the port could be faster is unknown: neither its driver nor its model tells.",
-            evidence=(f"ethtool {port.netdev or '(no netdev here)'}: no link modes", f"model {device.model}"),
-            remedy="Compare the rate with the card's data sheet.",
-        )
+        modes = (f"ethtool {port.netdev or '(no netdev here)'}: no link modes", f"model {device.model}")
+        yield finding(TEXTS, "rdma.port.below_max unknown", Severity.UNKNOWN, name, modes)
     if rate and most and rate < most:
-        yield Finding(
-            code="rdma.port.below_max",
-            severity=Severity.WARN,
-            subject=subject(device, port),
-            message=f"The port runs at {gbps(rate)}, its driver supports up to {gbps(most)}: {rate / most:.0%} of it.",
-            evidence=(
-                f"{where_of(device, port)}/rate: {port.rate_text}",
-                f"ethtool {port.netdev}, supported link modes: up to {most * 8 / 1e6:.0f} Mb/s",
-            ),
-            remedy="Compare cable, transceiver and switch port with what the card can do; look for a forced speed.",
-        )
+        modes = (seen, f"ethtool {port.netdev}, supported link modes: up to {most * 8 / 1e6:.0f} Mb/s")
+        values = {"rate": gbps(rate), "most": gbps(most), "share": rate / most}
+        yield finding(TEXTS, "rdma.port.below_max", Severity.WARN, name, modes, **values)
 
 
 def gbps(bytes_per_second: float) -> str:
@@ -305,59 +413,29 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Whether RoCE v2 is there, and whether NCCL would take it."""
     if port.link_layer != "Ethernet" or not port.gids_known:
         return
-    where = f"{where_of(device, port)}/gid_attrs/types"
+    name, where = subject(device, port), f"{where_of(device, port)}/gid_attrs/types"
     listed = tuple(f"{where}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
     best, choice = rocev2_gid_index(port), nccl_gid_index(port)
     if best is None:
         unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
-        yield Finding(
-            code="rdma.gid.missing_rocev2",
-            severity=Severity.UNKNOWN if unknown else Severity.FAIL,
-            subject=subject(device, port),
-            message=(
-                "The types of the GIDs could not be read."
-                if unknown
-                else "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and connections fail or stay "
-                "in the subnet."
-            ),
-            evidence=listed or (f"{where}: no used entry",),
-            remedy=(
-                "Bring the port's netdev up with an IP address, and set the device's default RoCE mode to v2 "
-                "(cma_roce_mode)."
-            ),
-        )
+        severity = Severity.UNKNOWN if unknown else Severity.FAIL
+        key = "rdma.gid.missing_rocev2" + " unknown" * unknown
+        yield finding(TEXTS, key, severity, name, listed or (f"{where}: no used entry",))
         return
     chosen = next((gid for gid in port.gids if gid.index == choice), None)
+    values = {"choice": choice, "where": _where(port, best), "remedy": _addressed(port, best)}
     if chosen is None or chosen.type != ROCE_V2:
-        yield Finding(
-            code="rdma.gid.choice",
-            # an empty entry connects to nothing; RoCE v1 works within its subnet
-            severity=Severity.FAIL if chosen is None else Severity.WARN,
-            subject=subject(device, port),
-            message=(
-                f"NCCL takes GID index {choice}, which is {chosen.type if chosen else 'empty'}; {_where(port, best)}."
-            ),
-            evidence=listed,
-            remedy=_addressed(port, best),
-        )
+        # an empty entry connects to nothing; RoCE v1 works within its subnet
+        severity, kind = (Severity.WARN, chosen.type) if chosen else (Severity.FAIL, "empty")
+        yield finding(TEXTS, "rdma.gid.choice", severity, name, listed, kind=kind, **values)
     elif not any(ipv4_of(gid) for gid in port.gids):
-        yield Finding(
-            code="rdma.gid.no_ipv4",
-            severity=Severity.WARN,
-            subject=subject(device, port),
-            message=(
-                "The port has RoCE v2 GIDs of IPv6 only: NCCL looks for IPv4 unless NCCL_IB_ADDR_FAMILY is AF_INET6."
-                if _routed_v6(port)
-                else f"NCCL takes GID index {choice}; {_where(port, best)}."
-            ),
-            evidence=listed,
-            remedy=_addressed(port, best),
-        )
+        key = "rdma.gid.no_ipv4" + " routed" * _routed_v6(port)
+        yield finding(TEXTS, key, Severity.WARN, name, listed, **values)
 
 
 def _routed_v6(port: RdmaPort) -> bool:
     """Whether a RoCE v2 GID of IPv6 is more than link-local."""
-    return any(gid.type == ROCE_V2 and not ipv4_of(gid) and not gid.gid.lower().startswith("fe80") for gid in port.gids)
+    return any(gid.type == ROCE_V2 and not ipv4_of(gid) and not is_link_local(gid) for gid in port.gids)
 
 
 def _where(port: RdmaPort, best: int) -> str:
@@ -385,86 +463,48 @@ def _payload(mtu_bytes: int) -> float:
 
 def check_mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Whether packets could be larger."""
-    if port.link_layer == "Ethernet" and port.active_mtu_bytes and port.active_mtu_bytes < ROCE_FULL_MTU_BYTES:
-        yield Finding(
-            code="rdma.mtu.small",
-            severity=by_loss(1.0 - _payload(port.active_mtu_bytes) / _payload(ROCE_FULL_MTU_BYTES)),
-            subject=subject(device, port),
-            message=(
-                f"RoCE packets carry {port.active_mtu_bytes} bytes because the netdev's MTU is "
-                f"{port.netdev_mtu_bytes}; "
-                f"{ROCE_FULL_MTU_BYTES} is possible."
-            ),
-            evidence=(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}",),
-            remedy=(
-                f"Set the MTU of {port.netdev} to {ROCE_FULL_NETDEV_MTU_BYTES} or 9000, on every host and switch port "
-                "of this network."
-            ),
+    active = port.active_mtu_bytes
+    if port.link_layer == "Ethernet" and active and active < ROCE_FULL_MTU_BYTES:
+        yield finding(
+            TEXTS,
+            "rdma.mtu.small",
+            by_loss(1.0 - _payload(active) / _payload(ROCE_FULL_MTU_BYTES)),
+            subject(device, port),
+            (f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}",),
+            active=active,
+            mtu=port.netdev_mtu_bytes,
+            full=ROCE_FULL_MTU_BYTES,
+            netdev=port.netdev,
+            wanted=ROCE_FULL_NETDEV_MTU_BYTES,
         )
-
-
-EVIDENCE_MAX = 16
 
 
 def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
     """ACTIVE RoCE ports with and without PFC."""
     roce = [
         (device, port)
-        for device in facts.devices
-        for port in device.ports
+        for device, port in _ports(facts.devices)
         if port.state == "ACTIVE" and port.link_layer == "Ethernet" and device.kind == "hca"
     ]
     known = [(device, port) for device, port in roce if port.pfc_priorities is not None]
     if roce and not known:
-        yield Finding(
-            code="rdma.pfc.off",
-            severity=Severity.UNKNOWN,
-            subject="",
-            message="Whether RoCE ports have priority flow control is unknown: no driver tells, or no netdev is here.",
-            evidence=(f"DCB_CMD_IEEE_GET {', '.join(port.netdev or 'no netdev' for _, port in roce)}: no answer",),
-            remedy="Look on the host itself: dcb pfc show dev NETDEV, or mlnx_qos -i NETDEV.",
-        )
-    yield from _mixed_flow_control(known)
+        seen = f"DCB_CMD_IEEE_GET {', '.join(port.netdev or 'no netdev' for _, port in roce)}: no answer"
+        yield finding(TEXTS, "rdma.pfc.off unknown", Severity.UNKNOWN, "", (seen,))
+    for members in _alike(facts.devices):  # another board may serve storage, on a fabric of its own
+        ports = [port for device, port in members if (device, port) in known]
+        if len({port.pfc_priorities for port in ports}) > 1:
+            model = members[0][0].model or "one board"
+            yield finding(TEXTS, "rdma.pfc.mixed", Severity.WARN, "", _evidence(ports), model=model)
     if known and not any(port.pfc_priorities for _, port in known):
         yield _no_flow_control([port for _, port in known])
 
 
-def _mixed_flow_control(known: list[tuple[RdmaDevice, RdmaPort]]) -> Iterator[Finding]:
-    """Among ports of one board: another board may serve storage, on a fabric of its own."""
-    boards: dict[tuple[str | None, str | None], list[RdmaPort]] = {}
-    for device, port in known:
-        boards.setdefault((device.model, device.board), []).append(port)
-    for (model, _), ports in boards.items():
-        if len({port.pfc_priorities for port in ports}) > 1:
-            yield Finding(
-                code="rdma.pfc.mixed",
-                severity=Severity.WARN,
-                subject="",
-                message=(
-                    f"RoCE ports of {model or 'one board'} have PFC on different priorities: congested flows are "
-                    "dropped on some."
-                ),
-                evidence=_evidence(ports),
-                remedy="Give every RoCE port the same PFC setting (mlnx_qos, dcb pfc), the one of the switches.",
-            )
-
-
 def _no_flow_control(ports: list[RdmaPort]) -> Finding:
     unmarked = [port for port in ports if port.ecn is False]
-    return Finding(
-        code="rdma.pfc.off",
-        severity=Severity.WARN if unmarked else Severity.INFO,
-        subject="",
-        message=(
-            f"{len(unmarked)} RoCE port(s) have neither PFC nor ECN: nothing holds senders back before packets are "
-            "dropped."
-            if unmarked
-            else "No priority of a RoCE port has PFC: right for a fabric that is lossy by design with ECN, wrong for "
-            "one that is to be lossless."
-        ),
-        evidence=(*_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked)),
-        remedy="Turn on ECN for the RoCE priority, or PFC on NICs and switches alike." if unmarked else "",
-    )
+    if not unmarked:
+        return finding(TEXTS, "rdma.pfc.off", Severity.INFO, "", _evidence(ports))
+    seen = (*_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
+    return finding(TEXTS, "rdma.pfc.off unmarked", Severity.WARN, "", seen, count=len(unmarked))
 
 
 def _evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:

@@ -67,6 +67,7 @@ class RdmaDevice:
     uverbs_usable: bool | None = None  # this user may open it
     driver: str | None = None  # "mlx5_core", "efa", "bnxt_en"
     ports: tuple[RdmaPort, ...] = ()
+    role: str | None = None  # RAIL or OTHER: set for the judgement by `topology.roles`, where the topology decides it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,8 @@ class RdmaFacts:
 
 
 ROCE_V2 = "RoCE v2"
+RAIL, OTHER = "rail", "other"
+"""Roles of a device: it carries the traffic of a GPU that is nearest to it, or serves storage or management."""
 
 
 def ipv4_of(gid: Gid) -> str | None:
@@ -100,6 +103,11 @@ def ipv4_of(gid: Gid) -> str | None:
     except ValueError:
         return None
     return str(mapped) if mapped else None
+
+
+def is_link_local(gid: Gid) -> bool:
+    """Whether no other subnet is reached by it, and NCCL does not choose it: fe80::/10."""
+    return gid.gid.lower().startswith("fe80")
 
 
 def nccl_gid_index(port: RdmaPort) -> int | None:
@@ -117,5 +125,5 @@ def nccl_gid_index(port: RdmaPort) -> int | None:
 def rocev2_gid_index(port: RdmaPort) -> int | None:
     """The first RoCE v2 entry that can be routed: with IPv4, else a global IPv6, else link-local."""
     routed = [gid for gid in port.gids if gid.type == ROCE_V2]
-    routed.sort(key=lambda gid: (ipv4_of(gid) is None, gid.gid.lower().startswith("fe80"), gid.index))
+    routed.sort(key=lambda gid: (ipv4_of(gid) is None, is_link_local(gid), gid.index))
     return routed[0].index if routed else None

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from probes.api import Metric, Probe, Sample
-from probes.rdma.check import check
+from probes.rdma.check import TEXTS, check
 from probes.rdma.facts import RdmaFacts, nccl_gid_index, rocev2_gid_index
 from probes.rdma.read import read
+from probes.texts import codes_of
 
 
 def samples(facts: RdmaFacts) -> Iterator[Sample]:
@@ -50,28 +51,7 @@ PROBE = Probe(
     read=read,
     check=check,
     samples=samples,
-    codes=(
-        "rdma.port.none_active",
-        "rdma.port.down",
-        "rdma.port.unknown",
-        "rdma.port.rate",
-        "rdma.port.below_max",
-        "rdma.port.family_rate",
-        "rdma.pfc.off",
-        "rdma.pfc.mixed",
-        "rdma.port.mixed_link_layer",
-        "rdma.gid.missing_rocev2",
-        "rdma.gid.choice",
-        "rdma.gid.no_ipv4",
-        "rdma.mtu.small",
-        "rdma.mtu.mismatch",
-        "rdma.uverbs.missing",
-        "rdma.uverbs.permission",
-        "rdma.memlock.registration",
-        "rdma.firmware.mixed",
-        "rdma.counters.rising",
-        "rdma.netns.shared",
-    ),
+    codes=(*codes_of(TEXTS), "rdma.counters.rising"),
     metrics=(
         Metric(name="rdma_device_numa_node", help="NUMA node of the RDMA device.", labels=("device",)),
         Metric(name="rdma_device_usable", help="1 where the agent may open the device.", labels=("device",)),

@@ -78,6 +78,8 @@ class PodHost(RecordedHost):
         """The pod's own files stand above the machine's."""
         if path in self.files:
             return self.files[path]
+        if path.startswith("/etc/podinfo/") and not self.host_network:
+            raise FileNotFoundError(errno.ENOENT, "of the recorded pod", path)
         if path.startswith(("/proc/net/", "/proc/self/net/")) and not self.host_network:
             raise FileNotFoundError(errno.ENOENT, "of the host's network namespace", path)
         if "/gid_attrs/" in path and not self.host_network:

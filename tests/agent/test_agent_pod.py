@@ -53,12 +53,12 @@ def test_what_only_a_jobs_pod_can_tell_is_unknown_and_no_pass() -> None:
 
 
 def test_the_same_pod_as_a_job_is_judged() -> None:
-    """Without the agent's role the same limits are what ranks will get: the gate in a job's pod says so."""
+    """Without the agent's role the same limits are what ranks will get: 64 MiB hold no segment for each of 8 ranks."""
     path = next(path for path in HEALTHY if "hgx-h100" in path.stem)
     host = PodHost(path, agent_of("kubernetes"))
     del host.env["TOPOFLIGHT_ROLE"]
     (check,) = checks(look((scan(host),)), "limits.shm.small")
-    assert check.status == "warn" and "64 MiB" in check.message
+    assert check.status == "fail" and "64 MiB" in check.message and "73.53 MiB" in check.message
 
 
 @pytest.mark.parametrize(("memlock", "status"), [(None, "pass"), (8 << 20, "fail"), (65536, "fail")])

@@ -15,8 +15,8 @@ from agent.advice.advise import FORMATS
 from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
 from agent.checks.history import AT_ONCE
+from agent.cli.explain import explain
 from agent.cli.main import cli
-from agent.cli.scan import explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.environment import CODES as ENV_CODES
 

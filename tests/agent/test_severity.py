@@ -49,11 +49,12 @@ def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
 
 
 def test_the_readmes_own_case_fails() -> None:
-    """NCCL takes eth0 while net1 is there, no GPUDirect RDMA path, and an HCA is down: each of them is a failure."""
+    """NCCL takes eth0 while net1 is there, no GPUDirect RDMA path; the NIC's second port is not cabled, a note."""
     view = look((recorded(README_CASE),))
     assert (view.verdict.word, view.verdict.exit_code) == ("fail", 3)
-    for code in ("interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far", "rdma.port.down"):
+    for code in ("interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"):
         assert status(view, code) == {"fail"}, code
+    assert status(view, "rdma.port.down") == {"info"}
 
 
 def test_what_the_job_sets_is_not_held_against_the_host() -> None:
@@ -69,9 +70,16 @@ def test_what_the_job_sets_is_not_held_against_the_host() -> None:
                         ("nonsense", "fail"), ("phb", "fail")],
 )  # fmt: skip
 def test_a_gdr_level_of_the_environment_counts(level: str, path: str) -> None:
-    """Polaris by its operator's own advice: NCCL_NET_GDR_LEVEL=PHB, two to three times as fast."""
-    snapshot = with_environment(recorded("polaris-4xA100-nv4"), {"NCCL_NET_GDR_LEVEL": level} if level else {})
-    assert status(look((snapshot,)), "topology.gdr.path") == {path}
+    """Polaris by its operator's own advice: NCCL_NET_GDR_LEVEL=PHB, two to three times as fast.
+
+    The machine is built this way, so that its own nodes are healthy without; one like it of no known make fails.
+    """
+    polaris = with_environment(recorded("polaris-4xA100-nv4"), {"NCCL_NET_GDR_LEVEL": level} if level else {})
+    host = polaris.facts(HostinfoFacts)
+    assert host is not None
+    unknown = with_facts(polaris, hostinfo=replace(host, product="Server"))
+    assert status(look((unknown,)), "topology.gdr.path") == {path}
+    assert status(look((polaris,)), "topology.gdr.path") == {path.replace("fail", "info")}
 
 
 def test_gpus_far_from_the_nic_cost_nothing_where_another_gpu_is_the_way_in() -> None:
@@ -98,9 +106,9 @@ def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rd
         assert status(look((hgx,)), "interfaces.choice.wrong") == {"info"}
 
 
-@pytest.mark.parametrize(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "warn")])
+@pytest.mark.parametrize(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "fail")])
 def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
-    """One of ten is a tenth; the only one of its kind carried nothing that another could be measured by."""
+    """One of ten is a tenth; the only one of its kind is all that its GPU has near it."""
     snapshot = recorded("hgx-h100-8xH100-8hca")
     rdma = snapshot.facts(RdmaFacts)
     assert rdma is not None

@@ -162,7 +162,9 @@ class Reader:
         if words[0] == "topoflight":
             return self.ours(words[1:])
         if words[inside:] == ["topoflight", "capture", ">", words[-1]]:
-            shutil.copy(MACHINES / f"{next(self.captured)}.json", self.folder / words[-1])
+            node = (MACHINES / f"{next(self.captured)}.json").read_text()
+            role = '"environment": {\n   "": {"TOPOFLIGHT_ROLE": "agent"}'  # the agent's pod: its manifest says so
+            (self.folder / words[-1]).write_text(node.replace('"environment": {\n   "": {}', role))
         elif command.endswith("| topoflight evidence -"):
             return self.ours(["evidence", "-"], LOGS[words[words.index("|") - 1]])
         elif words[1:3] == ["apply", "-k"]:

@@ -118,6 +118,12 @@ TEXTS = [
     ("Memory access fault by GPU node-3 (Agent handle: 0x5) on address 0x7f. Reason: Unknown.", "gpu_memory_fault", ()),
     ("HW Exception by GPU node-9 (Agent handle: 0x631351bb5a20) reason :GPU Hang", "gpu_hang", ()),
     ("[ 12.000001] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!", "gpu_hang", ()),
+    (f"{WARN}failed to open CUDA IPC handle : 217 peer access is not supported between these two devices",
+     "peer_access_refused", ()),
+    (f"{WARN}Cuda failure 'API call is not supported in the installed CUDA driver'", "driver_mismatch", ()),
+    ("ERROR:root:AMDSMI Error: AMDSMI_STATUS_INVAL: Invalid parameters.", "rocm_smi_failed", ()),
+    ("RuntimeError: connect() timed out. Original timeout was 60000 ms.", "rendezvous_timeout", ()),
+    ("z292: Test NCCL failure common.cu:1279 'unhandled cuda error / '", "call_failed", ()),
     (f"{WARN}Invalid rank requested : 2/2", "invalid_argument", ()),
     (f"{WARN}Reduce : invalid root 0 (root should be in the 0..0 range)", "invalid_argument", ()),
     (f"{WARN}AllReduce : invalid type 99", "invalid_argument", ()),
@@ -145,6 +151,10 @@ def test_texts_of_runtimes_and_launchers() -> None:
         if (problem.code, problem.ranks) != (code, ranks):
             wrong.append((line, problem.code, problem.ranks))
     assert wrong == []
+    # a library that one host needs not is no cause: the call that failed stays a failure
+    lines = ["h:1:2 [0] NCCL INFO Failed to open libibverbs.so[.1]", "h:1:2 [0] NCCL INFO Using network Socket",
+             "h: Test NCCL failure common.cu:1279 'unhandled cuda error / '"]  # fmt: skip
+    assert evidence.read(lines).problems[0].code == "call_failed"
     quiet = ("INFO: retry on wait timeout after start", "def f(): raise ValueError('argument is NULL')", "hip replaced")
     assert [line for line in quiet if evidence.read([line]).problems[0].code != "no_transport_evidence"] == []
 

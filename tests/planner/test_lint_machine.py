@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,16 +181,21 @@ def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> 
 
 
 def test_gid_index_against_the_table() -> None:
-    """Empty entries fail, RoCE v1 entries do not route."""
+    """Empty entries fail, and so do RoCE v1 and link-local ones, which do not route, where another one does."""
     v1 = Gid(index=0, gid="fe80:0000:0000:0000:0000:0000:0000:0001", type="IB/RoCE v1")
-    machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v1, v2_gid(3)])])
+    local = replace(v1, index=1, type="RoCE v2")
+    machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v1, local, v2_gid(3)])])
+    bare = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v1, local])])
     assert "env.gid.absent" not in codes({"NCCL_IB_GID_INDEX": "3"}, machine)
     by_index = {
         index: next(f for f in found({"NCCL_IB_GID_INDEX": index}, machine) if f.code == "env.gid.absent")
-        for index in ("0", "7")
+        for index in ("0", "1", "7")
     }
-    assert by_index["0"].severity is Severity.WARN
-    assert by_index["7"].severity is Severity.FAIL
+    assert {each.severity for each in by_index.values()} == {Severity.FAIL}
+    assert "link-local" in by_index["1"].message and "RoCE v1" in by_index["0"].message
+    assert [f.severity for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [
+        Severity.WARN
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,15 +196,54 @@ def test_an_mtu_other_than_the_attachment_asked_for() -> None:
     assert ("interfaces.mtu.mismatch", Severity.WARN, "net1") in found(host)
 
 
-def test_rails_that_differ() -> None:
-    network = Network().add("lo", "127.0.0.1")
-    for number, (speed, mtu) in enumerate([(400000, 9000), (400000, 9000), (100000, 1500)]):
-        network.add(
-            f"rail{number}", f"10.0.{number}.1", pci=f"0000:1{number}:00.0", rdma=f"mlx5_{number}", speed=speed, mtu=mtu
-        )
-    codes = found(network.host())
-    assert ("interfaces.speed.low", Severity.FAIL, "rail2") in codes
-    assert ("interfaces.mtu.mismatch", Severity.WARN, "") in codes
+def test_networks_of_a_pod_that_differ() -> None:
+    """Speeds by driver, MTUs by kind and speed: one of three fails, two against two warn. RDMA ports are the rdma
+    probe's to compare, which knows their cards."""
+    for rdma, rates, expected in (
+        (True, [(400000, 9000), (400000, 9000), (100000, 1500)], []),
+        (False, [(400000, 9000), (400000, 9000), (100000, 9000)], [("interfaces.speed.low", Severity.FAIL, "net2")]),
+        (False, [(400000, 9000)] * 2 + [(400000, 1500)], [("interfaces.mtu.mismatch", Severity.FAIL, "net2")]),
+        (False, [(400000, 9000), (400000, 1500)], [("interfaces.mtu.mismatch", Severity.WARN, "")]),
+        (False, [(400000, 9000), (25000, 1500)], [("interfaces.speed.low", Severity.FAIL, "net1")]),
+    ):
+        network = Network().add("lo", "127.0.0.1")
+        for number, (speed, mtu) in enumerate(rates):
+            name = f"{'rail' if rdma else 'net'}{number}"
+            device = {"rdma": f"mlx5_{number}"} if rdma else {}
+            network.add(name, f"10.0.{number}.1", pci=f"0000:1{number}:00.0", speed=speed, mtu=mtu, **device)
+        entries = [{"name": f"ai/rail{n}", "interface": f"net{n}"} for n in range(len(rates))]
+        files = {} if rdma else {"/etc/podinfo/network-status": json.dumps(entries)}
+        codes = [each for each in found(network.host(files=files)) if not each[0].startswith("interfaces.choice")]
+        assert codes == expected, (rates, codes)
+
+
+def test_a_network_that_was_given_and_is_gone() -> None:
+    """Multus lists net1 and net2, the pod has net1; a function that a VFIO driver holds has no interface by design."""
+    gone = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
+    status = {"/etc/podinfo/network-status": json.dumps([*STATUS, gone])}
+    assert ("interfaces.network.missing", Severity.FAIL, "net2") in found(pod().host(files=status))
+    network = pod()
+    network.symlinks["/sys/bus/pci/devices/0000:3b:00.2/driver"] = "/sys/bus/pci/drivers/vfio-pci"
+    network.files["/sys/bus/pci/drivers/vfio-pci/uevent"] = ""
+    codes = [code for code, *_ in found(network.host(files=status))]
+    assert "interfaces.network.missing" not in codes
+
+
+def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod() -> None:
+    """Without a GPU gloo's own setting counts; in the agent's pod no job's setting is to be seen."""
+    for environment, backend, agent, wrong in (
+        ({}, None, False, True),
+        ({"GLOO_SOCKET_IFNAME": "net1"}, None, False, True),  # NCCL does not read it
+        ({"GLOO_SOCKET_IFNAME": "net1"}, "gloo", False, False),
+        ({"NCCL_SOCKET_IFNAME": "net1"}, "gloo", False, True),  # gloo does not read it
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, "gloo", False, True),
+        ({}, None, True, False),
+    ):
+        facts = interfaces.read(pod().host(environment=environment))
+        facts = replace(facts, backend=backend, of_agent=agent)
+        codes = [each.code for each in interfaces.check(facts)]
+        assert ("interfaces.choice.wrong" in codes) is wrong, (environment, backend, agent, codes)
+        assert ("interfaces.choice.wrong" in interfaces.unjudged(facts)) is agent
 
 
 def test_a_bond_carries_the_rdma_device_of_its_members() -> None:

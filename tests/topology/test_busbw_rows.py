@@ -66,6 +66,9 @@ def test_what_the_words_do_not_say_is_not_guessed(machine: str, nodes: int) -> N
         place(row(machine, 8, nodes))
 
 
+ROWS_PLAIN = "8xH100,8,1,all_reduce,8589934592,476,yes,a\n"
+
+
 def test_the_table_counts_alarms_misses_and_rows_without_a_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +80,18 @@ def test_the_table_counts_alarms_misses_and_rows_without_a_place(
     assert "Not placed: 1" in out and "a box with 8 accelerators" in out
     (whole,) = [line for line in out.splitlines() if line.startswith("| all |")]
     assert [cell.strip() for cell in whole.strip("|").split("|")][5:] == ["0", "2", "0", "1", "0"]
+
+
+def test_one_bad_row_does_not_end_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A GPU without a model, a cell without a number, a size of none: named, and all others are judged."""
+    bad = ("8xMI300X,8,1,all_reduce,4294967296,312.91,yes,a\n8xH100,eight,1,all_reduce,4294967296,400,yes,a\n"
+           "8xH100,8,1,all_reduce,0,400,yes,a\n8xH100,8,1,all_reduce\n")  # fmt: skip
+    path = tmp_path / "rows.csv"
+    path.write_text("machine,gpus_per_node,nodes,op,bytes,busbw_GBps,healthy,source\n" + bad + ROWS_PLAIN)
+    assert bench_expect.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Not placed: 4" in out and "MI300X" in out and "rows.csv:3" in out
+    assert "| all | 1 |" in out
 
 
 def test_factors_are_fitted_without_the_rows_own_source() -> None:

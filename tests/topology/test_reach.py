@@ -34,6 +34,7 @@ def hosts(count: int, nics: float) -> dict[str, object]:
     return {"groups": count, "between": "RDMA", "wire": span(nics * GB)}
 
 
+V100 = Paths(ranks=8, inside="NVLink", link=span(120 * GB), capability=(7, 0))  # a hybrid cube mesh
 PCIE_4 = Paths(ranks=2, inside="PCIe", link=span(24 * GB), capability=(8, 0))
 
 # paths, operation, S, GB/s, whether the source calls it healthy; sources: NVIDIA/nccl issues by number,
@@ -51,6 +52,21 @@ PUBLISHED = [
     (h100(4), "all_reduce", GIB // 2, 350.2, True),
     (b200(), "all_reduce", 16 * GIB, 845.7, True),  # stas00, p6-b200
     (b200(), "all_reduce", GIB, 723.0, True),
+    (h100(7), "all_reduce", 8 * GIB, 460.0, True),  # stas00, 5, 6 and 7 of 8 H200
+    (h100(7), "all_reduce", 8 * GIB, 365.7, False),  # NVLS off
+    (h100(6), "all_reduce", 8 * GIB, 435.6, True),
+    (h100(6), "all_reduce", 8 * GIB, 365.1, False),
+    (h100(5), "all_reduce", 8 * GIB, 414.2, True),
+    (b200(7), "all_reduce", 8 * GIB, 811.2, True),  # stas00, p6-b200
+    (b200(7), "all_reduce", 8 * GIB, 680.5, False),
+    (b200(6), "all_reduce", 8 * GIB, 778.2, True),
+    (b200(5), "all_reduce", 8 * GIB, 677.8, True),  # the ring, which AWS's tuner keeps there
+    (b200(), "all_reduce", 8 * GIB, 695.0, False),  # B300, NVLS off (2140)
+    (V100, "all_reduce", 4 * GIB, 110.0, True),  # what azurehpc-health-checks accepts
+    (V100, "all_reduce", 4 * GIB, 66.0, False),
+    (h100(1024, **hosts(128, 400)), "all_reduce", GIB // 2, 150.0, False),  # a tree does not wait for 1024 ranks
+    (h100(1984, **hosts(248, 400)), "all_reduce", GIB // 2, 350.0, True),  # nccl-tests#283
+    (h100(1984, **hosts(248, 400)), "all_reduce", GIB // 2, 200.0, False),
     (b200(2), "all_gather", 8 * GIB, 482.7, True),  # dranet
     (b200(2), "all_gather", 8 * GIB, 180.0, False),  # half the links and more gone
     (a100(2), "all_gather", GIB // 2, 150.0, True),  # aiconfigurator
@@ -117,6 +133,7 @@ def test_severity_follows_the_cost(busbw: float, status: str) -> None:
         (Paths(ranks=1), "one rank"),
         (Paths(ranks=8), "not known"),
         (Paths(ranks=2, groups=2), "hosts is not known"),
+        (Paths(ranks=8, inside="NVSwitch", link=span(0.0)), "not known"),
         (replace(a100(), link=Span(low=370 * GB, high=722 * GB), words=("generation not known",)), "generation"),
     ],
 )

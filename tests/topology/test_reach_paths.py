@@ -48,6 +48,22 @@ def test_the_links_are_those_of_the_ranks_that_run(machine: str, ranks: int, ins
         assert (found.inside, found.link.low / GB) == (inside, pytest.approx(gigabytes)), bar
 
 
+def test_800g_nics_behind_gpus_of_their_own_switch_are_not_halved_by_the_hosts_link() -> None:
+    """GB300 and B300: the GPU hangs on ConnectX-8's own PCIe 6 switch. In a plain slot of PCIe 5 the bound stays."""
+    tray = node("gb200-nvl72-tray")
+    nics = tuple(
+        replace(nic, rate_bytes_per_second=100 * GB, pcie_bytes_per_second=48 * GB, pcie_running_bytes_per_second=None)
+        for nic in tray.nics
+    )
+    for capability, each in (((10, 3), 100.0), ((10, 0), 48.0)):
+        gpus = tuple(replace(gpu, compute_capability=capability) for gpu in tray.gpus)
+        for bar in ("as it is", "as it should be"):
+            found = links(replace(tray, nics=nics, gpus=gpus), 4, bar)  # type: ignore[arg-type]
+            assert found.wire is not None
+            count = round(found.wire.low / GB / each)
+            assert found.wire.low / GB == pytest.approx(each * count) and count in (4, len(nics)), (capability, bar)
+
+
 @pytest.mark.parametrize(
     ("machine", "ranks", "field"),
     [("sick-h100-nvlink-missing", 8, "link"), ("sick-l40s-x4", 4, "link"), ("sick-h100-dead-hca", 8, "wire")],
