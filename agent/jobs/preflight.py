@@ -24,7 +24,7 @@ from agent.checks.baseline import read as read_baseline
 from agent.checks.codes import ALL_CODES, HOST_CODES
 from agent.checks.judged import against_baseline
 from agent.checks.verdict import Check, FailOn, judge, select
-from agent.checks.view import View, look, with_environment
+from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import benchmark, launch
 from agent.jobs.report import Report
@@ -116,6 +116,7 @@ def _judged(
     if result is not None:
         result = against_baseline(result, before.busbw)
     view = measured.with_bench(look(found, expected=expected), result)
+    view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
 
@@ -179,7 +180,7 @@ def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) 
     """The checks as the flight meets them: what its own environment mends does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
-    return measured.with_bench(scanned, view.bench).checks
+    return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 
 def _stopping(options: Options, found: Sequence[Check], before: Baseline) -> str:
