@@ -14,6 +14,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from agent.base.inputs import InputError
 from agent.cli.launch import launch
 from agent.cli.wrap import wrap
 from agent.jobs import script_rank
@@ -369,3 +370,29 @@ def test_a_file_of_another_trainer_is_called_by_its_name(tmp_path: Path, text: s
     (tmp_path / "job.yaml").write_text(text)
     said = CliRunner().invoke(launch, ["--config", str(tmp_path / "job.yaml"), "--dry-run"])
     assert said.exit_code == 2 and f"a file of {whose}" in said.output and "launch --script" in said.output
+
+
+def test_a_manifest_of_another_shape_is_refused_in_words(tmp_path: Path) -> None:
+    """A member of another kind than its API knows, anywhere in the job: an answer or a refusal, never a traceback."""
+    container = ("spec", "pytorchReplicaSpecs", "Master", "template", "spec", "containers")
+    rows: list[tuple[tuple[str | int, ...], Any]] = [
+        (("spec",), "text"), (("spec", "pytorchReplicaSpecs"), 5), (("spec", "pytorchReplicaSpecs", "Master"), ["x"]),
+        (container, {"a": 1}), (container, [None]), ((*container, 0), "text"), ((*container, 0, "env"), ["x"]),
+        ((*container, 0, "env"), 5), ((*container, 0, "resources"), ["x"]), ((*container, 0, "volumeMounts"), ["x"]),
+        ((*container, 0, "command"), {"a": 1}), ((*container, 0, "securityContext"), 7), (("metadata",), "name"),
+        ((*container[:-1], "volumes"), "text"), ((*container[:-1], "initContainers"), ["x"]),
+    ]  # fmt: skip
+    wrong = []
+    for path, value in rows:
+        documents = list(yaml.safe_load_all(manifest(tmp_path)))
+        at: Any = documents[1]
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        source = tmp_path / "odd.yaml"
+        source.write_text(yaml.safe_dump_all(documents, sort_keys=False))
+        words = ["--host", H100, "--preflight-image", "a/b:1", "--resource", "rdma/hca=1"]
+        done = CliRunner().invoke(wrap, [str(source), *words])
+        if done.exit_code not in (0, 1, 2) or not isinstance(done.exception, SystemExit | None | InputError):
+            wrong.append((path, value, repr(done.exception)))
+    assert not wrong, wrong
