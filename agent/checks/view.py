@@ -28,6 +28,8 @@ from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
 from planner.lint.sources import recorded_environments
 from probes.api import Ok, Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.gpu.health import FREE_MEMORY, is_full, subject_of
 from probes.hostinfo.probe import HostinfoFacts
 from probes.increases import CODES as RISING_CODES
 from probes.increases import risen_since
@@ -238,7 +240,7 @@ def _of_one_trouble(checks: Sequence[Check]) -> dict[tuple[str, str, str], tuple
 def _of_any(check: Check) -> str:
     """Its remedy, with N for the GPU's own number: what mends GPU0 and GPU1 in the same words is one thing to do."""
     number = check.subject.removeprefix("GPU")
-    return re.sub(rf"nvidia-smi -i {number}\b", "nvidia-smi -i N", check.remedy) if number.isdigit() else check.remedy
+    return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
 
 
 def _remedies(checks: Sequence[Check]) -> str:
@@ -363,6 +365,18 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
             gloo = environment.get("GLOO_SOCKET_IFNAME") or outcome.facts.gloo_ifname
             outcomes[name] = replace(outcome, facts=replace(outcome.facts, socket_ifname=chosen, gloo_ifname=gloo))
     return replace(snapshot, outcomes=outcomes)
+
+
+def for_next_job(checks: Iterable[Check], snapshots: Iterable[Snapshot]) -> tuple[Check, ...]:
+    """The checks as they count for a job that is to start now: memory that a running job fills is not its own."""
+    facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
+    full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
+    return tuple(
+        replace(check, status="fail", remedy=FREE_MEMORY)
+        if check.id == "gpu.memory.held" and (check.node, check.subject) in full
+        else check
+        for check in checks
+    )
 
 
 def _of_nvlink(check: Check) -> bool:
