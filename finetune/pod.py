@@ -319,7 +319,7 @@ class Pod:
             ranks.end()
         verdict = self.judge(codes, lost)
         if not verdict.again and verdict.code and (error := ranks.raised()):
-            verdict = verdict._replace(why=f"{verdict.why}: {error}")
+            verdict = verdict._replace(why=f"{verdict.why}. The last error in pod 0: {error}")
         if measuring and not verdict.again:
             self.measured = here
             return self._close_measured(verdict, wires.values())
