@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from agent.base import units
-from agent.checks.coverage import no_gpu_read, no_hca_read
-from agent.checks.measured import gdrdma_possible
+from agent.checks.coverage import gdrdma_possible, no_gpu_read, no_hca_read
 from agent.checks.verdict import Check
 from probes.api import Absent, Snapshot
 from probes.gpu.compare import visible_gpus

@@ -21,9 +21,7 @@ from agent.checks.verdict import (
     places,
     worst_first,
 )
-from collectives.bench.results import BenchResult
 from contracts.redaction import redact
-from contracts.run_record import RunRecord
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
 from planner.lint.sources import recorded_environments
@@ -46,6 +44,8 @@ if TYPE_CHECKING:
     from agent.base.bench_history import Line
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
+    from collectives.bench.results import BenchResult
+    from contracts.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,6 @@ class View:
 def look(
     snapshots: Sequence[Snapshot],
     *,
-    bench: BenchResult | None = None,
-    bench_at_seconds: float | None = None,
     benches: tuple[Line, ...] = (),
     flights: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
@@ -87,27 +85,24 @@ def look(
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
         found = with_rising(node_checks(snapshot, node), past, snapshot)
         checks.extend(found if expected is None else settled((*found, *_expected(expected, snapshot, node))))
-    if bench is not None:
-        from agent.checks.measured import checks_of_bench
-
-        checks.extend(checks_of_bench(bench, snapshots))
-    checks = [check if check.status == "pass" else _without_secrets(check) for check in checks]
     return View(
         snapshots=tuple(snapshots),
         topologies=topologies,
         cluster=join(topologies),
-        checks=tuple(checks),
+        checks=without_secrets(checks),
         verdict=judge(checks),
         made_at_seconds=time.time(),
-        bench=bench,
-        bench_at_seconds=bench_at_seconds,
         benches=benches,
         flights=flights,
     )
 
 
-def _without_secrets(check: Check) -> Check:
-    """The check as it may be shown: messages and evidence quote environments, files and the kernel's log."""
+def without_secrets(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The checks as they may be shown: messages and evidence quote environments, files and the kernel's log."""
+    return tuple(check if check.status == "pass" else _redacted(check) for check in checks)
+
+
+def _redacted(check: Check) -> Check:
     evidence = tuple(map(redact, check.evidence))
     return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
 

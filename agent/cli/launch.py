@@ -427,13 +427,13 @@ def _gate(
     """Judge the host that is to fly as the job meets it, with its settings; what is unknown and required stops it."""
     from agent.base.hosts import snapshots
     from agent.checks.codes import ALL_CODES
-    from agent.checks.measured import must_be_measured
+    from agent.checks.measured import must_be_measured, with_bench
     from agent.checks.verdict import GateError, judge, select
     from agent.checks.view import look, with_environment
 
     here = found if found and not options["hosts"] else snapshots((), root=options["root"])
     stopped = result.stopped_by or "" if result else ""
-    view = look([with_environment(one, settings) for one in here], bench=result)
+    view = with_bench(look([with_environment(one, settings) for one in here]), result)
     try:
         checks = view.checks if stopped or result is None else must_be_measured(view.checks)
         checks = select(checks, require=options["require"], known=ALL_CODES)

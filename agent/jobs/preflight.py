@@ -115,7 +115,7 @@ def _judged(
     result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
     if result is not None:
         result = against_baseline(result, before.busbw)
-    view = look(found, bench=result, expected=expected)
+    view = measured.with_bench(look(found, expected=expected), result)
     view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
@@ -179,8 +179,8 @@ def _against(before: Baseline, checks: Iterable[Check], stopped: str) -> tuple[C
 def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Check, ...]:
     """The checks as the flight meets them: what its own environment mends does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
-    flown = look([with_environment(one, settings) for one in view.snapshots], bench=view.bench, expected=expected)
-    return for_next_job(flown.checks, view.snapshots)
+    scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
+    return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 
 def _stopping(options: Options, found: Sequence[Check], before: Baseline) -> str:

@@ -16,9 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import choose_encoder
 
 from agent.base.version import VERSION
+from agent.checks.coverage import gdrdma_possible
 from agent.checks.history import PARTS
 from agent.checks.judged import is_judged_result, least_of
-from agent.checks.measured import gdrdma_possible
 from agent.checks.view import View
 from agent.metrics.catalogue import (
     CATALOGUE,
