@@ -21,13 +21,13 @@ from agent.checks.verdict import (
     places,
     worst_first,
 )
-from collectives.bench.results import BenchResult
 from contracts.redaction import redact
-from contracts.run_record import RunRecord
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
 from planner.lint.sources import recorded_environments
 from probes.api import Ok, Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.gpu.health import FREE_MEMORY, is_full, subject_of
 from probes.hostinfo.probe import HostinfoFacts
 from probes.increases import CODES as RISING_CODES
 from probes.increases import risen_since
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from agent.base.bench_history import Line
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
+    from collectives.bench.results import BenchResult
+    from contracts.run_record import RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,6 @@ class View:
 def look(
     snapshots: Sequence[Snapshot],
     *,
-    bench: BenchResult | None = None,
-    bench_at_seconds: float | None = None,
     benches: tuple[Line, ...] = (),
     flights: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
@@ -85,27 +85,24 @@ def look(
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
         found = with_rising(node_checks(snapshot, node), past, snapshot)
         checks.extend(found if expected is None else settled((*found, *_expected(expected, snapshot, node))))
-    if bench is not None:
-        from agent.checks.measured import checks_of_bench
-
-        checks.extend(checks_of_bench(bench, snapshots))
-    checks = [check if check.status == "pass" else _without_secrets(check) for check in checks]
     return View(
         snapshots=tuple(snapshots),
         topologies=topologies,
         cluster=join(topologies),
-        checks=tuple(checks),
+        checks=without_secrets(checks),
         verdict=judge(checks),
         made_at_seconds=time.time(),
-        bench=bench,
-        bench_at_seconds=bench_at_seconds,
         benches=benches,
         flights=flights,
     )
 
 
-def _without_secrets(check: Check) -> Check:
-    """The check as it may be shown: messages and evidence quote environments, files and the kernel's log."""
+def without_secrets(checks: Iterable[Check]) -> tuple[Check, ...]:
+    """The checks as they may be shown: messages and evidence quote environments, files and the kernel's log."""
+    return tuple(check if check.status == "pass" else _redacted(check) for check in checks)
+
+
+def _redacted(check: Check) -> Check:
     evidence = tuple(map(redact, check.evidence))
     return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
 
@@ -238,7 +235,7 @@ def _of_one_trouble(checks: Sequence[Check]) -> dict[tuple[str, str, str], tuple
 def _of_any(check: Check) -> str:
     """Its remedy, with N for the GPU's own number: what mends GPU0 and GPU1 in the same words is one thing to do."""
     number = check.subject.removeprefix("GPU")
-    return re.sub(rf"nvidia-smi -i {number}\b", "nvidia-smi -i N", check.remedy) if number.isdigit() else check.remedy
+    return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
 
 
 def _remedies(checks: Sequence[Check]) -> str:
@@ -363,6 +360,18 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
             gloo = environment.get("GLOO_SOCKET_IFNAME") or outcome.facts.gloo_ifname
             outcomes[name] = replace(outcome, facts=replace(outcome.facts, socket_ifname=chosen, gloo_ifname=gloo))
     return replace(snapshot, outcomes=outcomes)
+
+
+def for_next_job(checks: Iterable[Check], snapshots: Iterable[Snapshot]) -> tuple[Check, ...]:
+    """The checks as they count for a job that is to start now: memory that a running job fills is not its own."""
+    facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
+    full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
+    return tuple(
+        replace(check, status="fail", remedy=FREE_MEMORY)
+        if check.id == "gpu.memory.held" and (check.node, check.subject) in full
+        else check
+        for check in checks
+    )
 
 
 def _of_nvlink(check: Check) -> bool:

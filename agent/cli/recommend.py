@@ -9,7 +9,7 @@ import click
 
 from agent.base import inputs
 from agent.base.hosts import snapshots
-from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
+from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
 from agent.base.output import emit, say, waiting
 
 _LIMIT_BYTES = 16 << 20
@@ -31,13 +31,11 @@ _LIMIT_BYTES = 16 << 20
 @click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8 or mxfp8.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, sgd, adafactor.")
 @click.option("--packing", is_flag=True, help="Rows are packed to the sequence length.")
-@click.option(
-    "--lengths", default=None, metavar="TOKENS:ROWS,...", help="How long the rows are, where they are padded."
-)
+@lengths_option
 @click.option("--dataset", default=None, metavar="FILE|OWNER/NAME[:PART]",
               help="Count its rows and measure them with the model's tokenizer.")  # fmt: skip
 @click.option("--tokenizer", default=None, metavar="FOLDER|OWNER/NAME", help="Default: the model's.")
-@click.option("--rows", default=None, type=click.IntRange(1), help="Of the data set, where it is not named.")
+@rows_option
 @click.option("--epochs", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run.")
 @click.option("--price", default=None, metavar="NUMBER|FILE",
               help="Of a node-hour, or a YAML file of such prices by machine: forecasts the run's cost.")  # fmt: skip

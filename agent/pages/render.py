@@ -42,7 +42,7 @@ from probes.pci.facts import PciFacts
 from topology import svg
 from topology.cluster import join
 from topology.formats.matrix import columns
-from topology.graph import NodeTopology, level, nvlinks
+from topology.graph import CLASSES, NodeTopology, level, nvlinks
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord
@@ -125,7 +125,7 @@ def _environment() -> Environment:
         passed_ids=passed_ids,
         unknown_ids=unknown_ids,
         columns=columns,
-        classes=svg.CLASSES,
+        classes=CLASSES,
         about=told,
         glance=page_nodes.glance,
         charts=charts,

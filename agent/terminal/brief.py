@@ -109,6 +109,8 @@ def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
     facts = snapshot.facts(GpuFacts)
     if facts is None:
         return _silent(snapshot, "gpu")
+    if facts.driver_error:
+        return f"{facts.pci_gpus or 'number unknown'} on the PCI bus, none readable: NVML answers {facts.driver_error}"
     models = Counter(gpu.name or "unknown model" for gpu in facts.gpus)
     each = ", ".join(f"{number} x {name}" for name, number in models.items()) or "none"
     sku = f" ({topology.sku})" if topology.sku else ""
