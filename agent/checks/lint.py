@@ -11,7 +11,7 @@ import click
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.inputs import InputError, parse_version
-from agent.checks.verdict import Check
+from agent.checks.check import Check
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint
 from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, listed_lines, read_text, why_nothing

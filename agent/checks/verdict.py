@@ -14,11 +14,12 @@ from typing import Literal
 
 from agent.base import units
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
+from agent.checks.check import Check as Check
+from agent.checks.check import Status as Status
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
 from probes.scan import SCAN_CODES, failures, findings_of
 
-Status = Literal["pass", "info", "unknown", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
 _OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
 
@@ -29,21 +30,6 @@ FailOn = Literal["fail", "warn", "unknown"]
 
 class GateError(ValueError):
     """A `--require` or `--skip` that names no check."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One verdict of the gate about one subject of one node."""
-
-    id: str  # finding code
-    status: Status
-    node: str
-    subject: str = ""
-    message: str = ""
-    evidence: tuple[str, ...] = ()
-    remedy: str = ""
-    required: bool = False
-    pending: bool = False  # a failure that one scan of the resident agent found, and no second one yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from planner.lint.machine import MACHINE_CODES, check_machine
 from planner.lint.pairs import PAIR_CODES, check_alone, check_pairs
 from planner.lint.tables import settings
 from planner.lint.values import (
@@ -42,8 +42,9 @@ from planner.nccl_env.names import (
 from planner.nccl_env.platforms import Platform, platform_of_plugin
 from planner.nccl_env.situation import NodeView
 from probes.api import Finding, Severity, Snapshot
-from topology.build import build
-from topology.graph import NodeTopology
+
+if TYPE_CHECKING:
+    from topology.graph import NodeTopology
 
 LEFTOVER_CODES = (
     "env.debug.leftover",
@@ -191,6 +192,24 @@ def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+MACHINE_CODES = (
+    "env.class.unprotected",
+    "env.gid.absent",
+    "env.gloo.interface",
+    "env.hca.absent",
+    "env.hca.down",
+    "env.hca.efa",
+    "env.hca.prefix",
+    "env.interface.absent",
+    "env.interface.overlay",
+    "env.interface.prefix",
+    "env.interface.unfit",
+    "env.net.absent",
+    "env.p2p.level",
+    "env.p2p.nvlink",
+    "env.rdma.disabled",
+    "env.rdma.tcp",
+)
 NAME_CODES = (
     "env.name.removed",
     "env.name.reserved",
@@ -228,6 +247,8 @@ def lint(
         padded = (*nccl_version, 0, 0, 0)
         version = (padded[0], padded[1], padded[2])
     if topology is None and snapshot is not None and not _OF_LINKS.isdisjoint(environment):
+        from topology.build import build  # what only a probed machine needs, like its rules below
+
         topology = build(snapshot)
     node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
@@ -258,6 +279,8 @@ def lint(
     if node.efa_count():
         found += check_efa(environment)
     if snapshot is not None:
+        from planner.lint.machine import check_machine
+
         found += check_machine(environment, node, version)
     return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.severity)))
 

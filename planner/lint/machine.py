@@ -20,8 +20,6 @@ from planner.nccl_env.situation import NodeView, PortView
 from probes.api import Finding, Severity
 from probes.interfaces.facts import Interface
 
-ROCE_CODES = ("env.class.unprotected", "env.gid.absent")
-
 
 def check_roce(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
     """Every contradiction between the environment and the RoCE ports it would use."""
@@ -92,25 +90,6 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
         named = wanted is None or wanted.takes(view.device.name, view.port.port)
         if named and view.port.link_layer == "Ethernet":
             yield view
-
-
-MACHINE_CODES = (
-    *ROCE_CODES,
-    "env.gloo.interface",
-    "env.hca.absent",
-    "env.hca.down",
-    "env.hca.efa",
-    "env.hca.prefix",
-    "env.interface.absent",
-    "env.interface.overlay",
-    "env.interface.prefix",
-    "env.interface.unfit",
-    "env.net.absent",
-    "env.p2p.level",
-    "env.p2p.nvlink",
-    "env.rdma.disabled",
-    "env.rdma.tcp",
-)
 
 
 def check_machine(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
