@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from agent.why.diagnosis import diagnosis as why  # noqa: E402
-from agent.why.diagnosis import ranks  # noqa: E402
+from agent.why import diagnosis as why  # noqa: E402
+from agent.why import ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
 from planner.why import Verdict  # noqa: E402
 

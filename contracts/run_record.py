@@ -35,6 +35,8 @@ PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_pa
 # torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FIRST = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
 _ABORTED = re.compile(rf"^ *rank +: (\d{{1,7}}) [^\n]*\n *exitcode +: -{int(signal.SIGABRT)} ", re.MULTILINE)
+# The last line of a Python traceback, as a rank prints it; torchrun's own error only says that a rank failed.
+_RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
 _STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
 
 
@@ -332,6 +334,12 @@ def struck(log: str) -> tuple[int, str] | None:
     """(rank, "SIGKILL") of the rank that a signal ended first, by torchrun's log."""
     found = _STRUCK.search(log)
     return (int(found[1]), found[2]) if found else None
+
+
+def raised(log: str) -> str:
+    """Return the last line of the last traceback that a rank printed, cut at 300 characters; "" where there is none."""
+    found = _RAISED.findall(log)
+    return found[-1][:300] if found else ""
 
 
 def aborted(log: str) -> set[int]:

@@ -286,6 +286,10 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
         _sharded(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
     for name, each in options.items():
         _fsdp_member(name, each, layout, note)
+    if (words is not None or options) and layout.get("sharding") == "zero3":
+        # accelerate's defaults, where neither a word nor a member says otherwise: the plan may not choose here
+        layout.setdefault("reshard_after_forward", True)
+        layout.setdefault("offload", "none")
 
 
 def _fsdp_words(value: Any) -> list[str] | None:
@@ -441,6 +445,8 @@ def _deepspeed_offload(zero: Mapping[str, Any], layout: dict[str, Any], where: s
         )
     if all(devices.values()):
         put(layout, "offload", "all", f"{where}.offload_param")
+    else:
+        layout.setdefault("offload", "none")
 
 
 def _section(config: Mapping[str, Any], name: str) -> tuple[Any, bool]:

@@ -196,6 +196,10 @@ class Ranks:
         first = run_record.first_ended(self._tail.decode(errors="replace")) if code else 0
         return code if first is None else first
 
+    def raised(self) -> str:
+        """Return the error that a rank of this pod printed last; "" where none did."""
+        return run_record.raised(self._tail.decode(errors="replace"))
+
     def ask_to_save(self) -> None:
         """SIGTERM to the ranks and not to torchrun, which would kill them 30 s later."""
         import psutil
@@ -263,6 +267,7 @@ class Pod:
     restarts: int = 0
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # tells a pod from the one that was made in its place
     measured: frozenset[tuple[int, str]] = frozenset()  # by pod 0: those that have been measured together
+    why: str = ""  # why the job ended, in pod 0; "" while it runs and where it is done
     before: float = 0.0  # when flight.json of an earlier start was written, by the file system's own clock
 
     def live(self) -> int:
@@ -313,6 +318,8 @@ class Pod:
         finally:
             ranks.end()
         verdict = self.judge(codes, lost)
+        if not verdict.again and verdict.code and (error := ranks.raised()):
+            verdict = verdict._replace(why=f"{verdict.why}. The last error in pod 0: {error}")
         if measuring and not verdict.again:
             self.measured = here
             return self._close_measured(verdict, wires.values())
@@ -441,6 +448,7 @@ class Pod:
         if verdict.again:
             self._tell(f"{verdict.why}; restart {self.restarts} of {self.settings.restarts}")
         elif verdict.why:
+            self.why = verdict.why
             self._tell(verdict.why)
         interrupted = verdict.again or verdict.code == UNAVAILABLE
         code = RESUMABLE if interrupted else verdict.code
@@ -693,17 +701,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)  # process 1 of a container has no default for it
     code = pod.live()
     if settings.index == 0 and settings.output is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        leave_word(settings.output / "flight.json", TERMINATION_LOG)
+        leave_word(settings.output / "flight.json", TERMINATION_LOG, pod.why, pod.before)
     return code
 
 
 TERMINATION_LOG = Path("/dev/termination-log")  # the kubelet takes 4096 bytes of it into the pod's status
 
 
-def leave_word(record: Path, place: Path) -> None:
-    """The record in short, as what this container says at its end: kubectl shows it, and compare-networks reads it."""
-    try:
-        found = run_record.read(record)
+def leave_word(record: Path, place: Path, why: str = "", began: float = 0.0) -> None:
+    """Write the record in short as this container's termination message: kubectl shows it, compare-networks reads it.
+
+    `why` is the reason where the ranks failed before they could write a record; one from before `began` is not theirs.
+    """
+    found = run_record.of_start(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
+    if found is None:
+        return
+    with contextlib.suppress(OSError):  # the record itself is in the output folder
         due = found.forecast.step_seconds
         short = {
             "status": found.status, "reason": (found.reason or "")[:500] or None, "started_at": found.started_at,
@@ -713,8 +726,6 @@ def leave_word(record: Path, place: Path) -> None:
             "plan": {"forecast": {"step_seconds": {"low": due.low, "mid": due.mid, "high": due.high} if due else None}},
         }  # fmt: skip
         place.write_text(json.dumps(short)[:4096])
-    except (OSError, run_record.RecordError):
-        return  # the record itself stands in the output folder
 
 
 if __name__ == "__main__":

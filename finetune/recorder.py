@@ -258,6 +258,8 @@ class Recorder:
         record = self.record
         record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, _now()
         self.write()
+        for compared in record.comparison:  # for a reader of the log who has no access to flight.json
+            say(f"{compared.line}: {'inside' if compared.within else 'outside'} the forecast")
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:

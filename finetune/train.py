@@ -26,6 +26,7 @@ from contracts import job_plan
 from contracts.job_config import ConfigError, EndedError
 from finetune import beside, channels, checkpoint, hub, memory, post
 from finetune.loop import RESUMABLE, Trainer
+from finetune.model import load_libraries
 from finetune.plan import settle_layout
 from finetune.recorder import Recorder
 
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, layout=layout)
         if dist.get_world_size() > 1:
             beside.start(Path(config.output_dir))
+        load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = hub.pin(config, recorder.note)
         recorder.keep(dataclasses.replace(plan, config=config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,7 +22,14 @@ from planner.forecast.engine import Engine
 from planner.forecast.faults import Findings, apart, as_is, counted, mended, mended_links, slowed
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
-from planner.forecast.specs import ModelSpec, TrainSpec, active_weights, check_histogram
+from planner.forecast.specs import (
+    ModelSpec,
+    TrainSpec,
+    active_weights,
+    check_histogram,
+    longest_row,
+    rows_are_assumed,
+)
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
 from planner.rules import first_broken
@@ -425,6 +433,11 @@ def recommend(
     runners: list[RankedLayout] = []
     helps: tuple[str, ...] = ()
     unknowns = list(planned.unknowns)
+    assumed: tuple[str, ...] = ()
+    too_large = any(row.rule == "memory-fits" for row in found.rejected)
+    if not found.best and too_large and planned.requested and rows_are_assumed(train):
+        found, assumed = _with_shorter_rows(planned, found)
+        unknowns += assumed
     for candidate in found.best[: 1 + _RUNNERS_UP]:
         forecast = forecast_of(
             planned.job, candidate, planned.capacity, calibrated=planned.calibrated, scale=planned.scale
@@ -439,7 +452,7 @@ def recommend(
         helps = nearest(planned)
     elif chosen is None:
         unknowns.append("no layout of this engine fits")
-    elif planned.capacity and chosen.forecast.memory_bytes.high > TIGHT_SHARE * planned.capacity:
+    elif planned.capacity and not assumed and chosen.forecast.memory_bytes.high > TIGHT_SHARE * planned.capacity:
         unknowns.append(
             f"memory is tight: up to {chosen.forecast.memory_bytes.high / GIB:.1f} of {planned.capacity / GIB:.1f} GiB"
         )
@@ -487,6 +500,47 @@ def cost_of(
     return forecast_layout(now, best.layout).forecast.step_seconds.mid, best
 
 
+ROWS = "the rows "  # first words of every unknown about the lengths of the data set's rows
+
+
+def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str, ...]]:
+    """Choose the layout that the settings name although it does not fit rows of the assumed length.
+
+    Rows are assumed to have `sequence_length` tokens, which the real rows may never reach, so this length alone refuses
+    nothing. The layout is the one that fits the longest rows among halvings of that length. Its forecast is still for
+    the assumed length. `found` stays as it is where even rows of one token do not fit, as weights and states are then
+    too large. The second value is what the user must know about the assumption.
+    """
+    train, budget = planned.job.train, (planned.capacity or 0.0) * DEFAULT_MEMORY.safe_share
+    words = f"{ROWS}are assumed to have {train.sequence_length} tokens, the most that max_length allows"
+
+    def job_of(longest: int) -> Job:
+        return replace(planned.job, train=replace(train, length_histogram=((longest, 1),)), _layers={}, _heads={})
+
+    if not search_planned(replace(planned, job=job_of(1))).best:
+        return found, (f"{words}. Shorter rows do not help: the settings do not fit with rows of one token either",)
+    longest, shorter = train.sequence_length, found
+    while not shorter.best:
+        longest //= 2
+        shorter = search_planned(replace(planned, job=job_of(longest)))
+    layout = shorter.best[0].layout
+
+    def needs(tokens: int) -> float:
+        job = job_of(tokens)
+        return memory_parts(job.model, job.train, layout, job.engine, on_cpu=not job.has_gpu).total
+
+    most = bisect_right(range(train.sequence_length), budget, lo=longest, key=needs) - 1
+    parts, job = step_parts(planned.job, layout), planned.job
+    memory = memory_parts(job.model, train, layout, job.engine, on_cpu=not job.has_gpu)
+    chosen = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale, tight=True)
+    words += (
+        f". With a micro-batch of such rows a rank would need {memory.total / GIB:.1f} GiB, "
+        f"{(memory.total - budget) / GIB:.1f} GiB more than it may fill. The job fits if its longest row has at most "
+        f"{most} tokens. Give --lengths to check this"
+    )
+    return replace(found, best=[chosen]), (words,)
+
+
 def _may_shrink(planned: Planned) -> bool:
     """Whether the batch is this module's own choice, beside accumulation that is given."""
     accumulates = "gradient_accumulation" in planned.requested and "micro_batch" not in planned.requested
@@ -499,8 +553,11 @@ def _why_refused(planned: Planned, found: Found) -> Rejected:
     short = [row for row in families if row.rule == "memory-fits"]
     row = next(iter(short or families or found.rejected), Rejected(what="", rule="asked", reason="no layout has them"))
     settings = ", ".join(spelled(name, value) for name, value in planned.requested.items()
-                         if name in _TELLING and value != 1)  # fmt: skip
-    at = f"{settings} at max_length: {planned.job.train.sequence_length}" if settings else "the layout"
+                         if name in _TELLING and value != 1 and (name, value) != ("offload", "none"))  # fmt: skip
+    train = planned.job.train
+    longest = longest_row(train)
+    length = f"at max_length: {longest}" if longest == train.sequence_length else f"with rows of up to {longest} tokens"
+    at = f"{settings} {length}" if settings else "the layout"
     words = "does not fit" if row.rule == "memory-fits" else "cannot run"
     budget = f" the {DEFAULT_MEMORY.safe_share * planned.capacity / GIB:.1f} GiB that a rank may fill" \
         if short and planned.capacity else ""  # fmt: skip
@@ -574,7 +631,7 @@ def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _shorter(planned: Planned) -> int | None:
     """The longest rows, of halvings of those asked for, that fit with everything else as it is."""
-    length = planned.job.train.sequence_length // 2
+    length = longest_row(planned.job.train) // 2
     while length >= _SHORTEST:
         train = replace(planned.job.train, sequence_length=length)
         job = replace(planned.job, train=train, _layers={}, _heads={})

@@ -22,7 +22,7 @@ from typing import Any
 
 from probes.api import Failed, Probe, Snapshot
 from probes.host.live import LiveHost
-from probes.host.nvml import CRASHED, HUNG, Slot
+from probes.host.nvml import CALL_BYTES
 from probes.host.protocol import Json
 from probes.host.recording import archive
 from probes.registry import ALL
@@ -32,8 +32,8 @@ from probes.wire import Outcome, SnapshotError, outcome_from_json
 START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
 ANSWER_LIMIT_BYTES = 64 << 20
 _REAP_SECONDS = 1.0
-ATTEMPTS = 4  # to read what a driver that crashes still tells, each without the question before
-ASK_AGAIN_SECONDS = 600.0  # after this long a driver may have been mended
+RETRY_SECONDS = 600.0
+"""How long a probe rests whose driver call hung or crashed: each attempt costs the probe's whole time limit."""
 
 
 class WorkerError(Exception):
@@ -44,58 +44,22 @@ class HangError(WorkerError):
     """The child gave no answer in time."""
 
 
-class _Unsurvived:
-    """Questions that the driver did not survive, so that the next child asks all others and the scan loses one fact.
-
-    A question that crashed is left out; a second one of the same function, or of the same GPU, leaves out that function
-    or that GPU. One that hangs leaves out its GPU, as each costs the whole time of a probe. After a while all are asked
-    again.
-    """
-
-    def __init__(self) -> None:
-        self._words: dict[str, tuple[str, float]] = {}  # question, function or GPU -> HUNG or CRASHED, until when
-
-    def learn(self, question: str, now: float, *, hung: bool) -> bool:
-        """Take a question in; False where another attempt would go the same way: the driver itself does not answer."""
-        symbol, _, place = question.partition(" ")
-        if not place:
-            return False
-        word, until = HUNG if hung else CRASHED, now + ASK_AGAIN_SECONDS
-        hangs = sum(known == HUNG for known, _ in self._words.values())
-        if hung and hangs:
-            return False  # more than one GPU hangs: it is the driver
-        same = [left for left in self._words if symbol in left.split(" ") or place in left.split(" ")]
-        for left in [place] if hung else same:
-            self._words[symbol if symbol in left.split(" ") else place] = word, until
-        if not hung and not same:
-            self._words[question] = word, until
-        return True
-
-    def left_out(self, now: float) -> dict[str, str]:
-        """What is not to be asked now."""
-        self._words = {left: known for left, known in self._words.items() if known[1] > now}
-        return {left: word for left, (word, _) in self._words.items()}
-
-
 class _Worker:
     """One child and the pipe to it."""
 
     def __init__(self, root: str) -> None:
         package_parent = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(p for p in (package_parent, os.environ.get("PYTHONPATH")) if p)
-        descriptor = os.memfd_create("topoflight-driver-question")
-        os.ftruncate(descriptor, Slot.BYTES)
-        self.driver = Slot(descriptor)
+        self._call_file = os.memfd_create("topoflight-driver-call")
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "probes.worker", root, str(descriptor)],
-            pass_fds=(descriptor,),
+            [sys.executable, "-P", "-m", "probes.worker", root, str(self._call_file)],
+            pass_fds=(self._call_file,),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
             env=os.environ | {"PYTHONPATH": path},
         )
-        os.close(descriptor)
         self._requests = 0
         self._buffer = bytearray()
         try:
@@ -105,15 +69,10 @@ class _Worker:
             self.kill()
             raise
 
-    def ask(
-        self, probe: str, seconds: float, *, record: bool, begin: bool, left_out: dict[str, str]
-    ) -> dict[str, Json]:
+    def ask(self, probe: str, seconds: float, *, record: bool, begin: bool) -> dict[str, Json]:
         """One request, one answer. Raises WorkerError."""
         self._requests += 1
-        request = {
-            "id": self._requests, "probe": probe, "record": record, "begin": begin, "seconds": seconds,
-            "left_out": left_out,
-        }  # fmt: skip
+        request = {"id": self._requests, "probe": probe, "record": record, "begin": begin}
         assert self.process.stdin is not None  # noqa: S101 - opened above
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -131,7 +90,7 @@ class _Worker:
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
         while (end := self._buffer.find(b"\n")) < 0:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise HangError(f"no answer after {time.monotonic() - started:.1f} s (a call to the driver hangs)")
+                raise HangError(f"no answer after {time.monotonic() - started:.1f} s")
             chunk = os.read(descriptor, 1 << 20)
             if not chunk:
                 raise WorkerError(self._death())
@@ -155,17 +114,22 @@ class _Worker:
             return f"the probe process crashed: {signal.Signals(-code).name}"
         return f"the probe process ended with exit code {code}"
 
-    def strike(self) -> None:
-        """Kill the child's process group and wait for nothing; a caller that waits for an answer is told."""
+    def driver_call(self) -> str:
+        """The NVML call that has not returned: "nvmlDeviceGetName of GPU3"; empty where there is none."""
+        return os.pread(self._call_file, CALL_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+
+    def kill_process(self) -> None:
+        """Kill the child's process group and wait for nothing; a caller that waits for an answer gets a WorkerError."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> bool:
         """Kill the child's process group; False where it is stuck in the kernel and lingers."""
-        self.strike()
+        self.kill_process()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        os.close(self._call_file)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_REAP_SECONDS)
         return self.process.returncode is not None
@@ -175,9 +139,10 @@ class Scanner:
     """Scans a live machine again and again; safe to share between threads."""
 
     def __init__(
-        self, root: str = "/", probes: Sequence[Probe[Any]] = ALL, *, timeout_seconds: float | None = None
-    ) -> None:
-        """`timeout_seconds` replaces every probe's own time limit."""
+        self, root: str = "/", probes: Sequence[Probe[Any]] = ALL, *, timeout_seconds: float | None = None,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:  # fmt: skip
+        """`timeout_seconds` replaces every probe's own time limit; a probe that hung rests for `retry_seconds`."""
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}; it must be greater than 0")
         self._host = LiveHost(root)
@@ -185,7 +150,8 @@ class Scanner:
         self._probes = tuple(probes)
         self._timeout_seconds = timeout_seconds
         self._worker: _Worker | None = None
-        self._unsurvived = _Unsurvived()
+        self._retry_seconds = retry_seconds
+        self._resting: dict[str, tuple[str, float]] = {}  # probe -> its error, and until when (time.monotonic)
         self._lingering: list[tuple[str, _Worker]] = []  # the probe that was asked, and who hangs in the kernel with it
         self._closing = False
         self._start_error: str | None = None  # of the scan under way: do not wait for the same failure six times
@@ -220,7 +186,7 @@ class Scanner:
         """End the child; a scan under way ends with it."""
         self._closing = True
         if (worker := self._worker) is not None:
-            worker.strike()
+            worker.kill_process()
         with self._lock:
             self._drop()
             self._closing = False
@@ -238,27 +204,31 @@ class Scanner:
         )
         if stuck is not None:  # the next child would join it there
             return Failed(error=f"not asked again: process {stuck.pid} still hangs in the kernel with this question")
-        first: Exception | None = None  # of several attempts the first tells what is wrong
-        for _ in range(ATTEMPTS):
-            worker: _Worker | None = None
-            try:
-                worker = self._started()
-                seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
-                left_out = self._unsurvived.left_out(time.monotonic())
-                answer = worker.ask(probe.name, seconds, record=record, begin=begin, left_out=left_out)
-                outcome = outcome_from_json(probe.name, answer.get("outcome"))
-                for method, answered in answer["answers"].items() if record else ():
-                    _merge(answers.setdefault(method, {}), answered)
-                return outcome
-            except (WorkerError, SnapshotError) as error:
-                first = first or error
-                question = worker.driver.read() if worker is not None else ""
-                self._drop(probe.name)
-                stuck_now = any(name == probe.name for name, _ in self._lingering)
-                hung = isinstance(error, HangError)
-                if self._closing or stuck_now or not self._unsurvived.learn(question, time.monotonic(), hung=hung):
-                    break
-        return Failed(error=str(first), seconds=time.perf_counter() - start)
+        error, until = self._resting.get(probe.name, ("", 0.0))
+        if time.monotonic() < until:
+            return Failed(error=error)
+        worker: _Worker | None = None
+        try:
+            worker = self._started()
+            seconds, begin = self._timeout_seconds or probe.timeout_seconds, probe is self._probes[0]
+            answer = worker.ask(probe.name, seconds, record=record, begin=begin)
+            outcome = outcome_from_json(probe.name, answer.get("outcome"))
+            for method, answered in answer["answers"].items() if record else ():
+                _merge(answers.setdefault(method, {}), answered)
+            return outcome
+        except (WorkerError, SnapshotError) as caught:
+            words = self._failure(probe.name, caught, worker.driver_call() if worker else "")
+            self._drop(probe.name)
+            return Failed(error=words, seconds=time.perf_counter() - start)
+
+    def _failure(self, probe: str, error: Exception, call: str) -> str:
+        """What a failed probe says; one whose driver call hung or crashed rests before it is asked again."""
+        if self._closing or not (call or isinstance(error, HangError)):
+            return str(error)
+        in_call = f" in {call}" if call else ""
+        words = f"{error}{in_call}; the next attempt is made after {self._retry_seconds / 60:.0f} minutes"
+        self._resting[probe] = words, time.monotonic() + self._retry_seconds
+        return words
 
     def _started(self) -> _Worker:
         if self._start_error is not None:
@@ -271,7 +241,7 @@ class Scanner:
             except WorkerError as error:
                 self._start_error = f"the probe process does not start: {error}"
                 raise WorkerError(self._start_error) from None
-            if self._closing:  # while it started: there was nothing yet to strike
+            if self._closing:  # while it started: there was nothing yet to kill
                 raise WorkerError("the scan was ended")
         return self._worker
 

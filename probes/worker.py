@@ -14,29 +14,21 @@ import threading
 from typing import IO, Any, cast
 
 from probes.host.live import LiveHost
-from probes.host.nvml import Slot
 from probes.host.protocol import Host, Json
 from probes.host.recording import RecordingHost
 from probes.registry import BY_NAME
 from probes.scan import run
 from probes.wire import outcome_to_json
 
-DRIVER_SHARE = 0.8
-"""Of a probe's time, in which NVML may be asked: what a slow driver told by then still has to be sent."""
-
 
 def answer(host: LiveHost, request: dict[str, Json]) -> dict[str, Json]:
     """Run the probe that is asked for.
 
-    With "record", every answer of the host comes back as well; with "begin" it is a scan's first. "seconds" is how long
-    the answer is waited for, "left_out" what the driver is not to be asked.
+    With "record", every answer of the host comes back as well; with "begin" it is a scan's first.
     """
     probe = BY_NAME[request["probe"]]
     if request.get("begin"):
         host.begin_scan()
-    seconds = request.get("seconds")
-    host.leave_out_of_driver(request.get("left_out") or {})
-    host.give_driver_seconds(None if seconds is None else DRIVER_SHARE * seconds)
     if not request.get("record"):
         return {"id": request["id"], "outcome": outcome_to_json(run(probe, host))}
     recorder = RecordingHost(host)
@@ -62,11 +54,11 @@ def _send(pipe: IO[bytes], message: dict[str, Json]) -> None:
     pipe.flush()
 
 
-def main(root: str, slot: int) -> None:
-    """Answer requests until the parent goes; `slot` is the descriptor of a `probes.host.nvml.Slot`."""
+def main(root: str, call_file: int) -> None:
+    """Answer requests until the parent goes; `call_file` is the descriptor for `LiveHost.name_driver_calls_in`."""
     pipe = _private_stdout()
     host = LiveHost(root)
-    host.show_driver_questions(Slot(slot))
+    host.name_driver_calls_in(call_file)
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     _send(pipe, {"ready": True})

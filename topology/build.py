@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from hardware.gpus import NVIDIA, model_of
+from hardware.gpus import NVIDIA, gpu_named, model_of
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -145,7 +145,7 @@ def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNod
     count, evidence = links.between(a.index, b.index)
     if count:
         return joined(a, b, count, evidence, unread=links.unread_between(a.index, b.index))
-    if count is None:
+    if count is None and not (_never_linked(a.model) and _never_linked(b.model)):
         return Pair(a=a.name, b=b.name, label=UNKNOWN, path=None, evidence=evidence)
     ancestor = links.ancestor(a.index, b.index)
     if ancestor == "INTERNAL":  # two GPUs of one board: at most the bridge between them
@@ -161,6 +161,12 @@ def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNod
         peer_access=links.peer_access(a.index, b.index),
         evidence="nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered"),
     )
+
+
+def _never_linked(model: str | None) -> bool:
+    """Whether GPUs of this model have no NVLink, so that PCIe tells their path also where NVML does not answer."""
+    known = gpu_named(model)
+    return known is not None and not known.links
 
 
 def _nic_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, tree: PciTree, cpu: CpuNode | None) -> Pair:

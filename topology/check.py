@@ -494,17 +494,22 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
 def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
     """A board whose GPUs are soldered to it has lost what its bus does not show; a server may be built with fewer.
 
-    A container may be given fewer RDMA devices than its host has.
+    A container may be given fewer RDMA devices than its host has. NVLinks that are missing cost their share of every
+    collective, also where all GPUs lack the same number.
     """
     row = reference_of(node)
     lost = row is not None and bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
+    whole = min(row.links_per_pair, default=0) if row else 0
+    fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=whole)
     for departure in departures(node):
         gone = lost and departure.startswith(f"{len(node.gpus)} GPUs, ")
         left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics if row and row.nics else 1)
         few_nics = " devices, " in departure and not in_container and left < 1.0  # fewer than carry the GPUs' traffic
+        few_links = "fewer NVLinks than" in departure
+        share = left if few_nics else fewest / whole if few_links else 1.0
         yield Finding(
             code=NIC_MISSING if few_nics else REFERENCE,
-            severity=Severity.FAIL if gone else by_loss(1.0 - left) if few_nics else Severity.WARN,
+            severity=Severity.FAIL if gone else by_loss(1.0 - share),
             subject="",
             message=departure + ": an HCA is missing" * few_nics,
             evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),

@@ -241,6 +241,15 @@ class ClusterTopology:
 SELF = "X"
 UNKNOWN = "N/A"
 NVLINK = re.compile(r"NV(\d{1,3})")
+# Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart.
+CLASSES = (
+    ("nv", "NVLink"),
+    ("pix", "PIX: one PCIe switch"),
+    ("pxb", "PXB: several switches"),
+    ("phb", "PHB: host bridge"),
+    ("node", "NODE: host bridges of one NUMA node (PHB to NCCL)"),
+    ("sys", "SYS: between CPUs"),
+)
 
 _PATHS = {
     "PIX": PathClass.PIX,

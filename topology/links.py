@@ -80,7 +80,9 @@ class NvLinks:
         """
         first, second = self._gpus.get(a), self._gpus.get(b)
         if first is None or second is None:
-            return 0, ""
+            return None, "nvml does not answer"
+        if first.broken or second.broken:
+            return None, f"nvml has lost GPU{a if first.broken else b}"
         direct = _direct(first, second), _direct(second, first)
         if any(direct):
             short = first if direct[0] < direct[1] else second

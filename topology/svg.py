@@ -29,15 +29,6 @@ COLOURS = {
     "SYS": "#c0392b",
 }
 """Of a label, best to worst; NV stands for every NV#."""
-# Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart.
-CLASSES = (
-    ("nv", "NVLink"),
-    ("pix", "PIX: one PCIe switch"),
-    ("pxb", "PXB: several switches"),
-    ("phb", "PHB: host bridge"),
-    ("node", "NODE: host bridges of one NUMA node (PHB to NCCL)"),
-    ("sys", "SYS: between CPUs"),
-)
 _STYLE = """
 .drawing { font-family: sans-serif; background: #fff; } .drawing text { fill: #1f2937; font-size: 12px; }
 .drawing path { fill: none; stroke-width: 2.5; stroke: #8b93a1; } .drawing .d-frame { fill: #f6f7f9; stroke: #c5cad1; }

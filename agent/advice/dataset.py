@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.request import Request
+from agent.advice.request import Request, rows_of
 from agent.base.inputs import InputError
 from contracts import bounded
 from planner.forecast.models import hub_id
@@ -63,7 +63,7 @@ def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
     """The question for as many steps as the job's settings say, where its rows are known."""
     if settings.get("max_steps"):
         return request.changed(steps=settings["max_steps"])
-    if request.rows is None:
+    if rows_of(request) is None:
         return request
     return replace(request, epochs=float(settings.get("num_train_epochs") or EPOCHS))
 
@@ -84,8 +84,8 @@ def named(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, A
 
 def _words(name: str, why: str, request: Request) -> str:
     return (
-        f"the rows of {name} were not measured ({why}): each is taken for {request.train.sequence_length} tokens; give "
-        "lengths and rows"
+        f"the rows of {name} were not measured ({why}). Each row is assumed to have {request.train.sequence_length} "
+        "tokens. Give --lengths and --rows"
     )
 
 
@@ -93,8 +93,8 @@ def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Ask the job's own reader. LookupError says why there is no answer, InputError what is wrong with the rows."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "finetune.lengths"], input=json.dumps(settings), capture_output=True, text=True,
-            timeout=TIMEOUT_SECONDS, check=False,
+            [sys.executable, "-P", "-m", "finetune.lengths"], input=json.dumps(settings), capture_output=True,
+            text=True, timeout=TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None

@@ -88,6 +88,6 @@ class _Size(click.ParamType[int]):
 
 
 SIZE = _Size()
-OUTPUT_FILE = _Output(path_type=Path)
+OUTPUT_FILE = _Output(dir_okay=False, path_type=Path)
 OUTPUT_FOLDER = _Output(file_okay=False, path_type=Path)
-OUTPUT_FILE_OR_STDOUT = _Output(allow_dash=True)
+OUTPUT_FILE_OR_STDOUT = _Output(dir_okay=False, allow_dash=True)

@@ -54,6 +54,13 @@ machine_option = click.option(
     "--machine", callback=_list_machines, help="A catalogue machine in place of a host: p5.48xlarge. `--machine list` "
     "names them.",
 )  # fmt: skip
+lengths_option = click.option(
+    "--lengths", default=None, metavar="TOKENS:ROWS,...",
+    help="How many tokens the rows of the data set have: 128:900,512:100. A micro-batch is padded to its longest row.",
+)  # fmt: skip
+rows_option = click.option(
+    "--rows", default=None, type=click.IntRange(1), help="Rows of the data set, where it cannot be counted."
+)
 root_option = click.option(
     "--root", default="/", show_default=True, help="Where this host's /sys, /proc and /dev are mounted."
 )

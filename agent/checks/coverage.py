@@ -120,3 +120,13 @@ def _outcome(snapshot: Snapshot, name: str) -> str:
     if outcome is None:
         return f"the {name} probe did not run"
     return getattr(outcome, "why", "") if not isinstance(outcome, Ok) else ""
+
+
+def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
+    """Whether the hardware and modules could do GPUDirect RDMA on every host."""
+    for snapshot in snapshots:
+        rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
+        active = rdma is not None and any(p.state == "ACTIVE" for d in rdma.devices for p in d.ports)
+        if not active or pci is None or not (pci.peermem_loaded or pci.dmabuf_possible):
+            return False
+    return bool(snapshots)

@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from agent.base import units
-from agent.checks.coverage import no_gpu_read, no_hca_read
-from agent.checks.measured import gdrdma_possible
+from agent.checks.coverage import gdrdma_possible, no_gpu_read, no_hca_read
 from agent.checks.verdict import Check
 from probes.api import Absent, Snapshot
+from probes.gpu.compare import visible_gpus
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
@@ -62,7 +62,7 @@ def seen(snapshot: Snapshot, node: NodeTopology) -> Seen:
     active = _active(rdma)
     none = _absent(snapshot, "gpu")
     return Seen(
-        gpus=len(answering) if gpus and not gpus.driver_error else 0 if none else None,
+        gpus=_usable(gpus, len(answering)) if gpus and not gpus.driver_error else 0 if none else None,
         models=tuple(gpu.name for gpu in answering),
         links=_pairs(node) if node.nvlink_known or not node.gpus else None,
         hcas=len(active) if rdma and not _unread_ports(rdma) else 0 if _absent(snapshot, "rdma") else None,
@@ -103,6 +103,12 @@ def _memlock(limits: LimitsFacts | None) -> int | str | None:
 
 def _unread_ports(rdma: RdmaFacts) -> bool:
     return any(port.state is None for device in rdma.devices for port in device.ports)
+
+
+def _usable(gpus: GpuFacts, answering: int) -> int:
+    """GPUs that answer and that CUDA_VISIBLE_DEVICES leaves to this process."""
+    visible, _ = visible_gpus(gpus)
+    return answering if visible is None else min(answering, visible)
 
 
 def _absent(snapshot: Snapshot, name: str) -> bool:

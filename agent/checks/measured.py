@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from agent.base import units
+from agent.checks.coverage import gdrdma_possible
 from agent.checks.judged import checks_of_bars
-from agent.checks.verdict import Check
+from agent.checks.verdict import Check, judge
+from agent.checks.view import View, without_secrets
 from collectives.bench.results import BenchResult
 from contracts.run_record import Comparison, RunRecord, compare
 from probes.api import Snapshot
-from probes.pci.facts import PciFacts
-from probes.rdma.facts import RdmaFacts
 
 BENCH_CODES = (
     "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",
@@ -27,6 +27,14 @@ FLIGHT_CODES = (
 def unmeasured(codes: Sequence[str], why: str) -> tuple[Check, ...]:
     """Checks that this run did not measure: unknown, never a pass."""
     return tuple(Check(id=code, status="unknown", node="", message=why) for code in codes)
+
+
+def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None = None) -> View:
+    """The view with the checks of a benchmark of its hosts, which ended at `at_seconds` (Unix time)."""
+    if bench is None:
+        return view
+    checks = (*view.checks, *without_secrets(checks_of_bench(bench, view.snapshots)))
+    return replace(view, checks=checks, verdict=judge(checks), bench=bench, bench_at_seconds=at_seconds)
 
 
 def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
@@ -127,16 +135,6 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
     if not found.problems:
         checks.append(Check(id="evidence.log.problem", status="pass", node=node, message="the log shows no problem"))
     return checks
-
-
-def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
-    """Whether the hardware and modules could do GPUDirect RDMA on every host."""
-    for snapshot in snapshots:
-        rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
-        active = rdma is not None and any(p.state == "ACTIVE" for d in rdma.devices for p in d.ports)
-        if not active or pci is None or not (pci.peermem_loaded or pci.dmabuf_possible):
-            return False
-    return bool(snapshots)
 
 
 def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Check, ...]:

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import OUTPUT_FOLDER, InputError, NothingFitsError, require_writable
-from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
+from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
 from agent.base.output import Progress, console, render, say, waiting
 from agent.base.units import count, seconds
 from agent.cli.preflight import with_model_options, with_options
@@ -105,13 +105,17 @@ OF_A_CLUSTER = {
     "with_network", "host_mofed", "restarts", "wait",
 }  # fmt: skip
 OF_THIS_HOST = {"folder", "timeout", "script"}
-OF_THE_JOB = {"model", "method", "sequence_length", "global_batch", "config", "overrides", "machine", "nodes"}
+OF_THE_JOB = {
+    "model", "method", "sequence_length", "global_batch", "config", "overrides", "machine", "nodes", "lengths", "rows",
+}  # fmt: skip
 
 
 @click.command()
 @host_option
 @root_option
 @with_model_options
+@lengths_option
+@rows_option
 @with_options(cluster_options)
 @machine_option
 @click.option("--output", "folder", default=None, type=OUTPUT_FOLDER,
@@ -137,6 +141,7 @@ def launch(
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.jobs.benchmark import flight_request
+    from planner.recommend import ROWS
 
     if options["measure"] and options["no_preflight"]:
         raise click.UsageError("--measure is the gate's, and --no-preflight leaves the gate out")
@@ -160,6 +165,9 @@ def launch(
     advice = advise(request, lambda: found)
     if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
+    for line in advice.unknowns:
+        if line.startswith(ROWS):
+            say(f"note: {line}", err=True)
     if advice.chosen is None:
         from agent.terminal.advice import rejected
 
@@ -204,16 +212,13 @@ def _nothing(advice: Recommendation) -> str:
 
 
 def _say_forecast(advice: Recommendation) -> None:
-    """What is to be expected, where the run's length is known, and which rows could not be measured."""
+    """Print time and cost of the run to stderr, where the run's length is known."""
     from agent.terminal.advice import summary
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     if advice.total_seconds is not None:
         for word, line in summary(advice, advice.chosen)[:2]:
             say(f"forecast {word}: {line}", err=True)
-    for unknown in advice.unknowns:
-        if "were not measured" in unknown:
-            say(f"note: {unknown}", err=True)
 
 
 def _refuse_options_of_elsewhere(api: str) -> None:
@@ -422,13 +427,13 @@ def _gate(
     """Judge the host that is to fly as the job meets it, with its settings; what is unknown and required stops it."""
     from agent.base.hosts import snapshots
     from agent.checks.codes import ALL_CODES
-    from agent.checks.measured import must_be_measured
+    from agent.checks.measured import must_be_measured, with_bench
     from agent.checks.verdict import GateError, judge, select
     from agent.checks.view import look, with_environment
 
     here = found if found and not options["hosts"] else snapshots((), root=options["root"])
     stopped = result.stopped_by or "" if result else ""
-    view = look([with_environment(one, settings) for one in here], bench=result)
+    view = with_bench(look([with_environment(one, settings) for one in here]), result)
     try:
         checks = view.checks if stopped or result is None else must_be_measured(view.checks)
         checks = select(checks, require=options["require"], known=ALL_CODES)

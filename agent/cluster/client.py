@@ -190,8 +190,8 @@ class Client:
         return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
 
     def waited_for(self) -> Client:
-        """Asked twice, and given up within 15 s: 3 s to connect and 6 s to answer, for a person who waits."""
-        return self.limited(tries=2, timeout_seconds=3.0)
+        """Asked twice, and given up within 11 s: 2.5 s to connect or 5 s to answer, for a person who waits."""
+        return self.limited(tries=2, timeout_seconds=2.5)
 
     def metadata(self) -> Client:
         """The same, but objects come without spec and status where the server can leave them out."""

@@ -310,9 +310,61 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     )
 
 
+# Of another release, or of somebody else's hand
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+# What a record must have where it has the member at all, as the resource definition says.
+_VERDICTS = ("pass", "warn", "unknown", "fail")
+_TYPES: dict[str, type] = {
+    "agentVersion": str, "product": str, "links": str, "rdma": str, "memlock": str, "node": str, "addresses": list,
+    "findings": list, "measured": list, "changes": list,
+}  # fmt: skip
+_NUMBERS = {"gpus": (0, 1024), "hcas": (0, 1024), "interval": (1, 86400)}
+
+
+def _check(status: Any) -> None:
+    """Raise ValueError where a status is not what the definition admits: an older or missing one lets all through."""
+    if not isinstance(status, dict):
+        raise ValueError("the status is no object")
+    for name, kind in _TYPES.items():
+        if status.get(name) is not None and not isinstance(status[name], kind):
+            raise ValueError(f"status.{name} must be {'a list' if kind is list else 'text'}")
+    for name, (least, most) in _NUMBERS.items():
+        value = status.get(name)
+        if value is not None and (type(value) not in (int, float) or not least <= value <= most):
+            raise ValueError(f"status.{name} must be a number from {least} to {most}")
+    if any(status.get(name) not in (None, "", *_VERDICTS) for name in ("verdict", "lastVerdict")):
+        raise ValueError("status.verdict is no verdict")
+    for name in ("findings", "measured", "changes"):
+        for one in status.get(name) or ():
+            numbers = ("bytes", "busbw")
+            if not isinstance(one, dict) or not all(
+                type(value) in ((int, float) if key in numbers else (str,)) for key, value in one.items()
+            ):
+                raise ValueError(f"status.{name} has a member that is none")
+    if not all(isinstance(one, str) for one in status.get("addresses") or ()):
+        raise ValueError("status.addresses has a member that is no text")
+    machine = status.get("machine")
+    if isinstance(machine, dict) and not all(isinstance(part, dict) for part in machine.values()):
+        raise ValueError("status.machine has a part that is no object")
+
+
+def read_resource(item: Json) -> NodeRecord:
+    """As `from_resource`; an object that is none of ours is an unknown node, and hides no other. Raises KeyError."""
+    try:
+        return from_resource(item)
+    except _UNREADABLE as error:
+        name = str(item["metadata"]["name"])
+        log.warning("the NodeTopology of %s is not one: %s; its node counts as unknown", name[:253], error)
+        return NodeRecord(name=name, host=name, verdict="unknown", scanned_at_seconds=0.0, agent_version="")
+
+
 def from_resource(item: Json) -> NodeRecord:
-    """A record from the API server's object. An agent that has not written yet is an unknown node, never scanned."""
+    """A record from the API server's object. An agent that has not written yet is an unknown node, never scanned.
+
+    Raises ValueError where it is none of ours.
+    """
     status = item.get("status") or {}
+    _check(status)
     name = str(item["metadata"]["name"])
     ended = seconds_of(status["stoppedAt"]) if status.get("stoppedAt") else None
     if ended is not None and ended < seconds_of(status.get("scannedAt")):
@@ -348,7 +400,7 @@ class Fleet:
 
     def replace(self, items: Iterable[Json]) -> None:
         """A whole list of resources."""
-        self.set(from_resource(item) for item in items)
+        self.set(read_resource(item) for item in items)
 
     def set(self, records: Iterable[NodeRecord]) -> None:
         """Exactly these records."""
@@ -366,7 +418,7 @@ class Fleet:
 
     def put(self, item: Json) -> None:
         """One resource that is new or has changed."""
-        record = self._interned(from_resource(item))
+        record = self._interned(read_resource(item))
         with self._lock:
             self._records = {**self._records, record.name: record}
 
@@ -414,7 +466,7 @@ class Fleet:
         if record.graph not in self._graphs:
             try:
                 graph = _graph_of(self._machine(record))
-            except ValueError:
+            except _UNREADABLE:
                 graph = None  # of another release
             if graph is not None:  # one object for equal graphs: by that the planner knows that they are alike
                 graph = self._graphs.get(self._kinds.setdefault(graph, record.graph)) or graph
@@ -428,7 +480,7 @@ class Fleet:
         if record.facts not in self._facts:
             try:
                 found = node_facts.unpack(record.machine or {})
-            except ValueError:
+            except _UNREADABLE:
                 found = None
             self._facts[record.facts] = found
         return self._facts[record.facts]
@@ -442,7 +494,7 @@ class Fleet:
         try:
             if facts is not None:
                 return node_facts.of_node(facts, name=record.name, addresses=record.addresses)
-        except ValueError:
+        except _UNREADABLE:
             log.warning("the record of %s holds addresses that are not its interfaces'", record.name)
         why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) holds no facts of this release"
         return node_facts.unpublished(record.name, why)

@@ -106,7 +106,7 @@ class Watcher:
                 log.warning("watch of %s: %s", self._path, error)
                 self._stop.wait(backoff_seconds(failures, error.retry_after))
                 failures += 1
-            except (ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever an object holds, the others are followed
                 self._tally.restarts["invalid"] += 1
                 self.error, version = f"{type(error).__name__}: {error}", ""
                 self._tell(refused=True)

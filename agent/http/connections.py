@@ -33,7 +33,7 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._application, self.app = self.app, self._answer_within_limits  # type: ignore[assignment]
+        self._application, self.app = self.app, self._answer_within_limits
         self.waits_for: str | None = None
         self.since = 0.0
         self._deadline: asyncio.TimerHandle | None = None
@@ -88,7 +88,7 @@ class LimitedProtocol(H11Protocol):
         if len(self.connections) <= self.most_connections:
             return
         waiting = [one for one in self._others() if one.waits_for]
-        counts = Counter(one.client and one.client[0] for one in self.connections)
+        counts = Counter(one.client and one.client[0] for one in self._others())
         if waiting:
             min(waiting, key=lambda one: (
                 one.waits_for == "body", -counts[one.client and one.client[0]], one.since,
@@ -125,4 +125,4 @@ class LimitedProtocol(H11Protocol):
             headers = {"Connection": "close", **({"Retry-After": "5"} if status == 503 else {})}
             await problem.response(Request(scope), status, detail, headers)(scope, receive, send)
         else:
-            await self._application(scope, receive, send)  # type: ignore[arg-type]
+            await self._application(scope, receive, send)

@@ -14,6 +14,7 @@ from agent.base import bench_history
 from agent.base import result_store as keep
 from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from agent.checks.history import History
+from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
 from agent.checks.view import View, look
 from collectives.bench.results import BenchResult
@@ -93,10 +94,11 @@ class State:
         with self._scanning:
             bench, bench_at = self._last_bench()
             benches = bench_history.read(self._folder) if self._folder else ()
-            view = look(
-                self._scan(), bench=bench, bench_at_seconds=bench_at, benches=benches, flights=self._flights(),
-                earlier=self._past.snapshots, expected=self._asked(),
+            scanned = look(
+                self._scan(), benches=benches, flights=self._flights(), earlier=self._past.snapshots,
+                expected=self._asked(),
             )  # fmt: skip
+            view = with_bench(scanned, bench, bench_at)
             if self._history is not None and len(view.snapshots) == 1:
                 view = self._history.seen(view)
             for prepare in self.before:

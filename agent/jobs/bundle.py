@@ -256,13 +256,18 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
     """A folder per node, and `cluster`. What is refused is said in the node's `error.txt`. Raises BundleError."""
     base = ["kubectl", *(["--context", context] if context else []), "-n", namespace]
     listed = json.loads(_kubectl([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight", "-o", "json"]))
-    pods = {str(pod["spec"].get("nodeName")): str(pod["metadata"]["name"]) for pod in listed["items"]}
+    agents = list(listed["items"])
+    placed = [pod for pod in agents if pod["spec"].get("nodeName")]
+    pods = {str(pod["spec"]["nodeName"]): str(pod["metadata"]["name"]) for pod in placed}
     unknown = [name for name in wanted if name not in pods]
-    if unknown or not pods:
-        raise BundleError(f"no agent's pod on {', '.join(unknown) or 'any node'} in the namespace {namespace}")
+    if unknown:
+        raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
     chosen = {node: pod for node, pod in pods.items() if not wanted or node in wanted}
     found: dict[str, Files] = {"cluster": {}}
     for name, words in {
+        "pods.json": ["get", "pods", "-o", "json"],
+        "daemonsets.json": ["get", "daemonsets", "-o", "json"],
+        "events.json": ["get", "events", "-o", "json"],
         "nodetopologies.json": ["get", "nodetopologies", "-o", "json"],
         "nodes.json": ["get", "nodes", "-o", "json"],
         "resourceslices.json": ["get", "resourceslices", "-o", "json"],
@@ -277,8 +282,26 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
     with ThreadPoolExecutor(AT_ONCE) as pool:
         each = pool.map(lambda item: _node(base, item[0], item[1], plugins.get(item[0])), chosen.items())
         found |= dict(zip(chosen, each, strict=True))
-    found["cluster"]["differences.txt"] = _lines(_against_api(found, plugins))
+    found["cluster"]["differences.txt"] = _lines([*_not_started(agents, namespace), *_against_api(found, plugins)])
     return found
+
+
+def _not_started(agents: Sequence[Mapping[str, Any]], namespace: str) -> list[str]:
+    """Why an agent's pod does not run, by the status that kubelet and scheduler gave it."""
+    if not agents:
+        return [f"there is no agent's pod in the namespace {namespace}: daemonsets.json and events.json say why"]
+    lines = []
+    for pod in agents:
+        status = pod.get("status") or {}
+        states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
+        reasons = [state.get("waiting") or state.get("terminated") for state in states]
+        reasons += [one for one in status.get("conditions") or ()
+                    if one.get("type") == "PodScheduled" and one.get("status") == "False"]  # fmt: skip
+        for one in filter(None, reasons):
+            text = ": ".join(str(one[key]) for key in ("reason", "message") if one.get(key))
+            where, name = pod["spec"].get("nodeName") or "no node", pod["metadata"]["name"]
+            lines.append(f"{where}: the agent's pod {name} does not run: {redact(text[:500])}")
+    return lines
 
 
 def _plugins(base: list[str]) -> tuple[dict[str, tuple[str, str, str]], str]:

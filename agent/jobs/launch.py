@@ -36,6 +36,7 @@ from probes.api import Snapshot
 
 RESUMABLE = run_record.RESUMABLE
 GRACE_SECONDS = 20  # for a checkpoint after SIGTERM, at least
+_TAIL_BYTES = 65536  # of the job's log: torchrun's report and the tracebacks before it
 _LAST_SECONDS = 1.0  # for what did not end when it was asked to, or outlived torchrun
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
@@ -55,6 +56,8 @@ class Launched:
     cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
     killed: bool = False  # it did not end when it was asked to
     grace_seconds: int = GRACE_SECONDS  # that it had to end
+    raised: str = ""  # the last error that a rank printed
+    after_end: str = ""  # how a rank ended that had done all its work, where it ended by a signal
     record: RunRecord | None = None  # flight.json of this start, where the job came to write it
 
     @property
@@ -73,10 +76,12 @@ class Launched:
             ending = "the job was done by then"
         elif self.cut_short:
             ending = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
+        elif self.after_end:
+            ending = self.after_end
         elif struck := run_record.struck("\n".join(self.last_lines)):
             ending = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
         else:
-            ending = f"the job ended with exit code {self.exit_code}"
+            ending = f"the job ended with exit code {self.exit_code}" + (f": {self.raised}" if self.raised else "")
         return f"{self.cut_short}: {ending}" if self.cut_short else ending
 
 
@@ -146,7 +151,7 @@ def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
     closed = run_record.ended(path, status="failed", exit_code=ended.exit_code, reason=ended.fate, began=began)
     if before is not None and closed is not None and before.status == "running" != closed.status:
         # says on stderr what went wrong
-        subprocess.run([sys.executable, "-m", "finetune.post", str(path)], check=False)
+        subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return closed
 
 
@@ -217,9 +222,12 @@ def run(
                 killed = not tree.ask(grace_seconds) and tree.members()
                 tree.end(_LAST_SECONDS)
     code = tree.process.poll()
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        raised = run_record.raised(stream.read(_TAIL_BYTES).decode(errors="replace")) if code else ""
     return Launched(
         exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
-        last_lines=tuple(last), cut_short=cut_short, killed=bool(killed), grace_seconds=grace_seconds,
+        last_lines=tuple(last), raised=raised, cut_short=cut_short, killed=bool(killed), grace_seconds=grace_seconds,
     )  # fmt: skip
 
 

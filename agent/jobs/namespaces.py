@@ -138,7 +138,8 @@ def hosts(networks: Sequence[Shaped], log: Path, stop: threading.Event) -> Itera
 def _serve(stack: ExitStack, log: Path) -> subprocess.Popen[str]:
     """The forking process; it imports torch while the hosts are made."""
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
+        **os.environ, **processes.SAFE_PATH,
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]),
                                                     os.environ.get("PYTHONPATH")))),
     }  # fmt: skip

@@ -24,7 +24,7 @@ from agent.checks.baseline import read as read_baseline
 from agent.checks.codes import ALL_CODES, HOST_CODES
 from agent.checks.judged import against_baseline
 from agent.checks.verdict import Check, FailOn, judge, select
-from agent.checks.view import View, look, with_environment
+from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import benchmark, launch
 from agent.jobs.report import Report
@@ -115,7 +115,8 @@ def _judged(
     result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
     if result is not None:
         result = against_baseline(result, before.busbw)
-    view = look(found, bench=result, expected=expected)
+    view = measured.with_bench(look(found, expected=expected), result)
+    view = replace(view, checks=for_next_job(view.checks, found))
     if result is None:
         extra += measured.unmeasured(measured.BENCH_CODES, notes[-1] if notes else "not asked for: --measure")
 
@@ -178,7 +179,8 @@ def _against(before: Baseline, checks: Iterable[Check], stopped: str) -> tuple[C
 def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Check, ...]:
     """The checks as the flight meets them: what its own environment mends does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
-    return look([with_environment(one, settings) for one in view.snapshots], bench=view.bench, expected=expected).checks
+    scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
+    return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 
 def _stopping(options: Options, found: Sequence[Check], before: Baseline) -> str:

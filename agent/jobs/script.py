@@ -17,6 +17,7 @@ from typing import Any
 from agent.advice.request import Request
 from agent.base.documents import document
 from agent.base.inputs import InputError
+from agent.jobs import script_rank
 from agent.jobs.benchmark import default_ranks
 from agent.jobs.launch import Launched, grace, run, storage_rate
 from agent.jobs.wrapped import advised, forecast, forecast_of
@@ -67,7 +68,9 @@ def plan_of(
         settings |= {name: value for name, value in _log(folder).items() if name not in os.environ}
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}  # as torchrun would, without its banner
     python = _python()
-    job = [python, str(script), *arguments]
+    # The script's own folder stays on its path, as under plain torchrun; a user's own PYTHONSAFEPATH stays too.
+    unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
+    job = [*unsafe, python, script_rank.__file__, str(script), *arguments]
     words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
              "--no-python", *processes.tethered(job, parent=0)]  # fmt: skip
     return ScriptPlan(
@@ -115,7 +118,15 @@ def fly(
     record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
                        layout=RunLayout(family=layout.family if layout else None))  # fmt: skip
     run_record.save(path, record)
-    done = run(plan.words, plan.environment, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
+    mark = folder / "ended."  # and the rank: written by script_rank
+    for old in folder.glob(f"{mark.name}*"):
+        old.unlink()
+    variables = {**plan.environment, script_rank.ENDED: str(mark.absolute())}
+    done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
+    struck = run_record.struck("\n".join(done.last_lines))
+    if struck and mark.with_name(f"{mark.name}{struck[0]}").exists():
+        how = f"rank {struck[0]} was ended by {struck[1]} while its Python was ending"
+        done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     record.reason = None if done.exit_code == 0 else done.fate
     record.ended_at = _now()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agent.checks.measured import gdrdma_possible
+from agent.checks.coverage import gdrdma_possible
 from hardware.gpus import without_gdr
 from planner.advice import Recommendation
 from probes.api import Snapshot

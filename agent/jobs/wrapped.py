@@ -63,6 +63,10 @@ def wrapped(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) ->
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         template = isinstance(error, YamlTextError) and "{{" in text
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+        # the manifest is a user's, in any shape that YAML has: a member of another kind than its API knows
+        raise InputError(f"the manifest is not built as its kind is: {type(error).__name__}: {error}; "
+                         "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return made, list(dict.fromkeys([*notes, *kept]))
 
 

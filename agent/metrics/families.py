@@ -16,9 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import choose_encoder
 
 from agent.base.version import VERSION
+from agent.checks.coverage import gdrdma_possible
 from agent.checks.history import PARTS
 from agent.checks.judged import is_judged_result, least_of
-from agent.checks.measured import gdrdma_possible
 from agent.checks.view import View
 from agent.metrics.catalogue import (
     CATALOGUE,
@@ -37,7 +37,7 @@ from probes.api import Failed, Ok
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
-from topology.graph import NodeTopology, Pair
+from topology.graph import UNKNOWN, NodeTopology, Pair
 
 __all__ = ["CATALOGUE", "OWN", "PROBES", "Rendered", "exposition", "families"]
 
@@ -212,7 +212,8 @@ def _per_probe(
 
 def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
     index = {gpu.name: str(gpu.index) for gpu in node.gpus}
-    between = [(index[p.a], index[p.b], p) for p in node.pairs if p.a in index and p.b in index]
+    known = (p for p in node.pairs if p.label != UNKNOWN)  # a lost GPU, or a driver that does not answer: no sample
+    between = [(index[p.a], index[p.b], p) for p in known if p.a in index and p.b in index]
     both = [*between, *((b, a, p) for a, b, p in between)]
     yield "gpu_link_info", [((a, b, p.label), 1.0) for a, b, p in both]
     yield "gpu_link_distance", [((a, b), float(p.path)) for a, b, p in both if p.path is not None]

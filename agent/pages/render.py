@@ -23,9 +23,10 @@ from agent.base import bench_history, units
 from agent.base.tables import GLYPHS
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
+from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.checks.judged import expected_words
 from agent.checks.verdict import Check, judge
-from agent.checks.view import Group, View, grouped, passed_ids, reasons, unknown_ids
+from agent.checks.view import View
 from agent.cluster.places import Places
 from agent.pages import benches, charts, console
 from agent.pages import nodes as page_nodes
@@ -42,7 +43,7 @@ from probes.pci.facts import PciFacts
 from topology import svg
 from topology.cluster import join
 from topology.formats.matrix import columns
-from topology.graph import NodeTopology, level, nvlinks
+from topology.graph import CLASSES, NodeTopology, level, nvlinks
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord
@@ -125,7 +126,7 @@ def _environment() -> Environment:
         passed_ids=passed_ids,
         unknown_ids=unknown_ids,
         columns=columns,
-        classes=svg.CLASSES,
+        classes=CLASSES,
         about=told,
         glance=page_nodes.glance,
         charts=charts,

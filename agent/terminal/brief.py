@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, point
+from agent.checks.groups import Group, grouped, unknown_ids
 from agent.checks.verdict import ORDER, Check, Verdict
-from agent.checks.view import Group, grouped, unknown_ids
 from agent.terminal.findings import finding
 from agent.terminal.topology import links
 from probes.api import Absent, Failed, Snapshot
@@ -109,6 +109,8 @@ def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
     facts = snapshot.facts(GpuFacts)
     if facts is None:
         return _silent(snapshot, "gpu")
+    if facts.driver_error:
+        return f"{facts.pci_gpus or 'number unknown'} on the PCI bus, none readable: NVML answers {facts.driver_error}"
     models = Counter(gpu.name or "unknown model" for gpu in facts.gpus)
     each = ", ".join(f"{number} x {name}" for name, number in models.items()) or "none"
     sku = f" ({topology.sku})" if topology.sku else ""

@@ -13,9 +13,8 @@ from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
 from agent.base.units import expected_rate
 from probes.api import Finding
 from topology.formats.matrix import columns
-from topology.graph import UNKNOWN, NodeTopology, Pairs, level, nvlinks
+from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level, nvlinks
 from topology.reference import departures
-from topology.svg import CLASSES
 
 
 def matrix(out: Console, node: NodeTopology) -> None:

@@ -18,6 +18,7 @@ from agent.base.inputs import InputError
 from agent.checks.verdict import Check
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
+from collectives.nccl_log.other_texts import kind_of
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import calls, ras, watchdog
@@ -74,6 +75,7 @@ def answer(sources: Asked) -> Verdict:
         seen = replace(seen, traces={**seen.traces, **traces})
     if not seen.states and seen.traces:
         seen = replace(seen, now=newest(seen.traces))
+    sources = _with_saved_ras(sources)
     logs = (*sources.logs, *sources.diagnostics)
     log, found = watchdog.read(_lines(logs)), _evidence(logs)
     reports = [_ras(source) for source in sources.ras]
@@ -149,6 +151,19 @@ def _lines(sources: Sequence[str]) -> Iterator[str]:
                 raise WhyError(f"{path}: {error.strerror}") from None
             except LogFileError as error:
                 raise WhyError(f"{path}: {error}") from None
+
+
+def _with_saved_ras(sources: Asked) -> Asked:
+    """The sources with a log that is a saved answer of RAS, and nothing else, given as --ras would give it."""
+
+    def is_ras(log: str) -> bool:
+        with suppress(OSError, LogFileError), Path(log).open("rb") as stream:
+            start = Unpacked(stream).read(1 << 20)
+            return kind_of(start) == "RAS" and b"ProcessGroup" not in start and b"NCCL INFO" not in start
+        return False
+
+    saved = tuple(log for log in sources.logs if Path(log).is_file() and is_ras(log))
+    return replace(sources, logs=tuple(log for log in sources.logs if log not in saved), ras=(*sources.ras, *saved))
 
 
 def _evidence(sources: Sequence[str]) -> Evidence | None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RUN_VARIABLE = "TOPOFLIGHT_RUN"  # marks every process of one run, so that the end finds orphans as well
 PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
+# For each Python that we start and those that it starts: from 3.11 on, no torch.py of the current folder is imported.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 KILL_SECONDS = 5.0  # for the kernel to take a killed process down
 POLL_SECONDS = 0.05
 
@@ -123,11 +125,11 @@ class Tree:
     """A command and every process that it starts, which all end with it, with this process, or by `end`."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> None:
-        """Start it, in a session of its own; what it prints goes to `output`."""
+        """Start it with SAFE_PATH, in a session of its own; what it prints goes to `output`."""
         self._mark = os.urandom(16).hex()
         self.process = subprocess.Popen(
             tethered(argv),
-            env={**environment, RUN_VARIABLE: self._mark, PARENT_VARIABLE: str(os.getpid())},
+            env={**environment, **SAFE_PATH, RUN_VARIABLE: self._mark, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.transport import LogProblem, ProofLine, rank_words
@@ -93,8 +94,10 @@ def _ras(text: str, file: str) -> Iterator[LogProblem]:
         if found:
             hosts = tuple(dict.fromkeys(one.host for one in found if one.host))
             ranks = tuple(sorted({one.rank for one in found if one.rank >= 0}))
-            yield _problem(code, _some(each), _lines(text, file, hosts or tuple(map(str, ranks))), hosts, ranks,
-                           len(found))  # fmt: skip
+            problem = _problem(code, _some(each), _lines(text, file, hosts), hosts, ranks, len(found))
+            # one answer without data may also be of a rank that begins or has ended as it should
+            proven = code != "ras_rank_missing" or any(one.missing != "no answer" for one in found)
+            yield problem if proven else replace(problem, severity="warn")
     if late:
         behind = list(late.values()) if len(late) <= _SHOWN else [f"{rank_words(late)}: {next(iter(late.values()))}"]
         yield _problem("ras_rank_behind", _some(behind), ranks=tuple(sorted(late)), count=len(late))

@@ -50,12 +50,18 @@ class _Budget:
             raise PickleError(f"an opcode {bytes([code])!r} that plain values do not take") from None
 
 
-class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _PlainUnpickler(pickle._Unpickler):
     """Python's reader, without what imports, calls, or allocates by a number in the file."""
+
+    stack: list[Any]  # of the base class, which has no types
+    metastack: list[Any]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw), encoding="utf-8", errors="replace")
-        self.dispatch = _Budget()
+        self.dispatch = _Budget()  # type: ignore[assignment,misc]
 
     def find_class(self, _module: str, _name: str) -> Any:
         """Refuse every name."""
@@ -65,7 +71,7 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
         """Begin the members of a list, a tuple or a dict."""
         if len(self.metastack) >= MOST_MARKS:
             raise PickleError(f"more than {MOST_MARKS} levels deep")
-        super().load_mark()
+        super().load_mark()  # type: ignore[misc]
 
     def load_text(self, form: str) -> None:
         """Push a text; Python's own reader ends at a byte that is not UTF-8."""
@@ -118,7 +124,7 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
 
 
 _STEPS: dict[int, Callable[[Any], None]] = {
-    **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _ALLOWED)},  # type: ignore[attr-defined]
+    **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _ALLOWED)},
     pickle.MARK[0]: _PlainUnpickler.load_mark,
     pickle.SETITEMS[0]: _PlainUnpickler.load_pairs, pickle.SETITEM[0]: _PlainUnpickler.load_pair,
     pickle.APPENDS[0]: _PlainUnpickler.load_items, pickle.APPEND[0]: _PlainUnpickler.load_item,

@@ -22,6 +22,7 @@ from planner.forecast.specs import (
     ModelSpec,
     TrainSpec,
     attention_columns,
+    longest_row,
     lora_weights,
     mlp_width,
     routed_weights,
@@ -165,7 +166,7 @@ def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool
         train=train,
         layout=layout,
         in_fp32=on_cpu or layout.precision == "fp32",
-        tokens=layout.micro_batch * float(train.sequence_length) / layout.cp,
+        tokens=layout.micro_batch * float(longest_row(train)) / layout.cp,
         layers=layers,
         layer=layer,
         largest=largest,
@@ -353,7 +354,7 @@ class Engine:
             return 0.0
         # Softmax's result, what dropout makes of it, and the mask of a byte.
         each = 9.0 if share.in_fp32 else 5.0
-        return each * share.model.heads * share.train.sequence_length / share.layout.tp
+        return each * share.model.heads * longest_row(share.train) / share.layout.tp
 
     def logits(self, share: Share) -> float:
         """The loss's logits and their gradients."""

@@ -20,9 +20,8 @@ class MemoryConstants:
     reserved_ranks_bytes: float = 0.4 * GIB  # buffers of the framework for communication, of more than one rank
     context_bytes: float = 0.6 * GIB  # CUDA context and kernels: outside the allocator
     nccl_bytes: float = 0.6 * GIB  # NCCL's channels and their buffers, of more than one rank
-    # What the fine-tune job loads after torch on a CPU, counted with a model of no size; docs/decisions/0023.
-    cpu_bytes: float = 0.04 * GIB  # transformers' model code, tokenizer, rows
-    cpu_peft_bytes: float = 0.06 * GIB  # PEFT and what it imports
+    # What the fine-tune job takes on a CPU beside its tensors, counted with a model of no size; docs/decisions/0023.
+    cpu_bytes: float = 0.02 * GIB  # the model's modules, tokenizer, rows, threads
     safe_share: float = 0.92  # of the card: above it, a run that fits today fails tomorrow
 
 
@@ -76,7 +75,6 @@ def memory_parts(
     if in_weights + load + gathered > held:  # the peak is the load, before the first step
         in_weights, gradients, optimizer, activations, logits = in_weights + load, 0.0, 0.0, 0.0, 0.0
         held = in_weights + gathered
-    loaded = constants.cpu_bytes + (constants.cpu_peft_bytes if share.adapters else 0.0)
     return MemoryParts(
         weights=in_weights,
         gradients=gradients,
@@ -87,7 +85,9 @@ def memory_parts(
         # CUDA's caching allocator; on a CPU the job counts what is allocated (finetune/recorder.py, return_freed)
         fragmentation=0.0 if on_cpu else held * (constants.fragmentation - 1.0),
         reserved=0.0 if on_cpu else _reserved(engine, layout, constants),
-        context=loaded if on_cpu else constants.context_bytes + (layout.world_size > 1) * constants.nccl_bytes,
+        context=constants.cpu_bytes
+        if on_cpu
+        else constants.context_bytes + (layout.world_size > 1) * constants.nccl_bytes,
     )
 
 

@@ -271,6 +271,22 @@ def document_length(histogram: Histogram, limit: int) -> float:
     return sum(count * length**2 for length, count in cut) / sum(count * length for length, count in cut)
 
 
+def longest_row(train: TrainSpec) -> int:
+    """Return the tokens of the longest row that a micro-batch can hold, after rows are cut at `sequence_length`.
+
+    A micro-batch is padded to its longest row, so the memory of the fullest micro-batch follows from this length.
+    Packed rows fill the sequence. Rows of unknown length are assumed to have `sequence_length` tokens.
+    """
+    if train.packing or not train.length_histogram:
+        return train.sequence_length
+    return min(train.sequence_length, max(length for length, _ in train.length_histogram))
+
+
+def rows_are_assumed(train: TrainSpec) -> bool:
+    """Return whether nobody measured how long the rows are, so that `longest_row` is only an upper bound."""
+    return not (train.packing or train.length_histogram or train.mean_tokens is not None)
+
+
 Method = Literal["full", "lora", "qlora"]
 
 

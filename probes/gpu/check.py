@@ -5,23 +5,23 @@ Every figure stands beside its source. What was not read is not judged.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 
-from hardware.gpus import on_grace, soldered
+from hardware.gpus import on_grace
 from probes.api import Finding, Severity
 from probes.gpu import health as gpu_health
 from probes.gpu import unread as gpu_unread
 from probes.gpu.bus import PCI, check_bus
-from probes.gpu.facts import Gpu, GpuFacts, GpuPair
+from probes.gpu.compare import compare
+from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import BUSY_RATIO, finding, subject_of
-from probes.gpu.read import SLOW_SECONDS_PER_CALL
-from probes.host.nvml import CRASHED, HUNG, NO_DEVICE_FILES, NOT_ASKED
+from probes.host.nvml import NO_DEVICE_FILES
 from probes.pci import probe as pci_probe
 
 CODES = (
-    "gpu.driver.unusable", "gpu.driver.slow", "gpu.device.lost", "gpu.device.denied", "gpu.device.unread",
-    "gpu.device.missing", "gpu.device.not_given",
+    "gpu.driver.unusable", "gpu.device.lost", "gpu.device.denied", "gpu.device.unread",
+    "gpu.device.missing", "gpu.device.not_given", "gpu.device.hidden", "gpu.device.vgpu", "gpu.device.confidential",
     "gpu.device.recovery", "gpu.device.mixed", "gpu.device.mode", "gpu.pcie.width", "gpu.pcie.generation",
     "gpu.nvlink.missing", "gpu.nvlink.none", "gpu.nvlink.errors", "gpu.c2c.off", "gpu.fabric.incomplete",
     "gpu.fabric.unhealthy", "gpu.fabric.degraded", "gpu.fabric.split", "gpu.p2p.refused", "gpu.ecc.uncorrected",
@@ -44,16 +44,19 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
     for gpu in facts.gpus:
         if gpu.error is not None:
             yield _refused(gpu)
-    if facts.seconds_per_call is not None or _count_unqueried(facts):
-        yield _slow(facts)
-    yield from _mixed(answering)
-    yield from _split(answering)
-    yield from _nvlink_counts(answering)
-    yield from _p2p(facts)
+    yield from compare(facts)
     for gpu in answering:
         for rule in (*_PER_GPU, *gpu_health.RULES):
             yield from rule(gpu)
     yield from _notes(answering)
+    if facts.confidential:
+        yield finding(
+            "gpu.device.confidential", Severity.WARN, subject_of(answering),
+            "Confidential computing is on: copies between host and GPU are encrypted and pass a bounce buffer, and "
+            "GPUDirect RDMA is not available. Steps over several nodes become slower.",
+            "nvmlSystemGetConfComputeState: ccFeature 1",
+            "Turn it off for training that does not need it (nvidia-smi conf-compute, and the firmware setup).",
+        )  # fmt: skip
     yield from gpu_unread.findings(facts)
 
 
@@ -62,7 +65,7 @@ _NO_DRIVER = ("DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "GPU_IS_LOST", "RE
 
 
 def _driver(facts: GpuFacts) -> Finding:
-    error, symbol = facts.driver_error, facts.driver_error_symbol or "nvmlInit"
+    error, symbol = facts.driver_error or "", facts.driver_error_symbol or "nvmlInit"
     if error == "LIBRARY_NOT_FOUND":
         remedy = (
             "Give this container the NVIDIA driver libraries (runtimeClassName nvidia, "
@@ -75,6 +78,11 @@ def _driver(facts: GpuFacts) -> Finding:
         )
     elif error == "NO_PERMISSION":
         remedy = "Give this process /dev/nvidiactl and the GPUs' device files, or scan on the host."
+    elif error == "LIB_RM_VERSION_MISMATCH":
+        remedy = (
+            "The loaded kernel module and libnvidia-ml are of different releases, as after an upgrade: reload the "
+            "NVIDIA modules, or reboot the node."
+        )
     elif error in _NO_DRIVER:
         remedy = "Load or reinstall the NVIDIA driver (modprobe nvidia; look at dmesg), and reboot after an upgrade."
     else:
@@ -83,7 +91,8 @@ def _driver(facts: GpuFacts) -> Finding:
         "gpu.driver.unusable",
         Severity.FAIL if error in _NO_DRIVER else Severity.UNKNOWN,
         "",
-        f"the PCI bus has {facts.pci_gpus or 'an unknown number of'} NVIDIA GPU(s), but NVML cannot be used: {error}",
+        f"NVML cannot be used ({error}), so nothing is known of the {facts.pci_gpus or 'unknown number of'} "
+        "NVIDIA GPU(s) on the PCI bus.",
         f"{symbol} = {error}",
         remedy,
     )
@@ -91,21 +100,21 @@ def _driver(facts: GpuFacts) -> Finding:
 
 _BROKEN = {  # nvml.h, nvmlReturn_t and nvmlDeviceGetHandleByIndex -> what the driver says, what mends it
     "GPU_IS_LOST": (
-        "the driver cannot reach this GPU",
+        "the driver cannot reach it",
         "Drain the node, look for Xid 79 in dmesg, and reset or power-cycle the host."
     ),
     "RESET_REQUIRED": (
-        "this GPU must be reset before it can be used", "Drain the node and reset the GPU: nvidia-smi --gpu-reset."
+        "the driver wants it reset first", "Drain the node and reset the GPU: nvidia-smi --gpu-reset."
     ),
     "INSUFFICIENT_POWER": (
-        "an external power cable of this GPU is not attached properly",
+        "an external power cable is not attached properly",
         "Check the power cables of the GPU and its riser."
     ),
     "IRQ_ISSUE": (
-        "the kernel has an interrupt problem with this GPU",
+        "the kernel has an interrupt problem with it",
         "Look for NVRM and IRQ lines in dmesg, and reboot the host."
     ),
-    "CORRUPTED_INFOROM": ("the InfoROM of this GPU is corrupted", "Have the InfoROM repaired, or replace the GPU."),
+    "CORRUPTED_INFOROM": ("its InfoROM is corrupted", "Have the InfoROM repaired, or replace the GPU."),
 }  # fmt: skip
 
 
@@ -134,153 +143,21 @@ def _refused(gpu: Gpu) -> Finding:
     if gpu.broken:
         says, remedy = _BROKEN[gpu.refusal or ""]
         return finding(
-            "gpu.device.lost", Severity.FAIL, subject_of(gpu), f"{says}{where}: {gpu.error}", evidence, remedy
-        )
+            "gpu.device.lost", Severity.FAIL, subject_of(gpu),
+            f"{subject_of(gpu)}{where} cannot be used: {says} ({gpu.error}). Jobs on it fail, hang or do not start.",
+            evidence, remedy,
+        )  # fmt: skip
     if gpu.refusal == "NO_PERMISSION":
         return finding(
             "gpu.device.denied", Severity.UNKNOWN, subject_of(gpu),
-            f"this process may not use this GPU{where}, so nothing of it was judged", evidence,
+            f"{subject_of(gpu)}{where} was not judged: this process may not use it.", evidence,
             "Scan outside of the job or container that limits its devices, or ask for this GPU too.",
-        )  # fmt: skip
-    if gpu.refusal in (HUNG, CRASHED):
-        does = "hangs" if gpu.refusal == HUNG else "crashes"
-        return finding(
-            "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
-            f"the driver {does} when it is asked about this GPU{where}, so nothing of it was judged",
-            f"nvml: {gpu.refusal}{xids}",
-            "Drain the node, look for NVRM lines and Xids in dmesg, and reboot it.",
         )  # fmt: skip
     return finding(
         "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
-        f"the driver did not give this GPU{where}, so nothing of it was judged: {gpu.error}", evidence,
+        f"{subject_of(gpu)}{where} was not judged: the driver did not give it ({gpu.error}).", evidence,
         "Scan again, and look for NVRM lines in dmesg if it stays so.",
     )  # fmt: skip
-
-
-def _count_unqueried(facts: GpuFacts) -> int:
-    left = (*(gpu.unread for gpu in facts.gpus), *(pair.unread for pair in facts.pairs))
-    refused = sum(gpu.refusal == NOT_ASKED for gpu in facts.gpus)
-    return refused + sum(question.endswith(f"= {NOT_ASKED}") for questions in left for question in questions)
-
-
-def _slow(facts: GpuFacts) -> Finding:
-    left, pace = _count_unqueried(facts), facts.seconds_per_call
-    takes = f"takes {pace * 1e3:.0f} ms for an answer" if pace else "did not answer everything in time"
-    return finding(
-        "gpu.driver.slow", Severity.WARN, "",
-        f"the NVIDIA driver {takes}" + (f"; {left} questions were left unasked: unknown" * bool(left)),
-        f"NVML: {takes}, over {SLOW_SECONDS_PER_CALL * 1e3:.0f} ms is slow; {left} questions not asked",
-        "Look for NVRM lines in dmesg and for monitors that ask the driver all the time; turn persistence mode on.",
-    )  # fmt: skip
-
-
-def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
-    names = Counter(gpu.name for gpu in gpus if gpu.name)
-    if len(names) > 1:
-        what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
-        # Between generations dense rates differ by two and more, within one by little (hardware/gpus.toml).
-        generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
-        yield finding(
-            "gpu.device.mixed", Severity.FAIL if len(generations) > 1 else Severity.WARN, "",
-            f"GPUs of different models: {what}; the slowest sets the pace",
-            f"nvmlDeviceGetName: {what}", "Choose GPUs of one model with CUDA_VISIBLE_DEVICES.",
-        )  # fmt: skip
-
-
-def _split(gpus: list[Gpu]) -> Iterator[Finding]:
-    """GPUs of one host that the fabric put into different NVLink domains, or left out of the one the others are in."""
-    cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
-    if len(cliques) > 1:
-        what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
-        yield finding(
-            "gpu.fabric.split", Severity.FAIL, "",
-            f"the GPUs of this host are not in one NVLink clique: {what}; NCCL joins only GPUs of one clique by NVLink",
-            f"nvmlDeviceGetGpuFabricInfoV, cluster UUID and clique: {what}",
-            "Look at the partitions of the fabric manager or of NMX-C, and take the GPUs into one.",
-        )  # fmt: skip
-
-
-def active_links(gpu: Gpu) -> int:
-    """NVLinks with a partner."""
-    return sum(link.active is True for link in gpu.nvlinks)
-
-
-def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
-    """A GPU is compared with its twins on the same host: how many links a board has differs by product."""
-    by_name: dict[str | None, list[Gpu]] = defaultdict(list)
-    for gpu in gpus:
-        if gpu.nvlinks_known and not gpu.mig_enabled:  # MIG turns NVLink off
-            by_name[gpu.name].append(gpu)
-    for name, twins in by_name.items():
-        most = max(active_links(gpu) for gpu in twins)
-        if most == 0 and len(twins) > 1 and name and soldered(name):
-            yield finding(
-                "gpu.nvlink.none", Severity.FAIL, subject_of(twins),
-                f"no NVLink is active on {name}, a board that is built with them; all traffic goes over PCIe",
-                "nvmlDeviceGetNvLinkState = 0 or not supported on every link",
-                "Check that the fabric manager runs (systemctl status nvidia-fabricmanager) and matches the driver.",
-            )  # fmt: skip
-        for gpu in twins:
-            unread = sum(link.active is None for link in gpu.nvlinks)
-            if active_links(gpu) + unread < most:
-                yield _short_of_links(gpu, most)
-
-
-def _short_of_links(gpu: Gpu, most: int) -> Finding:
-    down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
-    if gpu.nvlinks:
-        says, evidence = (
-            f"{active_links(gpu)} of {most} NVLinks are active",
-            f"nvmlDeviceGetNvLinkState = 0 on links {down}",
-        )
-    else:
-        says, evidence = "the driver says that this GPU has no NVLink", "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
-    # links that lead from GPU to GPU have no switch, and so no fabric manager
-    direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
-    reset = "Reset the GPUs at both ends" if direct else "Reset the GPU and restart the fabric manager"
-    return finding(
-        "gpu.nvlink.missing", Severity.FAIL, subject_of(gpu), f"{says}; its twins have {most}", evidence,
-        f"{reset}; if the links stay down, have the board{' or its NVLink bridge' if direct else ''} checked.",
-    )  # fmt: skip
-
-
-_P2P_REMEDIES = {
-    "disabled_by_regkey": "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords).",
-}
-
-
-def _p2p(facts: GpuFacts) -> Iterator[Finding]:
-    """One finding per reason, not per pair. What a board has not by design is a note: GeForce, a mesh of NVLinks."""
-    by_index = {gpu.index: gpu for gpu in facts.gpus}
-    refused: dict[tuple[str, bool, bool], list[str]] = defaultdict(list)
-    for pair in facts.pairs:
-        if pair.p2p_read not in (None, "ok", "unknown"):
-            ends = by_index.get(pair.a), by_index.get(pair.b)
-            beside = _beside_a_mesh(pair, *ends) if pair.p2p_read != "disabled_by_regkey" else False
-            near = pair.ancestor in ("INTERNAL", "PIX", "PXB") or pair.p2p_nvlink == "ok"
-            refused[str(pair.p2p_read), beside, near].append(f"GPU{pair.a}-GPU{pair.b}")
-    for (reason, beside, near), pairs in refused.items():
-        by_design = beside or reason == "gpu_not_supported"
-        way = "NCCL goes through GPUs that have one" if beside else "NCCL goes through host memory there"
-        yield finding(
-            # Host memory in place of a switch or NVLink costs 29 % of a step (docs/findings.md, "Severity"); a pair
-            # whose way leads through the CPU anyway loses less.
-            "gpu.p2p.refused", Severity.INFO if by_design else Severity.FAIL if near else Severity.WARN, "",
-            f"no P2P ({reason.replace('_', ' ')}) between {', '.join(pairs[:4])}"
-            + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
-            + (", which the board's mesh does not join by an NVLink" if beside else "") + f"; {way}",
-            f"nvmlDeviceGetP2PStatus(read) = {reason} for {len(pairs)} pairs",
-            "" if by_design
-            else _P2P_REMEDIES.get(reason, "Look for IOMMU, ACS and the NVreg P2P settings of the driver."),
-        )  # fmt: skip
-
-
-def _beside_a_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
-    """Whether both GPUs have direct NVLinks to others and none to each other: DGX-1 joins 16 of its 28 pairs."""
-    if a is None or b is None or pair.p2p_nvlink in ("ok", None):
-        return False
-    ends = [{link.remote_bus_id for link in gpu.nvlinks if link.active and link.remote_kind == "gpu"} for gpu in (a, b)]
-    return all(ends) and b.bus_id not in ends[0] and a.bus_id not in ends[1]
 
 
 def _pcie(gpu: Gpu) -> Iterator[Finding]:
@@ -330,11 +207,15 @@ _FABRIC_WORDS = {
 def _fabric(gpu: Gpu) -> Iterator[Finding]:
     if gpu.fabric_state in ("not_started", "in_progress") or gpu.fabric_status:
         status = f", status {gpu.fabric_status}" if gpu.fabric_status else ""
+        under_way = gpu.fabric_state == "in_progress"
         yield finding(
             "gpu.fabric.incomplete", Severity.FAIL, subject_of(gpu),
-            f"the NVSwitch fabric has not taken this GPU in ({gpu.fabric_state}{status}); CUDA will not start on it",
+            f"{subject_of(gpu)} is not yet part of the NVSwitch fabric ({gpu.fabric_state}{status}). CUDA does not "
+            "start on it until it is.",
             f"nvmlDeviceGetGpuFabricInfoV: state {gpu.fabric_state}{status}",
-            "Start the fabric manager of the driver's own release (and IMEX on NVL72), then reset the GPU.",
+            "Wait until `nvidia-smi -q` shows the state Completed under Fabric. If it does not within a few minutes, "
+            "read the fabric manager's log." if under_way
+            else "Start the fabric manager of the driver's own release (and IMEX on NVL72), then reset the GPU.",
         )  # fmt: skip
     yield from _fabric_health(gpu)
     if gpu.fabric_degraded:
@@ -378,11 +259,27 @@ def _modes(gpu: Gpu) -> Iterator[Finding]:
         listed = "; ".join(f"{one.uuid} {one.profile or ''} (GPU instance {one.gpu_instance}, compute instance "
                            f"{one.compute_instance})" for one in gpu.mig_slices or ())  # fmt: skip
         unread = "its slices were not read" if gpu.mig_slices is None else "no slice"
+        off_later = gpu.mig_pending is False
         yield finding(
             "gpu.mig.enabled", Severity.FAIL, subject_of(gpu),
-            f"MIG is on ({cut or unread}): no NVLink and no P2P between its slices",
+            f"{subject_of(gpu)} has MIG on ({cut or unread}), so there is no NVLink and no P2P between its slices."
+            + (" MIG is off after the next reset." if off_later else ""),
             f"nvmlDeviceGetMigMode: enabled; {listed or unread}",
-            f"Turn MIG off for multi-GPU training: nvidia-smi -i {gpu.index} -mig 0, then reset the GPU.",
+            f"Reset the GPU (`nvidia-smi -r -i {gpu.index}`) for multi-GPU training." if off_later
+            else f"Turn MIG off for multi-GPU training: `nvidia-smi -i {gpu.index} -mig 0`, then reset the GPU.",
+        )  # fmt: skip
+    elif gpu.mig_enabled is False and gpu.mig_pending:
+        yield finding(
+            "gpu.mig.enabled", Severity.WARN, subject_of(gpu),
+            f"{subject_of(gpu)} will have MIG on after its next reset. Multi-GPU jobs then lose its NVLink and P2P.",
+            "nvmlDeviceGetMigMode: now off, pending on",
+            f"If MIG is not wanted, run `nvidia-smi -i {gpu.index} -mig 0` before the next reset.",
+        )  # fmt: skip
+    if gpu.virtualization == "vgpu":
+        yield finding(
+            "gpu.device.vgpu", Severity.INFO, subject_of(gpu),
+            f"{subject_of(gpu)} is a vGPU: other machines may share its board, so rates measured here may change.",
+            "nvmlDeviceGetVirtualizationMode = vgpu",
         )  # fmt: skip
     if gpu.compute_mode in ("prohibited", "exclusive_process", "exclusive_thread"):
         never = gpu.compute_mode == "prohibited"

@@ -69,6 +69,8 @@ class Gpu:
     pcie_replays: int | None = None
     bar1_bytes: int | None = None
     mig_enabled: bool | None = None
+    mig_pending: bool | None = None  # after the next reset
+    virtualization: str | None = None  # "none", "passthrough", "vgpu" (a part of a board), "host_vgpu", "host_vsga"
     mig_slices: tuple[MigSlice, ...] | None = None  # that this process may see; None where one of them was not read
     c2c_links: int | None = None
     c2c_enabled: bool | None = None  # nvmlDeviceGetC2cModeInfoV
@@ -170,7 +172,8 @@ class GpuFacts:
     pairs: tuple[GpuPair, ...] = ()
     driver_error: str | None = None  # why NVML cannot be used although the host has NVIDIA GPUs: "DRIVER_NOT_LOADED"
     driver_error_symbol: str | None = None  # of the function that said so
-    seconds_per_call: float | None = None  # of the driver, on average; only where it is slow (probes.gpu.read)
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES of this process; None where it is not set
+    confidential: bool | None = None  # confidential computing is on
     unread: tuple[str, ...] = ()  # of the host, as of a GPU
     pci_gpus: int | None = None  # NVIDIA display functions on the PCI bus (sysfs), whatever NVML says
     bus: GpuBus | None = None  # GPUs of the PCI bus, and which of them this process was given; None without sysfs

@@ -9,8 +9,11 @@ neither. What the catalogue does not use has no cause that is known.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from hardware.gpus import clock_share
@@ -20,53 +23,20 @@ from probes.gpu.facts import Gpu, GpuFacts
 Cause = Literal["gpu", "program", "driver"]
 """The GPU, its memory or its links; the program that ran; or an engine, firmware or driver, the cause being open."""
 
-_OF_GPU = {
-    46: "GPU stopped processing", 48: "uncorrectable memory error", 54: "auxiliary power not connected",
-    57: "memory interface training failed", 58: "memory interface unstable", 59: "microcontroller error",
-    61: "microcontroller breakpoint", 62: "microcontroller halted", 63: "memory row or page retired",
-    64: "memory row or page could not be retired", 74: "NVLink error", 79: "GPU has fallen off the bus",
-    81: "VGA subsystem error", 90: "L2 cache error", 92: "many corrected memory errors", 94: "memory error, contained",
-    95: "memory error, not contained", 109: "context switch timed out", 110: "security fault",
-    119: "GPU firmware (GSP) does not answer", 120: "GPU firmware (GSP) error", 121: "C2C link error",
-    122: "board flash cannot be read", 123: "board flash cannot be written", 124: "board flash cannot be erased",
-    125: "InfoROM file system error", 136: "NVLink training failed", 140: "unrecovered ECC error",
-    143: "GPU initialisation failed", 144: "NVLink SAW error", 145: "NVLink RLW error", 146: "NVLink TLW error",
-    147: "NVLink TREX error", 148: "NVLink NVLPW_CTRL error", 149: "NVLink NETIR error", 150: "NVLink MSE error",
-    154: "the driver wants another recovery action", 155: "NVLink error defined by software",
-    156: "memory resource retired", 157: "memory resource could not be retired", 158: "fatal timeout of the GPU",
-    164: "power smoothing near its end of life", 165: "power smoothing at its end of life",
-    166: "NVLink traffic before encryption was set up", 167: "fatal PCIe timeout", 168: "GPU memory capacity reduced",
-    169: "security processor halted", 170: "NVLink interrupt in confidential mode", 171: "uncorrectable DRAM error",
-    172: "uncorrectable SRAM error",
-}  # fmt: skip
-_OF_PROGRAM = {
-    11: "invalid push buffer", 13: "graphics engine exception", 25: "illegal push buffer",
-    31: "GPU memory page fault", 32: "corrupted push buffer", 37: "unimplemented method",
-    43: "GPU stopped processing", 45: "channel torn down",
-    69: "graphics engine class error", 80: "corrupted data sent to the GPU",
-}  # fmt: skip
-_OF_DRIVER = {
-    8: "GPU stopped processing", 38: "firmware watchdog", 39: "copy engine", 40: "copy engine", 41: "copy engine",
-    44: "fault during a context switch", 60: "video processor", 66: "illegal access by the driver",
-    67: "illegal access by the driver", 68: "video decoder", 70: "copy engine", 71: "copy engine", 72: "copy engine",
-    75: "copy engine", 76: "copy engine", 77: "copy engine", 78: "vGPU did not start", 82: "JPEG engine",
-    83: "video decoder", 84: "video decoder", 85: "copy engine", 86: "optical flow engine", 88: "video decoder",
-    89: "video decoder", 93: "InfoROM wear limit", 96: "video decoder", 97: "video decoder", 98: "video decoder",
-    99: "JPEG engine", 100: "JPEG engine", 101: "JPEG engine", 102: "JPEG engine", 103: "JPEG engine",
-    104: "JPEG engine", 105: "JPEG engine", 106: "test message", 107: "test message",
-    108: "NVLink remote translation error", **dict.fromkeys(range(126, 136), "copy engine"),
-    137: "NVLink privilege error", 139: "optical flow engine", 141: "CUDA fast path error", 142: "video encoder",
-    151: "key rotation failed", 152: "DLA memory error", 153: "DLA timeout", 159: "CHI error without data",
-    160: "channel retired", 161: "channel could not be retired", 162: "power smoothing engaged again",
-    163: "power smoothing disengaged",
-}  # fmt: skip
+
+@cache
+def _xid_table() -> dict[str, dict[str, str]]:
+    """Cause -> Xid -> words of `xids.toml`: read with the first Xid."""
+    return tomllib.loads(Path(__file__).with_name("xids.toml").read_text(encoding="utf-8"))
+
 
 XID_CAUSES: tuple[Cause, ...] = ("gpu", "driver", "program")  # gravest first
 
 
 def xid_cause(xid: int) -> Cause:
     """Whose error it is; a number of no catalogue is not the program's."""
-    return "gpu" if xid in _OF_GPU else "program" if xid in _OF_PROGRAM else "driver"
+    table = _xid_table()
+    return "gpu" if str(xid) in table["gpu"] else "program" if str(xid) in table["program"] else "driver"
 
 
 def named_xids(xids: Iterable[int], of: Cause) -> str:
@@ -78,7 +48,7 @@ def named_xids(xids: Iterable[int], of: Cause) -> str:
 
 
 def _xid_words(xid: int) -> str:
-    return _OF_GPU.get(xid) or _OF_PROGRAM.get(xid) or _OF_DRIVER.get(xid) or "no cause named"
+    return next((words[str(xid)] for words in _xid_table().values() if str(xid) in words), "no cause named")
 
 
 HOT_CELSIUS = (
@@ -160,11 +130,13 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
             "Replace the GPU." if over else "Drain the node and reset the GPU; have it checked if it happens again.",
         )  # fmt: skip
     if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
+        counters = {"all memory": gpu.ecc_uncorrected_lifetime, "on-chip memory (SRAM)": gpu.sram_uncorrected_lifetime}
+        counts = " and ".join(f"{count} by the counter of {of}" for of, count in counters.items() if count is not None)
         yield finding(
             "gpu.ecc.lifetime", Severity.INFO, subject,
-            f"uncorrectable memory errors in the board's life: {_count_text(gpu.ecc_uncorrected_lifetime)}, of these "
-            f"in on-chip memory (SRAM) {_count_text(gpu.sram_uncorrected_lifetime)}",
-            f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {_count_text(gpu.ecc_uncorrected_lifetime)}",
+            f"{subject} has had uncorrectable memory errors in its life: {counts}.",
+            f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {gpu.ecc_uncorrected_lifetime}, "
+            f"nvmlDeviceGetSramEccErrorStatus: aggregate {gpu.sram_uncorrected_lifetime}",
         )  # fmt: skip
     if gpu.ecc_enabled is False:
         delivered_off = gpu.ecc_default is False
@@ -181,10 +153,6 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
             "gpu.ecc.off", Severity.INFO, subject, "ECC will be off after the next reset of this GPU",
             "nvmlDeviceGetEccMode: now on, after a reset off",
         )  # fmt: skip
-
-
-def _count_text(number: int | None) -> str:
-    return "unknown" if number is None else str(number)
 
 
 def _recovery(gpu: Gpu) -> Iterator[Finding]:
@@ -217,69 +185,97 @@ def held_bytes(gpu: Gpu) -> int | None:
 
 
 def _held(gpu: Gpu) -> Iterator[Finding]:
-    """A job that runs holds its memory too: a note, as its processes are. What holds it and rests is in the way."""
+    """A job that runs holds its memory too: a note, as its processes are. What holds it and rests is in the way.
+
+    For the job that a gate is about, memory that is full fails whoever holds it: `agent.checks.view.for_next_job`.
+    """
     held, size = held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:
         return
     used = gpu.memory_used_bytes or 0
-    severity = Severity.FAIL if used >= FULL_RATIO * size else Severity.WARN
-    if gpu.utilization_ratio is None:
-        severity = Severity.WARN
-    elif gpu.utilization_ratio > 0:
-        severity = Severity.INFO
+    severity = Severity.INFO if gpu.utilization_ratio else Severity.FAIL if is_full(gpu) else Severity.WARN
     whose = ", ".join(
         f"pid {p.pid}" + (f" ({p.memory_bytes / 2**30:.1f} GiB)" if p.memory_bytes else "")
         for p in (gpu.processes or ())[:8]
     )
     yield finding(
         "gpu.memory.held", severity, subject_of(gpu),
-        f"{used / 2**30:.1f} of {size / 2**30:.1f} GiB of memory are in use ({used / size:.0%}), "
-        f"{'while the GPU is at rest' if gpu.utilization_ratio == 0 else 'by other processes'}: a job gets the rest",
-        f"nvmlDeviceGetMemoryInfo: used {used} of {size}; compute processes: {whose or 'none to be seen'}",
-        "" if severity is Severity.INFO else "End the processes that hold it (fuser -v /dev/nvidia*), or wait.",
+        f"{subject_of(gpu)} has {used / 2**30:.1f} of {size / 2**30:.1f} GiB of memory in use ({used / size:.0%})"
+        f"{' although the GPU is idle' if gpu.utilization_ratio == 0 else ''}. A new job gets only the rest.",
+        f"nvmlDeviceGetMemoryInfo: used {used} of {size}; compute processes: {whose or 'none visible from here'}",
+        "" if severity is Severity.INFO else FREE_MEMORY,
     )  # fmt: skip
+
+
+FREE_MEMORY = "End the processes that hold it (fuser -v /dev/nvidia*), or wait until they end."
+
+
+def is_full(gpu: Gpu) -> bool:
+    """Whether so much of the memory is in use that no job fits that was meant for the board."""
+    return bool(gpu.memory_bytes) and (gpu.memory_used_bytes or 0) >= FULL_RATIO * (gpu.memory_bytes or 0)
 
 
 HW_SLOWDOWN_LOSS = 0.5
 """Of the clock, at least: nvml.h, the reasons HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown."""
 
 
-def _clock_loss(gpu: Gpu) -> float:
-    """The share of its highest clock that heat takes from a GPU; 0 where that cannot be told, as on a GPU at rest."""
-    if "hw_thermal" in (gpu.throttle_reasons or ()):
-        return HW_SLOWDOWN_LOSS
+FULL_CLOCK_RATIO = 0.9
+"""Of the highest clock: what is above lies within the steps that a healthy GPU gives up for a few degrees."""
+
+
+def _clock_loss(gpu: Gpu, least: float) -> float:
+    """The share of its highest clock that a GPU has lost: `least` where its clock does not tell, as of one at rest."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
-        return 0.0
-    return 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz
+        return least
+    return max(least, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
+
+
+def _slowed(gpu: Gpu, why: str) -> str:
+    """What a reason to slow down does to this GPU now, as its clock and its load tell."""
+    now, most, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, subject_of(gpu)
+    clock = f" {now / 1e6:.0f}" + (f" of {most / 1e6:.0f}" if most else "") + " MHz" if now else ""
+    if now and most and now >= FULL_CLOCK_RATIO * most:
+        return f"{name} reports {why}, but runs at{clock}: it loses no speed now. Its clock may fall under load."
+    if gpu.utilization_ratio == 0:
+        at = f" at{clock}" if clock else ""
+        return f"{name} reports {why} while it is idle{at}. Under load every rank would wait for it."
+    to = f" to{clock}" if clock else ""
+    return f"{name} is slowed down{to} by {why}. Every rank waits for this GPU."
+
+
+_COOLING = "Check fans, air flow and inlet temperature; compare with the neighbours in the rack."
 
 
 def _heat(gpu: Gpu) -> Iterator[Finding]:
     subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
     now, slowdown = gpu.temperature_celsius, gpu.temperature_slowdown_celsius
     limit = min(HOT_CELSIUS, slowdown or HOT_CELSIUS)
+    evidence = f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}"
     if now is not None and now >= limit:
         yield finding(
             "gpu.thermal.hot", Severity.WARN, subject,
-            f"{now:.0f} C: clocks fall from about {limit:.0f} C on"
-            + (f", and are cut at {slowdown:.0f} C" if slowdown else ""),
+            f"{subject} has {now:.0f} C. Its clock falls from about {limit:.0f} C on"
+            + (f", and is cut at {slowdown:.0f} C." if slowdown else "."),
             f"nvmlDeviceGetTemperature = {now:.0f}", "Check fans, air flow and inlet temperature.",
         )  # fmt: skip
-    clock = f" at {gpu.sm_clock_hertz / 1e6:.0f} MHz" if gpu.sm_clock_hertz else ""
     if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
         # nvml.h: core clocks reduced by a factor of two or more, for heat, the power brake or too fast a rise of power.
         yield finding(
-            "gpu.clocks.slowdown", by_loss(HW_SLOWDOWN_LOSS), subject,
-            f"the hardware slows the clocks down{clock} to half or less (hw_slowdown); the driver does not say whether "
-            "for heat, the power brake or a peak of power",
-            f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}",
-            "Check temperature and air flow, the power cables and supplies; compare with the neighbours in the rack.",
+            "gpu.clocks.slowdown", by_loss(_clock_loss(gpu, HW_SLOWDOWN_LOSS)), subject,
+            _slowed(gpu, "a hardware slowdown (heat, the power brake or a peak of power: the driver does not say)"),
+            evidence, "Check temperature and air flow, the power cables and supplies; compare with the neighbours.",
         )  # fmt: skip
     if reasons & THERMAL:
+        least = HW_SLOWDOWN_LOSS if "hw_thermal" in reasons else 0.0
         yield finding(
-            "gpu.thermal.throttling", by_loss(_clock_loss(gpu)), subject,
-            f"clocks are held down{clock} by {', '.join(sorted(reasons & THERMAL))}; every rank waits for this GPU",
-            f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}",
-            "Check fans, air flow and inlet temperature; compare with the neighbours in the rack.",
+            "gpu.thermal.throttling", by_loss(_clock_loss(gpu, least)), subject,
+            _slowed(gpu, f"heat ({', '.join(sorted(reasons & THERMAL))})"), evidence, _COOLING,
+        )  # fmt: skip
+    if "hw_power_brake" in reasons:
+        yield finding(
+            "gpu.power.brake", by_loss(_clock_loss(gpu, HW_SLOWDOWN_LOSS)), subject,
+            _slowed(gpu, "the power brake of its supply (hw_power_brake)"), evidence,
+            "Check the power supplies, their redundancy and the rack's power budget.",
         )  # fmt: skip
 
 
@@ -296,25 +292,33 @@ def _clocks(gpu: Gpu) -> Iterator[Finding]:
         return
     if now >= (LOW_CLOCK_RATIO_CAPPED if "sw_power_cap" in reasons else LOW_CLOCK_RATIO) * most:
         return
-    why = f"the driver names {', '.join(sorted(reasons))}" if reasons else "the driver names no reason"
+    why = f"The driver names {', '.join(sorted(reasons))}." if reasons else "The driver names no reason."
     yield finding(
         "gpu.clocks.low", Severity.FAIL, subject_of(gpu),
-        f"runs at {now / 1e6:.0f} of {most / 1e6:.0f} MHz while it is {busy:.0%} busy, and {why}; all ranks wait",
+        f"{subject_of(gpu)} runs at {now / 1e6:.0f} of {most / 1e6:.0f} MHz while it is {busy:.0%} busy. {why} "
+        "Every rank waits for this GPU.",
         f"nvmlDeviceGetClockInfo(SM) = {now / 1e6:.0f}, nvmlDeviceGetMaxClockInfo(SM) = {most / 1e6:.0f}, "
-        f"utilisation {busy:.0%}",
-        f"Free the clocks (nvidia-smi -i {gpu.index} -rgc, then -rac), and reset the GPU if it stays so.",
+        f"utilisation {busy:.0%}", _free_clocks(gpu, reasons),
     )  # fmt: skip
+
+
+def _free_clocks(gpu: Gpu, reasons: set[str]) -> str:
+    """What lifts the limit that the driver names; locked clocks are only one of them."""
+    default = gpu.power_limit_default_watts
+    if "sw_power_cap" in reasons:
+        raised = f"nvidia-smi -i {gpu.index} -pl {default:.0f}" if default else f"nvidia-smi -i {gpu.index} -pl"
+        return (
+            f"The power limit holds the clock down: compare draw and limit (`nvidia-smi -i {gpu.index} -q -d POWER`), "
+            f"restore the limit (`{raised}`), and look for a power cap of the chassis or the rack."
+        )
+    if "sync_boost" in reasons:
+        return "Take the GPU out of its sync boost group: it follows the slowest GPU of the group."
+    which = "-rac" if reasons & {"applications_clocks", "display_clocks"} else "-rgc"
+    return f"Free the clocks (`nvidia-smi -i {gpu.index} {which}`), and reset the GPU if its clock stays low."
 
 
 def _power(gpu: Gpu) -> Iterator[Finding]:
     subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
-    if "hw_power_brake" in reasons:
-        yield finding(
-            "gpu.power.brake", by_loss(HW_SLOWDOWN_LOSS), subject,
-            "the power brake is pulled: the supply asks for slower clocks",
-            "nvmlDeviceGetCurrentClocksThrottleReasons: hw_power_brake",
-            "Check the power supplies, their redundancy and the rack's power budget.",
-        )  # fmt: skip
     if "sw_power_cap" in reasons:
         yield finding(
             "gpu.power.capped", Severity.INFO, subject,

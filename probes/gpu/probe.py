@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from probes.api import Metric, Probe, Sample
-from probes.gpu.answers import THROTTLE_REASONS
 from probes.gpu.check import CODES, check
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import unjudged
-from probes.gpu.read import read
+from probes.gpu.read import THROTTLE_REASONS, read
 from probes.host.nvml import nvml_bus_id
 
 _GPU = ("gpu", "UUID", "pci_bus_id")

@@ -1,101 +1,190 @@
-"""Asks NVML about every GPU and every pair; see `probes.gpu.probe`.
+"""Asks NVML about every GPU and every pair of GPUs, and translates the answers; see `probes.gpu.probe`.
 
-Specification: NVML API reference. Counters and modes that a GPU does not support answer NOT_SUPPORTED: None here. What
-failed in another way is None too, and named in `unread`.
+Specification: NVML API reference (nvml.h): return codes of each function, enumerations, NvLink methods and
+NVML_FI_DEV_NVLINK_* fields. NOT_SUPPORTED is an answer: the board has no such thing. A function or a structure that
+this driver does not have is the same. Every other error leaves the fact unknown and is kept in `unread`, and so does a
+number that `questions.toml` calls impossible.
 
-The order counts where a driver is slow and its time ends before the questions do: who the GPUs are, then what is wrong
-with them, then how they are joined; one kind of question is put to every GPU before the next.
+NVLinks: state 0 is a link without a partner, a bridge that is not fitted or a broken one. INVALID_ARGUMENT is a link
+that the board does not have, NOT_SUPPORTED on link 0 a board without NVLink. Any other error says nothing of the link:
+its state, or where it ends, is unknown.
 """
 
 from __future__ import annotations
 
-import time
+import re
+import tomllib
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 from probes.api import UnavailableError
-from probes.gpu.answers import (
-    ANCESTORS,
-    COMPUTE_MODES,
-    FABRIC,
-    FABRIC_SUMMARIES,
-    LOST,
-    P2P,
-    THROTTLE_REASONS,
-    Asker,
-    LinkStates,
-    cpu_list,
-    does_not_apply,
-    fabric_clique,
-    fabric_degraded,
-    fabric_faults,
-    fabric_status,
-    flag,
-    link_states,
-    mig_slices,
-    named,
-    non_negative,
-    nvlinks,
-    pair_of_ints,
-    processes,
-    ratio,
-    recovery_action,
-    settle,
-    xid_of_line,
-)
 from probes.gpu.bus import PCI, read_bus
-from probes.gpu.facts import Gpu, GpuFacts, GpuPair
+from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, MigSlice, NvLink
 from probes.host import sysfs
-from probes.host.nvml import HANDLE, INIT, NO_DEVICE_FILES, XIDS, sysfs_bus_id
-from probes.host.protocol import GpuHandle, Host, Json, NvmlError
+from probes.host.nvml import ERROR_NAMES, HANDLE, INIT, MIG_SLICE, NO_DEVICE_FILES, XIDS, sysfs_bus_id
+from probes.host.protocol import GpuHandle, Host, NvmlError
 
 GPUS_MAX = 64  # NVML lists GPUs, not MIG slices; no host has more
+MEMORY_MAX = 1 << 42  # 4 TiB: the largest boards sold so far have 288 GiB
+PIDS_MAX = 1 << 22  # PID_MAX_LIMIT of Linux
 AFFINITY_WORDS = 32  # of 64 CPUs each: Linux' largest NR_CPUS on x86 is 8192, the largest server has under 2048
+LOST = frozenset({"GPU_IS_LOST", "RESET_REQUIRED"})
+_NOT_THERE = frozenset({"NOT_SUPPORTED", "VGPU_ECC_NOT_SUPPORTED", "FREQ_NOT_SUPPORTED", "NO_DATA"})
+"""The board, its mode or its InfoROM has none: nothing is left to know."""
 
-SLOW_SECONDS_PER_CALL = 0.01
-"""An 8-GPU host with NVSwitch is asked some 1,000 questions at first: at this pace they take 10 s of the probe's 45."""
+_OLD_DRIVER = frozenset({"FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "DEPRECATED"})
+"""The driver is older (R470) or newer than this function or the form of its structure: it cannot tell."""
 
 _NO_DRIVER = {"LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH"}
 _MODULE, _CONTROL = "/sys/module/nvidia/version", "/dev/nvidiactl"
+_LINK_STATE = "nvmlDeviceGetNvLinkState"
+_FIELDS = "nvmlDeviceGetFieldValues"
 _C2C_LINK_COUNT = 170  # NVML_FI_DEV_C2C_LINK_COUNT
 # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, _BANK_REMAPPER_HISTOGRAM_NONE, _PENDING_BANK_REMAPPING, _NVLINK_LINK_COUNT
 _RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT = 230, 306, 307, 91
-_MEASURED_SECONDS, _MEASURED_CALLS = 1.0, 20  # fewer say nothing of the driver's pace
-_KEPT_SECONDS = 20e-6  # an answer that comes faster was kept, not asked for
-
-
-class _Paced:
-    """A host whose driver's pace is taken: calls that took time, and how long they took together."""
-
-    def __init__(self, host: Host) -> None:
-        self.host, self.calls, self.seconds = host, 0, 0.0
-
-    def __getattr__(self, method: str) -> Any:
-        """Every other question is passed on."""
-        return getattr(self.host, method)
-
-    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
-        """One NVML call."""
-        start = time.perf_counter()
-        try:
-            return self.host.nvml(symbol, *arguments)
-        finally:
-            took = time.perf_counter() - start
-            if took > _KEPT_SECONDS:
-                self.calls, self.seconds = self.calls + 1, self.seconds + took
-
-    @property
-    def seconds_per_call(self) -> float | None:
-        """Where the driver is slow."""
-        if self.seconds < _MEASURED_SECONDS or self.calls < _MEASURED_CALLS:
-            return None
-        pace = self.seconds / self.calls
-        return pace if pace >= SLOW_SECONDS_PER_CALL else None
-
 
 _Found = dict[str, Any]  # fields of `Gpu`
+
+
+@cache
+def questions() -> dict[str, dict[str, Any]]:
+    """The rows of `questions.toml` by the beginning of the question, longest first."""
+    rows = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
+    return {start: rows[start] for start in sorted(rows, key=len, reverse=True)}
+
+
+@cache
+def row_of(question: str) -> dict[str, Any]:
+    """The row that a question, "nvmlDeviceGetTotalEccErrors(1, 0)", belongs to; an empty one where there is none."""
+    return next((row for start, row in questions().items() if question.startswith(start)), {})
+
+
+def does_not_apply(error: NvmlError) -> bool:
+    """Whether the error says that this board or this driver has no such thing."""
+    if (error.symbol, error.name) == (MIG_SLICE, "NOT_FOUND"):  # an empty place
+        return True
+    return error.name in _NOT_THERE or (error.name in _OLD_DRIVER and error.symbol != _LINK_STATE)
+
+
+def asked(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
+    """The question as it is shown: "nvmlDeviceGetTemperature(0)"."""
+    words = ", ".join(f"GPU{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments[:3])
+    words += f", {len(arguments) - 3} more" if len(arguments) > 3 else ""
+    return f"{symbol}({words})" if words else symbol
+
+
+class Asker:
+    """One GPU's questions: what it does not answer, or answers with nonsense, is None."""
+
+    def __init__(self, host: Host, handle: GpuHandle) -> None:
+        self.host, self.handle = host, handle
+        self.lost: str | None = None
+        self.link_count: int | None = None  # NVLinks of the board, where the driver counts them
+        self.unread: dict[str, None] = {}  # "nvmlDeviceGetTemperature(0) = TIMEOUT", once each
+
+    def __call__(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
+        """The answer; None where there is none, and `unread` or `lost` says why."""
+        try:
+            return self.ask(symbol, *arguments)
+        except NvmlError as error:
+            if self._leaves_unread(error):
+                self.note(symbol, arguments, error.name)
+            return None
+
+    def ask(self, symbol: str, *arguments: GpuHandle | int | str) -> Any:
+        """The answer, in which an impossible number is None and noted. Raises NvmlError."""
+        return self._possible(asked(symbol, arguments), self.host.nvml(symbol, self.handle, *arguments))
+
+    def _possible(self, question: str, answer: Any) -> Any:
+        """The answer with None in place of each number that is out of its range."""
+        row = row_of(question)
+        if "range" in row:
+            return self._in_range(question, answer, row["range"])
+        if "items" in row and isinstance(answer, list) and len(answer) >= len(row["items"]):
+            return [self._in_range(question, one, limits) for one, limits in zip(answer, row["items"], strict=False)]
+        if "fields" in row and isinstance(answer, dict):
+            fields = row["fields"]
+            return answer | {
+                name: self._in_range(question, answer[name], fields[name]) for name in fields if name in answer
+            }
+        if "items" in row or "fields" in row:
+            return self._in_range(question, answer, (1, 0))
+        return answer
+
+    def _in_range(self, question: str, number: Any, limits: Sequence[int]) -> Any:
+        if isinstance(number, int | float) and limits[0] <= number <= limits[1]:
+            return number
+        if number is not None:
+            self.unread[f"{question} = {number!s:.24}, which is impossible"] = None
+        return None
+
+    def _leaves_unread(self, error: NvmlError) -> bool:
+        """Whether something is left to know; a GPU that is lost is told once."""
+        if error.name in LOST:
+            self.lost = f"{error.name} ({error.symbol})"
+            return False
+        return not does_not_apply(error)
+
+    def either(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> Any:
+        """The answer to the first spelling of a question, else to the second; each (symbol, arguments...)."""
+        known = dict(self.unread)
+        answer = self(*first)
+        if answer is None and (answer := self(*second)) is not None:
+            self.unread = known
+        return answer
+
+    def note(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], why: str) -> None:
+        """Keep that a question was not answered."""
+        self.unread[f"{asked(symbol, arguments)} = {why}"] = None
+
+    def number(self, symbol: str, *arguments: int | str, scale: float = 1.0) -> float | None:
+        """A number in base units."""
+        answer = self(symbol, *arguments)
+        return answer * scale if isinstance(answer, int | float) else None
+
+    def count(self, symbol: str, *arguments: int | str) -> int | None:
+        """A whole number."""
+        answer = self(symbol, *arguments)
+        return answer if isinstance(answer, int) else None
+
+    def field(self, symbol: str, name: str) -> Any:
+        """One field of a structure."""
+        answer = self(symbol)
+        return answer.get(name) if isinstance(answer, dict) else None
+
+    def numbers(self, symbol: str, count: int) -> Sequence[int | None]:
+        """An answer of so many numbers, each None where it is not known."""
+        answer = self(symbol)
+        return answer if isinstance(answer, list) and len(answer) == count else [None] * count
+
+    def fields(self, *fields: int | str) -> list[int | None]:
+        """Values of nvmlDeviceGetFieldValues in the same order; each field has a return code of its own."""
+        try:
+            values = self.host.nvml(_FIELDS, self.handle, *fields)
+        except NvmlError as error:
+            if self._leaves_unread(error):
+                for number in (field for field in fields if isinstance(field, int)):
+                    self.note(_FIELDS, (number,), error.name)  # each has checks of its own that rest on it
+                if of_links := tuple(field for field in fields if isinstance(field, str)):
+                    self.note(_FIELDS, of_links, error.name)
+            return [None] * len(fields)
+        if not isinstance(values, list) or len(values) != len(fields):
+            return [None] * len(fields)
+        return [self._field(field_id, value) for field_id, value in zip(fields, values, strict=True)]
+
+    def _field(self, field_id: int | str, value: Any) -> int | None:
+        if isinstance(value, str):  # the name of an error
+            self.note(_FIELDS, (field_id,), value)
+            return None
+        number = self._possible(asked(_FIELDS, (field_id,)), value)
+        return number if isinstance(number, int) else None
+
+
+# The host -----------------------------------------------------------------------------------------------------------
 
 
 def read(host: Host) -> GpuFacts:
@@ -122,27 +211,37 @@ def read(host: Host) -> GpuFacts:
     if not isinstance(count, int) or not 0 <= count <= GPUS_MAX:
         raise ValueError(f"nvmlDeviceGetCount = {count!r}: not a number of GPUs between 0 and {GPUS_MAX}")
     xids = _xids(host)
-    paced = _Paced(host)
-    asks = [Asker(cast("Host", paced), GpuHandle(index)) for index in range(count)]
-    gpus = _gpus(asks)
+    gpus = _gpus([Asker(host, GpuHandle(index)) for index in range(count)])
     if unread and all(gpu.error is not None for gpu in gpus):
         return unusable
-    events, why = _xid_events(cast("Host", paced), count)
+    events, why = _xid_events(host, count)
     gpus = tuple(
         replace(gpu, xids=_of(xids, gpu.bus_id), xid_events=None if events is None else events.get(gpu.index))
         for gpu in gpus
     )
+    confidential, secret = _confidential(host)
     return GpuFacts(
         driver_version=_driver_text(host, "nvmlSystemGetDriverVersion"),
         cuda_version=_cuda_version(host),
         gpus=_placed(gpus, addresses or (), xids),
-        pairs=_pairs(cast("Host", paced), [gpu.index for gpu in gpus if gpu.error is None]),
+        pairs=_pairs(host, [gpu.index for gpu in gpus if gpu.error is None]),
         pci_gpus=on_bus,
         bus=bus,
         xids_off_bus=_off_bus(host, xids or {}),
-        seconds_per_call=paced.seconds_per_call,
-        unread=(*unread, *why),
+        visible=host.environment().get("CUDA_VISIBLE_DEVICES"),
+        confidential=confidential,
+        unread=(*unread, *why, *secret),
     )
+
+
+def _confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
+    """(Whether confidential computing is on, what was left unread)."""
+    symbol = "nvmlSystemGetConfComputeState"
+    try:
+        state = host.nvml(symbol)["ccFeature"]
+    except NvmlError as error:
+        return None, () if does_not_apply(error) else (f"{symbol} = {error.name}",)
+    return (bool(state), ()) if state in (0, 1) else (None, (f"{symbol} = {state!s:.24}, which is impossible",))
 
 
 def _placed(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, list[int]] | None) -> tuple[Gpu, ...]:
@@ -211,30 +310,23 @@ def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | No
 
 
 def _gpus(asks: list[Asker]) -> tuple[Gpu, ...]:
-    """Every GPU, one stage of questions after the other; a GPU that the driver does not give is asked no more."""
+    """Every GPU; one that the driver does not give is asked no more."""
     found: list[_Found] = [_identity(ask) for ask in asks]
     readable = [(ask, facts) for ask, facts in zip(asks, found, strict=True) if "error" not in facts]
-    for stage in _FIRST:
-        for ask, facts in readable:
-            facts.update(stage(ask))
-    states = {ask.handle.index: link_states(ask) for ask, _ in readable}
+    states: dict[int, LinkStates] = {}
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
     for ask, facts in readable:
+        facts.update(_faults(ask))
+        states[ask.handle.index] = link_states(ask)
         by_model[facts["name"]].append(states[ask.handle.index])
     for twins in by_model.values():
         for one in twins:
             settle(one, twins)
-    for stage in _THEN:
-        for ask, facts in readable:
-            facts.update(stage(ask))
     for ask, facts in readable:
-        mine = states[ask.handle.index]
+        mine, bus_id = states[ask.handle.index], facts["bus_id"]
         facts.update(nvlinks_known=mine.known, nvlinks=nvlinks(ask, mine.states, facts["compute_capability"]))
-    for stage in _LAST:
-        for ask, facts in readable:
+        for stage in (_load, _fabric, _ecc, _rest):
             facts.update(stage(ask))
-    for ask, facts in readable:
-        bus_id = facts["bus_id"]
         facts.update(numa_node=_numa_node(ask, bus_id), link_in_sysfs=_width_in_sysfs(ask.host, bus_id), error=ask.lost)
     return tuple(
         Gpu(index=ask.handle.index, unread=tuple(ask.unread), **facts) for ask, facts in zip(asks, found, strict=True)
@@ -252,14 +344,22 @@ def _identity(ask: Asker) -> _Found:
         if error.symbol == HANDLE or error.name in LOST:
             return {"bus_id": None, "error": refused}
         ask.note("nvmlDeviceGetPciInfo", (), error.name)
+    else:
+        if bus_id is None:
+            ask.note("nvmlDeviceGetPciInfo", (), "no bus address")
     memory = ask("nvmlDeviceGetMemoryInfo") or {}
+    total, used = memory.get("total"), memory.get("used")
+    if total is not None and used is not None and used > total:
+        ask.note("nvmlDeviceGetMemoryInfo", (), f"{used} of {total} bytes in use, which is impossible")
+        used = None
+    major, minor = ask.numbers("nvmlDeviceGetCudaComputeCapability", 2)
     found = {
         "bus_id": bus_id,
         "uuid": ask("nvmlDeviceGetUUID"),
         "name": ask("nvmlDeviceGetName"),
-        "memory_bytes": memory.get("total"),
-        "memory_used_bytes": memory.get("used"),
-        "compute_capability": pair_of_ints(ask("nvmlDeviceGetCudaComputeCapability")),
+        "memory_bytes": total,
+        "memory_used_bytes": used,
+        "compute_capability": None if major is None or minor is None else (major, minor),
     }
     # Older recordings hold a refused handle as the answer to the first question alone.
     if refused and found["uuid"] is None and found["name"] is None:
@@ -268,20 +368,21 @@ def _identity(ask: Asker) -> _Found:
 
 
 def _faults(ask: Asker) -> _Found:
-    remapped = ask("nvmlDeviceGetRemappedRows")
-    banks = (ask("nvmlDeviceGetRowRemapperHistogram") or {}) if remapped else {}  # it knows no NOT_SUPPORTED
-    remapped = remapped or (None, None, None, None)
+    _, rows, waiting, failed = ask.numbers("nvmlDeviceGetRemappedRows", 4)
+    banks: dict[str, Any] = {}
+    if rows is not None:  # the histogram knows no NOT_SUPPORTED
+        banks = ask("nvmlDeviceGetRowRemapperHistogram") or {}
     action, exhausted, pending, ask.link_count = ask.fields(_RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT)
-    mig = ask("nvmlDeviceGetMigMode")
-    split = bool(mig[0]) if mig else None
+    split, split_later = (flag(mode) for mode in ask.numbers("nvmlDeviceGetMigMode", 2))
     return {
         "recovery_action": recovery_action(action),
         "ecc_uncorrected": ask.count("nvmlDeviceGetTotalEccErrors", 1, 0),
-        "remapped_rows_uncorrectable": remapped[1],
-        "remapping_pending": flag(remapped[2] or pending) if remapped[2] is not None else flag(pending),
-        "remapping_failed": flag(remapped[3]),
+        "remapped_rows_uncorrectable": rows,
+        "remapping_pending": flag(max((n for n in (waiting, pending) if n is not None), default=None)),
+        "remapping_failed": flag(failed),
         "remap_banks_exhausted": max((n for n in (banks.get("none"), exhausted) if n is not None), default=None),
         "mig_enabled": split,
+        "mig_pending": split_later,
         "mig_slices": mig_slices(ask) if split else () if split is False else None,
         "throttle_reasons": _throttle_reasons(ask),
         "temperature_celsius": _temperature(ask),
@@ -289,22 +390,20 @@ def _faults(ask: Asker) -> _Found:
 
 
 def _load(ask: Asker) -> _Found:
+    busy = ask.field("nvmlDeviceGetUtilizationRates", "gpu")
     return {
         "sm_clock_hertz": ask.number("nvmlDeviceGetClockInfo", 1, scale=1e6),
         "sm_clock_max_hertz": ask.number("nvmlDeviceGetMaxClockInfo", 1, scale=1e6),
-        "utilization_ratio": ratio(ask.field("nvmlDeviceGetUtilizationRates", "gpu")),
-        "processes": processes(ask("nvmlDeviceGetComputeRunningProcesses")),
+        "utilization_ratio": None if busy is None else busy / 100,
+        "processes": processes(ask),
         "compute_mode": named(COMPUTE_MODES, ask("nvmlDeviceGetComputeMode")),
     }
 
 
 def _fabric(ask: Asker) -> _Found:
     fabric = ask("nvmlDeviceGetGpuFabricInfoV") or ask("nvmlDeviceGetGpuFabricInfo") or {}
-    state = fabric.get("state")
-    if state is not None and named(FABRIC, state) is None:
-        ask.note("nvmlDeviceGetGpuFabricInfoV", (), f"state {state}, which nvml.h does not name")
     return {
-        "fabric_state": named(FABRIC, state),
+        "fabric_state": named(FABRIC, fabric.get("state")),
         "fabric_clique": fabric_clique(fabric),
         "fabric_status": fabric_status(fabric),
         "fabric_degraded": fabric_degraded(fabric.get("healthMask")),
@@ -313,32 +412,14 @@ def _fabric(ask: Asker) -> _Found:
     }
 
 
-def _pcie(ask: Asker) -> _Found:
-    return {
-        "pcie_width": ask.count("nvmlDeviceGetCurrPcieLinkWidth"),
-        "pcie_width_max": ask.count("nvmlDeviceGetMaxPcieLinkWidth"),
-        "pcie_generation": ask.count("nvmlDeviceGetCurrPcieLinkGeneration"),
-        "pcie_generation_max": ask.count("nvmlDeviceGetMaxPcieLinkGeneration"),
-        "pcie_replays": ask.count("nvmlDeviceGetPcieReplayCounter"),
-    }
-
-
-def _limits(ask: Asker) -> _Found:
-    return {
-        "power_limit_watts": ask.number("nvmlDeviceGetEnforcedPowerLimit", scale=1e-3),
-        "power_limit_default_watts": ask.number("nvmlDeviceGetPowerManagementDefaultLimit", scale=1e-3),
-        "temperature_slowdown_celsius": ask.number("nvmlDeviceGetTemperatureThreshold", 1),
-    }
-
-
 def _ecc(ask: Asker) -> _Found:
-    mode = ask("nvmlDeviceGetEccMode")
-    default = ask("nvmlDeviceGetDefaultEccMode") if mode else None
+    enabled, pending = ask.numbers("nvmlDeviceGetEccMode", 2)
+    default = None if enabled is None else ask.numbers("nvmlDeviceGetDefaultEccMode", 1)[0]
     sram = ask("nvmlDeviceGetSramEccErrorStatus") or {}
     return {
-        "ecc_enabled": bool(mode[0]) if mode else None,
-        "ecc_pending": bool(mode[1]) if mode else None,
-        "ecc_default": bool(default[0]) if default else None,
+        "ecc_enabled": flag(enabled),
+        "ecc_pending": flag(pending),
+        "ecc_default": flag(default),
         "ecc_corrected": ask.count("nvmlDeviceGetTotalEccErrors", 0, 0),
         "ecc_uncorrected_lifetime": ask.count("nvmlDeviceGetTotalEccErrors", 1, 1),
         "sram_threshold_exceeded": flag(sram.get("bThresholdExceeded")),
@@ -355,19 +436,23 @@ def _sum(answer: dict[str, Any], *names: str) -> int | None:
 
 def _rest(ask: Asker) -> _Found:
     return {
+        "pcie_width": ask.count("nvmlDeviceGetCurrPcieLinkWidth"),
+        "pcie_width_max": ask.count("nvmlDeviceGetMaxPcieLinkWidth"),
+        "pcie_generation": ask.count("nvmlDeviceGetCurrPcieLinkGeneration"),
+        "pcie_generation_max": ask.count("nvmlDeviceGetMaxPcieLinkGeneration"),
+        "pcie_replays": ask.count("nvmlDeviceGetPcieReplayCounter"),
+        "power_limit_watts": ask.number("nvmlDeviceGetEnforcedPowerLimit", scale=1e-3),
+        "power_limit_default_watts": ask.number("nvmlDeviceGetPowerManagementDefaultLimit", scale=1e-3),
+        "temperature_slowdown_celsius": ask.number("nvmlDeviceGetTemperatureThreshold", 1),
         "c2c_links": ask.fields(_C2C_LINK_COUNT)[0],
         "c2c_enabled": flag(ask.field("nvmlDeviceGetC2cModeInfoV", "isC2cEnabled")),
         "bar1_bytes": ask.field("nvmlDeviceGetBAR1MemoryInfo", "bar1Total"),
         "power_watts": ask.number("nvmlDeviceGetPowerUsage", scale=1e-3),
         "persistence_mode": flag(ask("nvmlDeviceGetPersistenceMode")),
         "gpu_numa_node": non_negative(ask.count("nvmlDeviceGetNumaNodeId")),
+        "virtualization": named(VIRTUALIZATION, ask("nvmlDeviceGetVirtualizationMode")),
         "cpu_affinity": cpu_list(ask("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
     }
-
-
-_FIRST: tuple[Callable[[Asker], _Found], ...] = (_faults, _load, _fabric)
-_THEN: tuple[Callable[[Asker], _Found], ...] = (_pcie,)
-_LAST: tuple[Callable[[Asker], _Found], ...] = (_limits, _ecc, _rest)
 
 
 def _pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
@@ -416,17 +501,316 @@ def _numa_node(ask: Asker, bus_id: str | None) -> int | None:
 
 def _temperature(ask: Asker) -> float | None:
     """Of the die (sensor 0); CUDA 14 drops the first spelling."""
-    found = ask.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
-    return found if isinstance(found, int | float) else None
+    found: float | None = ask.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
+    return found
 
 
 def _retired_pages(ask: Asker) -> int | None:
     """Pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
     by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
-    return None if None in by_cause else sum(len(pages) for pages in by_cause)
+    if not all(isinstance(pages, list) for pages in by_cause):
+        return None
+    if any(not 0 <= address <= MEMORY_MAX for pages in by_cause for address in pages):
+        ask.note("nvmlDeviceGetRetiredPages", (), "a page beyond any memory, which is impossible")
+        return None
+    return sum(map(len, by_cause))
 
 
 def _throttle_reasons(ask: Asker) -> tuple[str, ...] | None:
     """The older spelling is answered by every driver so far, but it is the one to go."""
     mask = ask.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
     return None if mask is None else tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)
+
+
+# NVLinks ------------------------------------------------------------------------------------------------------------
+
+_REMOTE_KINDS = {0: "gpu", 1: "cpu", 2: "nvswitch"}  # nvmlIntNvLinkDeviceType_t; 1 is IBM's NPU
+_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}  # nvmlNvlinkVersion_t: 1.0 2.0 2.2 3.0 3.1 4.0 5.0 6.0
+_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")  # nvmlNvLinkErrorCounter_t 0 to 3
+_ERROR_FIELDS = {  # NVML_FI_DEV_NVLINK_*, scope is the link: the first three on Hopper, the others from Blackwell on
+    161: "replay",  # ERROR_DL_REPLAY
+    162: "recovery",  # ERROR_DL_RECOVERY
+    163: "crc_flit",  # ERROR_DL_CRC
+    208: "receive",  # COUNT_RCV_ERRORS
+    214: "recovery_failed",  # COUNT_LINK_RECOVERY_FAILED_EVENTS
+    219: "effective",  # COUNT_EFFECTIVE_ERRORS
+    221: "symbol",  # COUNT_SYMBOL_ERRORS
+}
+
+
+@dataclass(slots=True)
+class LinkStates:
+    """Up (True), down (False) or unread (None) by link; `known` where the driver told of one, or that there is none."""
+
+    known: bool
+    states: dict[int, bool | None] = field(default_factory=dict)
+    absent: bool = False  # NOT_SUPPORTED: the board has no NVLink
+    unlisted: set[int] = field(default_factory=set)  # INVALID_ARGUMENT: no such link
+
+
+def link_states(ask: Asker) -> LinkStates:
+    """Ask every link that a board may have for its state."""
+    found = LinkStates(known=True)
+    for link in range(LINKS_MAX):
+        if ask.link_count and len(found.states) >= ask.link_count:
+            break  # the others are not there, and a slow driver need not say so one by one
+        try:
+            state = ask.ask(_LINK_STATE, link)
+        except NvmlError as error:
+            if error.name == "NOT_SUPPORTED" and link == 0:
+                return LinkStates(known=True, absent=True)
+            if error.name in ("INVALID_ARGUMENT", "NOT_SUPPORTED"):
+                found.unlisted.add(link)
+            else:
+                ask.note(_LINK_STATE, (link,), error.name)
+                found.states[link] = None
+            continue
+        found.states[link] = flag(state)
+    found.known = found.states == {} or any(state is not None for state in found.states.values())
+    return found
+
+
+def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
+    """Take the number of links from all GPUs of one model: beyond it an unread link is none, below it none is left out.
+
+    Where no GPU of the model tells a link's state, nothing is known of that link, not even that it exists.
+    """
+    known_links = {link for twin in of_twins for link, state in twin.states.items() if state is not None}
+    found.states = {link: state for link, state in found.states.items() if state is not None or link in known_links}
+    if not found.absent:
+        found.states |= dict.fromkeys(found.unlisted & known_links)
+    found.states = dict(sorted(found.states.items()))
+    found.known = found.known and (not known_links or bool(found.states) or found.absent)
+
+
+def nvlinks(ask: Asker, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
+    """The links that exist. A link whose partner is missing is there and not active; an unread one is None."""
+    errors = _errors(ask, [link for link, active in states.items() if active])
+    return tuple(
+        _active(ask, link, capability, errors.get(link)) if active else NvLink(link=link, active=active)
+        for link, active in states.items()
+    )
+
+
+def _active(ask: Asker, link: int, capability: tuple[int, int] | None, errors: dict[str, int] | None) -> NvLink:
+    version = _ask(ask, "nvmlDeviceGetNvLinkVersion", link)
+    remote = _ask(ask, "nvmlDeviceGetNvLinkRemotePciInfo", link)
+    kind = _ask(ask, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
+    return NvLink(
+        link=link,
+        active=True,
+        version=None if version == UNREAD else _generation(version, capability),
+        remote_kind=UNREAD if kind == UNREAD else _REMOTE_KINDS.get(kind),
+        remote_bus_id=UNREAD if remote == UNREAD else sysfs_bus_id(remote["busId"]) if remote else None,
+        errors=errors,
+    )
+
+
+def _generation(version: Any, capability: tuple[int, int] | None) -> int | None:
+    """H100 answers 7 (5.0) for its fourth generation."""
+    generation = _GENERATIONS.get(version)
+    return 4 if generation == 5 and capability is not None and capability[0] == 9 else generation
+
+
+def _errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
+    """Error counters by link: all of them in one call, else one by one as drivers before Hopper want it."""
+    found: dict[int, dict[str, int]] = {}
+    if links:
+        wanted = [(number, link) for link in links for number in _ERROR_FIELDS]
+        values = ask.fields(*(f"{number}:{link}" for number, link in wanted))
+        for (number, link), value in zip(wanted, values, strict=True):
+            if value is not None:
+                found.setdefault(link, {})[_ERROR_FIELDS[number]] = value
+    return found or {link: counters for link in links if (counters := _old_errors(ask, link))}
+
+
+def _old_errors(ask: Asker, link: int) -> dict[str, int]:
+    counters = {name: _ask(ask, "nvmlDeviceGetNvLinkErrorCounter", link, i) for i, name in enumerate(_ERRORS)}
+    return {name: value for name, value in counters.items() if isinstance(value, int)}
+
+
+def _ask(ask: Asker, symbol: str, *arguments: int) -> Any:
+    """The answer; None where a hypervisor or the board has none, UNREAD where the driver failed to say."""
+    try:
+        answer = ask.ask(symbol, *arguments)
+        return UNREAD if answer is None else answer
+    except NvmlError as error:
+        if does_not_apply(error) or error.name == "INVALID_ARGUMENT":
+            return None
+        ask.note(symbol, arguments, error.name)
+        return UNREAD
+
+
+# Enumerations and encodings -----------------------------------------------------------------------------------------
+
+ANCESTORS = {0: "INTERNAL", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
+P2P = (  # nvmlGpuP2PStatus_t
+    "ok", "chipset_not_supported", "gpu_not_supported", "topology_not_supported", "disabled_by_regkey",
+    "not_supported", "unknown",
+)  # fmt: skip
+FABRIC = ("not_supported", "not_started", "in_progress", "completed")  # nvmlGpuFabricState_t
+FABRIC_SUMMARIES = (None, "healthy", "unhealthy", "limited_capacity")  # NVML_GPU_FABRIC_HEALTH_SUMMARY_*
+RECOVERY_ACTIONS = (  # nvmlDeviceGpuRecoveryAction_t
+    "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
+    "system_reboot",
+)  # fmt: skip
+VIRTUALIZATION = ("none", "passthrough", "vgpu", "host_vgpu", "host_vsga")  # nvmlGpuVirtualizationMode_t
+COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
+THROTTLE_REASONS = {  # nvmlClocksEventReason*; idle (bit 0) is no throttling
+    0x2: "applications_clocks",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "hw_power_brake",
+    0x100: "display_clocks",
+}
+
+
+def cpu_list(words: Any) -> str | None:
+    """A bit mask of 64-bit words as "0-47,96-143"; None where it is empty."""
+    if not words:
+        return None
+    cpus = [64 * i + bit for i, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
+    return _runs(cpus) or None
+
+
+def _runs(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def fabric_clique(fabric: dict[str, Any]) -> str | None:
+    """None for the all-zero cluster id of a single NVSwitch host: two such hosts share no domain.
+
+    The status counts in state "completed" only, and a clique of a probe that failed is none (NCCL: src/mnnvl.cc).
+    """
+    cluster = bytes(fabric.get("clusterUuid") or ())
+    if fabric.get("state") != 3 or fabric.get("status") or not any(cluster):
+        return None
+    return f"{cluster.hex()}/{fabric['cliqueId']}"
+
+
+def fabric_status(fabric: dict[str, Any]) -> str | None:
+    """The error with which the fabric's probe of the GPU completed; None where it succeeded, or is not done."""
+    status = fabric.get("status")
+    if fabric.get("state") != 3 or not isinstance(status, int) or status == 0:
+        return None
+    return ERROR_NAMES.get(status, f"CODE_{status}")
+
+
+def fabric_degraded(mask: int | None) -> bool | None:
+    """Bits 0 and 1 of the health mask: 1 degraded, 2 not, 0 unknown."""
+    return {1: True, 2: False}.get(mask & 3) if mask is not None else None
+
+
+def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
+    """The other fields of the health mask that tell of a fault; None where the mask tells nothing.
+
+    nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_* and _WIDTH_*. In a field of two bits 1 is the fault and 2 its absence,
+    but for the partition and the fabric manager, where 1 is well. Of the configuration 1 is correct.
+    """
+    if not mask:
+        return None
+    faults = [name for name, (shift, bad) in _FABRIC_FAULTS.items() if mask >> shift & 3 == bad]
+    wrong = mask >> 8 & 0xF
+    if wrong > 1:
+        faults.append(_FABRIC_CONFIGURATIONS.get(wrong, f"incorrect_configuration_{wrong}"))
+    return tuple(faults)
+
+
+_FABRIC_FAULTS = {
+    "route_recovery": (2, 1), "route_unhealthy": (4, 1), "access_timeout_recovery": (6, 1),
+    "partition_not_assigned": (12, 2), "fabric_manager_disconnected": (14, 2),
+}  # fmt: skip
+_FABRIC_CONFIGURATIONS = {
+    2: "incorrect_system_guid", 3: "incorrect_chassis_serial", 4: "no_partition", 5: "insufficient_nvlinks",
+    6: "incompatible_gpu_firmware", 7: "invalid_location", 8: "gpu_state_invalid",
+}  # fmt: skip
+
+
+def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
+    """Of a GPU with MIG on, in NVML's order; None where the driver did not tell of each."""
+    most = ask.count("nvmlDeviceGetMaxMigDeviceCount")
+    if most is None:
+        return None
+    before = len(ask.unread)
+    answers = [ask(MIG_SLICE, place) for place in range(most)]
+    if len(ask.unread) > before or ask.lost:
+        return None
+    return tuple(
+        MigSlice(uuid=one["uuid"], profile=_profile(one["name"]),
+                 gpu_instance=one["gpuInstance"], compute_instance=one["computeInstance"])
+        for one in answers if one is not None
+    )  # fmt: skip
+
+
+def _profile(name: str) -> str | None:
+    match = _PROFILE.search(name)
+    return match[1] if match else None
+
+
+# nvmlDeviceGetName of a MIG device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "... MIG 1c.3g.40gb", "... MIG 1g.10gb+me"
+_PROFILE = re.compile(r"\bMIG ((?:\d+c\.)?\d+g\.\d+gb(?:\+[\w.,+-]+)?)", re.ASCII)
+
+
+def processes(ask: Asker) -> tuple[GpuProcess, ...] | None:
+    """Compute processes; a process of another container has no memory figure."""
+    symbol = "nvmlDeviceGetComputeRunningProcesses"
+    answer = ask(symbol)
+    if not isinstance(answer, list):
+        return None
+    if any(not 0 <= process["pid"] <= PIDS_MAX for process in answer):
+        ask.note(symbol, (), "a process id that is impossible")
+        return None
+    return tuple(GpuProcess(pid=p["pid"], memory_bytes=_memory(p["usedGpuMemory"])) for p in answer)
+
+
+def recovery_action(number: int | None) -> str | None:
+    """nvmlDeviceGpuRecoveryAction_t; an action that no header names yet is one all the same."""
+    return None if number is None else named(RECOVERY_ACTIONS, number) or f"action_{number}"
+
+
+def _memory(value: int | None) -> int | None:
+    return None if value is None or value > MEMORY_MAX else value  # NVML_VALUE_NOT_AVAILABLE is 2^64 - 1
+
+
+def named(names: Sequence[str | None], number: Any) -> str | None:
+    """The name of an enumeration's number."""
+    return names[number] if isinstance(number, int) and 0 <= number < len(names) else None
+
+
+def flag(value: Any) -> bool | None:
+    """Translate NVML's 0 and 1."""
+    return None if value is None else bool(value)
+
+
+def non_negative(number: int | None) -> int | None:
+    """A NUMA node; -1 is none."""
+    return number if number is not None and number >= 0 else None
+
+
+# "NVRM: Xid (PCI:0000:1b:00): 79, ...", "NVRM: Xid (0000:03:00): 14, ..." of older drivers, "(PCI:0000:3b:00 GPU-I:05)"
+# of a MIG slice.
+_LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-f:]{7,16})[^)]{0,40}\): (\d{1,4})\b", re.ASCII | re.IGNORECASE)
+_RECOVERED = re.compile(r"changed from .* to (?:0x0\b|.*\(None\))", re.IGNORECASE)
+
+
+def xid_of_line(line: str) -> tuple[str, int] | None:
+    """(bus id without the function, Xid) of a line of the kernel's log; None where it tells of no error.
+
+    Xid 154 names the recovery action that the driver wants from now on: one that becomes "None" is no error.
+    """
+    found = _LINE.search(line)
+    if found is None or (found[2] == "154" and _RECOVERED.search(line)):
+        return None
+    domain, _, place = found[1].lower().partition(":")
+    if place.count(":") != 1:
+        return None
+    return f"{int(domain, 16):04x}:{place}", int(found[2])

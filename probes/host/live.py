@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from probes.host import netlink
-from probes.host.nvml import Nvml, Slot
+from probes.host.nvml import Nvml
 from probes.host.protocol import GpuHandle, Json
 
 LINKS_FOLLOWED = 40  # as the kernel's MAXSYMLINKS: path_resolution(7)
@@ -179,17 +179,9 @@ class LiveHost:
 
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
 
-    def give_driver_seconds(self, seconds: float | None) -> None:
-        """How long NVML may be asked from now on; what is asked later is NOT_ASKED (see `probes.host.nvml`)."""
-        self._nvml.give_seconds(seconds)
-
-    def show_driver_questions(self, slot: Slot) -> None:
-        """Where the question stands that NVML is asked (see `probes.host.nvml`)."""
-        self._nvml.show_questions(slot)
-
-    def leave_out_of_driver(self, questions: dict[str, str]) -> None:
-        """Questions that NVML did not survive, and is not asked now (see `probes.host.nvml`)."""
-        self._nvml.leave_out(questions)
+    def name_driver_calls_in(self, descriptor: int) -> None:
+        """Name each NVML call in this file while it is under way (see `probes.host.nvml`)."""
+        self._nvml.call_file = descriptor
 
     def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """Call one NVML function."""

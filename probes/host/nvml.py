@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import mmap
 import os
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +27,11 @@ ERROR_NAMES = {
 
 ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
 
-NOT_ASKED, HUNG, CRASHED = "NOT_ASKED", "HUNG", "CRASHED"
-"""Not the driver's words but ours: the time for its questions was over before this one (`Nvml.give_seconds`), or it did
-not survive this one before (`Nvml.leave_out`)."""
-
 NO_DEVICE_FILES = "NO_DEVICE_FILES"
-"""Ours too, for NVML's DRIVER_NOT_LOADED where the kernel has the driver and this container has no /dev/nvidiactl."""
+"""No word of NVML's: DRIVER_NOT_LOADED where the kernel has the driver and this container has no /dev/nvidiactl."""
+
+CALL_BYTES = 128
+"""Size of the file that names the call under way (`Nvml.call_file`)."""
 
 LIBRARY = "libnvidia-ml.so.1"
 DRIVER_PATHS = "TOPOFLIGHT_DRIVER_PATHS"
@@ -79,52 +76,18 @@ def failure(symbol: str, name: str) -> NvmlError:
     return NvmlError(symbol, ERROR_CODES.get(name, 999), name)
 
 
-class Slot:
-    """Memory that two processes share, with the question in it that the driver is asked."""
-
-    BYTES = 128
-
-    def __init__(self, descriptor: int) -> None:
-        """`descriptor` is of a file of that size, and is not needed any more afterwards."""
-        self._memory = mmap.mmap(descriptor, self.BYTES)
-
-    def write(self, question: str) -> None:
-        """Replace what is in it; empty where nothing is asked."""
-        self._memory[:] = question.encode()[: self.BYTES].ljust(self.BYTES, b"\0")
-
-    def read(self) -> str:
-        """What is in it."""
-        return self._memory[:].rstrip(b"\0").decode(errors="replace")
-
-
 class Nvml:
     """A loaded and initialised NVML; handles and what cannot change are kept between calls."""
 
     def __init__(self) -> None:
+        self.call_file: int | None = None
+        """Descriptor of a file in which the call under way is named: whoever finds this process dead reads it there."""
         self._pynvml: Any = None
         self._handles: dict[int, Any] = {}
         self._functions: dict[str, Callable[..., Json]] = {}
         self._fixed: dict[tuple[Any, ...], Json] = {}  # only answers: an error may pass
         self._no_links: set[tuple[Any, ...]] = set()  # questions for NVLinks beyond those of the board
         self._events = _Events()
-        self._deadline: float | None = None  # of time.monotonic
-        self._left_out: dict[str, str] = {}
-        self._slot: Slot | None = None
-
-    def show_questions(self, slot: Slot) -> None:
-        """Write each question into `slot` while the driver is asked: who finds this process dead reads it there."""
-        self._slot = slot
-
-    def leave_out(self, questions: dict[str, str]) -> None:
-        """Raise HUNG or CRASHED in place of these: "nvmlDeviceGetName gpu1", "nvmlDeviceGetName" or "gpu1"."""
-        self._left_out = questions
-
-    def give_seconds(self, seconds: float | None) -> None:
-        """From now on answer for so long, then raise NOT_ASKED in place of a call; None lifts the limit.
-
-        A driver that takes long for each answer is so read in part, in the order in which it is asked.
-        """
-        self._deadline = None if seconds is None else time.monotonic() + seconds
 
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """Call pynvml's function of that name; a `GpuHandle` is replaced by the driver's handle.
@@ -137,49 +100,38 @@ class Nvml:
             return self._fixed[fixed]
         if symbol == _LINK_STATE and (symbol, *arguments) in self._no_links:
             raise failure(symbol, "INVALID_ARGUMENT")
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            raise NvmlError(symbol, -1, NOT_ASKED)
-        place = next((f"gpu{a.index}" for a in arguments if isinstance(a, GpuHandle)), "")
-        for left_out in (f"{symbol} {place}", symbol, place) if self._left_out else ():
-            if left_out in self._left_out:
-                raise NvmlError(HANDLE if left_out == place else symbol, -1, self._left_out[left_out])
-        if self._slot is not None:
-            self._slot.write(f"{symbol} {place}")
         try:
-            return self._ask(symbol, arguments, fixed)
+            answer = self._ask(symbol, arguments)
         finally:
-            if self._slot is not None:
-                self._slot.write("")
+            self._name_call("")
+        if fixed is not None:
+            self._fixed[fixed] = answer
+        return answer
 
-    def _ask(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], fixed: tuple[Any, ...] | None) -> Json:
+    def _name_call(self, call: str) -> None:
+        if self.call_file is not None:
+            os.pwrite(self.call_file, call.encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0"), 0)
+
+    def _ask(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> Json:
         pynvml, failing = self._library(), HANDLE
         function = self._functions.get(symbol) or self._function(symbol)
         try:
             places = [self._handle(a.index) if isinstance(a, GpuHandle) else a for a in arguments]
             failing = symbol
-            answer = self._events.xids(pynvml, self._watched, int(places[0])) if symbol == XIDS else function(*places)
-            answer = answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
+            of_gpu = next((f" of GPU{a.index}" for a in arguments if isinstance(a, GpuHandle)), "")
+            self._name_call(f"{symbol}{of_gpu}")
+            answer = self._events.xids(pynvml, self._handle, int(places[0])) if symbol == XIDS else function(*places)
+            return answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
         except pynvml.NVMLError as error:
-            self._learn(error.value, symbol, arguments)
+            self._forget_stale(error.value, symbol, arguments)
             raise NvmlError(failing, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
         except pynvml.NVMLLibraryMismatchError:
             raise failure(failing, "FUNCTION_NOT_FOUND") from None
         except UnicodeDecodeError:
             raise NvmlError(failing, 999, "GARBLED_TEXT") from None
-        if fixed is not None:
-            self._fixed[fixed] = answer
-        return answer
 
-    def _watched(self, index: int) -> Any:
-        """The handle of a GPU whose events are to be had."""
-        if f"gpu{index}" in self._left_out or f"{XIDS} gpu{index}" in self._left_out:
-            raise self._pynvml.NVMLError(ERROR_CODES["UNKNOWN"])
-        if self._slot is not None:
-            self._slot.write(f"{XIDS} gpu{index}")
-        return self._handle(index)
-
-    def _learn(self, code: int, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> None:
-        """What an error says of the answers and handles that were kept."""
+    def _forget_stale(self, code: int, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> None:
+        """Drop the kept answers and handles that an error makes doubtful."""
         if code in _DRIVER_CHANGED:
             self._fixed.clear()
             self._no_links.clear()
@@ -203,6 +155,7 @@ class Nvml:
             import pynvml
 
             _load_library()
+            self._name_call(INIT)
             try:
                 pynvml.nvmlInit()
             except pynvml.NVMLError as error:
@@ -212,6 +165,7 @@ class Nvml:
 
     def _handle(self, index: int) -> Any:
         if index not in self._handles:
+            self._name_call(f"{HANDLE} of GPU{index}")
             self._handles[index] = self._pynvml.nvmlDeviceGetHandleByIndex(index)
         return self._handles[index]
 
@@ -315,7 +269,7 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     # The fields' own descriptors: pynvml's attribute access looks for text in every one and costs ten times as much.
     fail, kind, value = (getattr(pynvml.c_nvmlFieldValue_t, n).__get__ for n in ("nvmlReturn", "valueType", "value"))
     return [
-        (getattr(value(answer), _MEMBERS[kind(answer)]) if kind(answer) < len(_MEMBERS) else None)
+        (getattr(value(answer), _MEMBERS[kind(answer)]) if kind(answer) < len(_MEMBERS) else "GARBLED_VALUE")
         if (code := fail(answer)) == 0
         else None
         if code in _NO_FIELD
@@ -336,6 +290,18 @@ def _remote_pci_info(handle: Any, link: int) -> Json:
     import pynvml
 
     return {"busId": plain(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)}
+
+
+def _processes(handle: Any) -> Json:
+    """nvmlDeviceGetComputeRunningProcesses; its version 3 is missing before driver 510."""
+    import pynvml
+
+    try:
+        return plain(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
+    except pynvml.NVMLError as error:
+        if error.value != ERROR_CODES["FUNCTION_NOT_FOUND"]:
+            raise
+    return plain(pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle))
 
 
 def _fabric_info(handle: Any) -> Json:
@@ -392,6 +358,7 @@ _SPECIAL: dict[str, Callable[..., Json]] = {
     XIDS: _events,
     MIG_SLICE: _mig_slice,
     "nvmlDeviceGetSramEccErrorStatus": _sram_status,
+    "nvmlDeviceGetComputeRunningProcesses": _processes,
     "nvmlDeviceGetPciInfo": _pci_info,
     "nvmlDeviceGetNvLinkRemotePciInfo": _remote_pci_info,
     "nvmlDeviceGetFieldValues": _field_values,

@@ -25,6 +25,7 @@ from probes.pci.facts import (
     is_passed_through,
 )
 from probes.pci.read import read
+from probes.texts import codes_of, finding
 
 EVIDENCE_MAX = 16
 DEPTH_MAX = 64
@@ -35,6 +36,79 @@ NARROW_GPU = Severity.FAIL
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
 
+_PEERMEM = "Load nvidia_peermem, or install the open kernel modules on Linux 5.12 or newer."
+TEXTS = {
+    "pci.device.lost": (
+        "The device no longer answers on the bus: its configuration space reads as ones.",
+        "Drain the host, power-cycle it, and have the device replaced if it is lost again.",
+    ),
+    "pci.gpu.unjudged": (
+        "{count} AMD GPUs seen (PCI class and vendor), RCCL is not judged yet.",
+        "Judge them with AMD's own tools (rocm-smi, rvs, rccl-tests); the host is judged for the rest.",
+    ),
+    "pci.device.no_driver": (
+        "The GPU is on the bus, but sysfs shows no driver bound to it: CUDA and NVML do not see it.",
+        "Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver.",
+    ),
+    "pci.device.no_driver nouveau": (
+        "The GPU is on the bus, but sysfs shows nouveau bound to it: CUDA and NVML do not see it.",
+        "Blacklist nouveau (and rebuild the initramfs), reboot, and load the NVIDIA driver.",
+    ),
+    "pci.device.passed_through": (
+        "The GPU is held by {driver} for a virtual machine: it is not this host's, and not judged.",
+        "",
+    ),
+    "pci.link.width": (
+        "{what} runs at x{width}, device and slot can do x{possible}: {share:.0%} of its bandwidth.",
+        "Reseat the card or riser, look for corrected PCIe errors in the kernel log, and compare the slot's "
+        "bifurcation.",
+    ),
+    "pci.link.speed": (
+        "{what} runs at {speed:g} GT/s, device and slot can do {fastest:g} GT/s.",
+        "Set the slot's PCIe generation to automatic in the firmware setup, and reseat the card if it stays low.",
+    ),
+    "pci.acs.on": (
+        "ACS is on at {count} PCIe ports between GPUs and their peers: traffic that could turn round in the switch "
+        "goes up to the root complex, and GPUDirect is slow or fails.",
+        "On bare metal turn ACS off on these ports (setpci ECAP_ACS+0x6.w=0000 at boot, or in the firmware setup).",
+    ),
+    "pci.acs.unknown": (
+        "Whether ACS redirects traffic between GPUs and NICs is unknown: only root reads all of configuration space.",
+        "Run the scan once as root, or `lspci -vvv | grep ACSCtl`, and look for SrcValid+.",
+    ),
+    "pci.iommu.translated": (
+        "The IOMMU translates the DMA of GPUs and NICs: peer-to-peer traffic goes through the CPU or fails.",
+        "Boot with iommu=pt (and intel_iommu=on or amd_iommu=on where VFs need it), or turn the IOMMU off.",
+    ),
+    "pci.nic.no_rdma": (
+        "The NIC has no RDMA device{where}. NCCL would use it through sockets only.",
+        "Load the driver's RDMA module (mlx5_ib, efa, ib_uverbs), and check devlink's enable_rdma.",
+    ),
+    "pci.peermem.missing": (
+        "Neither nvidia_peermem nor DMA-BUF lets a NIC reach GPU memory: every message between nodes is copied through "
+        "the host.",
+        _PEERMEM,
+    ),
+    "pci.peermem.unknown": (
+        "Whether a NIC can reach GPU memory is unknown: nvidia_peermem is not seen, and the driver's kind cannot be "
+        "read.",
+        _PEERMEM,
+    ),
+    "pci.tree.virtual": (
+        "The PCIe tree is not the machine's own, {why}: which NIC is near a GPU cannot be decided.",
+        "{remedy}",
+    ),
+    "pci.relaxed_ordering.off": (
+        "Relaxed ordering is off in the NIC's device control: writes to memory keep strict order.",
+        "",
+    ),
+    "pci.rebar.off": (
+        "The GPU offers a larger BAR than it was given: the CPU and NICs reach only a part of its memory at a time.",
+        "",
+    ),
+}
+
+
 def check(facts: PciFacts) -> Iterator[Finding]:
     """Device by device, then the host's switches."""
     for device in facts.devices:
@@ -43,27 +117,15 @@ def check(facts: PciFacts) -> Iterator[Finding]:
     if facts.hypervisor is None:
         yield from _acs(facts)
         yield from _iommu(facts)
-    yield from _unjudged(facts)
+    if found := amd_gpus(facts):  # seen on the bus, and nothing here reads them
+        seen = tuple(
+            f"{SYSFS}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
+            for d in found[:EVIDENCE_MAX]
+        )
+        yield finding(TEXTS, "pci.gpu.unjudged", Severity.UNKNOWN, "", seen, count=len(found))
     yield from _no_rdma(facts)
     yield from _peermem(facts)
     yield from _virtual_tree(facts)
-
-
-def _unjudged(facts: PciFacts) -> Iterator[Finding]:
-    """GPUs that nothing here reads: seen on the bus, and not judged."""
-    found = amd_gpus(facts)
-    if found:
-        yield Finding(
-            code="pci.gpu.unjudged",
-            severity=Severity.UNKNOWN,
-            subject="",
-            message=f"{len(found)} AMD GPUs seen (PCI class and vendor), RCCL is not judged yet.",
-            evidence=tuple(
-                f"{SYSFS}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
-                for d in found[:EVIDENCE_MAX]
-            ),
-            remedy="Judge them with AMD's own tools (rocm-smi, rvs, rccl-tests); the host is judged for the rest.",
-        )
 
 
 def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
@@ -71,58 +133,22 @@ def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
 
 
 def _device(device: PciDevice) -> Iterator[Finding]:
-    where = f"{SYSFS}/{device.bus_id}"
+    where, name, driver = f"{SYSFS}/{device.bus_id}", device.bus_id, device.driver
     if device.lost:
-        yield Finding(
-            code="pci.device.lost",
-            severity=Severity.FAIL,
-            subject=device.bus_id,
-            message="The device no longer answers on the bus: its configuration space reads as ones.",
-            evidence=(f"{where}/config: 0xff in all of the header",),
-            remedy="Drain the host, power-cycle it, and have the device replaced if it is lost again.",
-        )
+        yield finding(TEXTS, "pci.device.lost", Severity.FAIL, name, (f"{where}/config: 0xff in all of the header",))
     gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA and device.physical_function is None
-    if gpu and is_passed_through(device.driver):
-        yield Finding(
-            code="pci.device.passed_through",
-            severity=Severity.INFO,
-            subject=device.bus_id,
-            message=f"The GPU is held by {device.driver} for a virtual machine: it is not this host's, and not judged.",
-            evidence=(f"{where}/driver: {device.driver}",),
-        )
-    if gpu and device.driver in (None, "nouveau"):
-        yield Finding(
-            code="pci.device.no_driver",
-            severity=Severity.FAIL,
-            subject=device.bus_id,
-            message=(
-                f"The GPU is on the bus, but sysfs shows {device.driver or 'no driver'} bound to it: CUDA and NVML do "
-                "not see it."
-            ),
-            evidence=(f"{where}/driver: {device.driver or 'no link'}",),
-            remedy="Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver."
-            if device.driver is None
-            else "Blacklist nouveau (and rebuild the initramfs), reboot, and load the NVIDIA driver.",
-        )
+    if gpu and is_passed_through(driver):
+        seen = (f"{where}/driver: {driver}",)
+        yield finding(TEXTS, "pci.device.passed_through", Severity.INFO, name, seen, driver=driver)
+    if gpu and driver in (None, "nouveau"):
+        key = "pci.device.no_driver" + " nouveau" * (driver is not None)
+        yield finding(TEXTS, key, Severity.FAIL, name, (f"{where}/driver: {driver or 'no link'}",))
     if gpu and device.bar_sizes_offered and device.resizable_bar is False:
-        yield Finding(
-            code="pci.rebar.off",
-            severity=Severity.INFO,
-            subject=device.bus_id,
-            message=(
-                "The GPU offers a larger BAR than it was given: the CPU and NICs reach only a part of its memory at a "
-                "time."
-            ),
-            evidence=(f"{where}/config: resizable BAR, a larger size is supported than the one in use",),
-        )
+        seen = (f"{where}/config: resizable BAR, a larger size is supported than the one in use",)
+        yield finding(TEXTS, "pci.rebar.off", Severity.INFO, name, seen)
     if device.rdma and device.relaxed_ordering is False:
-        yield Finding(
-            code="pci.relaxed_ordering.off",
-            severity=Severity.INFO,
-            subject=device.bus_id,
-            message="Relaxed ordering is off in the NIC's device control: writes to memory keep strict order.",
-            evidence=(f"{where}/config: Device Control bit 4 is 0",),
-        )
+        seen = (f"{where}/config: Device Control bit 4 is 0",)
+        yield finding(TEXTS, "pci.relaxed_ordering.off", Severity.INFO, name, seen)
 
 
 def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
@@ -147,40 +173,20 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     uplink = is_bridge(device.class_code) and any(d.bus_id == device.parent and d.parent is None for d in facts.devices)
     if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
         return
-    where = f"{SYSFS}/{device.bus_id}"
+    where, what = f"{SYSFS}/{device.bus_id}", _what(device)
     width, possible = device.link_width, possible_width(facts, device)
     if width and possible and width < possible:
-        yield Finding(
-            code="pci.link.width",
-            severity=NARROW_GPU if gpu else Severity.FAIL if device.rdma or uplink else Severity.WARN,
-            subject=device.bus_id,
-            message=(
-                f"{_what(device)} runs at x{width}, device and slot can do x{possible}: {width / possible:.0%} of its "
-                "bandwidth."
-            ),
-            evidence=(f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}"),
-            remedy=(
-                "Reseat the card or riser, look for corrected PCIe errors in the kernel log, and compare the slot's "
-                "bifurcation."
-            ),
-        )
+        severity = NARROW_GPU if gpu else Severity.FAIL if device.rdma or uplink else Severity.WARN
+        seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
+        values = {"width": width, "possible": possible, "share": width / possible}
+        yield finding(TEXTS, "pci.link.width", severity, device.bus_id, seen, what=what, **values)
     speed, fastest = device.link_transfers_per_second, _possible_transfers(facts, device)
     # GPUs lower their link's speed when idle, and so does the switch above them: no verdict from a scan at rest.
     if is_network(device.class_code) and speed and fastest and speed < fastest:
-        yield Finding(
-            code="pci.link.speed",
-            severity=Severity.WARN,
-            subject=device.bus_id,
-            message=f"{_what(device)} runs at {speed / 1e9:g} GT/s, device and slot can do {fastest / 1e9:g} GT/s.",
-            evidence=(
-                f"{where}/current_link_speed: {speed / 1e9:g} GT/s",
-                f"{where}/max_link_speed: {(device.link_transfers_per_second_max or 0) / 1e9:g} GT/s",
-            ),
-            remedy=(
-                "Set the slot's PCIe generation to automatic in the firmware setup, and reseat the card if it stays "
-                "low."
-            ),
-        )
+        most = (device.link_transfers_per_second_max or 0) / 1e9
+        seen = (f"{where}/current_link_speed: {speed / 1e9:g} GT/s", f"{where}/max_link_speed: {most:g} GT/s")
+        rates = {"speed": speed / 1e9, "fastest": fastest / 1e9}
+        yield finding(TEXTS, "pci.link.speed", Severity.WARN, device.bus_id, seen, what=what, **rates)
 
 
 def _what(device: PciDevice) -> str:
@@ -216,55 +222,22 @@ def peer_ports(facts: PciFacts) -> set[str]:
 def _acs(facts: PciFacts) -> Iterator[Finding]:
     ports = peer_ports(facts)
     judged = [d for d in facts.devices if d.bus_id in ports]
-    redirecting = [d for d in judged if d.acs_source_validation]
-    if redirecting:
-        yield Finding(
-            code="pci.acs.on",
-            severity=Severity.FAIL,  # judged on the way between GPUs and their peers only
-            subject="",
-            message=(
-                f"ACS is on at {len(redirecting)} PCIe ports between GPUs and their peers: traffic that could turn "
-                "round in the "
-                "switch goes up to the root complex, and GPUDirect is slow or fails."
-            ),
-            evidence=tuple(
-                f"{SYSFS}/{d.bus_id}/config: ACS Control, Source Validation on" for d in redirecting[:EVIDENCE_MAX]
-            ),
-            remedy=(
-                "On bare metal turn ACS off on these ports (setpci ECAP_ACS+0x6.w=0000 at boot, or in the firmware "
-                "setup)."
-            ),
-        )
+    redirecting = [d.bus_id for d in judged if d.acs_source_validation]
+    if redirecting:  # judged on the way between GPUs and their peers only
+        seen = tuple(f"{SYSFS}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
+        yield finding(TEXTS, "pci.acs.on", Severity.FAIL, "", seen, count=len(redirecting))
     elif any(d.acs_source_validation is None for d in judged):
-        yield Finding(
-            code="pci.acs.unknown",
-            severity=Severity.UNKNOWN,
-            subject="",
-            message=(
-                "Whether ACS redirects traffic between GPUs and NICs is unknown: only root reads all of "
-                "configuration space."
-            ),
-            evidence=tuple(
-                f"{SYSFS}/{port}/config: extended part not readable" for port in sorted(ports)[:EVIDENCE_MAX]
-            ),
-            remedy="Run the scan once as root, or `lspci -vvv | grep ACSCtl`, and look for SrcValid+.",
-        )
+        seen = tuple(f"{SYSFS}/{p}/config: extended part not readable" for p in sorted(ports)[:EVIDENCE_MAX])
+        yield finding(TEXTS, "pci.acs.unknown", Severity.UNKNOWN, "", seen)
 
 
 def _iommu(facts: PciFacts) -> Iterator[Finding]:
     ends = len(gpus(facts)) + len(_rdma_nics(facts))
     if facts.iommu_mode == "translated" and gpus(facts) and ends > 1:
-        yield Finding(
-            code="pci.iommu.translated",
-            # Traffic of GPUs and peers that share a switch leaves it now; other traffic crossed the root complex before
-            severity=Severity.FAIL if peer_ports(facts) else Severity.WARN,
-            subject="",
-            message=(
-                "The IOMMU translates the DMA of GPUs and NICs: peer-to-peer traffic goes through the CPU or fails."
-            ),
-            evidence=("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",),
-            remedy="Boot with iommu=pt (and intel_iommu=on or amd_iommu=on where VFs need it), or turn the IOMMU off.",
-        )
+        # Traffic of GPUs and peers that share a switch leaves it now; other traffic crossed the root complex before.
+        severity = Severity.FAIL if peer_ports(facts) else Severity.WARN
+        seen = ("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",)
+        yield finding(TEXTS, "pci.iommu.translated", severity, "", seen)
 
 
 def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
@@ -280,18 +253,10 @@ def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
         # An Ethernet card may be there for storage or management, but not where nothing else of a GPU node does RDMA.
         alone = bool(gpus(facts)) and not any(d.rdma for d in facts.devices if is_network(d.class_code))
         severity = Severity.FAIL if made_for_it or alone else Severity.WARN
-        yield Finding(
-            code="pci.nic.no_rdma",
-            severity=Severity.UNKNOWN if facts.container else severity,
-            subject=device.bus_id,
-            message=(
-                "The NIC has no RDMA device"
-                + (" in this container, which may be another network namespace's." if facts.container else ".")
-                + " NCCL would use it through sockets only."
-            ),
-            evidence=(f"{SYSFS}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}"),
-            remedy="Load the driver's RDMA module (mlx5_ib, efa, ib_uverbs), and check devlink's enable_rdma.",
-        )
+        where = " in this container, which may be another network namespace's" if facts.container else ""
+        seen = (f"{SYSFS}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")
+        severity = Severity.UNKNOWN if facts.container else severity
+        yield finding(TEXTS, "pci.nic.no_rdma", severity, device.bus_id, seen, where=where)
 
 
 def _peermem(facts: PciFacts) -> Iterator[Finding]:
@@ -299,23 +264,12 @@ def _peermem(facts: PciFacts) -> Iterator[Finding]:
     if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
     known = facts.peermem_loaded is False and facts.dmabuf_possible is False
-    yield Finding(
-        code="pci.peermem.missing" if known else "pci.peermem.unknown",
-        severity=Severity.FAIL if known else Severity.UNKNOWN,
-        subject="",
-        message=(
-            "Neither nvidia_peermem nor DMA-BUF lets a NIC reach GPU memory: every message between nodes is copied "
-            "through the host."
-            if known
-            else "Whether a NIC can reach GPU memory is unknown: nvidia_peermem is not seen, and the driver's kind "
-            "cannot be read."
-        ),
-        evidence=(
-            f"/sys/module/nvidia_peermem: {_seen(facts.peermem_loaded)}",
-            f"/proc/driver/nvidia/version, open kernel module: {_seen(facts.nvidia_open_module)}",
-        ),
-        remedy="Load nvidia_peermem, or install the open kernel modules on Linux 5.12 or newer.",
+    key, severity = ("missing", Severity.FAIL) if known else ("unknown", Severity.UNKNOWN)
+    seen = (
+        f"/sys/module/nvidia_peermem: {_seen(facts.peermem_loaded)}",
+        f"/proc/driver/nvidia/version, open kernel module: {_seen(facts.nvidia_open_module)}",
     )
+    yield finding(TEXTS, f"pci.peermem.{key}", severity, "", seen)
 
 
 def _seen(known: bool | None) -> str:
@@ -333,22 +287,13 @@ def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
         remedy = "Set NCCL_TOPO_FILE to the provider's file for this machine type: " + ", ".join(files) + "."
     else:
         remedy = "Ask the provider for an NCCL topology file of this machine type, and set NCCL_TOPO_FILE to it."
-    yield Finding(
-        code="pci.tree.virtual",
-        severity=Severity.INFO if unasked else Severity.WARN,
-        subject="",
-        message=(
-            f"The PCIe tree is not the machine's own, {facts.virtual_tree}: which NIC is near a GPU cannot be decided."
-        ),
-        evidence=tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files,
-        remedy=remedy,
-    )
+    seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
+    severity = Severity.INFO if unasked else Severity.WARN
+    yield finding(TEXTS, "pci.tree.virtual", severity, "", seen, why=facts.virtual_tree, remedy=remedy)
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:
     """The switches, and how much of its possible width each GPU and NIC has."""
-    from probes.pci import probe as pci_probe
-
     known = (
         ("pci_peermem_loaded", facts.peermem_loaded),
         ("pci_dmabuf_possible", facts.dmabuf_possible),
@@ -362,7 +307,7 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
     if acs:
         yield Sample(metric="pci_acs_source_validation_devices", value=float(sum(acs)))
     for device in facts.devices:
-        width, possible = device.link_width, pci_probe.possible_width(facts, device)
+        width, possible = device.link_width, possible_width(facts, device)
         if not is_bridge(device.class_code) and width and possible:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 
@@ -373,23 +318,7 @@ PROBE = Probe(
     read=read,
     check=check,
     samples=samples,
-    codes=(
-        "pci.device.lost",
-        "pci.gpu.unjudged",
-        "pci.device.no_driver",
-        "pci.device.passed_through",
-        "pci.link.width",
-        "pci.link.speed",
-        "pci.acs.on",
-        "pci.acs.unknown",
-        "pci.iommu.translated",
-        "pci.nic.no_rdma",
-        "pci.peermem.missing",
-        "pci.peermem.unknown",
-        "pci.tree.virtual",
-        "pci.relaxed_ordering.off",
-        "pci.rebar.off",
-    ),
+    codes=codes_of(TEXTS),
     metrics=(
         Metric(name="pci_peermem_loaded", help="1 where nvidia_peermem or nv_peer_mem is loaded."),
         Metric(name="pci_dmabuf_possible", help="1 where driver and kernel could export GPU memory as DMA-BUF."),

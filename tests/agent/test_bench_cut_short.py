@@ -8,7 +8,7 @@ from pathlib import Path
 from agent.base import bench_history
 from agent.base import result_store as keep
 from agent.base.exits import EXIT_FAILED
-from agent.checks.measured import checks_of_bench, must_be_measured
+from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
 from agent.checks.verdict import judge
 from agent.checks.view import look
 from collectives.bench.results import BenchResult, Measurement, result_from_json
@@ -45,7 +45,7 @@ def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
 
 def test_who_asked_for_the_measurement_gets_no_pass() -> None:
     """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
-    view = look((scan(load(MACHINE)),), bench=CUT)
+    view = with_bench(look((scan(load(MACHINE)),)), CUT)
     kept = {check.id: check.status for check in view.checks}
     assert kept["bench.run.incomplete"] == "unknown"
     now = must_be_measured(view.checks)

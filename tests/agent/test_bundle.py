@@ -228,8 +228,17 @@ elif " -l app.kubernetes.io/name=nvidia-device-plugin " in words:  # older chart
 elif " -A " in " " + words:
     print('{{"items": []}}')
 elif " get pods " in words:
-    pods = [{{"metadata": {{"name": f"agent-{{n}}"}}, "spec": {{"nodeName": n}}}} for n in ("n1", "n2")]
+    wait = {{"waiting": {{"reason": "ImagePullBackOff", "message": "no such image"}}}}
+    state = {{"n1": {{"running": {{}}}}, "n2": wait}}
+    pods = [{{"metadata": {{"name": f"agent-{{n}}"}}, "spec": {{"nodeName": n}},
+              "status": {{"containerStatuses": [{{"state": state[n]}}]}}}} for n in ("n1", "n2")]
+    scheduled = {{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "a taint"}}
+    pods.append({{"metadata": {{"name": "agent-x"}}, "spec": {{}}, "status": {{"conditions": [scheduled]}}}})
     print(json.dumps({{"items": pods}}))
+elif " get events " in words:
+    print(json.dumps({{"items": [{{"reason": "FailedCreate", "message": "violates PodSecurity"}}]}}))
+elif " get daemonsets " in words:
+    print(json.dumps({{"items": []}}))
 elif " get nodes " in words:
     print(json.dumps({{"items": [node("n1", "8", "7"), node("n2", "8", "8")]}}))
 elif " get resourceslices " in words:
@@ -274,7 +283,16 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     assert each == [f"NVML shows {nvml[0]}, the device plugin does not advertise it as healthy",
                     "the device plugin's log has GPU-marked marked unhealthy"]  # fmt: skip
     said = "n1: 1 of 8 nvidia.com/gpu unhealthy, by the device plugin (allocatable 7)"
-    assert found["cluster"]["differences.txt"].decode().splitlines() == [said]
+    assert found["cluster"]["differences.txt"].decode().splitlines() == [
+        "n2: the agent's pod agent-n2 does not run: ImagePullBackOff: no such image",
+        "no node: the agent's pod agent-x does not run: Unschedulable: a taint",
+        said,
+    ]
+    assert "ImagePullBackOff" in done.stderr
+    assert (
+        b"violates PodSecurity" in found["cluster"]["events.json"]
+        and "agent-x" in found["cluster"]["pods.json"].decode()
+    )
     assert said in done.stderr and f"n1: {each[0]}" in done.stderr
     assert (tmp_path / "all.tgz").stat().st_mode & 0o077 == 0
 

@@ -14,6 +14,7 @@ from agent.base.hosts import snapshots
 from agent.checks import bars
 from agent.checks.baseline import read as read_baseline
 from agent.checks.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
+from agent.checks.measured import with_bench
 from agent.checks.verdict import Check, GateError
 from agent.checks.view import look
 from agent.cluster.gate import checks_of
@@ -194,10 +195,10 @@ def test_a_node_is_held_against_the_best_tenth_of_its_equals() -> None:
 
 def test_a_benchmark_of_one_host_is_published_with_its_node() -> None:
     """Of several hosts it says nothing of one of them."""
-    view = look(snapshots((MACHINES / f"{HGX}.json",)), bench=result(HGX, {"all_gather": 336}))
+    view = with_bench(look(snapshots((MACHINES / f"{HGX}.json",))), result(HGX, {"all_gather": 336}))
     (record,) = records_of(view)
     (one,) = record.measured
     assert (one["op"], one["bytes"], one["busbw"]) == ("all_gather", GIB, 336 * 10**9)
     assert from_resource(to_resource(record)[1]).measured == record.measured
-    several = look(view.snapshots, bench=result(HGX, {"all_gather": 336}, hosts=("a", "b")))
+    several = with_bench(look(view.snapshots), result(HGX, {"all_gather": 336}, hosts=("a", "b")))
     assert records_of(several)[0].measured == ()

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent.base.counters import PublishTally, WatchTally, reason_of
 from agent.base.counters import samples as tallies
 from agent.checks.history import Event
+from agent.checks.measured import with_bench
 from agent.checks.view import View, look
 from agent.metrics import families as metrics
 from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
@@ -86,7 +87,7 @@ FLIGHT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def full() -> View:
-    return look((snapshot_of(H100),), bench=bench(), flights=(record_of(FLIGHT),))
+    return with_bench(look((snapshot_of(H100),), flights=(record_of(FLIGHT),)), bench())
 
 
 def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -146,7 +147,7 @@ def test_probes_export_what_they_declare() -> None:
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
 def test_exposition_keeps_the_catalogue_and_its_bounds(path: Path) -> None:
     """Every series is declared, appears once, and stays within the bound that docs/metrics.md states."""
-    view = look((snapshot_of(path),), bench=bench(), flights=(record_of(FLIGHT),))
+    view = with_bench(look((snapshot_of(path),), flights=(record_of(FLIGHT),)), bench())
     node = view.topologies[0]
     pci, gpu = view.snapshots[0].facts(PciFacts), view.snapshots[0].facts(GpuFacts)
     size = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,20 @@ from typing import Any
 import pytest
 from rigs.fleet import resources
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
+
+from api_server import ApiServer, configuration
+
 from agent.base import units
 from agent.base.hosts import snapshots
+from agent.checks.verdict import judge
 from agent.checks.view import look
-from agent.cluster.nodes import Fleet, NodeRecord, records_of, to_resource
+from agent.cluster.client import Client, path_of
+from agent.cluster.gate import checks_of as gate_of_nodes
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, to_resource
 from agent.cluster.places import Places, chosen
+from agent.cluster.watch import Watcher
+from agent.http.cluster import nodes_document
 from agent.pages import console
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
@@ -90,6 +100,67 @@ def test_a_node_whose_agent_has_never_written_is_unknown() -> None:
     html = page(held)
     assert names_in(html) == ["new", "hgx-h100-01"]
     assert "agent has never answered" in html and "never</td>" in html
+
+
+ODD: list[Any] = [
+    "text", [1], {"gpus": "eight"}, {"gpus": 10**400}, {"gpus": True}, {"interval": 10**400}, {"interval": -1},
+    {"interval": "x"}, {"findings": [1]}, {"findings": {"code": "x"}}, {"findings": [{"code": {}}]}, {"changes": "x"},
+    {"measured": [{"busbw": "fast"}]}, {"verdict": "splendid"}, {"verdict": {}}, {"addresses": [1]}, {"product": 1},
+    {"links": []}, {"machine": {"gpu": 1}}, {"machine": {"gpu": {"gpus": [{"indices": "1-999999999999"}]}}},
+    {"machine": {"hostinfo": {"numa": [10**400]}}}, {"scannedAt": 10**400}, {"node": ["x"]}, {"agentVersion": 1},
+    {"stoppedAt": [], "scannedAt": "9999-99-99T00:00:00Z"}, {"machine": {"gpu": {"gpus": 1}}},
+]  # fmt: skip
+
+
+def test_one_object_that_the_definition_would_refuse_hides_no_other() -> None:
+    """Where the definition is older, or was changed by hand: that node is unknown, the others are as ever."""
+    about, written = to_resource(record(NAMES[0]))
+    good = {**about, "status": written["status"]}
+    wrong = []
+    for status in ODD:
+        odd = {"metadata": {"name": "odd"}, "status": {"scannedAt": good["status"]["scannedAt"], **status}
+               if isinstance(status, dict) else status}  # fmt: skip
+        held = Fleet()
+        try:
+            held.replace([odd, good])
+            held.put(odd)
+            seen = {one.name: one for one in held.records()}
+            page(held, places=None)
+            nodes_document(held, "kubernetes")
+            judged = judge(gate_of_nodes(sorted(seen), held)).word
+        except Exception as error:  # noqa: BLE001 - which is what is tested
+            wrong.append((status, repr(error)))
+            continue
+        if set(seen) != {"odd", about["metadata"]["name"]} or seen["odd"].verdict != "unknown" or judged == "pass":
+            wrong.append((status, f"{sorted(seen)} {seen['odd'].verdict} {judged}"))
+    assert not wrong, wrong
+
+
+class _Overflowing(Fleet):
+    """Follows objects, and breaks over one of them in a way that nobody expected."""
+
+    broke = 0
+
+    def put(self, item: dict[str, Any]) -> None:
+        if item["metadata"]["name"] == "odd" and not self.broke:
+            self.broke += 1
+            raise OverflowError("int too large to convert to float")
+        super().put(item)
+
+
+def test_the_thread_that_follows_the_nodes_outlives_any_object() -> None:
+    with ApiServer() as api:
+        held = _Overflowing()
+        watcher = Watcher(Client(configuration(api.url)), path_of(API_VERSION, PLURAL), held, seconds=30)
+        watcher.start()
+        assert watcher.wait(120)
+        for name in ("odd", "even"):
+            api.put(path_of(API_VERSION, PLURAL), "", {"metadata": {"name": name}})
+        until = time.monotonic() + 120
+        while {one.name for one in held.records()} != {"odd", "even"} and time.monotonic() < until:
+            time.sleep(0.05)
+        watcher.stop()
+        assert held.broke and {one.name for one in held.records()} == {"odd", "even"}
 
 
 def test_without_kubernetes_the_page_says_how_to_see_more() -> None:

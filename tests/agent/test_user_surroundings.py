@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +20,13 @@ from agent.base.documents import unwritable, write_atomic
 from agent.base.streams import EXIT_CLOSED_PIPE, printable_in
 from agent.checks.verdict import Check, judge
 from agent.cli.bench import _bench_exit
+from agent.cluster.client import connect
 from agent.terminal import measured
 from collectives.bench.results import Bar, BenchResult, Measurement
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from api_server import write_kubeconfig
 
 MACHINES = Path(__file__).parents[1] / "machines"
 SICK = str(MACHINES / "sick-h100-dead-hca.json")
@@ -173,6 +179,16 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
         assert _bench_exit(cut, well=True) == code
     for status, stopped, code in (("pass", "SIGINT", 130), ("fail", "SIGINT", 130), ("pass", "SIGTERM", 75)):
         assert judge([Check(id="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
+
+
+def test_an_api_server_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
+    """It takes connections and never answers: as many as are tried, each at the limit, stay below 15 s together."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{server.getsockname()[1]}")
+        client = connect(None, {"KUBECONFIG": str(config)}).waited_for()
+        assert client._tries * 2 * client._timeout + 0.75 * (client._tries - 1) < 12  # half a second, spread by half
+        done = run("topoflight preflight -q --nodes a", KUBECONFIG=str(config))
+    assert done.returncode == 1 and b"cannot be reached" in done.stderr and b"Traceback" not in done.stderr
 
 
 def test_sizes_as_people_write_them() -> None:

@@ -14,8 +14,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from agent.base.inputs import InputError
 from agent.cli.launch import launch
 from agent.cli.wrap import wrap
+from agent.jobs import script_rank
 from contracts.job_config import JobConfig
 from finetune.rows import load_tokenizer
 
@@ -296,6 +298,44 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     assert failed.exit_code == 3 and "exit code 1" in failed.stderr
     record = json.loads((tmp_path / "run" / "flight.json").read_text())
     assert record["status"] == "failed" and record["steps_done"] is None
+    (tmp_path / "sft.py").write_text("import atexit, os\natexit.register(os.abort)\nprint(__name__, __file__)")
+    aborted = CliRunner().invoke(launch, words)  # after its work
+    record = json.loads((tmp_path / "run" / "flight.json").read_text())
+    assert aborted.exit_code == 3 and "SIGABRT" in record["reason"] and "had run to its end" in record["reason"], record
+    assert record["reason"] in aborted.stderr
+    assert f"__main__ {tmp_path}/sft.py" in (tmp_path / "run" / "job.log").read_text()
+    (tmp_path / "sft.py").write_text("raise ValueError('no such layer')")
+    assert "ValueError: no such layer" in CliRunner().invoke(launch, words).stderr
+
+
+STARVE = """
+def starve():  # one CPU for all threads of this rank, of which gloo's come last
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
+        if "gloo" in pathlib.Path(f"/proc/self/task/{thread}/comm").read_text():
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+starve()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_a_script_ends_well_where_gloos_threads_get_no_cpu(tmp_path: Path) -> None:
+    """Plain python aborts then: such a thread comes to release its tensors while the interpreter is finalized."""
+    (tmp_path / "sft.py").write_text(SFT.replace("history, began", f"{STARVE}history, began", 1))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, "output_dir": str(tmp_path / "out")}))
+    ranks = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for rank in ("0", "1"):
+        variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                     "OMP_NUM_THREADS": "1", script_rank.ENDED: str(tmp_path / "ended.")}  # fmt: skip
+        words = [sys.executable, script_rank.__file__, str(tmp_path / "sft.py"), "--config", f"{tmp_path}/config.yaml"]
+        ranks.append(subprocess.Popen(words, env={**os.environ, **variables}, stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True))  # fmt: skip
+    outputs = [rank.communicate(timeout=500)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert (tmp_path / "ended.0").exists() and (tmp_path / "ended.1").exists()
 
 
 def test_a_script_is_shown_and_what_is_not_its_own_refused(tmp_path: Path) -> None:
@@ -330,3 +370,29 @@ def test_a_file_of_another_trainer_is_called_by_its_name(tmp_path: Path, text: s
     (tmp_path / "job.yaml").write_text(text)
     said = CliRunner().invoke(launch, ["--config", str(tmp_path / "job.yaml"), "--dry-run"])
     assert said.exit_code == 2 and f"a file of {whose}" in said.output and "launch --script" in said.output
+
+
+def test_a_manifest_of_another_shape_is_refused_in_words(tmp_path: Path) -> None:
+    """A member of another kind than its API knows, anywhere in the job: an answer or a refusal, never a traceback."""
+    container = ("spec", "pytorchReplicaSpecs", "Master", "template", "spec", "containers")
+    rows: list[tuple[tuple[str | int, ...], Any]] = [
+        (("spec",), "text"), (("spec", "pytorchReplicaSpecs"), 5), (("spec", "pytorchReplicaSpecs", "Master"), ["x"]),
+        (container, {"a": 1}), (container, [None]), ((*container, 0), "text"), ((*container, 0, "env"), ["x"]),
+        ((*container, 0, "env"), 5), ((*container, 0, "resources"), ["x"]), ((*container, 0, "volumeMounts"), ["x"]),
+        ((*container, 0, "command"), {"a": 1}), ((*container, 0, "securityContext"), 7), (("metadata",), "name"),
+        ((*container[:-1], "volumes"), "text"), ((*container[:-1], "initContainers"), ["x"]),
+    ]  # fmt: skip
+    wrong = []
+    for path, value in rows:
+        documents = list(yaml.safe_load_all(manifest(tmp_path)))
+        at: Any = documents[1]
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        source = tmp_path / "odd.yaml"
+        source.write_text(yaml.safe_dump_all(documents, sort_keys=False))
+        words = ["--host", H100, "--preflight-image", "a/b:1", "--resource", "rdma/hca=1"]
+        done = CliRunner().invoke(wrap, [str(source), *words])
+        if done.exit_code not in (0, 1, 2) or not isinstance(done.exception, SystemExit | None | InputError):
+            wrong.append((path, value, repr(done.exception)))
+    assert not wrong, wrong

@@ -211,7 +211,9 @@ LINK = "link mlx5_0/1 state ACTIVE physical_state LINK_UP netdev eth0\nlink mlx5
 # name, text, code of the first problem, a word of its message, hosts, exit code
 OTHERS = [
     ("RAS, gone", RAS.format("INCOMPLETE", GONE), "ras_rank_missing", "process 60004 on node 10.4",
-     ("10.4.109.13",), 3),
+     ("10.4.109.13",), 5),
+    ("RAS, dead", RAS.format("INCOMPLETE", "DEAD\n" + GONE.partition("\n")[2].partition("\n#")[0]), "ras_rank_missing",
+     "process 60004 on node 10.4.109.13, GPU 0): dead", ("10.4.109.13",), 3),
     ("RAS, well", RAS.format("OK", ""), "other_text", "RAS", (), 5),
     ("ibstat, down", IBSTAT.format("Down"), "port_down", "mlx5_3 port 1: state Down, physical state Polling", (), 5),
     ("ibstat, well", IBSTAT.format("Active"), "other_text", "all 2 ports are active", (), 5),

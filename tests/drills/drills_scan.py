@@ -91,7 +91,7 @@ def _driver_ends(ground: Ground, inject: str, words: str, seconds: float | None 
     gpu = replace(gpu, timeout_seconds=seconds or gpu.timeout_seconds)
     with variables(ground, **gpu_environment(ground)):
         last = (*(probe for probe in ALL if probe.name != "gpu"), gpu)  # the child that it ends is the last
-        with Scanner(str(root), last) as scanner:
+        with Scanner(str(root), last, retry_seconds=0.0) as scanner:
             os.environ["FAKE_NVML_INJECT"] = inject
             broken = scanner.scan()
             os.environ["FAKE_NVML_INJECT"] = ""

@@ -63,9 +63,38 @@ def test_the_user_s_file_is_launched_as_it_stands(
     assert plan.forecast.memory_bytes is not None and plan.forecast.memory_bytes.mid < 80e9
 
 
+A40 = ("--machine", "2xa40-roce")  # the machine that the user's file is published for
+
+
+def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says how long the rows are: 4096 tokens are assumed and named, and refuse nothing."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    wrong, memory = [], []
+    for kind in ("pytorchjob", "trainjob", "jobset", "job", "local"):
+        words = ["--config", str(USERS), *A40, "--nodes", "2", "--api", kind, "--dry-run", "-o", "json"]
+        pods = [] if kind == "local" else ["--image", "registry.example/f:1", "--claim", "shared"]
+        for lengths, notes in (((), ("were not measured", "are assumed to have 4096 tokens", "at most 2")),
+                               (("--lengths", "100:7000,249:473"), ())):  # fmt: skip
+            done = CliRunner().invoke(launch, [*words, *pods, *lengths])
+            text = done.stdout.replace('\\"', '"').replace(" ", "")  # the plan is text inside the ConfigMap
+            right = done.exit_code == 0 and '"reshard_after_forward":true' in text and '"micro_batch":32' in text
+            said = all(note in done.stderr for note in notes) and ("assumed" in done.stderr) == bool(notes)
+            if not (right and said):
+                wrong.append((kind, lengths, done.exit_code, done.stderr[-800:]))
+    assert not wrong, wrong
+    for batch in (8, 16, 32, 64, 112):
+        words = ["--lengths", "100:7000,249:473", "--set", f"per_device_train_batch_size={batch}", "-o", "json"]
+        done = CliRunner().invoke(launch, ["--config", str(USERS), *A40, "--nodes", "2", "--dry-run", *words])
+        memory.append(json.loads(done.stdout)["forecast"]["memory_bytes"]["mid"])
+    assert memory == sorted(set(memory)) and memory[-1] < 48e9, memory
+
+
 def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer, tmp_path: Path) -> None:
-    """On 48 GB cards 32 rows do not fit: the largest that do are named, with the accumulation that keeps the batch."""
-    there = ("--machine", "2xa40-roce")
+    """On 48 GB cards 32 rows of 4096 tokens do not fit: the largest batch that does is named, with accumulation."""
+    there = (*A40, "--lengths", "4096:7473")
     done = launched("job", host=there)
     assert done.exit_code == 3, done.output
     told = " ".join(done.output.split())
@@ -81,6 +110,8 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
                                    "gradient_accumulation_steps": 2}))  # fmt: skip
     took = launched("job", config=job, host=there)
     assert took.exit_code == 0, took.output  # what was named does run
+    large = launched("job", "--set", "model_name_or_path=Llama-3.1-405B", host=A40)  # not for the assumed length alone
+    assert large.exit_code == 3 and "with rows of one token either" in large.output, large.output
 
 
 @pytest.mark.parametrize(

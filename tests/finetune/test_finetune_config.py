@@ -22,7 +22,8 @@ def test_a_config_of_older_releases_reads_as_it_stands():
     assert config.dtype == "bfloat16"
     assert config.layout == {
         "micro_batch": 32, "precision": "bf16", "fused_cross_entropy": True, "checkpointing": "full",
-        "sharding": "zero3", "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1,
+        "sharding": "zero3", "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "reshard_after_forward": True,
+        "offload": "none",
     }  # fmt: skip
     assert config.learning_rate == pytest.approx(2e-4)
     assert config.lr_scheduler_type == "inverse_sqrt"
@@ -249,6 +250,8 @@ def test_what_trl_says_of_the_layout(raw, layout):
         assert [found.pop(degree) for degree in ("tp", "pp", "cp")] == [1, 1, 1]
         if layout["sharding"] == "zero3" and "dp_shard" not in layout:
             assert found.pop("dp_replicate") == 1
+        if layout["sharding"] == "zero3":  # as accelerate and DeepSpeed do where the file is silent
+            layout = {"reshard_after_forward": True, "offload": "none", **layout}
     assert found == layout
 
 

@@ -14,8 +14,10 @@ from transformers import LlamaConfig
 
 from agent.jobs import launch
 from agent.pages.runs import division, shown
+from contracts import run_record
 from contracts.job_config import JobConfig
 from contracts.run_record import compare, own_exit_code, record_of
+from finetune import pod
 from finetune.loop import multiplied
 from finetune.recorder import flops_per_token
 
@@ -79,6 +81,23 @@ def test_the_record_of_an_earlier_start_says_nothing(tmp_path):
     path.write_text(json.dumps({"exit_code": 75}))
     os.utime(path, (1, 1))
     assert own_exit_code(path, 1, time.time()) == 1
+
+
+def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
+    """The last traceback's last line, not torchrun's own; and pod 0 leaves it where no record was written."""
+    rows = (
+        ("RuntimeError: no peer\ntorch.distributed.errors.ChildFailedError: \n", "RuntimeError: no peer"),
+        ("[rank1]: torch.distributed.DistBackendError: a: b\n", "torch.distributed.DistBackendError: a: b"),
+        ("step 1: loss 2\n  raise ValueError(1)\ntorch.distributed.errors.ChildFailedError:\n", ""),
+    )  # fmt: skip
+    wrong = [(log, run_record.raised(log)) for log, reason in rows if run_record.raised(log) != reason]
+    assert not wrong, wrong
+    pod.leave_word(tmp_path / "flight.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x")
+    left = json.loads((tmp_path / "word").read_text())
+    assert (left["status"], left["transports"]) == ("failed", []) and left["reason"].endswith("OSError: x")
+    (tmp_path / "flight.json").write_text(json.dumps({"status": "complete"}))
+    pod.leave_word(tmp_path / "flight.json", tmp_path / "word", "ended", time.time() + 60)  # of an earlier start
+    assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"
 
 
 def test_a_killed_job_has_no_code_of_its_own(tmp_path):

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from rigs.hub import Hub
-from test_finetune_hub import model_at, parquet, sums
+from test_finetune_hub import model_at, parquet, sums, tokenizer_of
 from transformers import LlamaConfig
 
+from agent.cli.launch import launch
 from contracts import job_plan, run_record
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +70,34 @@ def test_the_user_s_file_flies_on_two_ranks_as_it_stands(hub: Hub, tmp_path: Pat
     assert "Liger's kernel is not here" in told
     written = yaml.safe_load(USERS.read_text())
     assert plan.config.learning_rate == written["learning_rate"] and plan.config.output_dir == str(out)
+
+
+def test_every_api_takes_the_file_with_rows_that_the_hub_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the file's own machine: 8 B weights by the hub's config.json, rows measured with the hub's tokenizer."""
+    name = "Meta-Llama/Meta-Llama-3.1-8B-Instruct"
+    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
+    config.save_pretrained(tmp_path / "llama")
+    tokenizer_of(tmp_path / "llama")
+    parquet(tmp_path / "gsm8k" / "main" / "train-00000-of-00001.parquet", sums(128))
+    made, wrong = Hub(), []
+    made.add("models", name, tmp_path / "llama")
+    made.add("datasets", "gsm8k", tmp_path / "gsm8k")
+    for variable, value in (("HF_ENDPOINT", made.url), ("HF_HOME", str(tmp_path / "cache")), ("no_proxy", "*")):
+        monkeypatch.setenv(variable, value)
+    for variable in ("HF_HUB_OFFLINE", "KUBECONFIG"):
+        monkeypatch.delenv(variable, raising=False)
+    try:
+        for api in ("pytorchjob", "trainjob", "jobset", "job", "local"):
+            pods = [] if api == "local" else ["--image", "registry.example/f:1", "--claim", "shared"]
+            words = ["--config", str(USERS), "--machine", "2xa40-roce", "--nodes", "2", "--api", api, *pods]
+            done = CliRunner().invoke(launch, [*words, "--dry-run", "-o", "json"])
+            # 10 epochs of 128 rows, 128 to a step
+            if done.exit_code or "assumed" in done.stderr or "for 10 steps" not in done.stderr:
+                wrong.append((api, done.exit_code, done.stderr[-800:]))
+    finally:
+        made.close()
+    assert not wrong, wrong
 
 
 def test_the_folder_of_the_file_is_where_it_is_written(hub: Hub, tmp_path: Path) -> None:

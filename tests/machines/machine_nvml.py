@@ -87,6 +87,8 @@ class NvmlAnswers:
     def __call__(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """One call, as `Host.nvml`."""
         if not arguments:
+            if symbol not in self.system:
+                raise failure(symbol, NONE)
             return self.system[symbol]
         first = arguments[0]
         if symbol == XIDS:

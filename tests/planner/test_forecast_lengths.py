@@ -8,6 +8,7 @@ import pytest
 
 from contracts.layout import Layout
 from planner.forecast import machines
+from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import LengthsError, TrainSpec, check_histogram, expected_longest, histogram_of, mean_length
 from planner.forecast.step_time import step_parts
@@ -41,6 +42,34 @@ def test_padding_makes_a_large_micro_batch_dearer_and_packing_does_not() -> None
     assert many > 3 * few  # a single short sequence multiplies less efficiently, else it were five times
     packed = plan(machines.cluster("dgx-h100"), (), model_named("Llama-3.1-8B"), replace(train, packing=True))
     assert packed.job.sequence(16) == 2048
+
+
+def test_memory_follows_the_longest_row_and_grows_with_batch_and_length() -> None:
+    """A micro-batch is padded to its longest row: what no row reaches is not held, and the longest row bounds it."""
+    model, rows = model_named("Llama-3.1-8B"), ((100, 900), (249, 100))
+    wrong = []
+    for engine in ("topoflight", "trl", "deepspeed", "torchtitan", "megatron"):
+        for attention in ("sdpa", "eager"):
+            train = TrainSpec(sequence_length=4096, engine=engine, attention=attention)
+
+            def held(train: TrainSpec, batch: int) -> float:
+                layout = Layout(world_size=4, dp_shard=4, micro_batch=batch, checkpointing="full")
+                return memory_parts(model, train, layout, engine_named(train.engine)).total
+
+            cases = {
+                "rows": held(replace(train, length_histogram=rows), 32),
+                "cut at the longest": held(replace(train, sequence_length=249), 32),
+                "packed": held(replace(train, length_histogram=rows, packing=True), 32),
+                "assumed": held(train, 32),
+                "longer than the cut": held(replace(train, length_histogram=((9000, 1),)), 32),
+            }
+            if cases["rows"] != cases["cut at the longest"] or len({*list(cases.values())[2:]}) != 1:
+                wrong.append((engine, attention, cases))
+            grown = [held(replace(train, length_histogram=((tokens, 9),)), batch)
+                     for batch in (1, 8, 64) for tokens in (64, 500, 4096)]  # fmt: skip
+            if any(sorted(each) != each for each in (grown[:3], grown[3:6], grown[6:], grown[::3], grown[2::3])):
+                wrong.append((engine, attention, grown))
+    assert not wrong, wrong
 
 
 def test_attention_in_packed_rows_follows_the_samples() -> None:

@@ -78,7 +78,8 @@ def test_on_a_cpu_everything_is_fp32_and_nothing_else_is_moved() -> None:
     assert (cpu.weights, cpu.gathered, cpu.activations) == (gpu.weights, gpu.gathered, gpu.activations)
     assert (cpu.weights, cpu.fragmentation, cpu.reserved) == (gpu.weights, 0.0, 0.0)
     whole = memory_parts(shape, dataclasses.replace(train, method="full"), layout, TOPOFLIGHT, on_cpu=True)
-    assert whole.context < cpu.context  # PEFT is not loaded
+    # code of libraries is loaded before memory is measured, and how much PEFT brings depends on what is installed
+    assert whole.context == cpu.context < 32 << 20
 
 
 @pytest.mark.ranks

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probes.api import Finding, Severity
-from probes.gpu.answers import cpu_list
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
 from probes.gpu.probe import PROBE
+from probes.gpu.read import cpu_list
 from probes.host.nvml import nvml_bus_id, sysfs_bus_id
 from probes.host.recording import load
 from probes.scan import scan
@@ -116,7 +116,10 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
         ({"name": "NVIDIA GB200", "c2c_enabled": False}, "gpu.c2c.off", "warn"),
         ({"memory_used_bytes": 39 << 30, "utilization_ratio": 0.0}, "gpu.memory.held", "fail"),
         ({"memory_used_bytes": 20 << 30, "utilization_ratio": 0.0}, "gpu.memory.held", "warn"),
-        ({"memory_used_bytes": 39 << 30}, "gpu.memory.held", "warn"),
+        ({"memory_used_bytes": 39 << 30}, "gpu.memory.held", "fail"),
+        ({"memory_used_bytes": 20 << 30}, "gpu.memory.held", "warn"),
+        ({"mig_enabled": False, "mig_pending": True}, "gpu.mig.enabled", "warn"),
+        ({"virtualization": "vgpu"}, "gpu.device.vgpu", "info"),
         ({"memory_used_bytes": 39 << 30, "utilization_ratio": 0.9}, "gpu.memory.held", "info"),
         (
             {"sm_clock_hertz": 345e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 1.0, "throttle_reasons": ()},
@@ -128,7 +131,11 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
         ({"xids": (39,)}, "gpu.xid.driver", "info"),
         ({"xids": (13, 31)}, "gpu.xid.application", "info"),
         (
-            {"nvlinks_known": True, "nvlinks": (NvLink(link=2, active=True, errors={"replay": 5, "recovery": 0}),)},
+            {
+                "name": "NVIDIA A30",
+                "nvlinks_known": True,
+                "nvlinks": (NvLink(link=2, active=True, errors={"replay": 5, "recovery": 0}),),
+            },
             "gpu.nvlink.errors",
             "info",
         ),
@@ -199,7 +206,7 @@ def test_a_gpu_is_compared_with_its_twins_only() -> None:
         told = _check(full, dataclasses.replace(short, nvlinks=wired))[0]
         assert ("fabric manager" in told.remedy) is manager, told
     other = dataclasses.replace(short, name="NVIDIA A30")
-    assert [f.code for f in _check(full, other)] == ["gpu.device.mixed"]
+    assert [f.code for f in _check(full, other)] == ["gpu.device.mixed", "gpu.nvlink.missing"]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 
 from probes.api import Ok, Severity, Snapshot
 from probes.gpu import health as xid
-from probes.gpu.answers import fabric_degraded, fabric_faults, xid_of_line
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.health import xids_of
 from probes.gpu.probe import PROBE
+from probes.gpu.read import fabric_degraded, fabric_faults, xid_of_line
 from probes.host.recording import RecordedHost, load
 from probes.pci.facts import PciDevice, PciFacts
 from probes.pci.probe import check as pci_check

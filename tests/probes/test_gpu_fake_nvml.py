@@ -137,75 +137,33 @@ def _others(facts: GpuFacts, sick: int) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "symbol",
-    ["nvmlDeviceGetPciInfo", "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetFieldValues",
-     "nvmlDeviceGetNvLinkState", "nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetComputeRunningProcesses"],
-)  # fmt: skip
-def test_a_function_that_crashes_costs_its_own_fact(symbol: str, scanner_of: Callable[..., Scanner]) -> None:
-    """The next child asks everything but that, and says so; the crash is not repeated in the next scan."""
-    with scanner_of(H100) as scanner:
-        healthy = _facts(scanner)
-    with scanner_of(H100, inject=f"{symbol}@gpu3=crash") as scanner:
-        first = scanner.scan().facts(GpuFacts)
-        child = scanner.child_pid
-        second = scanner.scan().facts(GpuFacts)
-        assert scanner.child_pid == child, "nothing crashed again"
-    assert first is not None and first == second
-    assert _others(first, 3) == _others(healthy, 3)
-    unread = (*first.gpus[3].unread, *([first.gpus[3].error] if first.gpus[3].error else ()))
-    assert unread and all("CRASHED" in question for question in unread)
-    severities = {f.severity.value for f in BY_NAME["gpu"].check(first)}
-    assert severities == {"unknown"}
-
-
-def test_a_function_that_crashes_for_every_gpu_is_left_out_for_all(scanner_of: Callable[..., Scanner]) -> None:
-    """Two crashes tell enough, not eight."""
-    with scanner_of(H100, inject="nvmlDeviceGetTemperature=crash") as scanner:
-        facts = _facts(scanner)
-    assert [gpu.temperature_celsius for gpu in facts.gpus] == [None] * 8
-    assert all(gpu.power_watts and gpu.error is None for gpu in facts.gpus)
-
-
-def test_a_gpu_that_crashes_whatever_is_asked_is_left_out_alone(scanner_of: Callable[..., Scanner]) -> None:
-    """The others are known in full."""
-    with scanner_of(H100) as scanner:
-        healthy = _facts(scanner)
-    with scanner_of(H100, inject="*@gpu5=crash") as scanner:
-        facts = _facts(scanner)
-    assert (facts.gpus[5].refusal, facts.gpus[5].name) == ("CRASHED", None)
-    assert _others(facts, 5) == _others(healthy, 5)
-    found = [(f.code, f.subject, f.severity.value) for f in BY_NAME["gpu"].check(facts)]
-    assert found == [("gpu.device.unread", "GPU5", "unknown")]
-
-
-def test_a_gpu_whose_questions_hang_is_left_out_alone(scanner_of: Callable[..., Scanner]) -> None:
-    """It costs the time of one attempt, and in the next scan none."""
-    gpu = dataclasses.replace(BY_NAME["gpu"], timeout_seconds=4.0)
-    with scanner_of(H100, inject="nvmlDeviceGetName@gpu1=hang", probes=(gpu,)) as scanner:
-        facts = scanner.scan().facts(GpuFacts)
-        child = scanner.child_pid
-        again = scanner.scan().facts(GpuFacts)
-        assert scanner.child_pid == child
-    assert facts is not None and again is not None
-    assert [gpu.refusal for gpu in facts.gpus] == [None, "HUNG", *[None] * 6]
-    assert [gpu.name is None for gpu in again.gpus] == [False, True, *[False] * 6]
-    found = list(BY_NAME["gpu"].check(facts))
-    assert [(f.code, f.severity.value) for f in found] == [("gpu.device.unread", "unknown")]
-    assert "hangs" in found[0].message
-
-
-def test_a_driver_that_hangs_for_more_than_one_gpu_hangs(scanner_of: Callable[..., Scanner]) -> None:
-    """Each GPU would cost the time of an attempt: the probe has failed."""
-    gpu = dataclasses.replace(BY_NAME["gpu"], timeout_seconds=2.0)
-    with scanner_of(H100, inject="nvmlDeviceGetName=hang", probes=(gpu, BY_NAME["hostinfo"])) as scanner:
-        snapshot = scanner.scan()
-    assert isinstance(snapshot.outcomes["gpu"], Failed)
-    assert isinstance(snapshot.outcomes["hostinfo"], Ok)
+    ("inject", "words", "call"),
+    [
+        ("nvmlInit=crash", "SIGSEGV", "nvmlInit"),
+        ("nvmlDeviceGetHandleByIndex@gpu2=hang", "no answer after", "nvmlDeviceGetHandleByIndex of GPU2"),
+        ("nvmlDeviceGetName@gpu3=crash", "SIGSEGV", "nvmlDeviceGetName of GPU3"),
+        ("nvmlDeviceGetNvLinkState@gpu1=hang", "no answer after", "nvmlDeviceGetNvLinkState of GPU1"),
+    ],
+)
+def test_a_call_that_hangs_or_crashes_fails_the_probe_by_its_name_and_is_repeated_after_a_pause(
+    inject: str, words: str, call: str, scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scans in between cost nothing, and the other probes answer all the while."""
+    probes = (dataclasses.replace(BY_NAME["gpu"], timeout_seconds=3.0), BY_NAME["hostinfo"])
+    with scanner_of(H100, inject=inject, probes=probes) as scanner:
+        first = scanner.scan()
+        monkeypatch.setenv("FAKE_NVML_INJECT", "")
+        second = scanner.scan()
+    for snapshot in (first, second):
+        outcome = snapshot.outcomes["gpu"]
+        assert isinstance(outcome, Failed)
+        assert words in outcome.error and f"in {call};" in outcome.error and "10 minutes" in outcome.error
+        assert isinstance(snapshot.outcomes["hostinfo"], Ok)
 
 
 def test_the_next_scan_works_after_a_crash(scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch) -> None:
     """A new child is started once the old one is gone."""
-    with scanner_of(H100, inject="nvmlInit=crash") as scanner:
+    with scanner_of(H100, inject="nvmlInit=crash", retry_seconds=0.0) as scanner:
         assert isinstance(scanner.scan().outcomes["gpu"], Failed)
         monkeypatch.setenv("FAKE_NVML_INJECT", "")
         assert isinstance(scanner.scan().outcomes["gpu"], Ok)

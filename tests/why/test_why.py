@@ -16,7 +16,7 @@ from agent.checks.view import look
 from agent.cluster.gate import checks_of, readable
 from agent.cluster.node_facts import unpublished
 from agent.cluster.nodes import Fleet, records_of, to_resource
-from agent.why.diagnosis import diagnosis as gathered
+from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
@@ -704,6 +704,19 @@ def test_a_rank_that_dumps_for_another_says_which_call_it_is_in_itself() -> None
 def test_a_rank_whose_gpu_is_in_a_call_that_the_others_have_left_is_behind_by_the_log() -> None:
     found = judge(logged((2, "0", 44, 44), *((rank, "0", 47, 47) for rank in (0, 1, 3))))
     assert (found.ranks, found.causes[0].code) == ((2,), "rank.behind"), found.line
+
+
+def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:
+    """Given as a log it says the same as with --ras; a log with other lines stays a log."""
+    table = "Communicators... (0.00s)\n    0         1         2         1         2         1   RUNNING  INCOMPLETE\n"
+    text = (f"{table}INCOMPLETE\n  Missing communicator data from 1 job process\n"
+            "  Process 60004 on node n2 managing GPU 0\n\n#0-0 (b33) INCOMPLETE\n  The missing rank: 1\n")  # fmt: skip
+    path = tmp_path / "ras.txt"
+    path.write_text(text, encoding="utf-8")
+    saved, asked = gathered.answer(gathered.Asked(logs=(str(path),))), gathered.answer(gathered.Asked(ras=(str(path),)))
+    assert saved == asked and saved.unknown
+    path.write_text(f"{text}n1:1:2 [0] NCCL INFO Using network Socket\n", encoding="utf-8")
+    assert gathered.answer(gathered.Asked(logs=(str(path),))) != asked
 
 
 def test_ras_that_lacks_data_once_accuses_nobody() -> None:

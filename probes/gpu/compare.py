@@ -1,0 +1,289 @@
+"""Rules that compare the GPUs of one host: models, twins, NVLinks, fabric, P2P, and what this process may use."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
+from probes.api import Finding, Severity, by_loss
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair
+from probes.gpu.health import finding, subject_of
+
+
+def compare(facts: GpuFacts) -> Iterator[Finding]:
+    """All findings about GPUs beside each other."""
+    answering = [gpu for gpu in facts.gpus if gpu.error is None]
+    yield from _hidden(facts)
+    yield from _mixed(answering)
+    yield from _unlike_twins(answering)
+    yield from _split(answering)
+    yield from _nvlink_counts(answering)
+    yield from _p2p(facts)
+
+
+def visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
+    """(GPUs that CUDA_VISIBLE_DEVICES leaves to this process, what is wrong with the value).
+
+    None where the value names MIG slices. CUDA reads numbers and the beginnings of UUIDs, ends at the first entry that
+    names no GPU, and uses none where an entry is repeated: CUDA C++ Programming Guide, "CUDA Environment Variables",
+    and torch.cuda._parse_visible_devices.
+    """
+    total = len(facts.gpus)
+    if facts.visible is None:
+        return total, ""
+    if "MIG-" in facts.visible:
+        return None, ""
+    found: list[int] = []
+    for entry in (part.strip() for part in facts.visible.split(",")):
+        index = _visible_index(facts, entry)
+        if index is None:
+            return len(found), f"{entry!r} names no GPU of this host, and CUDA ignores what follows it" if entry else ""
+        if index in found:
+            return 0, f"{entry!r} is repeated, and CUDA then uses no GPU"
+        found.append(index)
+    return len(found), ""
+
+
+def _visible_index(facts: GpuFacts, entry: str) -> int | None:
+    if number := re.match(r"\d{1,4}", entry):  # as strtol: what follows the digits is ignored
+        return int(number[0]) if int(number[0]) < len(facts.gpus) else None
+    named = [gpu.index for gpu in facts.gpus if gpu.uuid and entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return named[0] if len(named) == 1 else None
+
+
+def _hidden(facts: GpuFacts) -> Iterator[Finding]:
+    count, wrong = visible_gpus(facts)
+    total = len(facts.gpus)
+    if count is None or not total or (count == total and not wrong):
+        return
+    yield finding(
+        "gpu.device.hidden", Severity.INFO if count and not wrong else Severity.FAIL, "",
+        f"CUDA_VISIBLE_DEVICES={facts.visible!r} leaves {count} of {total} GPUs to a job that is started from here"
+        + (f": {wrong}." if wrong else "."),
+        f"CUDA_VISIBLE_DEVICES={facts.visible!r}; nvmlDeviceGetCount = {total}",
+        "" if count and not wrong else "Correct CUDA_VISIBLE_DEVICES, or unset it to use all GPUs.",
+    )  # fmt: skip
+
+
+def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
+    names = Counter(gpu.name for gpu in gpus if gpu.name)
+    if len(names) > 1:
+        what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
+        # Between generations dense rates differ by two and more, within one by little (hardware/gpus.toml).
+        generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
+        yield finding(
+            "gpu.device.mixed", Severity.FAIL if len(generations) > 1 else Severity.WARN, "",
+            f"This host has GPUs of different models: {what}. Every step waits for the slowest model.",
+            f"nvmlDeviceGetName: {what}", "Choose GPUs of one model with CUDA_VISIBLE_DEVICES.",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Trait:
+    """A property in which GPUs of one model on one host are alike."""
+
+    fact: str  # field of `Gpu`
+    code: str
+    shown: Callable[[float], str]
+    share: Callable[[float, float], float]  # what is left of the twins' rate, by (own, twins' value)
+    cost: str
+    remedy: str
+    question: str
+    tolerance: float = 0.01
+
+
+_RATIO: Callable[[float, float], float] = lambda own, twins: own / twins  # noqa: E731
+_SLOT = "Reseat the card or riser, and look at the slot's speed and bifurcation in the firmware setup."
+_BOARD = "Compare the boards' part numbers (nvidia-smi -q), and replace the one that differs."
+_TRAITS = (
+    # a generation of PCIe has twice the rate of the one before: PCI Express Base Specification
+    _Trait("pcie_generation_max", "gpu.pcie.generation", lambda n: f"PCIe generation {n:.0f}",
+           lambda own, twins: 2.0 ** (own - twins), "Its path to the host and to its NIC has {share:.0%} of the rate.",
+           _SLOT, "nvmlDeviceGetMaxPcieLinkGeneration"),
+    _Trait("pcie_width_max", "gpu.pcie.width", lambda n: f"{n:.0f} PCIe lanes", _RATIO,
+           "Its path to the host and to its NIC has {share:.0%} of the rate.", _SLOT, "nvmlDeviceGetMaxPcieLinkWidth"),
+    # ECC and what the driver keeps differ by some MiB
+    _Trait("memory_bytes", "gpu.device.mixed", lambda n: f"{n / 2**30:.1f} GiB of memory", _RATIO,
+           "A job that fits its twins does not fit this GPU.", _BOARD, "nvmlDeviceGetMemoryInfo", 0.03),
+    _Trait("sm_clock_max_hertz", "gpu.clocks.low", lambda n: f"a highest clock of {n / 1e6:.0f} MHz", _RATIO,
+           "Every step waits for this GPU.", _BOARD, "nvmlDeviceGetMaxClockInfo(SM)"),
+    _Trait("power_limit_default_watts", "gpu.power.limit", lambda n: f"a default power limit of {n:.0f} W", clock_share,
+           "Every step waits for this GPU.", _BOARD, "nvmlDeviceGetPowerManagementDefaultLimit"),
+    # what RDMA can map at once; the rate stays the same
+    _Trait("bar1_bytes", "gpu.bar1.small", lambda n: f"a BAR1 of {n / 2**20:.0f} MiB", lambda *_: 0.95,
+           "GPUDirect RDMA can map less of its memory.", "Compare resizable BAR and the address space above 4 GiB in "
+           "the firmware setup, and the VBIOS versions.", "nvmlDeviceGetBAR1MemoryInfo"),
+)  # fmt: skip
+
+
+def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
+    """A GPU that differs from most GPUs of its model. Between two nobody can say which one is right: a warning."""
+    for twins in _by_model(gpus):
+        for trait in _TRAITS:
+            values = {gpu.index: getattr(gpu, trait.fact) for gpu in twins if getattr(gpu, trait.fact)}
+            counts = Counter(values.values())
+            usual = max(counts, key=lambda value: (counts[value], value), default=0)
+            for gpu in twins:
+                own = values.get(gpu.index, usual)
+                if usual and abs(own - usual) > trait.tolerance * usual:
+                    yield _unlike(gpu, trait, own, usual, others=counts[usual])
+
+
+def _unlike(gpu: Gpu, trait: _Trait, own: float, usual: float, *, others: int) -> Finding:
+    share = min(1.0, trait.share(own, usual))
+    cost = f" {trait.cost.format(share=share)}" if own < usual else " One of them is not what it should be."
+    return finding(
+        trait.code, by_loss(1.0 - share) if others > 1 and own < usual else Severity.WARN, subject_of(gpu),
+        f"{subject_of(gpu)} has {trait.shown(own)}; {_others(others, gpu)} {trait.shown(usual)}.{cost}",
+        f"{trait.question}: {trait.shown(own)}, twins {trait.shown(usual)}", trait.remedy,
+    )  # fmt: skip
+
+
+def _others(count: int, gpu: Gpu) -> str:
+    return f"{count} other {gpu.name or 'GPU'}{'s have' if count > 1 else ' has'}"
+
+
+def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
+    """GPUs of one name together; MIG turns NVLink off and takes memory, so a GPU with MIG is nobody's twin."""
+    found: dict[str | None, list[Gpu]] = defaultdict(list)
+    for gpu in gpus:
+        if not gpu.mig_enabled:
+            found[gpu.name].append(gpu)
+    return list(found.values())
+
+
+def _split(gpus: list[Gpu]) -> Iterator[Finding]:
+    """GPUs of one host that the fabric put into different NVLink domains, or left out of the one the others are in."""
+    cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
+    if len(cliques) > 1:
+        what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
+        yield finding(
+            "gpu.fabric.split", Severity.FAIL, "",
+            f"The GPUs of this host are not in one NVLink clique: {what}. NCCL uses NVLink only within a clique.",
+            f"nvmlDeviceGetGpuFabricInfoV, cluster UUID and clique: {what}",
+            "Put all GPUs of the host into one partition of the fabric manager or of NMX-C.",
+        )  # fmt: skip
+
+
+# NVLinks ------------------------------------------------------------------------------------------------------------
+
+
+def active_links(gpu: Gpu) -> int:
+    """NVLinks with a partner."""
+    return sum(link.active is True for link in gpu.nvlinks)
+
+
+def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
+    """A GPU is compared with its twins on the same host, and with the links that its own board has."""
+    for twins in _by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
+        name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
+        if most == 0 and len(twins) > 1 and name and soldered(name):
+            yield finding(
+                "gpu.nvlink.none", Severity.FAIL, subject_of(twins),
+                f"No NVLink is active on {len(twins)} x {name}, a board that is built with NVLink. All traffic between "
+                "the GPUs takes PCIe, which has about a tenth of the bandwidth.",
+                "nvmlDeviceGetNvLinkState = 0 or not supported on every link",
+                "Check that the fabric manager runs (systemctl status nvidia-fabricmanager) and matches the driver.",
+            )  # fmt: skip
+        for gpu in twins:
+            unread = sum(link.active is None for link in gpu.nvlinks)
+            if active_links(gpu) + unread < max(most, _fitted(gpu)):
+                yield _short_of_links(gpu, most)
+
+
+def _fitted(gpu: Gpu) -> int:
+    """NVLinks that the board has, where one of them is active: a card may have no bridge.
+
+    A driver may not list links that failed in training; of a soldered board the data sheet's number counts then.
+    """
+    known = gpu_named(gpu.name) if gpu.name and soldered(gpu.name) else None
+    of_board = known.links if known and known.interconnect == "NVSwitch" else 0  # a mesh may be fitted with fewer
+    return max(len(gpu.nvlinks), of_board) if active_links(gpu) else 0
+
+
+def _short_of_links(gpu: Gpu, most: int) -> Finding:
+    """By what the GPU has less than its twins, or else than its board.
+
+    All links of a switched board lead to the switch. Where links lead from GPU to GPU and the twins have no more, a
+    bridge may not be fitted, or a peer not given to this machine: a warning on a soldered board, a note on a card.
+    """
+    active, whole = active_links(gpu), max(most, _fitted(gpu))
+    down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
+    direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
+    if active < most:
+        severity = Severity.FAIL
+    elif not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
+        severity = Severity.WARN if gpu.name and soldered(gpu.name) else Severity.INFO
+    else:
+        severity = by_loss(1.0 - active / whole)
+    name = subject_of(gpu)
+    says = f"{name} has {active} of {whole} NVLinks active." if gpu.nvlinks else (
+        f"The driver says that {name} has no NVLink; its twins have {most}.")  # fmt: skip
+    evidence = f"nvmlDeviceGetNvLinkState = 1 on {active} links, 0 on {f'links {down}' if down else 'none'}"
+    if not gpu.nvlinks:
+        evidence = "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
+    cost = f"Collectives on this node run at about {100 * active / whole:.0f} % of the normal NVLink bandwidth."
+    replace = "replace the board or its NVLink bridge" if direct else "restart the fabric manager or replace the board"
+    return finding(
+        "gpu.nvlink.missing", severity, name, f"{says} {cost}", evidence,
+        f"Reset the GPU (`nvidia-smi -r -i {gpu.index}`); if the links stay down, {replace}.",
+    )  # fmt: skip
+
+
+# P2P ----------------------------------------------------------------------------------------------------------------
+
+
+def _p2p(facts: GpuFacts) -> Iterator[Finding]:
+    """One finding per reason, not per pair. What a product does not offer is a note: GeForce, a mesh of NVLinks."""
+    by_index = {gpu.index: gpu for gpu in facts.gpus}
+    refused: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
+    for pair in facts.pairs:
+        if pair.p2p_read not in (None, "ok"):
+            near = pair.ancestor in ("INTERNAL", "PIX", "PXB") or pair.p2p_nvlink == "ok"
+            why = _by_design(pair, by_index.get(pair.a), by_index.get(pair.b))
+            refused[str(pair.p2p_read), why, near].append(f"GPU{pair.a}-GPU{pair.b}")
+    for (reason, why, near), pairs in refused.items():
+        which = ", ".join(pairs[:4]) + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
+        evidence = f"nvmlDeviceGetP2PStatus(read) = {reason} for {len(pairs)} pairs"
+        if reason == "unknown":
+            yield finding(
+                "gpu.p2p.refused", Severity.UNKNOWN, "",
+                f"Whether {which} can read each other's memory is unknown: the driver does not know the P2P status.",
+                evidence, "Run `nvidia-smi topo -p2p r` and the p2pBandwidthLatencyTest of the CUDA samples.",
+            )  # fmt: skip
+            continue
+        way = "NCCL sends through GPUs that have one" if why == _MESH else "NCCL copies through host memory there"
+        # Host memory in place of a switch or NVLink costs 29 % of a step (docs/findings.md, "Severity"); a pair whose
+        # way leads through the CPU anyway loses less.
+        yield finding(
+            "gpu.p2p.refused", Severity.INFO if why else Severity.FAIL if near else Severity.WARN, "",
+            f"The driver allows no P2P between {which} ({reason.replace('_', ' ')}){why}. {way}.", evidence,
+            "" if why else "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
+            if reason == "disabled_by_regkey"
+            else "Look for IOMMU, ACS and the NVreg P2P settings of the driver.",
+        )  # fmt: skip
+
+
+_MESH = ", which the board's mesh does not join by an NVLink"
+_PRODUCT = ": this product has no P2P over PCIe"
+
+
+def _by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
+    """Why a pair has no P2P although nothing is wrong; empty where that is a fault or unknown."""
+    if pair.p2p_read in ("unknown", "disabled_by_regkey"):
+        return ""
+    if _beside_a_mesh(pair, a, b):
+        return _MESH
+    of_product = pair.p2p_nvlink != "ok" and any(gpu and gpu.name and refuses_peers(gpu.name) for gpu in (a, b))
+    return _PRODUCT if of_product or pair.p2p_read == "gpu_not_supported" else ""
+
+
+def _beside_a_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:
+    """Whether both GPUs have direct NVLinks to others and none to each other: DGX-1 joins 16 of its 28 pairs."""
+    if a is None or b is None or pair.p2p_nvlink in ("ok", None):
+        return False
+    ends = [{link.remote_bus_id for link in gpu.nvlinks if link.active and link.remote_kind == "gpu"} for gpu in (a, b)]
+    return all(ends) and b.bus_id not in ends[0] and a.bus_id not in ends[1]
