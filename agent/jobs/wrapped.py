@@ -83,9 +83,9 @@ def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[s
     except InputError:  # it sets no variable of NCCL's
         return []
     return [
-        f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip()
+        f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip()
         for check in checks
-        if check.status in ("fail", "warn") and not (other_network and check.id.startswith("env.interface."))
+        if check.status in ("fail", "warn") and not (other_network and check.code.startswith("env.interface."))
     ]
 
 
