@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import IO, Any, cast
 
+from contracts.redaction import without_secrets
 from probes.host.live import LiveHost
 from probes.host.protocol import Host, Json
 from probes.host.recording import RecordingHost
@@ -34,10 +35,10 @@ def answer(host: LiveHost, request: dict[str, Json]) -> dict[str, Json]:
     if request.get("begin"):
         host.begin_scan()
     if not request.get("record"):
-        return {"id": request["id"], "outcome": outcome_to_json(run(probe, host))}
+        return {"id": request["id"], "outcome": without_secrets(outcome_to_json(run(probe, host)))}
     recorder = RecordingHost(host)
     outcome = run(probe, cast("Host", recorder))
-    return {"id": request["id"], "outcome": outcome_to_json(outcome), "answers": recorder.answers}
+    return {"id": request["id"], "outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
 
 
 def _listen(requests: queue.Queue[dict[str, Json]]) -> None:
