@@ -35,8 +35,9 @@ from probes.api import Finding, Severity, Snapshot
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
+    from agent.checks.groups import Group
     from agent.checks.verdict import Check
-    from agent.checks.view import Group, View
+    from agent.checks.view import View
     from collectives.bench.results import Measurement
 
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
@@ -105,7 +106,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendati
     """The advice, with the failures that its forecast does not count: no figure bounds them, or they end the job."""
     if not checks:
         return advice
-    from agent.checks.view import grouped
+    from agent.checks.groups import grouped
 
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
     groups = [

@@ -14,36 +14,21 @@ from typing import Literal
 
 from agent.base import units
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
+from agent.checks.check import MANY_CODES as MANY_CODES
+from agent.checks.check import ORDER as ORDER
+from agent.checks.check import Check as Check
+from agent.checks.check import Status as Status
+from agent.checks.check import places as places
+from agent.checks.check import worst_first as worst_first
 from probes.api import Absent, Failed, Finding, Ok, Snapshot
 from probes.registry import ALL
 from probes.scan import SCAN_CODES, failures, findings_of
-
-Status = Literal["pass", "info", "unknown", "warn", "fail"]
-ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
-_OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
-
-MANY_CODES = 8  # of one family and one reason: more are named by their family
 
 FailOn = Literal["fail", "warn", "unknown"]
 
 
 class GateError(ValueError):
     """A `--require` or `--skip` that names no check."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One verdict of the gate about one subject of one node."""
-
-    id: str  # finding code
-    status: Status
-    node: str
-    subject: str = ""
-    message: str = ""
-    evidence: tuple[str, ...] = ()
-    remedy: str = ""
-    required: bool = False
-    pending: bool = False  # a failure that one scan of the resident agent found, and no second one yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,20 +209,3 @@ def _by_worst(results: Mapping[Status, Sequence[Check]]) -> dict[str, int]:
 def _with_places(words: str, found: Sequence[Check]) -> str:
     where = places(found) if len(found) > len({check.id for check in found}) else ""
     return f"{words}, {where}" if where else words
-
-
-def places(found: Sequence[Check]) -> str:
-    """On how many nodes or devices these were found: "on 10 devices"; empty where it is one or none is named."""
-    nodes = {name for check in found for name in check.node.split(", ") if name}
-    if len(nodes) > 1:
-        return f"on {len(nodes)} nodes"
-    subjects = {name for check in found for name in check.subject.split(", ") if name}
-    if len(subjects) < 2:
-        return ""
-    devices = all(check.id.split(".")[0] in _OF_DEVICES for check in found)
-    return f"on {len(subjects)} devices" if devices else f"in {len(subjects)} places"
-
-
-def worst_first(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """Failures first, then by code and subject."""
-    return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.id, check.node, check.subject)))

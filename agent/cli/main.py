@@ -40,7 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "why": ("agent.cli.why:why", "Say why a run is stuck, slow or failed: who, where, what to change."),
     "calibrate": ("agent.cli.bench:calibrate", "Measure GEMMs and a layer, to narrow the forecast (makes load)."),
     "recommend": ("agent.cli.recommend:recommend", "Advise the NCCL environment and the parallel layout."),
-    "lint-env": ("agent.cli.recommend:lint_env", "Judge an NCCL environment that exists."),
+    "lint-env": ("agent.cli.lint_env:lint_env", "Check NCCL variables in a script, manifest or running process."),
     "preflight": ("agent.cli.preflight:preflight", "Run the gate; --fly launches the small fine-tune too."),
     "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
     "compare-networks": (

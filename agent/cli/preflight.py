@@ -216,8 +216,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
 def github(report: Report) -> str:
     """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
+    from agent.checks.groups import grouped
     from agent.checks.verdict import unjudged
-    from agent.checks.view import grouped
 
     levels = {"fail": "error", "warn": "warning"}
     aside = unjudged(report.checks)

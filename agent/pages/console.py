@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from urllib.parse import urlencode
 
 from agent.base import units
+from agent.checks.groups import Group, grouped
 from agent.checks.history import OF_FINDINGS, clock
 from agent.checks.verdict import Check, Verdict, judge
-from agent.checks.view import Group, grouped
 from agent.cluster.nodes import DAY_SECONDS, Fleet, NodeRecord, seconds_of
 from agent.cluster.places import Places
 from agent.pages.nodes import ORDER, checks_of_records, first_of, gpu_text

@@ -11,8 +11,9 @@ from agent.base.units import expected_rate
 from agent.checks.codes import CLUSTER_CODES
 from agent.checks.coverage import no_gpu_read, no_hca_read
 from agent.checks.explain import mend
+from agent.checks.groups import Group, grouped
 from agent.checks.verdict import Check
-from agent.checks.view import Group, View, grouped, only
+from agent.checks.view import View, only
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
 from collectives.bench.results import BenchResult

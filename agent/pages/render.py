@@ -23,9 +23,10 @@ from agent.base import bench_history, units
 from agent.base.tables import GLYPHS
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
+from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.checks.judged import expected_words
 from agent.checks.verdict import Check, judge
-from agent.checks.view import Group, View, grouped, passed_ids, reasons, unknown_ids
+from agent.checks.view import View
 from agent.cluster.places import Places
 from agent.pages import benches, charts, console
 from agent.pages import nodes as page_nodes

@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, point
+from agent.checks.groups import Group, grouped, unknown_ids
 from agent.checks.verdict import ORDER, Check, Verdict
-from agent.checks.view import Group, grouped, unknown_ids
 from agent.terminal.findings import finding
 from agent.terminal.topology import links
 from probes.api import Absent, Failed, Snapshot

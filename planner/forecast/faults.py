@@ -140,7 +140,7 @@ def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - l
 
 
 _SHOWN = {
-    **dict.fromkeys(("rdma.port.down", "topology.gpu_nic.down"), "fewer rails"),
+    **dict.fromkeys(("rdma.port.down", "topology.gpu_nic.down", "topology.nic.missing"), "fewer rails"),
     **dict.fromkeys(("rdma.port.rate", "topology.rail.uneven"), "the slowest rail sets the network's pace"),
     "topology.nic.pcie_bound": "the NIC's PCIe link bounds its rail",
     **dict.fromkeys(
@@ -154,7 +154,10 @@ _SHOWN = {
     "gpu.memory.held": "the layout has the rest of the memory",
     "interfaces.choice.wrong": "sockets take the slower interface",
     "interfaces.speed.low": "sockets run at the interface's rate",
-    **dict.fromkeys(("interfaces.link.down", "interfaces.address.missing"), "sockets take another interface"),
+    **dict.fromkeys(
+        ("interfaces.link.down", "interfaces.address.missing", "interfaces.network.missing"),
+        "sockets take another interface",
+    ),
     **dict.fromkeys(("gpu.fabric.split", "imex.channel.missing"), "the network in place of NVLink between nodes"),
 }
 
@@ -318,13 +321,15 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("gpu.device.mixed", "gpu.device.missing", "gpu.memory.held", "topology.rail.uneven",
          "gpu.nvlink.none", "topology.nvlink.down_hgx", "interfaces.choice.wrong", "interfaces.speed.low",
-         "interfaces.link.down", "interfaces.address.missing", *_PART_THE_DOMAIN),
+         "interfaces.link.down", "interfaces.address.missing", "interfaces.network.missing", "topology.nic.missing",
+         *_PART_THE_DOMAIN),
         Rule(slow=_report)),
 }  # fmt: skip
 
 ENDS = frozenset(
     (
-        "limits.shm.full", "pci.device.lost", "pci.device.no_driver", "gpu.driver.unusable", "gpu.device.recovery",
+        "limits.shm.full", "limits.shm.small", "rdma.mtu.mismatch", "interfaces.mtu.mismatch",
+        "pci.device.lost", "pci.device.no_driver", "gpu.driver.unusable", "gpu.device.recovery",
         "gpu.device.mode", "gpu.fabric.incomplete", "gpu.ecc.uncorrected", "gpu.ecc.sram", "gpu.memory.remap_failed",
         "gpu.xid.new", "rdma.gid.missing_rocev2", "rdma.gid.choice", "interfaces.choice.none",
         "interfaces.choice.setting",

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from planner.lint.machine import MACHINE_CODES, check_machine, other_net
 from planner.lint.pairs import PAIR_CODES, check_alone, check_pairs
+from planner.lint.tables import settings
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
@@ -24,6 +24,7 @@ from planner.lint.values import (
     finding,
     fits,
     is_quoted,
+    other_net,
     strtoll,
 )
 from planner.nccl_env.names import (
@@ -38,10 +39,12 @@ from planner.nccl_env.names import (
     torch_names,
     version_text,
 )
+from planner.nccl_env.platforms import Platform, platform_of_plugin
 from planner.nccl_env.situation import NodeView
 from probes.api import Finding, Severity, Snapshot
-from topology.build import build
-from topology.graph import NodeTopology
+
+if TYPE_CHECKING:
+    from topology.graph import NodeTopology
 
 LEFTOVER_CODES = (
     "env.debug.leftover",
@@ -53,76 +56,21 @@ LEFTOVER_CODES = (
     "env.torch.renamed",
 )
 
-# What aws-ofi-nccl sets in the process itself, and NCCL then prints as "set by environment".
-PLUGIN_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "NCCL_BUFFSIZE": ("8388608",),
-        "NCCL_P2P_NET_CHUNKSIZE": ("524288",),
-        "NCCL_NVLSTREE_MAX_CHUNKSIZE": ("524288",),
-        "NCCL_NVLS_CHUNKSIZE": ("524288",),
-        "NCCL_NET_FORCE_FLUSH": ("0",),
-        "NCCL_NETDEVS_POLICY": ("max:1", "MAX:1"),
-    }
-)
-
-_EFFECTS: Mapping[str, str] = MappingProxyType(
-    {
-        "NCCL_P2P_DISABLE": "GPUs of one node no longer reach each other directly: data goes through host memory",
-        "NCCL_P2P_LEVEL": "it overrides NCCL's own limit for direct access between GPUs",
-        "NCCL_SHM_DISABLE": "GPUs without peer access talk through the network even inside one node",
-        "NCCL_IB_DISABLE": "NCCL's own RDMA transport is off: where no network plugin carries it, all goes over TCP",
-        "NCCL_NET_GDR_LEVEL": "it overrides how near GPU and NIC must be for GPUDirect RDMA; LOC turns it off",
-        "NCCL_NET_GDR_READ": "it overrides whether the NIC reads GPU memory when sending; on since Ampere by itself",
-        "NCCL_ALGO": "the tuner no longer chooses by size; every size and every later version is held to this choice",
-        "NCCL_PROTO": "the tuner no longer chooses by size; LL128 where it is not supported corrupts data",
-        "NCCL_BUFFSIZE": "larger buffers cost GPU memory per channel and peer, smaller ones bandwidth",
-        "NCCL_NTHREADS": "it fixes the CUDA threads per block that NCCL chooses by GPU",
-        "NCCL_MIN_NCHANNELS": "more channels take SMs from the computation; deprecated since 2.17 for NCCL_MIN_CTAS",
-        "NCCL_MAX_NCHANNELS": "fewer channels cap the bandwidth; deprecated since 2.17 for NCCL_MAX_CTAS",
-        "NCCL_MIN_CTAS": "more blocks take SMs from the computation",
-        "NCCL_MAX_CTAS": "fewer blocks cap the bandwidth",
-        "NCCL_NVLS_ENABLE": "0 gives up NVLink SHARP; 1 and 2 use it where it is supported",
-        "NCCL_MNNVL_ENABLE": "0 gives up NVLink across hosts; 1 makes a missing IMEX an error",
-        "NCCL_CUMEM_ENABLE": "0 gives up NVLS and buffer registration, which need cuMem",
-        "NCCL_CUMEM_HOST_ENABLE": "it overrides how host memory is allocated; 0 works around /dev/shm or NUMA trouble",
-        "NCCL_DMABUF_ENABLE": "0 leaves only nvidia_peermem for GPUDirect RDMA",
-        "NCCL_PXN_DISABLE": "1 gives up NVLink to the GPU beside the NIC: all-to-all traffic then crosses rails",
-        "NCCL_IB_QPS_PER_CONNECTION": "more queue pairs help only where ECMP hashes flows unevenly",
-        "NCCL_IB_PCI_RELAXED_ORDERING": "automatic (2) is right; 1 insists on it, 0 costs bandwidth on most hosts",
-        "NCCL_IB_ADAPTIVE_ROUTING": "it overrides what NCCL knows of InfiniBand (on) and RoCE (off)",
-        "NCCL_RUNTIME_CONNECT": "0 connects everything at start: slower start, more memory, the same speed",
-        "NCCL_LAUNCH_MODE": "it overrides how kernels are launched; GROUP is deprecated",
-        "NCCL_GRAPH_REGISTER": "0 gives up zero-copy buffers in CUDA graphs",
-        "NCCL_NET_SHARED_BUFFERS": "0 multiplies the memory of send and receive",
-        "NCCL_CHECK_POINTERS": "1 checks every pointer of every call",
-        "NCCL_RAS_ENABLE": "0 turns off the thread that answers ncclras",
-    }
-)
 _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
-
-_EFA_NEEDLESS: Mapping[str, str] = MappingProxyType(
-    {
-        "NCCL_PROTO": "only aws-ofi-nccl up to 1.5 needed it; it now costs latency of small messages",
-        "FI_PROVIDER": "the plugin asks for efa by itself since 1.5",
-        "FI_EFA_USE_DEVICE_RDMA": "needless since libfabric 1.18 with aws-ofi-nccl 1.7, harmless on p4 and p5",
-        "FI_EFA_ENABLE_SHM_TRANSFER": "no effect on NCCL, which has its own shared memory transport",
-        "FI_EFA_FORK_SAFE": "the plugin sets it by itself",
-        "RDMAV_FORK_SAFE": "it slows memory registration and is not needed with current kernels; do not use it",
-        "RDMAV_HUGEPAGES_SAFE": "not needed with current kernels; do not use it",
-        "NCCL_SOCKET_NTHREADS": "it tunes the TCP transport, which EFA does not use",
-        "NCCL_NSOCKS_PERTHREAD": "it tunes the TCP transport, which EFA does not use",
-    }
-)
-
-
-_EFA_ONLY_THIS: Mapping[str, str] = MappingProxyType({"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"})
 
 
 def check_leftover(
-    name: str, value: str, entry: NcclName, version: Version | None, node: NodeView, *, plugin: bool
+    name: str,
+    value: str,
+    entry: NcclName,
+    version: Version | None,
+    node: NodeView,
+    *,
+    plugin: bool,
+    vendor: Platform | None,
 ) -> Iterator[Finding]:
     """A setting of the Debugging section that stayed. `plugin`: aws-ofi-nccl is in use and may have set it itself."""
-    if plugin and (value in PLUGIN_VALUES.get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")):
+    if plugin and (value in settings().plugin_values.get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")):
         return
     if name == "NCCL_IB_GID_INDEX" and version is not None and version >= (2, 21, 0):
         if strtoll(value)[0] < 0:
@@ -138,6 +86,9 @@ def check_leftover(
         return
     if entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
+    if vendor is not None:
+        yield from _beside_a_vendors_plugin(name, value, vendor)
+        return
     if name == "NCCL_PXN_DISABLE" and _without_nvlink(node):
         yield finding(
             "env.debug.leftover", Severity.INFO, name, value,
@@ -150,9 +101,23 @@ def check_leftover(
     severity = Severity.WARN if name in _COSTLY and _turns_off(name, value) else Severity.INFO
     yield finding(
         "env.debug.leftover", severity, name, value,
-        f"A debugging setting that stayed: {_EFFECTS.get(name, _DEFAULT_EFFECT)}.",
+        f"A debugging setting that stayed: {settings().effects.get(name, _DEFAULT_EFFECT)}.",
         f"Unset {name}, unless a measurement on this machine speaks for it.",
         ("NCCL docs/userguide/source/env.rst: section Debugging",),
+    )  # fmt: skip
+
+
+def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
+    """A debugging setting where the plugin's vendor publishes an environment, which may hold it."""
+    published, _ = vendor.values().get(name, ("", None))
+    if published.lower() == value.lower():
+        return
+    script = vendor.script[0] if vendor.script else "the vendor's script"
+    recipe = f"publishes {name}={published}" if published else f"does not publish {name}"
+    yield finding(
+        "env.debug.leftover", Severity.INFO, name, value,
+        f"The recipe of the plugin's vendor for {vendor.name} {recipe}. The plugin is tested with that recipe only.",
+        f"Write {name}={published}." if published else f"Compare it with {script} before you change it.",
     )  # fmt: skip
 
 
@@ -186,44 +151,19 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
 
 def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Settings that do nothing, or harm, where EFA carries the traffic."""
-    for name, why in _EFA_NEEDLESS.items():
+    for name, (why, only) in settings().efa_needless.items():
         value = environment.get(name)
-        if value is None or value.lower() != _EFA_ONLY_THIS.get(name, value.lower()):
-            continue
-        yield finding(
-            "env.efa.needless", Severity.INFO, name, value,
-            f"{why}.", f"Unset {name}.",
-        )  # fmt: skip
+        if value is not None and value.lower() == (only or value.lower()):
+            yield finding("env.efa.needless", Severity.INFO, name, value, f"{why}.", f"Unset {name}.")
 
 
 def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """PyTorch's and CUDA's own debugging switches, and its renamed variables."""
-    for name, acts, effect in (
-        ("CUDA_LAUNCH_BLOCKING", _true, "every kernel launch waits for the one before: nothing overlaps"),
-        ("TORCH_NCCL_BLOCKING_WAIT", _true, "the host waits for every collective: nothing overlaps"),
-        ("TORCH_NCCL_NAN_CHECK", _true, "every collective's input is searched for NaN"),
-        ("TORCH_DISTRIBUTED_DEBUG", _detail, "every collective is checked against all ranks first"),
-    ):
+    """PyTorch's and CUDA's own debugging switches."""
+    for name, switch in settings().torch.items():
         value = environment.get(name, "")
-        if acts(value):
-            yield finding(
-                "env.torch.debug", Severity.WARN, name, value,
-                f"{effect}.", f"Unset {name} for training.",
-            )  # fmt: skip
-
-    dead = "collectives that fail or time out end no process: a rank that dies leaves the others waiting for ever"
-    for name, off, severity in (
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", dead, Severity.WARN),
-        ("NCCL_ASYNC_ERROR_HANDLING", dead, Severity.WARN),
-        ("TORCH_NCCL_ENABLE_MONITORING", "where PyTorch's watchdog itself hangs, nothing ends the job", Severity.INFO),
-    ):
-        value = environment.get(name, "")
-        if value.strip().lower() in ("0", "false", "no", "n", "f", "off"):
-            yield finding(
-                "env.torch.hang", severity, name, value,
-                f"{off}.",
-                f"Unset {name}: the default ends the job.",
-            )  # fmt: skip
+        if value.strip().lower() in switch.when:
+            remedy = switch.remedy.format(name=name)
+            yield finding(switch.code, switch.severity, name, value, f"{switch.effect}.", remedy)
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -240,14 +180,6 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _true(value: str) -> bool:
-    return value.lower() in ("1", "y", "yes", "t", "true", "on")
-
-
-def _detail(value: str) -> bool:
-    return value.upper() == "DETAIL"
-
-
 def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     """Names PyTorch reads under an old spelling; libnccl never reads them."""
     if "deprecated alias of " not in entry.reader:
@@ -260,6 +192,24 @@ def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+MACHINE_CODES = (
+    "env.class.unprotected",
+    "env.gid.absent",
+    "env.gloo.interface",
+    "env.hca.absent",
+    "env.hca.down",
+    "env.hca.efa",
+    "env.hca.prefix",
+    "env.interface.absent",
+    "env.interface.overlay",
+    "env.interface.prefix",
+    "env.interface.unfit",
+    "env.net.absent",
+    "env.p2p.level",
+    "env.p2p.nvlink",
+    "env.rdma.disabled",
+    "env.rdma.tcp",
+)
 NAME_CODES = (
     "env.name.removed",
     "env.name.reserved",
@@ -297,6 +247,8 @@ def lint(
         padded = (*nccl_version, 0, 0, 0)
         version = (padded[0], padded[1], padded[2])
     if topology is None and snapshot is not None and not _OF_LINKS.isdisjoint(environment):
+        from topology.build import build  # what only a probed machine needs, like its rules below
+
         topology = build(snapshot)
     node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
@@ -306,6 +258,7 @@ def lint(
             quoted += check_quotes(name, value)
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, node, source)
+    vendor = platform_of_plugin(environment)
     carried = other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else "")
     for name, value in environment.items():
         if name == "NCCL_IB_DISABLE" and carried and strtoll(value) == (1, True):
@@ -315,7 +268,7 @@ def lint(
                 f"Unset {name}: it hides RDMA where the plugin is missing.",
             ))  # fmt: skip
             continue
-        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own)
+        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own, vendor=vendor)
     for name, raw in (unresolved or {}).items():
         found += _judge_name(name, raw, version, source, node, plugin=plugin, known=False, own=own)
     found += _unexported(unexported or {})
@@ -326,6 +279,8 @@ def lint(
     if node.efa_count():
         found += check_efa(environment)
     if snapshot is not None:
+        from planner.lint.machine import check_machine
+
         found += check_machine(environment, node, version)
     return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.severity)))
 
@@ -334,7 +289,7 @@ def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) 
     """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
-    logged = source.startswith("log") and any(environment.get(k) in v for k, v in PLUGIN_VALUES.items())
+    logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings().plugin_values.items())
     return bool(node.efa_count()) or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
@@ -348,6 +303,7 @@ def _judge_name(
     plugin: bool,
     known: bool = True,
     own: frozenset[str] = frozenset(),
+    vendor: Platform | None = None,
 ) -> Iterator[Finding]:
     """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
     if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
@@ -388,7 +344,7 @@ def _judge_name(
         return
     if known:
         yield from check_value(name, value, entry, version)
-        yield from check_leftover(name, value, entry, version, node, plugin=plugin)
+        yield from check_leftover(name, value, entry, version, node, plugin=plugin, vendor=vendor)
 
 
 def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:

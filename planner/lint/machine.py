@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from planner.lint.values import finding, strtoll
+from planner.lint.values import NameList, finding, other_net, strtoll
 from planner.nccl_env.gpus import p2p_level_effect
 from planner.nccl_env.hcas import choose_ports
 from planner.nccl_env.names import Version, version_text
@@ -20,59 +19,6 @@ from planner.nccl_env.roce import gid_index_problem
 from planner.nccl_env.situation import NodeView, PortView
 from probes.api import Finding, Severity
 from probes.interfaces.facts import Interface
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameList:
-    """NCCL_IB_HCA or NCCL_SOCKET_IFNAME as NCCL parses it."""
-
-    negated: bool
-    exact: bool
-    entries: tuple[tuple[str, int | None], ...]  # (name, port)
-
-    @classmethod
-    def parse(cls, text: str) -> NameList:
-        """`^` first, then `=`, then names with an optional port."""
-        negated = text.startswith("^")
-        text = text.removeprefix("^")
-        exact = text.startswith("=")
-        entries = []
-        for entry in text.removeprefix("=").split(","):
-            name, _, rest = entry.partition(":")
-            port = rest.split(":")[0]
-            if name:
-                entries.append((name, int(port) if port.isdecimal() else None))
-        return cls(negated=negated, exact=exact, entries=tuple(entries))
-
-    def hits(self, entry: tuple[str, int | None], name: str, port: int | None = None) -> bool:
-        """Whether one entry matches a name."""
-        wanted, wanted_port = entry
-        same = name == wanted if self.exact else name.startswith(wanted)
-        return same and (port is None or wanted_port is None or wanted_port == port)
-
-    def takes(self, name: str, port: int | None = None) -> bool:
-        """Whether NCCL would use the name."""
-        if not self.entries:
-            return not self.negated
-        return any(self.hits(entry, name, port) for entry in self.entries) != self.negated
-
-
-TCP_PROVIDERS = ("tcp", "sockets", "udp", "net")
-
-
-def other_net(environment: Mapping[str, str]) -> str:
-    """The setting that says that a network plugin carries the traffic, and not NCCL's own RDMA or sockets; or ""."""
-    net, plugin = environment.get("NCCL_NET", ""), environment.get("NCCL_NET_PLUGIN", "")
-    if net:
-        return "" if net.lower() in ("ib", "socket", "ibext") else f"NCCL_NET={net}"
-    if re.search(r"ofi|fabric|efa|gib|fastrak|gpudirecttcpx|aws", plugin, re.IGNORECASE):
-        return f"NCCL_NET_PLUGIN={plugin}"
-    provider = environment.get("FI_PROVIDER", "")
-    first = re.split(r"[;,]", provider)[0].strip().lower()
-    return f"FI_PROVIDER={provider}" if first and first not in TCP_PROVIDERS and first[0] != "^" else ""
-
-
-ROCE_CODES = ("env.class.unprotected", "env.gid.absent")
 
 
 def check_roce(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
@@ -144,25 +90,6 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
         named = wanted is None or wanted.takes(view.device.name, view.port.port)
         if named and view.port.link_layer == "Ethernet":
             yield view
-
-
-MACHINE_CODES = (
-    *ROCE_CODES,
-    "env.gloo.interface",
-    "env.hca.absent",
-    "env.hca.down",
-    "env.hca.efa",
-    "env.hca.prefix",
-    "env.interface.absent",
-    "env.interface.overlay",
-    "env.interface.prefix",
-    "env.interface.unfit",
-    "env.net.absent",
-    "env.p2p.level",
-    "env.p2p.nvlink",
-    "env.rdma.disabled",
-    "env.rdma.tcp",
-)
 
 
 def check_machine(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from agent.advice import advise
 from agent.advice.request import Request
+from agent.checks.groups import grouped
 from agent.checks.verdict import Check
-from agent.checks.view import View, grouped, look
+from agent.checks.view import View, look
 from agent.cli.main import cli
 from agent.terminal import advice as advice_view
 from agent.terminal import findings as findings_view

@@ -68,7 +68,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
     ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),
     ("environment", text(read_environment), EnvironmentTextError, (b"#" * (9 * MIB),)),
-    ("manifest", text(lambda raw: read_environment(raw, "pod")), EnvironmentTextError, (
+    ("manifest", text(lambda raw: read_environment(raw, "yaml")), EnvironmentTextError, (
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
         b"a: &a {k: v}\nb:\n  <<: [" + b"*a, " * 100 + b"]",
     )),

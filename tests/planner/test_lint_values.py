@@ -129,7 +129,6 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
         # It does what was meant.
         ("NCCL_NVLS_ENABLE", "false", Severity.INFO),
         ("NCCL_IB_DISABLE", "off", Severity.INFO),
-        ("NCCL_IB_TIMEOUT", "22 ", Severity.INFO),
     ],
 )
 def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
