@@ -22,7 +22,6 @@ from agent.base.output import emit, say
 from contracts import bounded
 
 if TYPE_CHECKING:
-    from probes.api import Snapshot
     from topology.graph import NodeTopology
 
 # A header in a JSON string, and not in a recording, which holds no output of nvidia-smi.

@@ -234,7 +234,7 @@ def _no_matrix(lines: _Lines, source: str) -> TopologyTextError:
     return TopologyTextError(
         source,
         number,
-        f"no header line with GPU0 and rows below it{tool}: expected the output of `nvidia-smi topo -m`, header included",
+        f"no header line with GPU0 and rows below it{tool}: expected the output of `nvidia-smi topo -m`",
     )
 
 
