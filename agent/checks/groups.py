@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from agent.checks.check import MANY_CODES, Check, Status, places, worst_first
+from agent.checks.order import MANY_CODES, places, worst_first
+from contracts.finding import Finding, Status
 
 # Checks that read one trouble of one device, each from another side, and the trouble's name.
 _TROUBLES = (
@@ -25,13 +26,13 @@ class Group:
     status: Status
     message: str  # of the first; the others differ by their subject or not at all
     remedy: str
-    checks: tuple[Check, ...]  # worst first
+    checks: tuple[Finding, ...]  # worst first
     trouble: str = ""  # "too hot", where several checks tell of it
 
     @property
     def codes(self) -> tuple[str, ...]:
         """Every finding code in it, once."""
-        return tuple(dict.fromkeys(check.id for check in self.checks))
+        return tuple(dict.fromkeys(check.code for check in self.checks))
 
     @property
     def title(self) -> str:
@@ -82,7 +83,7 @@ class Group:
         return len({check.message for check in self.checks}) == 1
 
 
-def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
+def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
     """Findings that share code, status and remedy (but for its GPU's number) as one, worst first; so are pass and info.
 
     What several checks tell of one trouble of one device is one group, at the place of the worst of them; devices
@@ -90,50 +91,50 @@ def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
     """
     checks = worst_first(checks)
     together = _of_one_trouble(checks)
-    found: dict[tuple[object, ...], list[Check]] = {}
+    found: dict[tuple[object, ...], list[Finding]] = {}
     for check in checks:
         bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
         # one reason that kept many required checks from being measured is one thing to read
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
-        found.setdefault(bad or unmeasured or (check.status, check.id, _of_any(check)), []).append(check)
+        found.setdefault(bad or unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
     return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
 
 
-def _group(same: list[Check], *, shared: bool) -> Group:
+def _group(same: list[Finding], *, shared: bool) -> Group:
     first = same[0]
     if shared:  # device by device, each from its worst reading on
         same = sorted(same, key=lambda check: (check.node, check.subject))
     return Group(
-        id=first.id, status=first.status, message=first.message, remedy=_remedies(same), checks=tuple(same),
-        trouble=_TROUBLE_OF[first.id] if shared else "",
+        id=first.code, status=first.status, message=first.message, remedy=_remedies(same), checks=tuple(same),
+        trouble=_TROUBLE_OF[first.code] if shared else "",
     )  # fmt: skip
 
 
-def _device(check: Check) -> tuple[str, str, str]:
+def _device(check: Finding) -> tuple[str, str, str]:
     """Node, device and trouble of a check; no trouble where the check stands for itself."""
-    return check.node, check.subject, _TROUBLE_OF.get(check.id, "")
+    return check.node, check.subject, _TROUBLE_OF.get(check.code, "")
 
 
-def _of_one_trouble(checks: Sequence[Check]) -> dict[tuple[str, str, str], tuple[object, ...]]:
+def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
     """Devices of which more than one check tells the same trouble, each with what tells it and what mends it."""
-    told: dict[tuple[str, str, str], list[Check]] = {}
+    told: dict[tuple[str, str, str], list[Finding]] = {}
     for check in checks:
-        if check.status in ("fail", "warn") and check.subject and check.id in _TROUBLE_OF:
+        if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:
             told.setdefault(_device(check), []).append(check)
     return {
-        device: (device[2], *((check.status, check.id, _of_any(check)) for check in found))
+        device: (device[2], *((check.status, check.code, _of_any(check)) for check in found))
         for device, found in told.items()
-        if len({check.id for check in found}) > 1
+        if len({check.code for check in found}) > 1
     }
 
 
-def _of_any(check: Check) -> str:
+def _of_any(check: Finding) -> str:
     """Its remedy, with N for the GPU's own number: what mends GPU0 and GPU1 in the same words is one thing to do."""
     number = check.subject.removeprefix("GPU")
     return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
 
 
-def _remedies(checks: Sequence[Check]) -> str:
+def _remedies(checks: Sequence[Finding]) -> str:
     """Each remedy once, and none that another says too; one GPU's number where it is about that GPU only."""
     several = len({check.subject for check in checks}) > 1
     remedies = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
@@ -162,5 +163,5 @@ def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
     found: dict[str, dict[str, None]] = {}
     for group in unknown:
         for check in group.checks:
-            found.setdefault(check.message.rstrip("."), {})[check.id] = None
+            found.setdefault(check.message.rstrip("."), {})[check.code] = None
     return {why: tuple(codes) for why, codes in found.items()}

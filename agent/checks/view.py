@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING
 
 from agent.checks.coverage import covered, no_gpu_read
 from agent.checks.expect_checks import EXPECT_CODES, checks_of, seen, settled
-from agent.checks.verdict import (
-    Check,
-    Verdict,
-    checks_of_findings,
-    checks_of_snapshot,
-    judge,
-)
+from agent.checks.verdict import Verdict, checks_of_snapshot, judge, with_passes
+from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
@@ -50,7 +45,7 @@ class View:
     snapshots: tuple[Snapshot, ...]
     topologies: tuple[NodeTopology, ...]
     cluster: ClusterTopology
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
     verdict: Verdict
     made_at_seconds: float
     made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
@@ -75,7 +70,7 @@ def look(
     `expected` is what each of them must have, or why that could not be read.
     """
     topologies = tuple(build(snapshot) for snapshot in snapshots)
-    checks: list[Check] = []
+    checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
         found = with_rising(node_checks(snapshot, node), past, snapshot)
@@ -92,20 +87,22 @@ def look(
     )
 
 
-def without_secrets(checks: Iterable[Check]) -> tuple[Check, ...]:
+def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """The checks as they may be shown: messages and evidence quote environments, files and the kernel's log."""
     return tuple(check if check.status == "pass" else _redacted(check) for check in checks)
 
 
-def _redacted(check: Check) -> Check:
+def _redacted(check: Finding) -> Finding:
     evidence = tuple(map(redact, check.evidence))
     return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
 
 
-def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
+def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     if not isinstance(expected, str):
         return checks_of(expected, seen(snapshot, node), snapshot.hostname)
-    return (Check(id=EXPECT_CODES[0], status="unknown", node=snapshot.hostname, message=expected, required=True),)
+    return (
+        Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected, required=True),
+    )
 
 
 def only(view: View, hostname: str) -> View:
@@ -129,7 +126,7 @@ def named(view: View, name: str) -> View:
     hosts = {snapshot.hostname for snapshot in view.snapshots}
     if name in hosts:
         return only(view, name)
-    checks = tuple(c for c in view.checks if name == c.id or name in c.subject.split(", "))
+    checks = tuple(c for c in view.checks if name == c.code or name in c.subject.split(", "))
     if not checks:
         some = ", ".join(sorted(hosts)[:8])
         raise UnknownNameError(f"{name}: no node, no device with a finding and no finding code here; nodes: {some}")
@@ -145,12 +142,12 @@ class UnknownNameError(ValueError):
     """A name that nothing in a view has."""
 
 
-def _nodes(check: Check) -> set[str]:
+def _nodes(check: Finding) -> set[str]:
     """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
     return set(check.node.split(", "))
 
 
-def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
+def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
     snapshot = with_topology(snapshot, node)
@@ -162,7 +159,9 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
     if not node.gpus:
         unread = no_gpu_read(snapshot)
         why = f"no link is judged: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        silent = (Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in topology_check.CODES)
+        silent = (
+            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in topology_check.CODES
+        )
         return (*found, *silent)
     level = effective_environment(snapshot).get("NCCL_NET_GDR_LEVEL")
     pci = snapshot.facts(PciFacts)
@@ -172,11 +171,11 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
         gpus_on_bus=bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
     )
-    judged = checks_of_findings(snapshot.hostname, told, topology_check.CODES)
+    judged = with_passes(snapshot.hostname, told, topology_check.CODES)
     if node.nvlink_known:
         return (*found, *judged)
     why = "the NVLinks of these GPUs could not be read"
-    return (*found, *(replace(c, status="unknown", message=why) if _of_nvlink(c) else c for c in judged))
+    return (*found, *(replace(c, status=Status.UNKNOWN, message=why) if _of_nvlink(c) else c for c in judged))
 
 
 def effective_environment(snapshot: Snapshot) -> dict[str, str]:
@@ -199,30 +198,30 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
     return replace(snapshot, outcomes=outcomes)
 
 
-def for_next_job(checks: Iterable[Check], snapshots: Iterable[Snapshot]) -> tuple[Check, ...]:
+def for_next_job(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """The checks as they count for a job that is to start now: memory that a running job fills is not its own."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
     full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
     return tuple(
-        replace(check, status="fail", remedy=FREE_MEMORY)
-        if check.id == "gpu.memory.held" and (check.node, check.subject) in full
+        replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
+        if check.code == "gpu.memory.held" and (check.node, check.subject) in full
         else check
         for check in checks
     )
 
 
-def _of_nvlink(check: Check) -> bool:
-    return check.status == "pass" and check.id.startswith("topology.nvlink.")
+def _of_nvlink(check: Finding) -> bool:
+    return check.status == "pass" and check.code.startswith("topology.nvlink.")
 
 
-def _sockets_only_start(snapshot: Snapshot, check: Check) -> Check:
+def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
     """A host's interface that is slower than another costs nothing where RDMA, or Google's plugin, carries the data.
 
     On a pod's default network it stays what it is: whether the pod's RDMA works is not proven by a scan.
     """
     rdma, host = snapshot.facts(RdmaFacts), snapshot.facts(HostinfoFacts)
     interfaces = snapshot.facts(InterfacesFacts)
-    if check.id != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or interfaces is None:
+    if check.code != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or interfaces is None:
         return check
     devices = [device for device in rdma.devices if device.kind in ("hca", "efa")] if rdma else []
     plugin = host is not None and any("tcpx" in path for path in host.vendor_files)
@@ -232,41 +231,43 @@ def _sockets_only_start(snapshot: Snapshot, check: Check) -> Check:
     if not (carrier and of_host):
         return check
     message = f"{check.message} {carrier} carries the data here: sockets only start the job."
-    return replace(check, status="info", message=message)
+    return replace(check, status=Status.INFO, message=message)
 
 
-def _called(check: Check, names: Mapping[str, str]) -> Check:
+def _called(check: Finding, names: Mapping[str, str]) -> Finding:
     """What the PCI probe says of a GPU, which it knows by address only, under the GPU's name."""
     name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
     return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
 
 
-def with_rising(checks: Sequence[Check], past: Sequence[Snapshot], now: Snapshot) -> tuple[Check, ...]:
+def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """The checks with what rose since earlier scans; without one, that nothing rises is not known."""
     past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a recording replayed is one scan
     if not past:
         why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
-            replace(check, status="unknown", message=why)
-            if check.id in RISING_CODES and check.status == "pass"
+            replace(check, status=Status.UNKNOWN, message=why)
+            if check.code in RISING_CODES and check.status == "pass"
             else check
             for check in checks
         )
-    risen = checks_of_findings(now.hostname, risen_since(past, now), ())
-    raised = {check.id for check in risen}
-    kept = (check for check in checks if not (check.status == "pass" and check.id in raised))
+    risen = with_passes(now.hostname, risen_since(past, now), ())
+    raised = {check.code for check in risen}
+    kept = (check for check in checks if not (check.status == "pass" and check.code in raised))
     return (*kept, *risen)
 
 
-def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
+def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """The NCCL variables that this process would hand to a job, linted against the machine."""
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"
-        return tuple(Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in ENVIRONMENT_CODES)
+        return tuple(
+            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in ENVIRONMENT_CODES
+        )
     findings = [
         finding
         for named in recorded_environments(snapshot)
         for finding in lint(named.environment, snapshot=snapshot, source=named.source, topology=node)
     ]
-    return checks_of_findings(snapshot.hostname, findings, ENVIRONMENT_CODES)
+    return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

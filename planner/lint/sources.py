@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from contracts.finding import Finding
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.pairs import JOB_SIZE
 from planner.lint.script import SETS, Assigned, Inner, Script, Unread
 from planner.lint.shell import bash_of_csh, directives, is_csh, limit_parsing, read_shell
-from probes.api import Finding, Snapshot
+from probes.api import Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 
 FORMS: Mapping[str, str] = {

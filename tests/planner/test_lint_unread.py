@@ -146,7 +146,7 @@ def test_findings_about_settings_beside_others() -> None:
         ({"NCCL_SOCKET_IFNAME": " eth0"}, {"NCCL_SOCKET_IFNAME": ("env.value.blank", "warn")}),
     )  # fmt: skip
     for environment, wanted in rows:
-        found = {each.subject: (each.code, each.severity.value) for each in lint(environment, nccl_version=(2, 27, 7))}
+        found = {each.subject: (each.code, each.status) for each in lint(environment, nccl_version=(2, 27, 7))}
         assert found == wanted, environment
     (proto,) = lint({"NCCL_PROTO": "LL", **fastrak})
     assert "Unset" not in proto.remedy and "Simple,LL128" in proto.message

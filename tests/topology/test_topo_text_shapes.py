@@ -139,7 +139,7 @@ def test_a_gpu_off_the_switch_is_named(gpus: int, tmp_path: Path) -> None:
     assert "topology.nvlink.missing" in done.output
     assert f"GPU{gpus - 1} reaches no other GPU over NVLink" in " ".join(done.output.split())
     document = json.loads(CliRunner().invoke(topo, ["--from", str(path), "-o", "json"]).output)
-    assert ("topology.nvlink.missing", "fail") in [(f["code"], f["severity"]) for f in document["findings"]]
+    assert ("topology.nvlink.missing", "fail") in [(f["code"], f["status"]) for f in document["findings"]]
     path.write_text(switched(None, gpus))
     assert "topology.nvlink.missing" not in CliRunner().invoke(topo, ["--from", str(path)]).output
 
@@ -160,7 +160,7 @@ def test_nics_that_are_not_shown_are_told(place: str, said: str) -> None:
 
 
 def found(*rows: str) -> list[tuple[str, str, str]]:
-    return [(f.code, f.severity.value, f.subject) for f in check(parse("\n".join(rows) + "\n"))]
+    return [(f.code, f.status, f.subject) for f in check(parse("\n".join(rows) + "\n"))]
 
 
 def test_a_card_beside_a_bridged_pair_is_no_fault():
