@@ -9,8 +9,8 @@ from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import without_gdr
 from hardware.links import most_links
 from hardware.series import is_of
-from topology.expect import gigabytes
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks, rank
+from topology.plan import gigabytes
 from topology.reference import departures, reference_of
 
 MISSING = "topology.nvlink.missing"
