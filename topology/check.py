@@ -47,7 +47,6 @@ CODES = (
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
-XML = "NCCL XML"
 _GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
@@ -434,17 +433,15 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
     The file has the lesser of card and slot (NCCL src/graph/xml.cc), by which NCCL plans. A scan tells the two apart:
     there probes.pci judges.
     """
-    known = {device.bus_id: device for device in node.pci}
     for gpu in node.gpus:
-        device = known.get(gpu.bus_id or "")
-        if node.source != XML or device is None or not device.link_width or not gpu.pcie_bytes_per_second:
+        lanes, slot = gpu.pcie_lanes, gpu.pcie_bytes_per_second
+        if not lanes or not slot:
             continue
-        above, slot = known.get(device.parent or ""), gpu.pcie_bytes_per_second
         alike = [other for other in node.gpus if other.model == gpu.model and other.pcie_bytes_per_second]
         best = max(alike, key=lambda other: other.pcie_bytes_per_second or 0.0)
-        if above is not None and above.link_width and device.link_width < above.link_width:
-            share = device.link_width / above.link_width
-            than = f"{above.link_width} of the bridge above, {above.bus_id}"
+        bridge, most = gpu.bridge_lanes or ("", 0)
+        if lanes < most:
+            share, than = lanes / most, f"{most} of the bridge above, {bridge}"
         elif best.pcie_bytes_per_second and slot < best.pcie_bytes_per_second:
             share = slot / best.pcie_bytes_per_second
             than = f"{best.name}'s {best.pcie_link}"
@@ -458,9 +455,9 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             code=GPU_PCIE_BOUND,
             status=by_loss(lost),
             subject=gpu.name,
-            message=f"{gpu.name}'s PCIe link has x{device.link_width} ({gpu.pcie_link}), less than {than}: NCCL plans "
+            message=f"{gpu.name}'s PCIe link has x{lanes} ({gpu.pcie_link}), less than {than}: NCCL plans "
             f"{gigabytes(slot)} for it, {share:.0%}",
-            evidence=(f'<pci busid="{device.bus_id}" link_width="{device.link_width}">',),
+            evidence=(f'<pci busid="{gpu.bus_id}" link_width="{lanes}">',),
             remedy="Reseat the card or its riser, and look at the slot's lanes in the firmware setup.",
         )
 

@@ -42,28 +42,13 @@ class NvLinkTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuNode:
-    """A NUMA node with the CPU facts NCCL plans by."""
+class Cpu:
+    """The facts of a host's processors that NCCL plans by."""
 
-    numa_node: int
     arch: str | None = None  # "x86_64", "arm64", "ppc64"
     vendor: str | None = None  # "GenuineIntel", "AuthenticAMD"
     family: int | None = None
     model: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PciNode:
-    """One bridge, switch or endpoint of the PCIe tree that GPUs and NICs hang from."""
-
-    bus_id: str
-    parent: str | None = None  # bus id of the node above; None directly under the CPU
-    numa_node: int | None = None
-    class_code: int | None = None  # 0x060400 bridge, 0x030200 GPU, 0x0200xx/0x0207xx NIC
-    vendor_id: int | None = None
-    device_id: int | None = None
-    link_transfers_per_second: float | None = None  # the most that both ends of the link can do
-    link_width: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +73,8 @@ class GpuNode:
     pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
     pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
     pcie_link: str | None = None  # the link as it runs: "Gen4 x16", "Gen4 x4 of x16"
+    pcie_lanes: int | None = None  # from NCCL's XML only, of its link
+    bridge_lanes: tuple[str, int] | None = None  # from NCCL's XML only: bus id of the bridge above, and its lanes
     gdr_refused: str = ""  # what says that NCCL found no GPUDirect RDMA on it; empty where nothing does
 
 
@@ -204,8 +191,6 @@ class NodeTopology:
     nvlink_known: bool = True  # False: the source says nothing about NVLink, so none seen is not none there
     topology_files: tuple[str, ...] = ()  # NCCL topology XML that the provider put on the host
     product: str | None = None  # DMI product name: "p4d.24xlarge"
-    cpus: tuple[CpuNode, ...] = ()
-    pci: tuple[PciNode, ...] = ()  # empty from a text matrix
     schema_version: int = SCHEMA_VERSION
 
     @property
