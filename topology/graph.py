@@ -163,7 +163,8 @@ class Expectation:
     busbw_bytes_per_second: float | None  # NCCL's plan; None: not derivable, `derivation` says why
     derivation: tuple[str, ...]  # steps with their sources
     members: tuple[str, ...] = ()
-    # What healthy machines reach with 1 GiB of every rank (topology/expected.py); usual: None where only a range is known
+    # What healthy machines reach with 1 GiB of every rank (topology/expected.py); usual is None where only a range is
+    # known.
     least_bytes_per_second: float | None = None
     usual_bytes_per_second: float | None = None
     most_bytes_per_second: float | None = None
