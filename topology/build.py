@@ -54,11 +54,8 @@ def build(snapshot: Snapshot) -> NodeTopology:
 def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[GpuNode, ...]:
     if facts is not None and (facts.gpus or not facts.driver_error):
         return tuple(_gpu(gpu, tree) for gpu in facts.gpus)
-    seen = sorted(
-        bus_id
-        for bus_id, device in tree.devices.items()
-        if device.vendor_id == NVIDIA and device.class_code >> 8 in _GPU_CLASSES
-    )
+    on_bus = (d for d in tree.devices.values() if d.vendor_id == NVIDIA and d.class_code >> 8 in _GPU_CLASSES)
+    seen = sorted(on_bus, key=lambda device: device.bus_id)
     if seen:
         why = f" ({facts.driver_error})" if facts is not None else ""
         warnings.append(
@@ -68,12 +65,13 @@ def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[G
         GpuNode(
             name=f"GPU{index}",
             index=index,
-            bus_id=bus_id,
-            **dict(zip(("model", "compute_capability"), model_of(NVIDIA, tree.devices[bus_id].device_id), strict=True)),
-            numa_node=tree.devices[bus_id].numa_node,
-            **tree.links_of(bus_id),
+            bus_id=device.bus_id,
+            model=model_of(NVIDIA, device.device_id)[0],
+            compute_capability=model_of(NVIDIA, device.device_id)[1],
+            numa_node=device.numa_node,
+            **tree.links_of(device.bus_id),
         )
-        for index, bus_id in enumerate(seen)
+        for index, device in enumerate(seen)
     )
 
 

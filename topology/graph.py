@@ -282,7 +282,7 @@ def pair_of(a: str, b: str, label: str, evidence: str) -> Pair:
 
 def rank(label: str) -> int:
     """Position of a label, nearest first; NVLink before PCIe, unknown last."""
-    return 0 if nvlinks(label) else _RANKS.get(label, FARTHEST)
+    return 0 if label.startswith("NV") else _RANKS.get(label, FARTHEST)
 
 
 def level(label: str) -> str:
@@ -294,9 +294,7 @@ def lower(first: str, second: str) -> str:
     """The worse of two labels the two directions of one pair were given: what really works both ways."""
     if UNKNOWN in (first, second):
         return second if first == UNKNOWN else first
-    if nvlinks(first) and nvlinks(second):
-        return min(first, second, key=nvlinks)
-    return max(first, second, key=rank)
+    return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
 class Pairs:
@@ -308,6 +306,11 @@ class Pairs:
     def get(self, a: str, b: str) -> Pair | None:
         """The pair, None where nothing is known of it."""
         return self._by_names.get(frozenset((a, b)))
+
+    def nvlinks(self, a: str, b: str) -> int:
+        """The NVLinks between the two."""
+        pair = self.get(a, b)
+        return pair.nvlinks if pair else 0
 
     def label(self, a: str, b: str) -> str:
         """The label of the pair, "N/A" where nothing is known of it."""

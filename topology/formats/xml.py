@@ -55,14 +55,15 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         cpus = [cpu for cpu in cpus if cpu.attributes.get("host_hash") == cpus[0].attributes.get("host_hash")]
     found = Found(source=source)
     for position, cpu in enumerate(cpus):
-        found.cpus.append(cpu_of_element(cpu))
-        numa = _decimal(cpu.attributes.get("numaid"))
+        words = cpu.attributes
+        family, model, numa = (_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
+        found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
         found.numa_nodes.append(position if numa is None else numa)  # without numaid its position stands in
         walk(cpu, position, None, found)
     tree = PciTree(found.pci.values(), own_links=True)
     gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(found.gpus))
-    nics = (nic for _, nic in sorted(found.nics, key=lambda item: item[0]))
-    nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for nic in nics)
+    ordered = sorted(found.nics, key=lambda item: item[0])
+    nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
     warnings += _warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
     node = complete(
@@ -177,17 +178,6 @@ def bus_id_of(text: str) -> str:
     return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}" if match else text[:64]
 
 
-def cpu_of_element(element: Element) -> Cpu:
-    """A `<cpu>`."""
-    attributes = element.attributes
-    return Cpu(
-        arch=attributes.get("arch"),
-        vendor=attributes.get("vendor"),
-        family=_decimal(attributes.get("familyid")),
-        model=_decimal(attributes.get("modelid")),
-    )
-
-
 def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     """Collect what hangs from a `<cpu>` or `<pci>`."""
     for child in element.children:
@@ -232,7 +222,10 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     base = class_code >> 8 if class_code is not None else None
     found.dumped = found.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):
-        found.gpus += [(_gpu(gpu, node, found), _dev(gpu)) for gpu in gpus or [Element("gpu", {}, element.line)]]
+        found.gpus += [
+            (_gpu(gpu, node, found), gpu.attributes.get("dev", ""))
+            for gpu in gpus or [Element("gpu", {}, element.line)]
+        ]
     if nets or (base is not None and base >> 8 == 0x02):
         found.nics.append((min(map(_net_dev, nets), default=_LAST), _nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
@@ -248,10 +241,6 @@ def _speed(text: str | None) -> float | None:
 def _net_dev(net: Element) -> int:
     dev = _decimal(net.attributes.get("dev"))
     return dev if dev is not None else _LAST
-
-
-def _dev(gpu: Element) -> str:
-    return gpu.attributes.get("dev", "")
 
 
 def _gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
@@ -380,46 +369,31 @@ def read_tree(text: str, source: str) -> Element:
     """The root element. Raises TopologyXmlError."""
     if len(text) > MOST_CHARACTERS:
         raise TopologyXmlError(source, 1, f"{len(text)} characters are more than the {MOST_CHARACTERS} that are read")
-    reader = _Reader(source)
+    parser = expat.ParserCreate(encoding="utf-8")
+    document = Element("", {}, 1)
+    above, count = [document], 0
+
+    def refuse(*_arguments: object) -> None:
+        line = parser.CurrentLineNumber
+        raise TopologyXmlError(source, line, "a document type or entity declaration is refused: NCCL writes none")
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        line = parser.CurrentLineNumber
+        if len(above) > _DEEPEST or count > _MOST_ELEMENTS:
+            message = f"more than {_DEEPEST} levels or {_MOST_ELEMENTS} elements are refused"
+            raise TopologyXmlError(source, line, message)
+        above.append(Element(tag, attributes, line))
+        above[-2].children.append(above[-1])
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _tag: above.pop()
+    parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse
     try:
         # An encoding declaration means nothing in text that is already decoded.
-        reader.parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
+        parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         skipped = text.removeprefix("\ufeff")[: len(text) - len(text.lstrip())].count("\n")
         raise TopologyXmlError(source, error.lineno + skipped, f"no well-formed XML: {error}") from None
-    if reader.root is None:
-        raise TopologyXmlError(source, 1, "no element found, expected <system>")
-    return reader.root
-
-
-class _Reader:
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.root: Element | None = None
-        self.open: list[Element] = []
-        self.count = 0
-        self.parser = expat.ParserCreate(encoding="utf-8")
-        self.parser.StartElementHandler = self.start
-        self.parser.EndElementHandler = self.end
-        self.parser.StartDoctypeDeclHandler = self.refuse
-        self.parser.EntityDeclHandler = self.refuse
-
-    def error(self, message: str) -> TopologyXmlError:
-        return TopologyXmlError(self.source, self.parser.CurrentLineNumber, message)
-
-    def refuse(self, *_arguments: object) -> None:
-        raise self.error("a document type or entity declaration is refused: NCCL writes none")
-
-    def start(self, tag: str, attributes: dict[str, str]) -> None:
-        self.count += 1
-        if len(self.open) >= _DEEPEST or self.count > _MOST_ELEMENTS:
-            raise self.error(f"more than {_DEEPEST} levels or {_MOST_ELEMENTS} elements are refused")
-        element = Element(tag=tag, attributes=attributes, line=self.parser.CurrentLineNumber)
-        if self.open:
-            self.open[-1].children.append(element)
-        else:
-            self.root = element
-        self.open.append(element)
-
-    def end(self, _tag: str) -> None:
-        self.open.pop()
+    return document.children[0]
