@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from topology.expect import node_expectations
 from topology.graph import (
     FARTHEST,
     UNKNOWN,
@@ -27,7 +26,7 @@ from topology.graph import (
     path_class,
     rank,
 )
-from topology.reach_paths import with_reach
+from topology.paths import node_expectations
 
 
 def complete(node: NodeTopology) -> NodeTopology:
@@ -52,7 +51,7 @@ def complete(node: NodeTopology) -> NodeTopology:
         warnings=warnings,
     )
     # Of a cut text nobody knows what the pairs that it lacks would carry.
-    return with_reach(replace(derived, expectations=() if node.lacking else node_expectations(derived)))
+    return replace(derived, expectations=() if node.lacking else node_expectations(derived))
 
 
 def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
@@ -75,7 +74,7 @@ def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
     part = replace(
         node, gpus=kept, pairs=pairs, islands=islands(kept, pairs), nearest_nic=nearest, rails=rails(nearest)
     )
-    return with_reach(replace(part, expectations=node_expectations(part) if node.expectations else ()))
+    return replace(part, expectations=node_expectations(part) if node.expectations else ())
 
 
 SYS_RANK = rank("SYS")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from agent.base.exits import EXIT_FAILED, EXIT_PASS
+from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.inputs import InputError, parse_version
-from agent.checks.verdict import Check
-from collectives.nccl_log.evidence import read
+from contracts.finding import Finding
+from contracts.redaction import without_secrets
 from planner.lint.environment import lint
-from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, guess_kind, read_text, why_nothing
-from probes.api import Finding, Snapshot
+from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, listed_lines, read_text, why_nothing
+from probes.api import Snapshot
 
 
 def process_environment(pid: str) -> str:
@@ -32,46 +33,43 @@ class Linted:
     """What was read of a text, and what is to be said of it."""
 
     read: str  # in words: how many variables, in which form
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
+    unread: str = ""  # in words: the lines that were not understood; empty where all were
 
     @property
     def exit_code(self) -> int:
-        """3 where a setting is wrong."""
-        return EXIT_FAILED if any(check.status == "fail" for check in self.checks) else EXIT_PASS
+        """3 where a setting is wrong, 5 where nothing is and part of the text was not understood."""
+        if any(check.status == "fail" for check in self.checks):
+            return EXIT_FAILED
+        return EXIT_UNKNOWN if self.unread else EXIT_PASS
 
 
 def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snapshot | None, name: str = "") -> Linted:
-    """Checks of every environment in `text`; `name` is its file's.
+    """Check every environment in `text`; `name` is its file's.
 
     Raises InputError for a text that cannot be read, or in which no variable is found: an environment that was
     not found was not judged.
     """
     found_version = parse_version(nccl_version)
-    if kind == "log" or (kind == "auto" and guess_kind(text, name) == "log"):
-        evidence = read(text.splitlines())
-        reading = Reading(
-            form="NCCL log",
-            environments=(NamedEnvironment(source="log", form="NCCL log", environment=evidence.environment),),
-        )
-        if found_version is None and evidence.nccl_version:
-            found_version = parse_version(evidence.nccl_version.removeprefix("RCCL "))
-    else:
-        try:
-            reading = read_text(text, None if kind == "auto" else kind, name)
-        except EnvironmentTextError as error:
-            raise InputError(f"{name or 'the text'}: {error}") from None
+    try:
+        reading = read_text(text, None if kind == "auto" else kind, name)
+    except EnvironmentTextError as error:
+        raise InputError(f"{name or 'the text'}: {error}") from None
+    if reading.form == "NCCL log" and found_version is None:
+        printed = re.search(r"\bNCCL version (\d+\.\d+\.\d+)", text)
+        found_version = parse_version(printed[1]) if printed else None
     if not reading.names() and reading.form != "process":
-        hint = "; run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
-        raise InputError(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")
+        hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
+        raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
     checks = tuple(
         check for named in reading.environments for check in _checks(named, found_version, snapshot, reading.nodes)
     )
-    return Linted(read=_read_in_words(reading), checks=checks)
+    return Linted(read=str(without_secrets(_read_in_words(reading))), unread=_unread_in_words(reading), checks=checks)
 
 
 def _checks(
     named: NamedEnvironment, version_in_use: tuple[int, ...] | None, snapshot: Snapshot | None, nodes: int | None
-) -> Iterator[Check]:
+) -> Iterator[Finding]:
     """What one environment adds to the one that it builds on."""
 
     def judged(each: NamedEnvironment) -> tuple[Finding, ...]:
@@ -86,11 +84,21 @@ def _checks(
         if finding in known:
             continue
         line = named.lines.get(finding.subject, 0)
-        yield Check(
-            id=finding.code, status=finding.severity.value, node=named.source, subject=finding.subject,
-            message=finding.message, evidence=(*finding.evidence, *((f"line {line}",) if line else ())),
-            remedy=finding.remedy,
+        message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
+        yield Finding(
+            code=finding.code, status=finding.status, node=named.source, subject=finding.subject,
+            message=message, evidence=(*evidence, *((f"line {line}",) if line else ())), remedy=remedy,
         )  # fmt: skip
+
+
+def _unread_in_words(reading: Reading) -> str:
+    """The lines that were not understood, each reason once."""
+    if not reading.unread:
+        return ""
+    lines = [each.line for each in reading.unread if each.line]
+    where = listed_lines(lines) if lines else "part of the text"
+    why = ", ".join(dict.fromkeys(each.why for each in reading.unread[:3]))
+    return f"Not understood: {where} ({why}). What is set there was not checked."
 
 
 def _read_in_words(reading: Reading) -> str:

@@ -34,13 +34,13 @@ VERBS: dict[str, tuple[str, str]] = {
         "agent.cli.topo:topo",
         "Say how GPUs and NICs are linked; read nvidia-smi topo -m or NCCL XML with --from.",
     ),
-    "diff": ("agent.cli.topo:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
+    "diff": ("agent.cli.diff:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
     "bench": ("agent.cli.bench:bench", "Measure collectives with real ranks (makes load)."),
     "evidence": ("agent.cli.evidence:evidence", "Read an NCCL log and prove which transport every channel takes."),
     "why": ("agent.cli.why:why", "Say why a run is stuck, slow or failed: who, where, what to change."),
     "calibrate": ("agent.cli.bench:calibrate", "Measure GEMMs and a layer, to narrow the forecast (makes load)."),
     "recommend": ("agent.cli.recommend:recommend", "Advise the NCCL environment and the parallel layout."),
-    "lint-env": ("agent.cli.recommend:lint_env", "Judge an NCCL environment that exists."),
+    "lint-env": ("agent.cli.lint_env:lint_env", "Check NCCL variables in a script, manifest or running process."),
     "preflight": ("agent.cli.preflight:preflight", "Run the gate; --fly launches the small fine-tune too."),
     "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
     "compare-networks": (
@@ -105,7 +105,7 @@ def cli(verbose: int) -> None:
     flies: launches the fine-tune and compares it with the forecast.
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
+    streams.log_to_stderr(level)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,8 +1,7 @@
-"""The verbs recommend and lint-env."""
+"""The verb recommend."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,15 +10,9 @@ import click
 from agent.base import inputs
 from agent.base.hosts import snapshots
 from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
-from agent.base.output import emit, render, say, waiting
-from contracts import bounded
+from agent.base.output import emit, say, waiting
 
 _LIMIT_BYTES = 16 << 20
-# planner.lint.sources.KINDS, which a test compares: importing it here would cost every start its readers
-LINT_KINDS = (
-    "env", "shell", "conf", "pod", "yaml", "json", "toml", "dockerfile", "systemd", "python", "markdown", "log",
-    "process",
-)  # fmt: skip
 
 
 @click.command()
@@ -142,43 +135,3 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
         for name in ("steps", "tokens", "hours", "epochs", "rows", "dataset", "price", "lengths"):
             if options[name]:
                 raise click.UsageError(f"--{name}: is of a forecast, and that needs --model")
-
-
-@click.command("lint-env")
-@click.argument("source", default="-", metavar="FILE|-|PID")
-@click.option("--kind", type=click.Choice(["auto", *LINT_KINDS]), default="auto",
-              show_default=True, help="What FILE is; `process` takes a process id.")  # fmt: skip
-@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.21.5.")
-@host_option
-@click.option("-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table")
-def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
-    """Judge an NCCL environment that exists, wherever it is written.
-
-    A script, a Slurm batch file, a manifest, Compose, Dockerfile, systemd unit, env file, nccl.conf, Python, JSON,
-    TOML, a log, or a process. Each finding says what NCCL will really do. Exit code 3 when a setting is wrong, 2 when
-    no variable was found or the form is not one that is read, 0 otherwise.
-    """
-    from agent.checks.lint import lint_text, process_environment
-
-    if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
-        text, kind = process_environment(source), "process"
-    else:
-        raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
-        text = raw.decode("utf-8", errors="replace")
-    recorded = snapshots(hosts)[0] if hosts else None
-    name = "" if source == "-" or kind == "process" else source
-    linted = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded, name=name)
-    if form != "table":
-        say(linted.read, err=True)
-    if form == "table":
-        from agent.base.output import console
-        from agent.terminal.findings import findings
-
-        if not linted.checks:
-            more = "keep it" if hosts else "keep it; --host judges it against a machine"
-            say(f"✓ nothing to say against this environment → {more}")
-        console().print(linted.read, markup=False, highlight=False)
-        findings(console(), linted.checks, everything=True)
-    else:
-        say(render(list(linted.checks), form), nl=False)
-    sys.exit(linted.exit_code)

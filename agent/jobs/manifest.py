@@ -49,7 +49,7 @@ def _values(document: Any, label: str) -> Iterator[str]:
 
 def elsewhere(text: str, file: str) -> list[str]:
     """Name what a manifest takes its environment from and does not hold: "ConfigMap nccl"."""
-    if guess_kind(text, file) not in ("yaml", "pod", "json"):
+    if guess_kind(text, file) not in ("yaml", "json"):
         return []
     try:
         return missing_sources(documents(text))

@@ -29,7 +29,8 @@ from collectives.nccl_log.reader import (
     looks_like_text,
 )
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
-from contracts.bounded import utf8_chunks
+from contracts.bounded import open_regular, utf8_chunks
+from contracts.redaction import without_secrets
 
 # From counted lines to a verdict: what joins nodes, what joins GPUs of a node, is GPUDirect RDMA on.
 #
@@ -407,7 +408,8 @@ def read(lines: Iterable[str] | Iterable[bytes], *, ports: Collection[str] | Non
         several = several or b"\n" in block
         reader.feed(block)
     reader.finish(cut=several and not block.endswith(b"\n"))
-    return judge_runs(runs, ports=ports)
+    evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
+    return evidence
 
 
 def read_file(path: str | Path | BinaryIO, *, ports: Collection[str] | None = None) -> Evidence:
@@ -430,11 +432,12 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
             elif str(file) == "-":
                 _take(runs, sys.stdin.buffer, "standard input" if name else "")
             else:
-                with Path(file).open("rb") as opened:
+                with open_regular(file) as opened:
                     _take(runs, opened, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
-    return judge_runs(runs, ports=ports)
+    evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
+    return evidence
 
 
 def _files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
@@ -450,7 +453,7 @@ def _files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | Bina
 
 
 def _holds_text(file: Path) -> bool:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return looks_like_text(opened.read(4096))
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from contracts.finding import Finding, Status
 from hardware.gpus import clock_share
 from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, unknown_network
-from probes.api import Finding, Severity, Snapshot
+from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
@@ -140,7 +141,7 @@ def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - l
 
 
 _SHOWN = {
-    **dict.fromkeys(("rdma.port.down", "topology.gpu_nic.down"), "fewer rails"),
+    **dict.fromkeys(("rdma.port.down", "topology.gpu_nic.down", "topology.nic.missing"), "fewer rails"),
     **dict.fromkeys(("rdma.port.rate", "topology.rail.uneven"), "the slowest rail sets the network's pace"),
     "topology.nic.pcie_bound": "the NIC's PCIe link bounds its rail",
     **dict.fromkeys(
@@ -154,7 +155,10 @@ _SHOWN = {
     "gpu.memory.held": "the layout has the rest of the memory",
     "interfaces.choice.wrong": "sockets take the slower interface",
     "interfaces.speed.low": "sockets run at the interface's rate",
-    **dict.fromkeys(("interfaces.link.down", "interfaces.address.missing"), "sockets take another interface"),
+    **dict.fromkeys(
+        ("interfaces.link.down", "interfaces.address.missing", "interfaces.network.missing"),
+        "sockets take another interface",
+    ),
     **dict.fromkeys(("gpu.fabric.split", "imex.channel.missing"), "the network in place of NVLink between nodes"),
 }
 
@@ -318,13 +322,15 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("gpu.device.mixed", "gpu.device.missing", "gpu.memory.held", "topology.rail.uneven",
          "gpu.nvlink.none", "topology.nvlink.down_hgx", "interfaces.choice.wrong", "interfaces.speed.low",
-         "interfaces.link.down", "interfaces.address.missing", *_PART_THE_DOMAIN),
+         "interfaces.link.down", "interfaces.address.missing", "interfaces.network.missing", "topology.nic.missing",
+         *_PART_THE_DOMAIN),
         Rule(slow=_report)),
 }  # fmt: skip
 
 ENDS = frozenset(
     (
-        "limits.shm.full", "pci.device.lost", "pci.device.no_driver", "gpu.driver.unusable", "gpu.device.recovery",
+        "limits.shm.full", "limits.shm.small", "rdma.mtu.mismatch", "interfaces.mtu.mismatch",
+        "pci.device.lost", "pci.device.no_driver", "gpu.driver.unusable", "gpu.device.recovery",
         "gpu.device.mode", "gpu.fabric.incomplete", "gpu.ecc.uncorrected", "gpu.ecc.sram", "gpu.memory.remap_failed",
         "gpu.xid.new", "rdma.gid.missing_rocev2", "rdma.gid.choice", "interfaces.choice.none",
         "interfaces.choice.setting",
@@ -353,7 +359,7 @@ def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
         host: tuple(
             one for one in found
             if one.code in RULES and one.code not in mended and not left_out(one)
-            and (one.severity == Severity.FAIL or (one.severity == Severity.WARN and RULES[one.code].slow is _clock))
+            and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code].slow is _clock))
         )
         for host, found in findings.items()
     }  # fmt: skip

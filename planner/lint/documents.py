@@ -1,4 +1,4 @@
-"""Variables in YAML, JSON and TOML of any schema: Kubernetes objects, Helm values, Compose, NeMo, Ray, SkyPilot, ECS.
+"""Variables in YAML, JSON and TOML: Kubernetes objects, Helm templates and values, Compose, plain maps of variables.
 
 A variable is recognised by its place (`env`, `environment`, `env_vars`, ...) or, wherever it stands, by its name.
 Specification: Kubernetes EnvVar and EnvFromSource; the Compose specification (environment in both forms,
@@ -11,24 +11,25 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.shell import Assigned, Inner, Script, expand, lines_of, read_shell, read_words
+from planner.lint.script import NAME, Assigned, Inner, Script
+from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.values import finding
-from probes.api import Severity
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
+_MOST_BRANCHES = 4  # of one `if ... else if ... else` of a template
 
 _PLACES = re.compile(
     r"(?:extra|container|remote|worker|global|common|pod|additional|job|train(?:ing)?)?[_-]?"
     r"(?:envs?|envvars?|environment|environment[_-]?variables?|env[_-]vars?|env[_-]variables?|env[_-]?dict|variables)\Z",
     re.IGNORECASE,
 )
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _OWN = re.compile(r"(?:TORCH_)?NCCL_[A-Z0-9_]+\Z")
 _OWN_SETTING = re.compile(r"(?:TORCH_)?NCCL_[A-Z0-9_]+=")
 _OPEN = "\ue000"  # stands for {{ ... }} of a template, whose value is not known
@@ -78,45 +79,101 @@ def missing_sources(documents: list[Any]) -> list[str]:
     return list(dict.fromkeys(name for place in walk.found.values() for name in place.script.files))
 
 
-def parse(text: str, kind: str) -> list[Any]:
-    """The documents of a YAML, JSON or TOML text; templates keep their shape. Raises DocumentError."""
+def parse(text: str, kind: str) -> list[list[Any]]:
+    """Parse YAML, JSON or TOML. Returns the documents once for each branch that a template may take.
+
+    Raises DocumentError.
+    """
     try:
         if kind == "toml":
-            return [tomllib.loads(text)]
+            return [[tomllib.loads(text)]]
         if kind == "json":
-            return [json.loads(text)]
-        filled = _without_templates(text) if "{{" in text or "{%" in text else text
-        filled = _OTHERS_VALUE.sub(_OPEN, filled)
-        filled = _TAG.sub("", filled)
-        return list(load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True))
+            return [[json.loads(text)]]
+        texts = _without_templates(text) if "{{" in text or "{%" in text else [text]
+        return [_parse_yaml(each) for each in texts]
     except (YamlTextError, tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise DocumentError(str(error)) from None
 
 
-def _without_templates(text: str) -> str:
-    """Helm and Jinja: lines that are all template go, values that are become unknown."""
-    rows = []
-    text = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL)
-    for row in text.splitlines():
-        bare = row.strip()
-        if re.fullmatch(r"(?:-\s+)?(?:\{\{.*\}\}|\{%.*%\})(?:\s*#.*)?", bare) and not re.match(r".*:\s*\{\{", bare):
-            continue
-        row = re.sub(r"\"\s*\$?\{\{[^{}]*\}\}\s*\"|'\s*\$?\{\{[^{}]*\}\}\s*'", _OPEN, row)
-        rows.append(re.sub(r"\$?\{\{[^{}]*\}\}|\{%.*?%\}", _OPEN, row))
-    return "\n".join(rows)
+def _parse_yaml(text: str) -> list[Any]:
+    filled = _TAG.sub("", _OTHERS_VALUE.sub(_OPEN, text))
+    return list(load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True))
 
 
-def read_documents(documents: list[Any]) -> tuple[Place, ...]:
-    """Every place with variables. Raises DocumentError where the text has no end."""
-    walk = _Walk(documents)
-    for document in documents:
-        walk.visit(document, title(document), 0)
-    used = {name for names in walk.taken.values() for name in names}
-    return tuple(
-        place
-        for source, place in walk.found.items()
-        if (place.script.assigned or place.script.inner) and walk.config_of.get(source) not in used
-    )
+_ONLY_TEMPLATE = re.compile(r"(?:-\s+)?(?:\{\{.*\}\}|\{%.*%\})(?:\s*#.*)?")
+_QUOTED_TEMPLATE = re.compile(r"\"\s*\$?\{\{[^{}]*\}\}\s*\"|'\s*\$?\{\{[^{}]*\}\}\s*'")
+_VALUE_OF_TEMPLATE = re.compile(r"\$?\{\{[^{}]*\}\}|\{%.*?%\}")
+_CLOSED_AT_ONCE = re.compile(r"(?:\{\{|\{%)[-+]?\s*end")
+_STEP_OF_TEMPLATE = re.compile(r"(?:\{\{|\{%)[-+]?\s*(if|with|range|define|block|for|else|elif|end\w*)\b(.*)")
+
+
+def _without_templates(text: str) -> list[str]:
+    """Helm and Jinja: lines that are all template go, values that are become unknown.
+
+    Returns one text for each branch: of every `if ... else` only that branch stays, or the last one where it has fewer.
+    Both never hold together.
+    """
+    lines = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL).splitlines()
+    branches = _branches(lines)
+    plain = [
+        re.sub(_VALUE_OF_TEMPLATE, _OPEN, re.sub(_QUOTED_TEMPLATE, _OPEN, row))
+        if not _ONLY_TEMPLATE.fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
+        else ""
+        for row in lines
+    ]
+    most = min(_MOST_BRANCHES, 1 + max((last for line in branches for _, last in line), default=0))
+    return [
+        "\n".join(
+            row if all(own == min(branch, last) for own, last in line) else ""
+            for row, line in zip(plain, branches, strict=True)
+        )
+        for branch in range(most)
+    ]
+
+
+def _branches(lines: list[str]) -> list[list[tuple[int, int]]]:
+    """For each line the blocks with an `else` around it: the number of its branch, and that of the block's last one."""
+    blocks: tuple[tuple[int, int], ...] = ()  # branch, and the line where the block begins
+    found: list[tuple[tuple[int, int], ...]] = []
+    last: dict[int, int] = {}
+    for number, row in enumerate(lines):
+        step = _STEP_OF_TEMPLATE.match(row.strip())
+        if step and step[1].startswith("end"):
+            blocks = blocks[:-1]
+        elif step and step[1] in ("else", "elif") and blocks:
+            branch, begin = blocks[-1]
+            last[begin] = branch + 1
+            blocks = (*blocks[:-1], (branch + 1, begin))
+        elif step and len(blocks) < _LIMIT_DEPTH and not _CLOSED_AT_ONCE.search(step[2]):
+            blocks = (*blocks, (0, number))
+        found.append(blocks)
+    return [[(branch, last[begin]) for branch, begin in line if begin in last] for line in found]
+
+
+def read_documents(branches: list[list[Any]]) -> tuple[Place, ...]:
+    """Read every place with variables. What only another branch of a template sets holds under a condition.
+
+    Raises DocumentError where the text has no end.
+    """
+    first: dict[str, Place] = {}
+    for number, documents in enumerate(branches):
+        walk = _Walk(documents)
+        for document in documents:
+            walk.visit(document, title(document), 0)
+        used = {name for names in walk.taken.values() for name in names}
+        for source, place in walk.found.items():
+            if walk.config_of.get(source) in used or not (place.script.assigned or place.script.inner):
+                continue
+            before = first.setdefault(source, Place(source) if number else place).script
+            if number:
+                before.assigned += [
+                    replace(each, scope=f"branch {number + 1} of the template")
+                    for each in place.script.assigned
+                    if each not in before.assigned
+                ]
+                before.inner += [each for each in place.script.inner if each not in before.inner]
+                before.findings += [each for each in place.script.findings if each not in before.findings]
+    return tuple(first.values())
 
 
 def form(documents: list[Any], kind: str) -> str:
@@ -126,10 +183,6 @@ def form(documents: list[Any], kind: str) -> str:
         return "Kubernetes manifest"
     if any(isinstance(each.get("services"), dict) for each in tops):
         return "Compose file"
-    if any("cells" in each and "nbformat" in each for each in tops):
-        return "notebook"
-    if any(("run" in each or "setup" in each) and ("resources" in each or "envs" in each) for each in tops):
-        return "SkyPilot task"
     return {"json": "JSON", "toml": "TOML"}.get(kind, "YAML")
 
 
@@ -165,11 +218,6 @@ class _Walk:
     def _mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
         if node.get("kind") == "ConfigMap" and isinstance(node.get("metadata"), dict):
             self.config_of[source] = str(node["metadata"].get("name"))
-        if node.get("cell_type") == "code":
-            cell = node.get("source")
-            text = "".join(str(row) for row in cell) if isinstance(cell, list) else str(cell)
-            self._at(source).inner.append(Inner(text=text, target="x.py", line=0))
-            return
         if self._kubernetes and key in _CONTAINERS and isinstance(node.get("env"), list):
             self._container(node, source)
         here = bool(_PLACES.fullmatch(key))
@@ -179,7 +227,7 @@ class _Walk:
             elif key == "data" and source in self.config_of:
                 self._text_wanted(source, str(name), value)
             if isinstance(name, str) and not isinstance(value, dict | list):
-                if _OWN.match(name) or (here and _NAME.match(name)):
+                if _OWN.match(name) or (here and NAME.match(name)):
                     self._add(source, name, value)
                     continue
                 if _OWN_SETTING.match(name) and value is None:  # a list written without dashes
@@ -199,8 +247,8 @@ class _Walk:
             self._words(words, source)
         for item in node:
             if isinstance(item, dict):
-                name = item.get("name", item.get("key", item.get("Name")))
-                if isinstance(name, str) and (_OWN.match(name) or (_PLACES.fullmatch(key) and _NAME.match(name))):
+                name = item.get("name")
+                if isinstance(name, str) and (_OWN.match(name) or (_PLACES.fullmatch(key) and NAME.match(name))):
                     self._entry(item, name, source)
                     continue
             if not isinstance(item, str):
@@ -222,13 +270,13 @@ class _Walk:
             if gone and not node.get("envFrom"):  # which may set it, and comes first
                 later = "is set after it" if gone[0] in named else "is not set"
                 self._at(source).findings.append(finding(
-                    "env.value.kind", Severity.WARN, name, text,
+                    "env.value.kind", Status.WARN, name, text,
                     f"{gone[0]} {later}, and Kubernetes puts in only what stands before: the text $({gone[0]}) stays.",
                     f"Set {gone[0]} before {name} in the container's env.",
                 ))  # fmt: skip
             if name in before:
                 self._at(source).findings.append(finding(
-                    "env.pair.shadowed", Severity.WARN if before[name] != text else Severity.INFO, name, before[name],
+                    "env.pair.shadowed", Status.WARN if before[name] != text else Status.INFO, name, before[name],
                     f"set more than once: the last counts, {name}={text}.", f"Keep one {name}.",
                 ))  # fmt: skip
             before[name] = text
@@ -242,7 +290,7 @@ class _Walk:
         what = "a truth value" if _TRUTH.fullmatch(text) else "a number"
         text = text if _TOLD.match(name) else "..."
         self._at(source).findings.append(finding(
-            "env.value.kind", Severity.FAIL, name, text, f"without quotes {text} is {what}, and {refusal}.",
+            "env.value.kind", Status.FAIL, name, text, f"without quotes {text} is {what}, and {refusal}.",
             f'Write "{text}" in quotes.',
         ))  # fmt: skip
 
@@ -251,7 +299,7 @@ class _Walk:
         if "valueFrom" in item:
             self._from(item["valueFrom"], name, source)
         else:
-            self._add(source, name, item.get("value", item.get("Value", item.get("default", ""))))
+            self._add(source, name, item.get("value", item.get("default", "")))
 
     def _from(self, origin: Any, name: str, source: str) -> None:
         reference = origin.get("configMapKeyRef") if isinstance(origin, dict) else None
@@ -274,20 +322,20 @@ class _Walk:
                 continue
             self.taken.setdefault(source, set()).add(name)
             for key, value in self._configs[name].items():
-                if _NAME.match(str(key)):
+                if NAME.match(str(key)):
                     self._text_wanted(source, str(key), value)
                     self._add(source, f"{entry.get('prefix', '')}{key}", value)
 
     def _words(self, words: list[str], source: str) -> None:
         """A command as a list of words, or a list of NAME=VALUE."""
-        if all(_NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
+        if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
             for word in words:
                 name, equals, value = word.partition("=")
                 if equals:
                     self._add(source, name, value)
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, as `script:` of a pipeline
-        self._take(source, lines_of(read_shell("\n".join(words), line=0)) if lines else read_words(words, 0))
+        self._take(source, read_shell("\n".join(words), line=0).export_all() if lines else read_words(words, 0))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """A script, a command line or a document inside a scalar."""
@@ -301,12 +349,11 @@ class _Walk:
                 self._add(source, *row.split("=", 1))
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
-            target = key if "." in key else "x.py"
-            self._at(source).inner.append(Inner(text=text, target=target, line=0))
+            self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=0))
         elif _DOCUMENT_INSIDE.search(text) and "\n" in text and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=0))
         elif "NCCL" in text:
-            self._take(source, lines_of(read_shell(text.replace(_OPEN, "${TEMPLATE}"), line=0)))
+            self._take(source, read_shell(text.replace(_OPEN, "${TEMPLATE}"), line=0).export_all())
 
     def _add(self, source: str, name: str, value: Any) -> None:
         text = scalar(value)
@@ -317,11 +364,8 @@ class _Walk:
         self._at(source).assigned.append(Assigned(name=name, value=found, raw=raw, line=0))
 
     def _take(self, source: str, script: Script) -> None:
-        if script.assigned or script.inner:
-            here = self._at(source)
-            here.assigned += script.assigned
-            here.inner += script.inner
-            here.used |= script.used
+        if script.assigned or script.inner or script.unread:
+            self._at(source).add(script)
 
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Place(source)).script

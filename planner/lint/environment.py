@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from planner.lint.machine import MACHINE_CODES, check_machine, other_net
+from contracts.finding import Finding, Status
 from planner.lint.pairs import PAIR_CODES, check_alone, check_pairs
+from planner.lint.tables import settings
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
@@ -24,6 +25,7 @@ from planner.lint.values import (
     finding,
     fits,
     is_quoted,
+    other_net,
     strtoll,
 )
 from planner.nccl_env.names import (
@@ -38,10 +40,12 @@ from planner.nccl_env.names import (
     torch_names,
     version_text,
 )
+from planner.nccl_env.platforms import Platform, platform_of_plugin
 from planner.nccl_env.situation import NodeView
-from probes.api import Finding, Severity, Snapshot
-from topology.build import build
-from topology.graph import NodeTopology
+from probes.api import Snapshot
+
+if TYPE_CHECKING:
+    from topology.graph import NodeTopology
 
 LEFTOVER_CODES = (
     "env.debug.leftover",
@@ -53,82 +57,27 @@ LEFTOVER_CODES = (
     "env.torch.renamed",
 )
 
-# What aws-ofi-nccl sets in the process itself, and NCCL then prints as "set by environment".
-PLUGIN_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "NCCL_BUFFSIZE": ("8388608",),
-        "NCCL_P2P_NET_CHUNKSIZE": ("524288",),
-        "NCCL_NVLSTREE_MAX_CHUNKSIZE": ("524288",),
-        "NCCL_NVLS_CHUNKSIZE": ("524288",),
-        "NCCL_NET_FORCE_FLUSH": ("0",),
-        "NCCL_NETDEVS_POLICY": ("max:1", "MAX:1"),
-    }
-)
-
-_EFFECTS: Mapping[str, str] = MappingProxyType(
-    {
-        "NCCL_P2P_DISABLE": "GPUs of one node no longer reach each other directly: data goes through host memory",
-        "NCCL_P2P_LEVEL": "it overrides NCCL's own limit for direct access between GPUs",
-        "NCCL_SHM_DISABLE": "GPUs without peer access talk through the network even inside one node",
-        "NCCL_IB_DISABLE": "NCCL's own RDMA transport is off: where no network plugin carries it, all goes over TCP",
-        "NCCL_NET_GDR_LEVEL": "it overrides how near GPU and NIC must be for GPUDirect RDMA; LOC turns it off",
-        "NCCL_NET_GDR_READ": "it overrides whether the NIC reads GPU memory when sending; on since Ampere by itself",
-        "NCCL_ALGO": "the tuner no longer chooses by size; every size and every later version is held to this choice",
-        "NCCL_PROTO": "the tuner no longer chooses by size; LL128 where it is not supported corrupts data",
-        "NCCL_BUFFSIZE": "larger buffers cost GPU memory per channel and peer, smaller ones bandwidth",
-        "NCCL_NTHREADS": "it fixes the CUDA threads per block that NCCL chooses by GPU",
-        "NCCL_MIN_NCHANNELS": "more channels take SMs from the computation; deprecated since 2.17 for NCCL_MIN_CTAS",
-        "NCCL_MAX_NCHANNELS": "fewer channels cap the bandwidth; deprecated since 2.17 for NCCL_MAX_CTAS",
-        "NCCL_MIN_CTAS": "more blocks take SMs from the computation",
-        "NCCL_MAX_CTAS": "fewer blocks cap the bandwidth",
-        "NCCL_NVLS_ENABLE": "0 gives up NVLink SHARP; 1 and 2 use it where it is supported",
-        "NCCL_MNNVL_ENABLE": "0 gives up NVLink across hosts; 1 makes a missing IMEX an error",
-        "NCCL_CUMEM_ENABLE": "0 gives up NVLS and buffer registration, which need cuMem",
-        "NCCL_CUMEM_HOST_ENABLE": "it overrides how host memory is allocated; 0 works around /dev/shm or NUMA trouble",
-        "NCCL_DMABUF_ENABLE": "0 leaves only nvidia_peermem for GPUDirect RDMA",
-        "NCCL_PXN_DISABLE": "1 gives up NVLink to the GPU beside the NIC: all-to-all traffic then crosses rails",
-        "NCCL_IB_QPS_PER_CONNECTION": "more queue pairs help only where ECMP hashes flows unevenly",
-        "NCCL_IB_PCI_RELAXED_ORDERING": "automatic (2) is right; 1 insists on it, 0 costs bandwidth on most hosts",
-        "NCCL_IB_ADAPTIVE_ROUTING": "it overrides what NCCL knows of InfiniBand (on) and RoCE (off)",
-        "NCCL_RUNTIME_CONNECT": "0 connects everything at start: slower start, more memory, the same speed",
-        "NCCL_LAUNCH_MODE": "it overrides how kernels are launched; GROUP is deprecated",
-        "NCCL_GRAPH_REGISTER": "0 gives up zero-copy buffers in CUDA graphs",
-        "NCCL_NET_SHARED_BUFFERS": "0 multiplies the memory of send and receive",
-        "NCCL_CHECK_POINTERS": "1 checks every pointer of every call",
-        "NCCL_RAS_ENABLE": "0 turns off the thread that answers ncclras",
-    }
-)
 _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
-
-_EFA_NEEDLESS: Mapping[str, str] = MappingProxyType(
-    {
-        "NCCL_PROTO": "only aws-ofi-nccl up to 1.5 needed it; it now costs latency of small messages",
-        "FI_PROVIDER": "the plugin asks for efa by itself since 1.5",
-        "FI_EFA_USE_DEVICE_RDMA": "needless since libfabric 1.18 with aws-ofi-nccl 1.7, harmless on p4 and p5",
-        "FI_EFA_ENABLE_SHM_TRANSFER": "no effect on NCCL, which has its own shared memory transport",
-        "FI_EFA_FORK_SAFE": "the plugin sets it by itself",
-        "RDMAV_FORK_SAFE": "it slows memory registration and is not needed with current kernels; do not use it",
-        "RDMAV_HUGEPAGES_SAFE": "not needed with current kernels; do not use it",
-        "NCCL_SOCKET_NTHREADS": "it tunes the TCP transport, which EFA does not use",
-        "NCCL_NSOCKS_PERTHREAD": "it tunes the TCP transport, which EFA does not use",
-    }
-)
-
-
-_EFA_ONLY_THIS: Mapping[str, str] = MappingProxyType({"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"})
 
 
 def check_leftover(
-    name: str, value: str, entry: NcclName, version: Version | None, node: NodeView, *, plugin: bool
+    name: str,
+    value: str,
+    entry: NcclName,
+    version: Version | None,
+    node: NodeView,
+    *,
+    plugin: bool,
+    vendor: Platform | None,
 ) -> Iterator[Finding]:
     """A setting of the Debugging section that stayed. `plugin`: aws-ofi-nccl is in use and may have set it itself."""
-    if plugin and (value in PLUGIN_VALUES.get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")):
+    if plugin and (value in settings().plugin_values.get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")):
         return
     if name == "NCCL_IB_GID_INDEX" and version is not None and version >= (2, 21, 0):
         if strtoll(value)[0] < 0:
             return
         yield finding(
-            "env.gid.needless", Severity.INFO, name, value,
+            "env.gid.needless", Status.INFO, name, value,
             (
                 f"NCCL {version_text(version)} takes this index on every port without looking; left "
                 "unset it finds the RoCE v2 GID itself, also where the tables of two hosts differ."
@@ -138,21 +87,38 @@ def check_leftover(
         return
     if entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
+    if vendor is not None:
+        yield from _beside_a_vendors_plugin(name, value, vendor)
+        return
     if name == "NCCL_PXN_DISABLE" and _without_nvlink(node):
         yield finding(
-            "env.debug.leftover", Severity.INFO, name, value,
+            "env.debug.leftover", Status.INFO, name, value,
             "A debugging setting that stayed and does nothing here: PXN sends through a GPU that NVLink joins to the "
             "sender, and no two GPUs of this host are joined so.",
             f"Unset {name}: on a host with NVLink it costs bandwidth.",
             ("NCCL src/graph/paths.cc: PXN is PCIe and NVLink",),
         )  # fmt: skip
         return
-    severity = Severity.WARN if name in _COSTLY and _turns_off(name, value) else Severity.INFO
+    status = Status.WARN if name in _COSTLY and _turns_off(name, value) else Status.INFO
     yield finding(
-        "env.debug.leftover", severity, name, value,
-        f"A debugging setting that stayed: {_EFFECTS.get(name, _DEFAULT_EFFECT)}.",
+        "env.debug.leftover", status, name, value,
+        f"A debugging setting that stayed: {settings().effects.get(name, _DEFAULT_EFFECT)}.",
         f"Unset {name}, unless a measurement on this machine speaks for it.",
         ("NCCL docs/userguide/source/env.rst: section Debugging",),
+    )  # fmt: skip
+
+
+def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
+    """A debugging setting where the plugin's vendor publishes an environment, which may hold it."""
+    published, _ = vendor.values().get(name, ("", None))
+    if published.lower() == value.lower():
+        return
+    script = vendor.script[0] if vendor.script else "the vendor's script"
+    recipe = f"publishes {name}={published}" if published else f"does not publish {name}"
+    yield finding(
+        "env.debug.leftover", Status.INFO, name, value,
+        f"The recipe of the plugin's vendor for {vendor.name} {recipe}. The plugin is tested with that recipe only.",
+        f"Write {name}={published}." if published else f"Compare it with {script} before you change it.",
     )  # fmt: skip
 
 
@@ -186,44 +152,19 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
 
 def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Settings that do nothing, or harm, where EFA carries the traffic."""
-    for name, why in _EFA_NEEDLESS.items():
+    for name, (why, only) in settings().efa_needless.items():
         value = environment.get(name)
-        if value is None or value.lower() != _EFA_ONLY_THIS.get(name, value.lower()):
-            continue
-        yield finding(
-            "env.efa.needless", Severity.INFO, name, value,
-            f"{why}.", f"Unset {name}.",
-        )  # fmt: skip
+        if value is not None and value.lower() == (only or value.lower()):
+            yield finding("env.efa.needless", Status.INFO, name, value, f"{why}.", f"Unset {name}.")
 
 
 def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """PyTorch's and CUDA's own debugging switches, and its renamed variables."""
-    for name, acts, effect in (
-        ("CUDA_LAUNCH_BLOCKING", _true, "every kernel launch waits for the one before: nothing overlaps"),
-        ("TORCH_NCCL_BLOCKING_WAIT", _true, "the host waits for every collective: nothing overlaps"),
-        ("TORCH_NCCL_NAN_CHECK", _true, "every collective's input is searched for NaN"),
-        ("TORCH_DISTRIBUTED_DEBUG", _detail, "every collective is checked against all ranks first"),
-    ):
+    """PyTorch's and CUDA's own debugging switches."""
+    for name, switch in settings().torch.items():
         value = environment.get(name, "")
-        if acts(value):
-            yield finding(
-                "env.torch.debug", Severity.WARN, name, value,
-                f"{effect}.", f"Unset {name} for training.",
-            )  # fmt: skip
-
-    dead = "collectives that fail or time out end no process: a rank that dies leaves the others waiting for ever"
-    for name, off, severity in (
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", dead, Severity.WARN),
-        ("NCCL_ASYNC_ERROR_HANDLING", dead, Severity.WARN),
-        ("TORCH_NCCL_ENABLE_MONITORING", "where PyTorch's watchdog itself hangs, nothing ends the job", Severity.INFO),
-    ):
-        value = environment.get(name, "")
-        if value.strip().lower() in ("0", "false", "no", "n", "f", "off"):
-            yield finding(
-                "env.torch.hang", severity, name, value,
-                f"{off}.",
-                f"Unset {name}: the default ends the job.",
-            )  # fmt: skip
+        if value.strip().lower() in switch.when:
+            remedy = switch.remedy.format(name=name)
+            yield finding(switch.code, switch.severity, name, value, f"{switch.effect}.", remedy)
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -234,18 +175,10 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
         segments = options.get("expandable_segments")
         if segments is not None and segments.strip() not in ("True", "False"):
             yield finding(
-                "env.torch.allocator", Severity.FAIL, name, value,
+                "env.torch.allocator", Status.FAIL, name, value,
                 "PyTorch expects exactly True or False and ends with an error.",
                 f"Write {name}=expandable_segments:True.",
             )  # fmt: skip
-
-
-def _true(value: str) -> bool:
-    return value.lower() in ("1", "y", "yes", "t", "true", "on")
-
-
-def _detail(value: str) -> bool:
-    return value.upper() == "DETAIL"
 
 
 def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
@@ -254,12 +187,30 @@ def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         return
     right = entry.reader.split("deprecated alias of ")[1].rstrip(")")
     yield finding(
-        "env.torch.renamed", Severity.INFO, name, value,
+        "env.torch.renamed", Status.INFO, name, value,
         f"PyTorch reads it, not NCCL, and only as the old name of {right}.",
         f"Write {right}={value}.",
     )  # fmt: skip
 
 
+MACHINE_CODES = (
+    "env.class.unprotected",
+    "env.gid.absent",
+    "env.gloo.interface",
+    "env.hca.absent",
+    "env.hca.down",
+    "env.hca.efa",
+    "env.hca.prefix",
+    "env.interface.absent",
+    "env.interface.overlay",
+    "env.interface.prefix",
+    "env.interface.unfit",
+    "env.net.absent",
+    "env.p2p.level",
+    "env.p2p.nvlink",
+    "env.rdma.disabled",
+    "env.rdma.tcp",
+)
 NAME_CODES = (
     "env.name.removed",
     "env.name.reserved",
@@ -271,7 +222,7 @@ CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *PAIR_CODES, *VALUE_CODES, *
 """Every code `lint` may return."""
 
 _OF_LINKS = {"NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"}  # what they do depends on the links between GPUs
-_ORDER = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN, Severity.INFO)
+_ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
 def lint(
@@ -297,6 +248,8 @@ def lint(
         padded = (*nccl_version, 0, 0, 0)
         version = (padded[0], padded[1], padded[2])
     if topology is None and snapshot is not None and not _OF_LINKS.isdisjoint(environment):
+        from topology.build import build  # what only a probed machine needs, like its rules below
+
         topology = build(snapshot)
     node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
@@ -306,16 +259,17 @@ def lint(
             quoted += check_quotes(name, value)
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, node, source)
+    vendor = platform_of_plugin(environment)
     carried = other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else "")
     for name, value in environment.items():
         if name == "NCCL_IB_DISABLE" and carried and strtoll(value) == (1, True):
             found.append(finding(
-                "env.debug.leftover", Severity.INFO, name, value,
+                "env.debug.leftover", Status.INFO, name, value,
                 f"it turns off only NCCL's own RDMA transport, and {carried} carries the traffic.",
                 f"Unset {name}: it hides RDMA where the plugin is missing.",
             ))  # fmt: skip
             continue
-        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own)
+        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own, vendor=vendor)
     for name, raw in (unresolved or {}).items():
         found += _judge_name(name, raw, version, source, node, plugin=plugin, known=False, own=own)
     found += _unexported(unexported or {})
@@ -326,15 +280,17 @@ def lint(
     if node.efa_count():
         found += check_efa(environment)
     if snapshot is not None:
+        from planner.lint.machine import check_machine
+
         found += check_machine(environment, node, version)
-    return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.severity)))
+    return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
 
 
 def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) -> bool:
     """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
-    logged = source.startswith("log") and any(environment.get(k) in v for k, v in PLUGIN_VALUES.items())
+    logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings().plugin_values.items())
     return bool(node.efa_count()) or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
@@ -348,11 +304,12 @@ def _judge_name(
     plugin: bool,
     known: bool = True,
     own: frozenset[str] = frozenset(),
+    vendor: Platform | None = None,
 ) -> Iterator[Finding]:
     """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
     if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
         yield finding(
-            "env.name.reserved", Severity.FAIL, name, value,
+            "env.name.reserved", Status.FAIL, name, value,
             "reserved: Kubeflow Trainer sets it for torchrun, and its webhook rejects a job that sets it too.",
             f"Drop {name}; set numNodes and numProcPerNode instead.",
         )  # fmt: skip
@@ -378,17 +335,17 @@ def _judge_name(
         use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
         reads = f"NCCL {version_text(version)}" if version else "every later release"
         message = f"last read by NCCL {version_text(last)}: {reads} ignores it without a message."
-        severity = Severity.WARN if version else Severity.INFO  # the release in use may still read it
-        yield finding("env.name.removed", severity, name, value, message, use)
+        status = Status.WARN if version else Status.INFO  # the release in use may still read it
+        yield finding("env.name.removed", status, name, value, message, use)
         return
     if first is not None and version is not None and version < first:
         message = f"read since NCCL {version_text(first)}: NCCL {version_text(version)} ignores it without a message."
         remedy = f"Update NCCL, or unset {name}."
-        yield finding("env.name.too_new", Severity.WARN, name, value, message, remedy)
+        yield finding("env.name.too_new", Status.WARN, name, value, message, remedy)
         return
     if known:
         yield from check_value(name, value, entry, version)
-        yield from check_leftover(name, value, entry, version, node, plugin=plugin)
+        yield from check_leftover(name, value, entry, version, node, plugin=plugin, vendor=vendor)
 
 
 def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:
@@ -397,7 +354,7 @@ def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
             yield finding(
-                "env.name.unexported", Severity.WARN, name, raw,
+                "env.name.unexported", Status.WARN, name, raw,
                 "set in the shell and never exported: no program that the script starts sees it.",
                 f"Write export {name} after it.",
             )  # fmt: skip
@@ -413,7 +370,7 @@ def _unknown_nccl(
             "the name carries more than its letters (nccl.conf takes all before '=')" if " " in name else "case counts"
         )
         yield finding(
-            "env.name.unknown", Severity.WARN, name, value,
+            "env.name.unknown", Status.WARN, name, value,
             f"NCCL does not read this name, {why}: it has no effect.", f"Write {stripped}={value.strip()}.",
         )  # fmt: skip
         return
@@ -421,7 +378,7 @@ def _unknown_nccl(
         return
     if version is not None and version > newest_read():
         yield finding(
-            "env.name.unknown", Severity.INFO, name, value,
+            "env.name.unknown", Status.INFO, name, value,
             f"no NCCL up to {version_text(newest_read())} reads it; whether {version_text(version)} does is unknown.",
             f"Check the documentation of NCCL {version_text(version)}.",
         )  # fmt: skip
@@ -442,17 +399,17 @@ def _unknown(name: str, value: str, reader: str, *, known: bool, own: frozenset[
         right = names().get(close[0])
         stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
         remedy = f"Did you mean {' or '.join(close)}? Correct the name, or unset it."
-        return finding("env.name.unknown", Severity.WARN, name, value, message + stays, remedy)
+        return finding("env.name.unknown", Status.WARN, name, value, message + stays, remedy)
     if name in own:
         message = f"no {reader} reads this name; the script does."
-        return finding("env.name.unknown", Severity.INFO, name, value, message, "Nothing, if that is all it is for.")
+        return finding("env.name.unknown", Status.INFO, name, value, message, "Nothing, if that is all it is for.")
     if _OWN_VALUE.fullmatch(value.strip()):
         message = f"no {reader} reads this name; by its value a script or a build may."
         return finding(
-            "env.name.unknown", Severity.INFO, name, value, message, "Nothing, where your own script reads it."
+            "env.name.unknown", Status.INFO, name, value, message, "Nothing, where your own script reads it."
         )
     return finding(
-        "env.name.unknown", Severity.WARN, name, value, message, f"Unset {name}, if nothing of yours reads it."
+        "env.name.unknown", Status.WARN, name, value, message, f"Unset {name}, if nothing of yours reads it."
     )
 
 
@@ -460,7 +417,7 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
     """A verdict on the value or by the machine replaces the general one about leftovers."""
     general = "env.debug.leftover"
     judged = {
-        f.subject for f in found if f.code != general and (f.severity != Severity.INFO or f.code.startswith("env.p2p"))
+        f.subject for f in found if f.code != general and (f.status != Status.INFO or f.code.startswith("env.p2p"))
     }
     for each in found:
         if each.code != general or each.subject not in judged:

@@ -9,74 +9,69 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from planner.lint.machine import TCP_PROVIDERS, NameList
-from planner.lint.values import finding, strtoll
+from contracts.finding import Finding, Status
+from planner.lint.tables import settings
+from planner.lint.values import TCP_PROVIDERS, NameList, finding, other_net, strtoll
 from planner.nccl_env.situation import NodeView
-from probes.api import Finding, Severity
 
-PAIR_CODES = ("env.pair.missing", "env.pair.shadowed", "env.pair.sockets")
+PAIR_CODES = ("env.pair.missing", "env.pair.network", "env.pair.shadowed", "env.pair.sockets")
 
 _NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
 JOB_SIZE = (*_NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables that say how large a job is; kept beside those that are judged."""
-
-# Acts only together with another: what must be set, and what it is without.
-_NEEDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("NCCL_OOB_NET_IFNAME", ("NCCL_OOB_NET_ENABLE",), "it is read only where NCCL_OOB_NET_ENABLE=1"),
-    ("NCCL_COLLNET_NODE_THRESHOLD", ("NCCL_COLLNET_ENABLE",), "it is read only where NCCL_COLLNET_ENABLE=1"),
-    ("NCCL_GDRCOPY_FIFO_ENABLE", ("NCCL_GDRCOPY_ENABLE",), "it is read only where NCCL_GDRCOPY_ENABLE=1"),
-    ("NCCL_GDRCOPY_SYNC_ENABLE", ("NCCL_GDRCOPY_ENABLE",), "it is read only where NCCL_GDRCOPY_ENABLE=1"),
-    ("NCCL_GDRCOPY_FLUSH_ENABLE", ("NCCL_GDRCOPY_ENABLE",), "it is read only where NCCL_GDRCOPY_ENABLE=1"),
-    ("NCCL_INSPECTOR_ENABLE", ("NCCL_PROFILER_PLUGIN",), "the inspector is loaded only as NCCL_PROFILER_PLUGIN"),
-    ("NCCL_TOPO_DUMP_FILE_RANK", ("NCCL_TOPO_DUMP_FILE",), "it names the rank that writes NCCL_TOPO_DUMP_FILE"),
-    ("NCCL_GRAPH_DUMP_FILE_RANK", ("NCCL_GRAPH_DUMP_FILE",), "it names the rank that writes NCCL_GRAPH_DUMP_FILE"),
-)
 
 
 def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
     """Settings that cancel each other, or that do nothing alone; `named` are all names set, values known or not."""
     yield from _shadowed(environment)
     yield from _bounds(environment)
+    yield from _through_the_network(environment)
     yield from _sockets(environment)
     yield from _missing(environment, named)
 
 
 def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """A least above its most; src/graph/connect.cc and src/init.cc."""
-    for low, high, effect in (
-        ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "channels up to the most are built and then repeated up to the "
-         "least: the most does not hold"),
-        ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL takes the most for both"),
-    ):  # fmt: skip
+    """A least above its most."""
+    for low, high, effect in settings().bounds:
         (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
         if known and whole and least > most > 0:
             yield finding(
-                "env.pair.shadowed", Severity.WARN, low, environment[low],
+                "env.pair.shadowed", Status.WARN, low, environment[low],
                 f"it is above {high}={most}: {effect}.", f"Unset {low} or {high}.",
             )  # fmt: skip
 
 
+def _holds(value: str | None, wanted: str) -> bool:
+    """Whether a cause is set so that it shadows others."""
+    number, whole = strtoll(value or "")
+    holds = {
+        "one": number == 1, "nonzero": number != 0, "positive": number > 0, "index": whole and number >= 0,
+        "socket": (value or "").lower() == "socket",
+    }  # fmt: skip
+    return holds[wanted]
+
+
 def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
-    off = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] != 0
-    socket = environment.get("NCCL_NET", "").lower() == "socket"
-    index = environment.get("NCCL_IB_GID_INDEX")
-    fixed = index is not None and strtoll(index)[0] >= 0 and bool(index)
-    key = strtoll(environment.get("NCCL_IB_PKEY_VALUE", ""))[0] > 0
-    for name, cause, acts in (
-        ("NCCL_IB_HCA", "NCCL_IB_DISABLE", off),
-        ("NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", off),
-        ("NCCL_IB_TC", "NCCL_IB_DISABLE", off),
-        ("NCCL_IB_HCA", "NCCL_NET", socket and not off),
-        ("NCCL_IB_ROCE_VERSION_NUM", "NCCL_IB_GID_INDEX", fixed),
-        ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_GID_INDEX", fixed),
-        ("NCCL_IB_ADDR_RANGE", "NCCL_IB_GID_INDEX", fixed),
-        ("NCCL_IB_PKEY", "NCCL_IB_PKEY_VALUE", key),
-        ("NCCL_P2P_LEVEL", "NCCL_P2P_DISABLE", strtoll(environment.get("NCCL_P2P_DISABLE", ""))[0] == 1),
-    ):
-        if acts and name in environment:
-            value = environment[name]
-            message = f"{cause}={environment[cause]} comes first: {name} has no effect."
-            yield finding("env.pair.shadowed", Severity.WARN, name, value, message, f"Unset {cause} or {name}.")
+    for cause, wanted, others in settings().shadows:
+        for name in others if _holds(environment.get(cause), wanted) else ():
+            if name in environment:
+                message = f"{cause}={environment[cause]} comes first: {name} has no effect."
+                yield finding(
+                    "env.pair.shadowed", Status.WARN, name, environment[name], message, f"Unset {cause} or {name}."
+                )
+
+
+def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Without peer access and shared memory only the network is left between GPUs of one node (src/transport.cc)."""
+    off = {name: environment.get(name, "") for name in ("NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")}
+    if all(strtoll(value)[0] == 1 for value in off.values()):
+        tcp = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] == 1 and not other_net(environment)
+        yield finding(
+            "env.pair.network", Status.WARN, "NCCL_SHM_DISABLE", off["NCCL_SHM_DISABLE"],
+            "together with NCCL_P2P_DISABLE=1 it leaves GPUs of one node only the network: all their traffic goes "
+            f"through {'TCP sockets' if tcp else 'the NIC, or through TCP sockets where there is no RDMA'}.",
+            "Unset NCCL_SHM_DISABLE and NCCL_P2P_DISABLE.", ("NCCL_P2P_DISABLE=" + off["NCCL_P2P_DISABLE"],),
+        )  # fmt: skip
 
 
 def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -84,24 +79,24 @@ def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
     sockets = strtoll(environment.get("NCCL_NSOCKS_PERTHREAD", ""))[0]
     if threads * sockets > 64:  # env.rst: the product cannot exceed 64
         yield finding(
-            "env.pair.sockets", Severity.WARN, "NCCL_SOCKET_NTHREADS", str(threads),
+            "env.pair.sockets", Status.WARN, "NCCL_SOCKET_NTHREADS", str(threads),
             f"times NCCL_NSOCKS_PERTHREAD={sockets} is {threads * sockets} sockets a connection; NCCL caps it at 64.",
             "Keep the product of both at 64 or less.",
         )  # fmt: skip
 
 
 def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
-    for name, needs, why in _NEEDS:
-        if name in environment and environment[name] and not named & {*needs}:
+    for name, (other, why) in settings().needs.items():
+        if environment.get(name) and other not in named:
             yield finding(
-                "env.pair.missing", Severity.INFO, name, environment[name],
-                f"{why}, and that is not set here.", f"Set {needs[0]} too, or unset {name}.",
+                "env.pair.missing", Status.INFO, name, environment[name],
+                f"{why}, and that is not set here.", f"Set {other} too, or unset {name}.",
             )  # fmt: skip
     value = environment.get("NCCL_COLLNET_ENABLE", "")
     helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
     if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:
         yield finding(
-            "env.pair.missing", Severity.INFO, "NCCL_COLLNET_ENABLE", value,
+            "env.pair.missing", Status.INFO, "NCCL_COLLNET_ENABLE", value,
             "CollNet needs a plugin that offers it (nccl-rdma-sharp-plugins, with SHARP in the switches), and nothing "
             "here names one: without it NCCL goes on without CollNet and says nothing.",
             "Check that the image has libnccl-net.so of nccl-rdma-sharp-plugins, or unset NCCL_COLLNET_ENABLE.",
@@ -129,7 +124,7 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
     net = environment.get("NCCL_NET", "")
     if net.lower() == "socket":
         yield finding(
-            "env.rdma.tcp", Severity.WARN, "NCCL_NET", net,
+            "env.rdma.tcp", Status.WARN, "NCCL_NET", net,
             "it forces TCP between nodes, also where they have RDMA.",
             "Unset NCCL_NET, unless the nodes have no RDMA; judge it with --host.",
         )  # fmt: skip
@@ -137,7 +132,7 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
     first = re.split(r"[;,]", provider)[0].strip().lower()
     if first in TCP_PROVIDERS:
         yield finding(
-            "env.rdma.tcp", Severity.WARN, "FI_PROVIDER", provider,
+            "env.rdma.tcp", Status.WARN, "FI_PROVIDER", provider,
             f"libfabric is told to use {first}: a libfabric plugin of NCCL (EFA, Slingshot) goes over TCP.",
             "Unset FI_PROVIDER, or name the fabric's provider (efa, cxi).",
         )  # fmt: skip
@@ -155,7 +150,7 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
         ]
         if wanted.negated or not local or len(local) < len(wanted.entries) or nodes == 1:
             continue
-        severity = Severity.FAIL if nodes else Severity.WARN if many else Severity.INFO
+        status = Status.FAIL if nodes else Status.WARN if many else Status.INFO
         known = (
             f"the job has {nodes} nodes"
             if nodes
@@ -164,7 +159,7 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
             else "the job's size is not known"
         )
         yield finding(
-            "env.interface.unfit", severity, name, value,
+            "env.interface.unfit", status, name, value,
             f"only its own host reaches {', '.join(local)}: ranks of another node never connect ({known}).",
             f"Unset {name}, unless the job stays on one node.",
         )  # fmt: skip

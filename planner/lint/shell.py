@@ -1,7 +1,8 @@
 """What a shell script hands to its programs: assignments, exports, and the options of launchers that carry variables.
 
-Specification: POSIX shell (XCU 2.2 quoting, 2.6 expansions, 2.9 commands), bash(1) arrays; csh(1) setenv; fish set;
-mpirun(1) -x, Hydra -genv, srun(1) and sbatch(1) --export, docker-run(1) -e, apptainer --env.
+The grammar is tree-sitter-bash's; this module follows the tree in the order in which bash would run it. Specification:
+POSIX shell (XCU 2.2 quoting, 2.6 expansions, 2.9 commands), bash(1) arrays; csh(1) setenv; fish set; mpirun(1) -x,
+Hydra -genv, srun(1) and sbatch(1) --export, docker-run(1) -e, apptainer --env.
 
 A script is read, not run: what a program prints, an argument or the environment outside gives, is unknown.
 """
@@ -9,583 +10,830 @@ A script is read, not run: what a program prints, an argument or the environment
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
 
-from planner.lint.shell_words import Command, Piece, Word, commands_of, raw_text
-from probes.api import Finding
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
 
-_LIMIT_BLOCKS = 50  # conditions inside conditions
-_LIMIT_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
-_LIMIT_DEPTH = 6  # scripts in quotes in scripts
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=", re.DOTALL)
-_INNER = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
-_DOCUMENT_VALUE = re.compile(
-    r"\$\(\s*cat[ \t]*<<-?[ \t]*[\"']?(?P<end>\w+)[\"']?[^\n]*\n(?P<body>.*?)\n?[ \t]*(?P=end)\s*\)", re.DOTALL
-)  # NAME=$(cat <<EOF ... EOF): a script kept in a variable
+from planner.lint.script import NAME, NAMED, SETS, Assigned, Inner, Script, Unread
+
+_BASH = Language(tree_sitter_bash.language())
+_MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
+_MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pipeline is
+_BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
+_MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
+_MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
+_MOST_SCRIPTS = 6  # scripts in quotes in scripts
+_MOST_COMMANDS = 50_000  # that are followed, loops and calls of functions counted each time
+_MOST_ROUNDS = 64  # of one loop over words
+
 _DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
-_SETTER = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
-_SHELLS = {"bash", "sh", "zsh", "dash", "ksh", "csh", "tcsh", "fish"}
-_CSH = re.compile(r"^[ \t]*(?:setenv\s+\w+|set\s+\w+\s*=)", re.MULTILINE)
+_SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
+_COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
+_REMOTE = {"ssh", "pdsh", "clush", "su"}
+_SHELLS = {"bash", "sh", "zsh", "dash", "ksh", "csh", "tcsh", "fish", "ssh", "srun", "sbatch", "su", "eval"}
+_WRAPPERS = {"time", "exec", "command", "nohup", "sudo", "numactl", "builtin", "nice"}
+_FISH = {"-x", "-gx", "-xg", "-Ux", "-xU", "-lx"}
+_TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
+_TAKES_PAIR = {"-genv", "--genv"}  # NAME and VALUE are two words
+_TAKES_LIST = {"--export", "--env-export"}
+_TAKES_FILE = {"--env-file", "--export-file", "--env_file"}
+_EXPANSIONS = {
+    "simple_expansion", "expansion", "command_substitution", "arithmetic_expansion", "string", "raw_string",
+    "ansi_c_string", "translated_string", "concatenation",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
-    """One variable as a text sets it."""
+class Word(NamedTuple):
+    """One word of a command after expansion."""
 
-    name: str
-    value: str | None  # None: comes from elsewhere; `raw` shows from where
-    raw: str
-    line: int
-    scope: str = ""  # "" for all that follows; else the condition or command it stands in
-    exported: bool = True
-    unset: bool = False
+    value: str | None  # None: part of it is not known
+    raw: str  # as it is written, without its quotes
+    line: int = 0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inner:
-    """Text of another form inside: a here-document, what echo writes into a file, JSON in an option."""
-
-    text: str
-    target: str  # the file it is written to, or the program that reads it
-    line: int
+    @property
+    def text(self) -> str:
+        """The value where it is known, else what is written."""
+        return self.raw if self.value is None else self.value
 
 
-@dataclass(slots=True, kw_only=True)
-class Script:
-    """What was read of a script."""
+class Output(NamedTuple):
+    """Where a command's output goes and what it reads."""
 
-    assigned: list[Assigned] = field(default_factory=list)
-    inner: list[Inner] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)  # variables that are expanded somewhere
-    files: list[str] = field(default_factory=list)  # files named with --env-file and the like
-    findings: list[Finding] = field(default_factory=list)  # about the text itself
-    commands: int = 0  # programs that it starts or settings of the shell; 0: nothing but assignments
+    target: str = ""  # file
+    document: str = ""  # here-document or string, filled in
+    line: int = 0  # of the document's first row
+    piped: bool = False  # its output goes into the next command
 
 
 def read_shell(text: str, *, known: dict[str, str | None] | None = None, depth: int = 0, line: int = 1) -> Script:
-    """All that a script sets. `known` are variables set before it, `line` the number of its first line."""
-    reader = _Reader(known={} if known is None else dict(known), depth=depth)
-    for command in commands_of(text, line):
-        reader.run(command)
-    return reader.script
+    """Read all that a script sets. `known` are variables set before it, `line` the number of its first line."""
+    return _Reader({} if known is None else dict(known), depth).read(text, line)
 
 
-def lines_of(script: Script) -> Script:
-    """A text that holds assignments only is a list of variables, whether it says export or not."""
-    if script.commands == 0:
-        script.assigned[:] = [replace(each, exported=True) for each in script.assigned]
-    return script
-
-
-def read_words(words: list[str], line: int = 1) -> Script:
-    """A command given as a list of words, as `command:` and `args:` of a manifest are."""
-    reader = _Reader(known={}, depth=0)
-    reader.run(Command(line, [(Piece(word, "'"),) for word in words]))
+def read_words(words: Sequence[str], line: int = 1) -> Script:
+    """Read a command given as a list of words, as `command:` and `args:` of a manifest are."""
+    reader = _Reader({}, 0)
+    reader.run([Word(word, word, line) for word in words], line, "", Output())
     return reader.script
 
 
 def expand(text: str) -> str | None:
-    """A value with `${NAME:-default}` in it (compose, envsubst), with nothing else known; None where it stays open."""
-    return _Reader(known={}, depth=0).value((Piece(text, '"'),))
+    """Fill in a value with `${NAME:-default}` in it (compose, envsubst); None where it stays open."""
+    quoted = '"' + text.replace('"', '\\"') + '"'
+    return _Reader({}, 0).read_value(quoted)
 
 
-# -- what commands set
+def limit_parsing() -> None:
+    """Give the text that is read next a new budget of CPU time, all texts inside it included."""
+    _BUDGET.set([_MOST_SECONDS])
 
-_EXPANSION = re.compile(
-    r"\$\{(?P<braced>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}|\$(?P<plain>[A-Za-z_]\w*)|\$(?P<special>[0-9@*#?$!-])|\$\(|`"
-)
-_BRACED = re.compile(r"(?P<name>[A-Za-z_]\w*|\d+)(?P<index>\[[^\]]*\])?(?P<rest>.*)", re.DOTALL)
-_TAKES_VALUE = {
-    "-x", "-e", "--env", "-env", "--envs", "--container-env",
-}  # fmt: skip
-_PAIRED = {"-genv", "--genv"}  # NAME and VALUE are two words
-_EXPORT_LIST = {"--export", "--env-export"}
-_FILES = {"--env-file", "--export-file", "--env_file"}
-_SILENT = {"echo", "printf", "cat"}
-_KEYWORDS = {"then", "do", "{", "!", "time", "exec", "command", "nohup", "sudo", "else", "numactl"}
+
+def _parse(source: bytes) -> Node | None:
+    """The tree's root; None where the text takes too long."""
+    left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
+    if source.count(b"|") > _MOST_PIPES:
+        return None
+
+    def stop(_offset: int, _has_error: bool) -> bool:
+        return time.process_time() - start > left[0]
+
+    try:
+        tree = Parser(_BASH).parse(lambda offset, _point: source[offset : offset + 65536], progress_callback=stop)
+    except ValueError:  # "Parsing failed": it was stopped
+        return None
+    finally:
+        left[0] -= time.process_time() - start
+    return tree.root_node
 
 
 class _Reader:
+    """Follows the statements of one script with the values that are known so far."""
+
     def __init__(self, known: dict[str, str | None], depth: int) -> None:
-        self.values: dict[str, str | None] = known
-        self.arrays: dict[str, list[Word]] = {}
-        self.exported: set[str] = set()
-        self.all_exported = False
+        self.values = known
         self.script = Script()
-        self.depth = depth
-        self.blocks: list[str] = []  # conditions around the current command
-        self._piped = ""  # text that the command before writes into this one
+        self._depth = depth
+        self._source, self._first = b"", 1
+        self._arrays: dict[str, list[Word]] = {}
+        self._functions: dict[str, Node] = {}
+        self._called: set[str] = set()
+        self._exported: set[str] = set()
+        self._export_everything = False
         self._held: dict[str, Assigned] = {}  # set and not exported yet
+        self._written: dict[str, str] = {}  # files that the script itself writes
+        self._scopes: list[str] = []
+        self._piped = ""  # text that the command before writes into this one
+        self._level = 0
+        self._commands = 0
 
-    # expansion
+    def read(self, text: str, line: int) -> Script:
+        """Follow a whole text."""
+        self._source, self._first = text.encode("utf-8", "replace"), line
+        root = _parse(self._source)
+        if root is None:
+            self.script.unread.append(Unread(line=line, why="the script is nested or broken beyond what is read"))
+            return self.script
+        for node in root.children:
+            self._visit(node)
+        for name, body in list(self._functions.items()):
+            if name not in self._called:  # a library: whoever loads it may call it
+                self._inside(f"function {name}", body.children)
+        return self.script
 
-    def value(self, word: Word) -> str | None:
-        """The word's text; None where part of it is not known."""
-        text = ""
-        for piece in word:
-            if piece.quote == "'":
-                text += piece.text
-                continue
-            found = self._expand(piece.text)
-            if found is None:
+    def read_value(self, text: str) -> str | None:
+        """The value of a text that is one word."""
+        self._source = text.encode("utf-8", "replace")
+        root = _parse(self._source)
+        name = next((node for node in _descend(root, "string")), None) if root else None
+        return None if name is None or name.end_byte != len(self._source) else self._value(name)
+
+    # -- text and values
+
+    def _text(self, node: Node) -> str:
+        return self._source[node.start_byte : node.end_byte].decode("utf-8", "replace")
+
+    def _line(self, node: Node) -> int:
+        return self._first + node.start_point.row if self._first else 0
+
+    def _value(self, node: Node) -> str | None:
+        """A word's text after expansion; None where part of it is not known."""
+        self._level += 1
+        try:
+            if self._level > _MOST_LEVELS:
                 return None
-            text += found
-        return text
+            return self._value_of(node)
+        finally:
+            self._level -= 1
 
-    def _expand(self, text: str) -> str | None:
-        found, at = "", 0
-        while (match := _EXPANSION.search(text, at)) is not None:
-            found += text[at : match.start()]
-            at = match.end()
-            name, braced = match["plain"], match["braced"]
-            if match.group() == "$(" and text.startswith("$((", match.start()):
-                end = text.find("))", at)
-                got = self._arithmetic(text[at + 1 : end]) if end > 0 else None
-                at = end + 2
-            elif name:
+    def _value_of(self, node: Node) -> str | None:
+        match node.type:
+            case "raw_string":
+                return self._text(node)[1:-1]
+            case "ansi_c_string":
+                return _ansi(self._text(node)[2:-1])
+            case "string":
+                return self._mixed(node, node.start_byte + 1, node.end_byte - 1, r"\\([\"\\`$])|\\\n")
+            case "translated_string":
+                return self._value(node.children[-1])
+            case "simple_expansion":
+                name = self._text(node)[1:]
                 self.script.used.add(name)
-                got = self.values.get(name)
-            elif braced is not None:
-                got = self._braced(braced)
-            else:
-                got = None
-            if got is None or len(found) + len(got) > _LIMIT_VALUE:
-                self._mark(text)
+                return self.values.get(name)
+            case "expansion":
+                return self._braced(node)
+            case "arithmetic_expansion":
+                return self._arithmetic(self._text(node))
+            case "command_substitution":
+                return self._substituted(node)
+            case "process_substitution":
                 return None
-            found += got
-        return found + text[at:]
+        return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
+
+    def _mixed(self, node: Node, start: int, end: int, escape: str) -> str | None:
+        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks."""
+        found, at = "", start
+        for child in node.children:
+            if child.type not in _EXPANSIONS or child.start_byte < at:
+                continue
+            value = self._value(child)
+            literal = self._source[at : child.start_byte].decode("utf-8", "replace")
+            found += re.sub(escape, r"\1", literal) if "\\" in literal else literal
+            if value is None or len(found) + len(value) > _MOST_VALUE:
+                self._mark(node)
+                return None
+            found, at = found + value, child.end_byte
+        literal = self._source[at:end].decode("utf-8", "replace")
+        return found + (re.sub(escape, r"\1", literal) if "\\" in literal else literal)
+
+    def _mark(self, node: Node) -> None:
+        """Count every variable named in a text as used, whether its value is known or not."""
+        self.script.used.update(re.findall(r"\$\{?[!#]?([A-Za-z_]\w*)", self._text(node)))
+
+    def _braced(self, node: Node) -> str | None:
+        """`${NAME}` and its forms with a default; what cuts or replaces a value is unknown."""
+        self._mark(node)
+        match = re.match(r"\$\{([A-Za-z_]\w*|\d+)(:?[-=+?])?", self._text(node))
+        if match is None:
+            return None
+        name, sign = match[1], match[2] or ""
+        got = self.values.get(name)
+        if not sign:
+            return got if self._text(node) == f"${{{name}}}" else None
+        empty = got is None or (got == "" and sign[0] == ":")
+        if sign[-1] == "?" or (sign[-1] in "-=" and not empty):
+            return got
+        if sign[-1] == "+" and (name not in self.values or got == ""):
+            return "" if name in self.values else None
+        start = node.start_byte + len(match[0].encode())
+        other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
+        if sign[-1] == "=":
+            self._put(name, other, self._text(node), self._line(node), exported=False)
+        return other
 
     def _arithmetic(self, text: str) -> str | None:
         """`$((512 * 1024))`, where every name in it is a known number."""
+        inside = text.removeprefix("$((").removesuffix("))").removeprefix("$[").removesuffix("]")
 
         def put(match: re.Match[str]) -> str:
+            self.script.used.add(match[1])
             return self.values.get(match[1]) or "?"
 
-        filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", put, text).strip()
+        filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside).strip()
         if not re.fullmatch(r"[\d\s+*/%()<>-]{1,80}", filled):
             return None
         try:
-            number = _number(ast.parse(filled.replace("/", "//"), mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return str(_number(ast.parse(re.sub(r"\s+", " ", filled).replace("/", "//"), mode="eval").body))
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
             return None
-        return None if number is None else str(number)
 
-    def _mark(self, text: str) -> None:
-        """Every variable named in a text counts as used, whether its value is known or not."""
-        self.script.used.update(re.findall(r"\$\{?[!#]?([A-Za-z_]\w*)", text))
-
-    def _braced(self, text: str) -> str | None:
-        self._mark("${" + text)
-        match = _BRACED.fullmatch(text)
-        if match is None or match["index"]:
+    def _substituted(self, node: Node) -> str | None:
+        """`$(cat <<EOF ...)`, `$(cat FILE)` of a file that the script wrote, `$(echo ...)`; else unknown."""
+        body = [child for child in node.children if child.is_named and child.type != "comment"]
+        if len(body) != 1:
             return None
-        got, rest = self.values.get(match["name"]), match["rest"]
-        if not rest:
-            return got
-        sign = rest.lstrip(":")[:1]
-        other = rest.lstrip(":")[1:]
-        if sign in ("-", "="):
-            empty = got is None or (got == "" and rest.startswith(":"))
-            return self._expand(other.strip("\"'")) if empty else got
-        if sign == "?":
-            return got
-        if sign == "+" and match["name"] in self.values:
-            return self._expand(other.strip("\"'"))
-        return None
+        if body[0].type == "redirected_statement":
+            return self._document(body[0])[0].rstrip("\n") if self._text(body[0]).startswith("cat") else None
+        if body[0].type != "command":
+            return None
+        words = self._words(body[0])[1]
+        if len(words) == 2 and words[0].text == "cat":
+            written = self._written.get(words[1].text)
+            return None if written is None else written.rstrip("\n")
+        known = [word.value for word in words[1:] if word.value is not None]
+        return " ".join(known) if words and words[0].text == "echo" and len(known) == len(words) - 1 else None
 
-    def _split(self, word: Word) -> list[tuple[str | None, Word]]:
+    def _word(self, node: Node) -> list[Word]:
         """The words that a word becomes: an unquoted variable may hold several, an array too."""
-        if len(word) == 1:
-            piece = word[0]
-            array = re.fullmatch(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}", piece.text)
-            if array and piece.quote != "'" and array[1] in self.arrays:
-                self.script.used.add(array[1])
-                return [(self.value(each), each) for each in self.arrays[array[1]]]
-            if piece.quote == "" and "$" in piece.text:
-                value = self.value(word)
-                if value is not None and re.search(r"\s", value):
-                    words = [each for command in commands_of(value, 1) for each in command.words]
-                    return [("".join(p.text for p in each), tuple(Piece(p.text, "'") for p in each)) for each in words]
-        return [(self.value(word), word)]
+        text, line = self._text(node), self._line(node)
+        bare = text[1:-1] if node.type == "string" else text
+        array = re.fullmatch(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}", bare)
+        if array and array[1] in self._arrays:
+            self.script.used.add(array[1])
+            return self._arrays[array[1]]
+        value = self._value(node)
+        if value is not None and node.type in ("simple_expansion", "expansion") and re.search(r"\s", value):
+            return [Word(each, each, line) for each in value.split()]
+        return [Word(value, self._raw(node), line)]
 
-    # commands
+    def _raw(self, node: Node) -> str:
+        """What stands there without the quotes around it."""
+        text = self._text(node)
+        if node.type == "concatenation":
+            return re.sub(r"[\"']", "", text)
+        return text[1:-1] if node.type in ("string", "raw_string") else text
 
-    def run(self, command: Command) -> None:
-        """One simple command."""
-        piped, self._piped = self._piped, ""
-        words = list(command.words)
-        plain = [raw_text(word) for word in words]
-        words, plain = self._keywords(words, plain)
-        conditional = command.after in ("&&", "||")
-        scope = "; ".join(self.blocks) or (f"after {command.after}" if conditional else "")
-        prefix: list[Word] = []
-        while words and (words[0][0].quote == "" and _ASSIGNMENT.match(words[0][0].text)):
-            prefix.append(words.pop(0))
-            plain.pop(0)
-        if not words:
-            for word in prefix:
-                self._assign(word, command.line, scope, exported=False)
-            self._document(command, "")
-            return
-        if prefix:
-            where = f"the command of line {command.line}"
-            for word in prefix:
-                self._assign(word, command.line, "; ".join((*self.blocks, where)), exported=True, temporary=True)
-        self._program(command, words, plain, scope, piped)
+    def _words(self, node: Node) -> tuple[list[Node], list[Word]]:
+        """The assignments before a command, and its words."""
+        before = [child for child in node.children if child.type == "variable_assignment"]
+        words: list[Word] = []
+        for child in node.children:
+            if child.type == "command_name":
+                words += self._word(child.children[0]) if child.children else []
+            elif child.is_named and not child.type.endswith(("_redirect", "assignment")) and child.type != "comment":
+                words += self._word(child)
+        return before, words
 
-    def _keywords(self, words: list[Word], plain: list[str]) -> tuple[list[Word], list[str]]:
-        """Opens and closes blocks; the words behind the keywords are left."""
-        while plain:
-            first = plain[0]
-            if first in ("if", "elif"):
-                if first == "elif" and self.blocks:
-                    self.blocks.pop()
-                self._open(" ".join(["if", *plain[1:8]])[:80])
-                return [], []
-            if first == "else" and self.blocks:
-                self.blocks[-1] = "else of " + self.blocks[-1].removeprefix("else of ")
-            elif first in ("fi", "esac") and self.blocks:
-                self.blocks.pop()
-            elif first == "case":
-                self._open(" ".join(plain[:3])[:80])
-                return [], []
-            elif first == "for" and len(plain) > 1:
-                self.values[plain[1]] = None
-                return [], []
-            elif first in ("while", "until", "select", "function"):
-                return [], []
-            elif first not in _KEYWORDS and first not in ("}", "done", "fi", "esac"):
-                return words, plain
-            words, plain = words[1:], plain[1:]
-            while (
-                plain
-                and first in ("sudo", "numactl", "exec", "nohup")
-                and plain[0].startswith("-")
-                and "=" not in plain[0]
-            ):
-                words, plain = words[1:], plain[1:]
-        return words, plain
+    # -- statements
 
-    def _open(self, title: str) -> None:
-        if len(self.blocks) < _LIMIT_BLOCKS:
-            self.blocks.append(title)
+    def _visit(self, node: Node) -> None:
+        """Follow one statement."""
+        self._level += 1
+        self._commands += 1
+        if self._level > _MOST_LEVELS or self._commands > _MOST_COMMANDS:
+            if not any(each.why.startswith("too") for each in self.script.unread):
+                self.script.unread.append(Unread(line=self._line(node), why="too many or too deeply nested commands"))
+        else:
+            self._statement(node)
+        self._level -= 1
 
-    def _program(self, command: Command, words: list[Word], plain: list[str], scope: str, piped: str) -> None:
-        program = plain[0].rsplit("/", 1)[-1]
-        rest = words[1:]
+    def _statement(self, node: Node) -> None:
+        follow: dict[str, Callable[[Node], None]] = {
+            "ERROR": self._not_understood, "declaration_command": self._declare,
+            "redirected_statement": self._redirected,
+            "if_statement": self._if, "case_statement": self._case, "for_statement": self._for, "list": self._list,
+            "pipeline": self._pipeline,
+        }  # fmt: skip
+        kind = node.type
+        if node.is_missing:
+            self._not_understood(node)
+        elif kind in follow:
+            follow[kind](node)
+        elif kind == "command":
+            self._command(node, Output())
+        elif kind in ("variable_assignment", "variable_assignments"):
+            for each in [node] if kind == "variable_assignment" else node.named_children:
+                self._assign(each, exported=False)
+        elif kind == "unset_command":
+            self._unset([word.text for word in self._words(node)[1]], self._line(node))
+        elif kind == "function_definition":
+            self._functions[self._text(node.child_by_field_name("name") or node)] = node.named_children[-1]
+            self.script.commands += 1
+        elif kind == "subshell":
+            kept = dict(self.values)
+            self._inside(f"the command of line {self._line(node)}", node.children)
+            self.values = kept
+        elif kind not in ("comment", "test_command"):
+            for child in node.children:
+                self._visit(child)
+
+    def _not_understood(self, node: Node) -> None:
+        """Name the lines of what fits nowhere, where settings are near; statements inside are followed."""
+        near = NAMED.search(self._text(node)) is not None
+        for child in node.children or [node]:
+            if child.is_named and child != node and child.type not in _EXPANSIONS | {"word", "number", "variable_name"}:
+                self._visit(child)
+            elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self._text(child)):
+                self.script.unread.append(Unread(line=self._line(child), why="no shell syntax that is known"))
+
+    def _inside(self, scope: str, nodes: Iterable[Node]) -> None:
+        """Follow statements that run only under a condition or for one command."""
+        if scope:
+            self._scopes.append(scope)
+        for node in nodes:
+            self._visit(node)
+        if scope:
+            self._scopes.pop()
+
+    def _title(self, nodes: Sequence[Node]) -> str:
+        text = " ".join(self._text(node) for node in nodes)
+        return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
+
+    def _if(self, node: Node) -> None:
+        """Each branch under its own condition; what a condition itself runs is followed too."""
         self.script.commands += 1
-        if program in ("export", "declare", "typeset", "local", "readonly"):
-            options = "".join(each for each in plain[1:] if each.startswith("-"))
-            exported = program == "export" or "x" in options
-            for word in rest:
-                self._declare(word, command.line, scope, exported=exported)
-        elif program == "setenv" and len(rest) >= 2:
-            self._put(plain[1], self.value(rest[1]), plain[2], command.line, scope, exported=True)
-        elif program == "set" and {"-x", "-gx", "-xg", "-Ux", "-xU", "-lx"} & {*plain[1:3]}:
-            self._set_in_fish(rest, command.line, scope)
-        elif program == "set":
-            self._set(words, plain)
-        elif program in ("unset", "unsetenv"):
-            self._unset(plain[1:], command.line, scope)
-        elif program in ("read", "getopts", "mapfile", "readarray"):
-            self.values.update(dict.fromkeys(name for name in plain[1:] if _NAME.match(name)))
-        elif program in _SILENT or program == "tee":
-            self._written(command, program, rest, piped)
-        else:
-            self._options(command, words)
-        if program not in _SILENT and program != "tee":
-            self._document(command, program)
-            if piped:
-                self._handed(piped, program, command.line)
-
-    def _set_in_fish(self, rest: list[Word], line: int, scope: str) -> None:
-        named = [each for each in rest if not raw_text(each).startswith("-")]
-        if named:
-            values = [self.value(each) for each in named[1:]]
-            value = None if None in values else " ".join(each for each in values if each is not None)
-            raw = " ".join(raw_text(each) for each in named[1:])
-            self._put(raw_text(named[0]), value, raw, line, scope, exported=True)
-
-    def _set(self, words: list[Word], plain: list[str]) -> None:
-        options = "".join(each for each in plain[1:] if each.startswith(("-", "+")))
-        self.all_exported = "-a" in plain or "allexport" in plain or (self.all_exported and "+a" not in options)
-        match = re.fullmatch(r"(\w+)=?", plain[1]) if len(plain) > 2 else None
-        if match and "=" in (plain[1] + plain[2]):  # csh: set name = value
-            self.values[match[1]] = self.value(words[-1])
-
-    def _unset(self, names: list[str], line: int, scope: str) -> None:
-        for name in names:
-            self.values.pop(name, None)
-            self.script.assigned.append(Assigned(name=name, value="", raw="", line=line, scope=scope, unset=True))
-
-    def _declare(self, word: Word, line: int, scope: str, *, exported: bool) -> None:
-        for value, piece in self._split(word) if word[0].text.startswith("$") else [(None, word)]:
-            text = piece[0].text if piece else ""
-            if piece and _ASSIGNMENT.match(text):
-                self._assign(piece, line, scope, exported=exported)
-            elif piece and exported and _NAME.match(text) and value is None:
-                self._export(text, line)
-            elif piece and exported and value and _NAME.match(value):
-                self._export(value, line)
-
-    def _export(self, name: str, line: int) -> None:
-        self.exported.add(name)
-        held = self._held.pop(name, None)
-        if held is not None:
-            self.script.assigned.append(
-                Assigned(name=name, value=held.value, raw=held.raw, line=held.line, scope=held.scope)
-            )
-        elif name not in self.values:
-            self.script.assigned.append(Assigned(name=name, value=None, raw=f"${name}", line=line))
-
-    def _assign(self, word: Word, line: int, scope: str, *, exported: bool, temporary: bool = False) -> None:
-        match = _ASSIGNMENT.match(word[0].text)
-        if match is None:
-            return
-        name, tail = match[1], word[0].text[match.end() :]
-        rest: Word = (*((Piece(tail, word[0].quote),) if tail else ()), *word[1:])
-        if tail.startswith("(") and tail.endswith(")"):
-            items = [each for command in commands_of(tail[1:-1].replace("\n", " "), line) for each in command.words]
-            self.arrays[name] = [*self.arrays.get(name, []), *items] if match[2] else items
-            self.values[name] = None
-            self._inner_words(items, line)
-            return
-        document = _DOCUMENT_VALUE.fullmatch(raw_text(rest).strip())
-        value = self._filled(document["body"]) if document else self.value(rest)
-        if match[2]:
-            before = self.values.get(name)
-            value = None if value is None or before is None else before + value
-        self._put(name, value, raw_text(rest), line, scope, exported=exported, temporary=temporary)
-
-    def _put(
-        self, name: str, value: str | None, raw: str, line: int, scope: str, *, exported: bool, temporary: bool = False
-    ) -> None:
-        if not _NAME.match(name):
-            return
-        for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix
-            name = name.removeprefix(outer)
-        if not temporary:
-            self.values[name] = value
-        seen = exported or self.all_exported or name in self.exported
-        if exported and not temporary:
-            self.exported.add(name)
-        found = Assigned(name=name, value=value, raw=raw, line=line, scope=scope, exported=seen)
-        if seen:
-            self._held.pop(name, None)
-        else:
-            self._held[name] = found
-        self.script.assigned.append(found)
-        text = raw if value is None else value
-        options = text.lstrip().startswith("-") or not name.startswith(("NCCL_", "TORCH_NCCL_"))
-        if options and _INNER.search(text):
-            self._nested(text, line, scope or f"{name} of line {line}")
-
-    def _written(self, command: Command, program: str, rest: list[Word], piped: str) -> None:
-        """What echo, printf, cat and tee write into a file; on the terminal it sets nothing."""
-        text = command.document
-        if program in ("echo", "printf"):
-            values = [self.value(word) or raw_text(word) for word in rest if raw_text(word) not in ("-e", "-n", "-E")]
-            text = "\n".join(each.replace("\\n", "\n") for each in values) if program == "printf" else " ".join(values)
-            text = text.replace("\\n", "\n")
-        elif command.document and not command.literal:
-            text = self._filled(command.document)
-        target = command.to
-        if program == "tee":
-            text = text or piped
-            target = next((raw_text(word) for word in rest if not raw_text(word).startswith("-")), "")
-        if target and text:
-            self.script.inner.append(Inner(text=text, target=target, line=command.line))
-        elif command.piped:
-            self._piped = text
-
-    def _document(self, command: Command, program: str) -> None:
-        """A here-document handed to a program: a shell, Python, kubectl, ssh."""
-        if command.document:
-            text = command.document if command.literal else self._filled(command.document)
-            if command.to:
-                self.script.inner.append(Inner(text=text, target=command.to, line=command.line))
+        title, condition, body, others = "", list[Node](), list[Node](), list[Node]()
+        for child in node.children:
+            if child.type in ("if", "elif", "fi", ";", "\n"):
+                continue
+            if child.type == "then":
+                title, condition = "if " + self._title(condition), []
+            elif child.type in ("elif_clause", "else_clause"):
+                others.append(child)
+            elif title:
+                body.append(child)
             else:
-                self._handed(text, program, command.line)
+                condition.append(child)
+                self._visit(child)
+        self._inside(title, body)
+        for child in others:
+            if child.type == "elif_clause":
+                self._if(child)
+                title = "if " + self._title([each for each in child.children[1:] if each.is_named][:1])
+            else:
+                self._inside(f"else of {title}", child.children)
 
-    def _handed(self, text: str, program: str, line: int) -> None:
-        """Text that a program reads from its standard input."""
-        if program in _SHELLS or program in ("ssh", "srun", "sbatch", "su"):
-            self._nested(text, line, f"here-document of line {line}")
+    def _case(self, node: Node) -> None:
+        self.script.commands += 1
+        of = self._title([node.child_by_field_name("value") or node])
+        for item in node.children:
+            if item.type == "case_item":
+                patterns = item.children_by_field_name("value")
+                rest = [each for each in item.children if each not in patterns]
+                self._inside(f"case {of} in {self._title(patterns)}"[:80], rest)
+
+    def _for(self, node: Node) -> None:
+        """Follow the body once for each known word; else once with an unknown one."""
+        self.script.commands += 1
+        variable = self._text(node.child_by_field_name("variable") or node)
+        words = [word for each in node.children_by_field_name("value") for word in self._word(each)]
+        body = node.child_by_field_name("body")
+        known = [word.value for word in words] if all(word.value for word in words) else [None]
+        for value in known[:_MOST_ROUNDS] or [None]:
+            self.values[variable] = value
+            if body is not None:
+                self._visit(body)
+
+    def _list(self, node: Node) -> None:
+        """`a && b || c`: the grammar nests it to the left, as deep as it is long."""
+        chain: list[tuple[Node, str]] = []
+        while node.type == "list":
+            chain.append((node.children[-1], f"after {node.children[1].type}"))
+            node = node.children[0]
+        self._visit(node)
+        for each, scope in reversed(chain):
+            self._inside("" if self._scopes else scope, [each])
+
+    def _pipeline(self, node: Node) -> None:
+        parts = [child for child in node.children if child.is_named]
+        for number, part in enumerate(parts):
+            if number < len(parts) - 1:
+                self._run_piped(part)
+            else:
+                self._visit(part)
+        self._piped = ""
+
+    def _run_piped(self, node: Node) -> None:
+        if node.type == "command":
+            self._command(node, Output(piped=True))
+        elif node.type == "redirected_statement":
+            self._redirected(node, piped=True)
         else:
-            target = (
-                "x.py" if program.startswith("python") else "manifest.yaml" if program in ("kubectl", "oc") else program
-            )
-            self.script.inner.append(Inner(text=text, target=target, line=line))
+            self._visit(node)
+
+    def _redirected(self, node: Node, *, piped: bool = False) -> None:
+        body = node.child_by_field_name("body")
+        document, line = self._document(node)
+        target, follow = "", list[Node]()
+        for redirect in _redirects(node):
+            if redirect.type == "file_redirect" and self._text(redirect).lstrip("&0123456789")[:1] == ">":
+                destination = redirect.child_by_field_name("destination")
+                found = self._word(destination)[0].text if destination is not None else ""
+                target = target if redirect.children[0].type == "file_descriptor" or found.isdigit() else found
+            elif redirect.type in ("pipeline", "list", "&&", "||"):
+                follow += [child for child in redirect.children if child.is_named]
+            elif redirect.type == "ERROR":
+                self._not_understood(redirect)
+        output = Output(target, document, line, piped or bool(follow))
+        if body is None:
+            self._read_by("", output)
+        elif body.type == "command":
+            self._command(body, output)
+        else:
+            self._visit(body)
+            if document:
+                self._read_by("", output)
+        for number, each in enumerate(follow):
+            self._run_piped(each) if number < len(follow) - 1 else self._visit(each)
+
+    def _document(self, node: Node) -> tuple[str, int]:
+        """The here-document or here-string of a statement, known variables filled in, and its first line."""
+        for redirect in node.children:
+            if redirect.type == "herestring_redirect":
+                return (self._value(redirect.children[-1]) or self._text(redirect.children[-1])), self._line(redirect)
+            if redirect.type != "heredoc_redirect":
+                continue
+            body = next((child for child in redirect.children if child.type == "heredoc_body"), None)
+            start = next((child for child in redirect.children if child.type == "heredoc_start"), None)
+            if body is None or start is None:
+                continue
+            text = self._text(body)
+            if redirect.children[0].type == "<<-":
+                text = re.sub(r"^\t+", "", text, flags=re.MULTILINE)
+            if self._text(start)[:1] not in "'\"\\":
+                text = self._filled(text)
+            return text, self._line(body)
+        return "", 0
 
     def _filled(self, text: str) -> str:
         """A here-document with the variables that are known put in."""
 
         def put(match: re.Match[str]) -> str:
-            if match["plain"]:
-                self.script.used.add(match["plain"])
-                value = self.values.get(match["plain"])
-            else:
-                value = self._braced(match["braced"]) if match["braced"] is not None else None
-            return match.group() if value is None else value
+            name = match[1] or match[2]
+            self.script.used.add(name)
+            value = self.values.get(name)
+            if value is None and match[3]:
+                value = match[3]
+            return match.group() if value is None or len(value) > _MOST_VALUE >> 4 else value
 
-        return _EXPANSION.sub(put, text).replace("\\$", "$")
+        found = re.sub(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}$]*))?\})", put, text)
+        return found.replace("\\$", "$")[: 1 << 20]
 
-    def _options(self, command: Command, words: list[Word]) -> None:
+    # -- assignments
+
+    def _assign(self, node: Node, *, exported: bool, scope: str = "") -> None:
+        """`NAME=value`, `NAME+=value`, `NAME=(an array)`; with `scope` for one command only."""
+        name_node, value_node = node.child_by_field_name("name"), node.child_by_field_name("value")
+        if name_node is None or name_node.type != "variable_name":
+            return
+        name, raw = self._text(name_node), self._text(value_node) if value_node else ""
+        if value_node is not None and value_node.type == "array":
+            items = [word for each in value_node.named_children for word in self._word(each)]
+            kept = self._arrays.get(name, []) if node.children[1].type == "+=" else []
+            self._arrays[name], self.values[name] = [*kept, *items][: _MOST_VALUE >> 4], None
+            return
+        for inner in _descend(value_node, "command_substitution") if "NCCL_" in raw else ():
+            if self._value(inner) is None:
+                self._inside(f"the command of line {self._line(inner)}", inner.children)
+        used = set(self.script.used)
+        value = self._value(value_node) if value_node else ""
+        if name not in used:
+            self.script.used.discard(name)  # to hand on one's own value is no use of it
+        if node.children[1].type == "+=":
+            before = self.values.get(name)
+            value = None if value is None or before is None else (before + value)[:_MOST_VALUE]
+        raw = self._raw(value_node) if value_node else ""
+        self._put(name, value, raw, self._line(node), exported=exported, scope=scope)
+
+    def _put(self, name: str, value: str | None, raw: str, line: int, *, exported: bool, scope: str = "") -> None:
+        if not NAME.match(name):
+            return
+        for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix
+            name = name.removeprefix(outer)
+        if not scope:
+            self.values[name] = value
+            if exported:
+                self._exported.add(name)
+        seen = exported or self._export_everything or name in self._exported
+        where = "; ".join((*self._scopes, scope) if scope else self._scopes)
+        found = Assigned(name=name, value=value, raw=raw, line=line, scope=where, exported=seen)
+        if seen:
+            self._held.pop(name, None)
+        else:
+            self._held[name] = found
+        self.script.assigned.append(found)
+
+    def _declare(self, node: Node) -> None:
+        """export, declare, typeset, local, readonly."""
+        self.script.commands += 1
+        keyword = node.children[0].type
+        options = [self._text(child) for child in node.children[1:] if self._text(child).startswith("-")]
+        exported = keyword == "export" or any("x" in option for option in options)
+        for child in node.named_children:
+            if child.type == "variable_assignment":
+                self._assign(child, exported=exported)
+            elif exported:
+                for word in [Word(self._text(child), "")] if child.type == "variable_name" else self._word(child):
+                    name, equals, value = (word.value or "").partition("=")
+                    if equals:
+                        self._put(name, value, value, self._line(child), exported=True)
+                    elif NAME.match(name):
+                        self._export(name, self._line(child))
+
+    def _export(self, name: str, line: int) -> None:
+        self._exported.add(name)
+        held = self._held.pop(name, None)
+        if held is not None:
+            self._put(name, held.value, held.raw, held.line, exported=True)
+        elif name not in self.values:
+            self.script.assigned.append(Assigned(name=name, value=None, raw=f"${name}", line=line))
+
+    def _unset(self, names: Iterable[str], line: int) -> None:
+        for name in names:
+            self.values.pop(name, None)
+            self._exported.discard(name)
+            where = "; ".join(self._scopes)
+            self.script.assigned.append(Assigned(name=name, value="", raw="", line=line, scope=where, unset=True))
+
+    # -- commands
+
+    def _command(self, node: Node, output: Output) -> None:
+        line = self._line(node)
+        piped, self._piped = self._piped, ""
+        before, words = self._words(node)
+        for each in before:
+            self._assign(each, exported=True, scope=f"the command of line {line}")
+        for child in node.children:
+            if child.has_error and child.type not in _EXPANSIONS:
+                for error in _descend(child, "ERROR"):
+                    self._not_understood(error)
+        while words and (words[0].text in _WRAPPERS or words[0].text in ("!", "{")):
+            first, words = words[0].text, words[1:]
+            while words and first in ("sudo", "numactl", "exec", "nice") and words[0].text.startswith("-"):
+                if "=" in words[0].text and first == "sudo":
+                    break
+                words = words[1:]
+        if words:
+            self.run(words, line, piped, output)
+
+    def run(self, words: list[Word], line: int, piped: str, output: Output) -> None:
+        """Take from one simple command what it sets."""
+        self.script.commands += 1
+        program, rest = words[0].text.rsplit("/", 1)[-1], words[1:]
+        texts = [word.text for word in rest]
+        if program == "setenv" and len(rest) >= 2:
+            self._put(texts[0], rest[1].value, texts[1], line, exported=True)
+        elif program == "set":
+            self._set(rest, texts, line)
+        elif program == "unsetenv":
+            self._unset(texts, line)
+        elif program in ("read", "getopts", "mapfile", "readarray"):
+            self.values.update(dict.fromkeys(name for name in texts if NAME.match(name)))
+        elif program in ("echo", "printf", "cat", "tee"):
+            self._write(program, rest, line, piped, output)
+            return
+        elif program in self._functions and program not in self._called:
+            self._call(program, rest)
+        else:
+            self._options(words, line)
+        self._read_by(program, output if output.document else Output(output.target, piped, line))
+
+    def _call(self, name: str, rest: list[Word]) -> None:
+        kept = {str(at): self.values.get(str(at)) for at in range(1, 10)}
+        self.values.update({str(at): rest[at - 1].value if at <= len(rest) else None for at in range(1, 10)})
+        self._called.add(name)  # a function that calls itself ends here
+        self._visit(self._functions[name])
+        self.values.update(kept)
+
+    def _set(self, rest: list[Word], texts: list[str], line: int) -> None:
+        """`set -a`, fish's `set -x NAME value`, csh's `set name = value`."""
+        if _FISH & {*texts[:2]} and len([each for each in texts if each[:1] != "-"]) > 1:
+            named = [word for word in rest if not word.text.startswith("-")]
+            known = [word.value for word in named[1:] if word.value is not None]
+            value = " ".join(known) if len(known) == len(named) - 1 else None
+            self._put(named[0].text, value, " ".join(word.raw for word in named[1:]), line, exported=True)
+            return
+        if texts[1:2] == ["="] and len(texts) > 2:
+            self.values[texts[0]] = rest[2].value
+        for number, text in enumerate(texts):
+            everything = text in ("-o", "+o") and texts[number + 1 : number + 2] == ["allexport"]
+            if everything or re.fullmatch(r"[-+][a-z]*a[a-z]*", text):
+                self._export_everything = text[0] == "-"
+
+    def _write(self, program: str, rest: list[Word], line: int, piped: str, output: Output) -> None:
+        """Take what echo, printf, cat and tee write into a file or hand on; on the terminal it sets nothing."""
+        text, start, target = output.document, output.line, output.target
+        if program in ("echo", "printf"):
+            words = [word.text for word in rest if word.raw not in ("-e", "-n", "-E")]
+            text, start = ("\n" if program == "printf" else " ").join(words).replace("\\n", "\n"), line
+        elif program == "tee":
+            text, target = text or piped, next((word.text for word in rest if word.text[:1] != "-"), "")
+        elif not text and len(rest) == 1:
+            text = self._written.get(rest[0].text, "")
+        if target and text:
+            kept = self._written.get(target, "") + text.rstrip("\n") + "\n"
+            self._written[target] = kept[-_MOST_VALUE:]
+            self.script.inner.append(Inner(text=text, target=target, line=start))
+        elif output.piped:
+            self._piped = text
+        for row in text.splitlines() if program == "echo" and not target else ():
+            if dotted := _DOTTED.match(row):  # for a launcher that reads the script's output
+                self._pair(dotted[1], row[dotted.end() :], row[dotted.end() :], line, f"line {line}")
+
+    def _read_by(self, program: str, output: Output) -> None:
+        """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""
+        text, line = output.document, output.line
+        if not text:
+            return
+        if output.target and not program:
+            self.script.inner.append(Inner(text=text, target=output.target, line=line))
+        elif program in _SHELLS:
+            self._nested(text, line, f"here-document of line {line}")
+        else:
+            target = "manifest.yaml" if program in ("kubectl", "oc") else program
+            self.script.inner.append(Inner(text=text, target=target, line=line))
+
+    def _options(self, words: list[Word], line: int) -> None:
         """Variables in the words of any program: options of launchers, `env A=1`, scripts in quotes."""
-        where = "; ".join((*self.blocks, f"the command of line {command.line}"))
-        split = [each for word in words for each in self._split(word)]
-        texts = [raw_text(word) if value is None else value for value, word in split]
-        skip = 0
-        bare = texts[0].rsplit("/", 1)[-1] == "env" or texts[:3] == ["kubectl", "set", "env"]
-        for index, text in enumerate(texts):
-            if skip:
-                skip -= 1
-                continue
-            value = split[index][0]
-            taken = self._launcher_option(texts, split, index, command.line, where)
-            if taken is not None:
-                skip = taken
-            elif self._is_script(texts, index):
-                self._inner_text(text, command.line, where)
-            elif (dotted := _DOTTED.match(text)) is not None:  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
-                tail = text[dotted.end() :]
-                self._pair(dotted[1], None if value is None else tail.strip("\"'"), tail, command.line, where)
-            elif _SETTER.match(text) and (bare or text.startswith(("NCCL_", "TORCH_NCCL_"))):
-                self._setting(text, value, command.line, where)
-            elif index:
-                bare = bare and text.startswith("-")
-                self._inner_text(text, command.line, where)
-            if index == 0 and not bare and "env" in texts[1:3] and texts[0] in ("srun", "time", "nice"):
-                bare = True
-            if text.rsplit("/", 1)[-1] == "env":
-                bare = True
+        where = f"the command of line {line}"
+        settings, at = [word.text for word in words[:3]] == ["kubectl", "set", "env"], 0
+        while at < len(words):
+            word = words[at]
+            taken = self._launcher_option(words, at, line, where)
+            if taken is None:
+                self._plain_word(words, at, line, where, settings=settings)
+                unset = at > 0 and words[at - 1].text in ("-u", "-C")
+                more = unset or re.match(r"-|[A-Za-z_]\w*=|(?:kubectl|set)\Z", word.text)
+                settings = word.text.rsplit("/", 1)[-1] == "env" or (settings and bool(more))
+            at += 1 + (taken or 0)
 
-    @staticmethod
-    def _is_script(texts: list[str], index: int) -> bool:
-        """Whether a word is what `sh -c` and its like run."""
-        return (
-            index > 0
-            and re.fullmatch(r"-\w*c", texts[index - 1]) is not None
-            and texts[0].rsplit("/", 1)[-1] not in ("srun", "gcc")
-        )
+    def _plain_word(self, words: list[Word], at: int, line: int, where: str, *, settings: bool) -> None:
+        word, text = words[at], words[at].text
+        program = words[0].text.rsplit("/", 1)[-1]
+        runs = at > 0 and re.fullmatch(r"-\w*c", words[at - 1].text) and program not in ("srun", "gcc")
+        if program == "eval" and at == 1:
+            self._nested(" ".join(each.text for each in words[1:]), line, "")
+        elif program.startswith("python") and runs:
+            self._other_language(text, word.line or line, "Python")
+        elif runs:
+            self._nested(text, word.line or line, where)
+        elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
+            tail = text[dotted.end() :].strip("\"'")
+            self._pair(dotted[1], None if word.value is None else tail, tail, line, where)
+        elif _SETTER.match(text) and (settings or (at and words[at - 1].text[:1] == "-" and _SETTING.match(text))):
+            self._setting(text, word.value, line, where)
+        elif at and program in _REMOTE and re.search(r"\s", text) and NAMED.search(text):
+            self._nested(text, word.line or line, where)
+        elif at:
+            self._text_in_word(text, word.line or line, where)
 
-    def _launcher_option(
-        self, texts: list[str], split: list[tuple[str | None, Word]], index: int, line: int, where: str
-    ) -> int | None:
+    def _launcher_option(self, words: list[Word], at: int, line: int, where: str) -> int | None:
         """Take a launcher's option that sets variables: how many words after it belong to it, None if it is none."""
-        text, value = texts[index], split[index][0]
-        following = texts[index + 1] if index + 1 < len(texts) else ""
+        word, after = words[at], words[at + 1] if at + 1 < len(words) else Word(None, "")
+        text = word.text
         option, equals, tail = text.partition("=")
-        if text in _PAIRED or (text == "-env" and "=" not in following and index + 2 < len(texts)):
-            if index + 2 >= len(texts):
-                return 0
-            self._pair(following, split[index + 2][0], texts[index + 2], line, where)
+        if text in _TAKES_PAIR or (text == "-env" and "=" not in after.text and at + 2 < len(words)):
+            if at + 2 < len(words):
+                self._pair(after.text, words[at + 2].value, words[at + 2].raw, line, where)
             return 2
-        if text in _TAKES_VALUE:
-            self._setting(following, split[index + 1][0] if following else None, line, where)
+        if _TAKES_SETTING.fullmatch(text):
+            self._setting(after.text, after.value, line, where)
             return 1
-        if equals and option in _TAKES_VALUE:
-            self._setting(tail, None if value is None else tail, line, where)
+        if equals and _TAKES_SETTING.fullmatch(option):
+            self._setting(tail, None if word.value is None else tail, line, where)
         elif text.startswith(("-xNCCL_", "-eNCCL_")):
-            self._setting(text[2:], None if value is None else text[2:], line, where)
-        elif option in _EXPORT_LIST:
-            self._export_list(tail if equals else following, line, where)
+            self._setting(text[2:], None if word.value is None else text[2:], line, where)
+        elif option in _TAKES_LIST:
+            for part in (tail if equals else after.text).split(","):  # a comma ends a value: a list is cut
+                name, sign, value = part.partition("=")
+                if sign:
+                    self._pair(name, None if "$" in value else value, value, line, where)
             return 0 if equals else 1
-        elif option in _FILES:
-            self.script.files.append(tail if equals else following)
+        elif option in _TAKES_FILE:
+            self.script.files.append(tail if equals else after.text)
+            return 0 if equals else 1
         else:
             return None
         return 0
 
     def _setting(self, text: str, value: str | None, line: int, scope: str) -> None:
         """NAME=VALUE, several with commas between them (apptainer), or NAME alone, which hands on what is set."""
-        parts = re.split(r",(?=[A-Z_][A-Z0-9_]*=)", text)
-        for part in parts:
+        for part in re.split(r",(?=[A-Z_][A-Z0-9_]*=)", text):
             name, equals, tail = part.partition("=")
             if equals:
                 self._pair(name, None if value is None else tail, tail, line, scope)
-            elif _NAME.match(name) and name in self._held:
+            elif name in self._held:
                 self.script.used.add(name)
 
     def _pair(self, name: str, value: str | None, raw: str, line: int, scope: str) -> None:
-        if _NAME.match(name):
-            self.script.assigned.append(Assigned(name=name, value=value, raw=raw, line=line, scope=scope))
-            if _INNER.search(raw) and not name.startswith("NCCL_"):
-                self._inner_text(raw, line, scope)
+        if NAME.match(name):
+            where = "; ".join((*self._scopes, scope))
+            self.script.assigned.append(Assigned(name=name, value=value, raw=raw, line=line, scope=where))
+            if _SETTING.search(raw) and not name.startswith("NCCL_"):
+                self._text_in_word(raw, line, scope)
 
-    def _export_list(self, text: str, line: int, scope: str) -> None:
-        """srun --export=ALL,A=1,B=2: a comma ends a value, so a list of interfaces is cut."""
-        for part in text.split(","):
-            name, equals, tail = part.partition("=")
-            if equals:
-                self._pair(name, tail if "$" not in tail else self._expand(tail), tail, line, scope)
-
-    def _inner_words(self, words: list[Word], line: int) -> None:
-        command = Command(line, [(Piece("options", ""),), *words])
-        self._options(command, command.words)
-
-    def _inner_text(self, text: str, line: int, scope: str) -> None:
-        if not _INNER.search(text) and "NCCL_" not in text:
+    def _text_in_word(self, text: str, line: int, scope: str) -> None:
+        """A script, JSON or options inside one word."""
+        if not NAMED.search(text):
             return
-        if text.lstrip().startswith(("{", "[")) and '"' in text:
-            self.script.inner.append(Inner(text=text, target="option.json", line=line))
-        elif re.search(r"\s", text) or ";" in text or "=" in text:
-            self._nested(text.split("=", 1)[1] if text.startswith("--") and "=" in text else text, line, scope)
+        inside = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=", text) else text
+        if inside.lstrip().startswith(("{", "[")) and '"' in inside:
+            self.script.inner.append(Inner(text=inside, target="option.json", line=line))
+        elif "os.environ" in inside:
+            self._other_language(inside, line, "Python")
+        elif _COMMANDS.search(inside):
+            self._nested(inside, line, scope, surely=False)
 
-    def _nested(self, text: str, line: int, scope: str) -> None:
-        if self.depth >= _LIMIT_DEPTH:
+    def _other_language(self, text: str, line: int, language: str) -> None:
+        for number, row in enumerate(text.splitlines()):
+            if SETS.search(row) and not row.lstrip().startswith("#"):
+                self.script.unread.append(Unread(line=line + number, why=f"a setting in {language}"))
+
+    def _nested(self, text: str, line: int, scope: str, *, surely: bool = True) -> None:
+        """A script inside this one: `bash -c`, eval, ssh, a here-document; not `surely` where it may be prose."""
+        if self._depth >= _MOST_SCRIPTS:
+            self.script.unread.append(Unread(line=line, why="scripts in quotes nested too deeply"))
             return
-        if "os.environ" in text:
-            self.script.inner.append(Inner(text=text, target="x.py", line=line))
-            return
-        inner = read_shell(text, known=self.values, depth=self.depth + 1, line=line)
-        for each in inner.assigned:
-            joined = "; ".join(part for part in (scope, each.scope) if part)
-            self.script.assigned.append(
-                Assigned(
-                    name=each.name, value=each.value, raw=each.raw, line=line, scope=joined or f"line {line}",
-                    exported=each.exported, unset=each.unset,
-                )
-            )  # fmt: skip
-        self.script.inner += inner.inner
-        self.script.used |= inner.used
-        self.script.files += inner.files
+        inner = _Reader(dict(self.values), self._depth + 1)
+        inner._scopes = [*self._scopes, scope] if scope else list(self._scopes)
+        inner._commands = self._commands
+        inner.read(text, line)
+        self._commands = inner._commands
+        if not scope:
+            self.values = inner.values
+        if not surely:
+            inner.script.unread.clear()
+        self.script.add(inner.script)
 
 
-def _number(node: ast.expr) -> int | None:
-    """The value of an expression of integers; None for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < 1 << 62:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _number(node.operand)
-        return None if value is None else -value
-    if not isinstance(node, ast.BinOp):
-        return None
-    left, right = _number(node.left), _number(node.right)
-    if left is None or right is None:
-        return None
-    match node.op:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.FloorDiv():
-            return left // right
-        case ast.Mod():
-            return left % right
-        case ast.LShift() if 0 <= right < 63:
-            return left << right
-        case ast.RShift() if 0 <= right < 63:
-            return left >> right
-    return None
+def _redirects(node: Node) -> Iterator[Node]:
+    """Redirections of a statement, and what the grammar puts inside a here-document's line after its start."""
+    for child in node.children:
+        yield child
+        if child.type == "heredoc_redirect":
+            yield from (each for each in child.children if each.type in ("file_redirect", "pipeline", "list", "ERROR"))
 
 
-def sbatch_directives(text: str) -> Iterator[tuple[int, str]]:
+def _descend(node: Node | None, kind: str) -> Iterator[Node]:
+    """The outermost nodes of one kind, in order."""
+    waiting = [node] if node is not None else []
+    while waiting:
+        each = waiting.pop()
+        if each.type == kind:
+            yield each
+        else:
+            waiting += reversed(each.children)
+
+
+def _ansi(text: str) -> str:
+    names = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a"}
+    return re.sub(r"\\(.)", lambda match: names.get(match[1], match[0]), text, flags=re.DOTALL)
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+}  # fmt: skip
+
+
+def _number(node: ast.expr) -> int:
+    """The value of an expression of integers. Raises ValueError for anything else, and beyond 63 bits."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        found = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        found = -_number(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left), _number(node.right)
+        if isinstance(node.op, ast.LShift | ast.RShift) and not 0 <= right < 63:
+            raise ValueError("shifted out")
+        found = _OPERATORS[type(node.op)](left, right)
+    else:
+        raise ValueError("no number")
+    if abs(found) >= 1 << 63:
+        raise ValueError("too large")
+    return found
+
+
+# -- other shells and schedulers
+
+
+def directives(text: str) -> Iterator[tuple[int, str]]:
     """`#SBATCH --export=...` and the same of other schedulers: the line's number and its words."""
     for number, row in enumerate(text.splitlines(), start=1):
         match = re.match(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)", row)
@@ -595,4 +843,23 @@ def sbatch_directives(text: str) -> Iterator[tuple[int, str]]:
 
 def is_csh(text: str) -> bool:
     """Whether a script is of the C shell."""
-    return bool(_CSH.search(text)) or bool(re.match(r"#!.*csh", text))
+    return bool(re.search(r"^[ \t]*(?:setenv\s+\w+|set\s+\w+\s*=)|\A#!.*csh", text, re.MULTILINE))
+
+
+_CSH = (
+    (r"^(\s*)else\s+if\s*\((.*)\)\s*then\s*$", r"\1elif [ \2 ]; then"),
+    (r"^(\s*)if\s*\((.*)\)\s*then\s*$", r"\1if [ \2 ]; then"),
+    (r"^(\s*)if\s*\(([^()]*)\)\s+(\S.*)$", r"\1if [ \2 ]; then \3; fi"),
+    (r"^(\s*)endif\b", r"\1fi"),
+    (r"^(\s*)foreach\s+(\w+)\s*\((.*)\)\s*$", r"\1for \2 in \3; do"),
+    (r"^(\s*)while\s*\((.*)\)\s*$", r"\1while [ \2 ]; do"),
+    (r"^(\s*)end\s*$", r"\1done"),
+    (r"^\s*(?:switch\s*\(.*|case\s.*:|default:|breaksw|endsw)\s*$", ""),
+)
+
+
+def bash_of_csh(text: str) -> str:
+    """The control structures of a C shell script in bash's words, line by line."""
+    for pattern, words in _CSH:
+        text = re.sub(pattern, words, text, flags=re.MULTILINE)
+    return text

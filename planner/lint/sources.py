@@ -1,32 +1,34 @@
-"""Environments wherever they are written: a process, an env file, a script, a manifest, a Dockerfile, code, a log.
+"""Environments wherever they are written: a process, an env file, a script, a manifest, a Dockerfile, a log.
 
-Specification: proc(5) environ; docker --env-file; NCCL src/misc/param.cc setEnvFile (nccl.conf). The other forms:
-`lint_shell`, `lint_documents`, `lint_code`. A text in which nothing is found is an error that says what it looks like.
+Specification: proc(5) environ; docker --env-file; NCCL src/misc/param.cc setEnvFile (nccl.conf). The other forms have
+modules of their own: `shell`, `documents`, `dockerfile`. Lines that are not understood are named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from planner.lint.code import read_dockerfile, read_python, read_systemd
+from contracts.finding import Finding
+from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.pairs import JOB_SIZE
-from planner.lint.shell import Assigned, Script, is_csh, lines_of, read_shell, sbatch_directives
-from probes.api import Finding, Snapshot
+from planner.lint.script import SETS, Assigned, Inner, Script, Unread
+from planner.lint.shell import bash_of_csh, directives, is_csh, limit_parsing, read_shell
+from probes.api import Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 
-KINDS = (
-    "env", "shell", "conf", "pod", "yaml", "json", "toml", "dockerfile", "systemd", "python", "markdown", "log",
-    "process",
-)  # fmt: skip
 FORMS: Mapping[str, str] = {
-    "env": "env file", "shell": "shell script", "conf": "nccl.conf", "toml": "TOML", "dockerfile": "Dockerfile",
-    "systemd": "systemd unit", "python": "Python", "markdown": "Markdown", "log": "NCCL log", "process": "process",
+    "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
+    "dockerfile": "Dockerfile", "log": "NCCL log", "process": "process",
+    "other": "no form that is read",
 }  # fmt: skip
-_LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes; a log is cut by its own reader
+KINDS = tuple(kind for kind in FORMS if kind != "other")
+_DOCUMENTS = ("yaml", "json", "toml")
+_LIMIT_CHARACTERS = 8 << 20  # an environment or a manifest is kilobytes
+_LIMIT_LOG = 16 << 20
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
@@ -35,32 +37,17 @@ _LIMIT_SCOPES = 200
 _JUDGED = re.compile(
     r"^[ \t]*(?:export\s+)?(?:TORCH_)?NCCL_|^(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_", re.IGNORECASE
 )
-_YAML_HINT = re.compile(
-    r"^[ \t]*(?:-\s+)?(?:apiVersion|kind|spec|containers|env|envs|metadata|template|services|environment|resources"
-    r"|env_vars|runtime_env|values)\s*:",
-    re.MULTILINE,
-)
-_SHELL_HINT = re.compile(
-    r"^#!.*\b(?:ba|z|da|k|c|tc|fi)?sh\b|^[ \t]*(?:export|declare|typeset|setenv|set\s+-\w*x)\s|(?:^|\s)-x\s+[A-Z]+_"
-    r"|\b(?:mpirun|mpiexec|srun|torchrun|sbatch|docker\s+run|podman\s+run|singularity|apptainer)\b|^#SBATCH\s"
-    r"|^[ \t]*(?:if|for|case)\s.*(?:then|do|in)\b|^[ \t]*(?:[A-Z_]+=\S*[ \t]+)+(?:python|bash|\./)"
-    r"|\bbash\s+-\w*c\b|\bnsys\b",
-    re.MULTILINE,
-)
-_PYTHON_HINT = re.compile(r"\bos\.(?:environ|putenv)\b|^(?:import|from)\s+\w+|^[ \t]*def\s+\w+\(", re.MULTILINE)
-_DOCKER_HINT = re.compile(r"^[ \t]*FROM\s+\S+(?:\s+AS\s+\S+)?[ \t]*$|^[ \t]*ENV\s+\w+[=\s]", re.MULTILINE)
-_SYSTEMD_HINT = re.compile(r"^\[(?:Service|Unit|Container)\][ \t]*$", re.MULTILINE)
-_TOML_HINT = re.compile(r"^\[[\w.\"-]+\][ \t]*$", re.MULTILINE)
-_FENCE = re.compile(
-    r"^[ \t]*(?P<mark>`{3,8}|~{3,8})[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<body>.*?)(?:^[ \t]*(?P=mark)[ \t]*$|\Z)",
-    re.M | re.S,
-)
+_JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
 _NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
 # What else names NCCL's variables and is not read: the error says which it is.
 _UNREAD: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("Markdown", re.compile(r"^[ \t]*(?:```|~~~)|^#{1,4}[ \t]+\S.*\n\s*\n|^\.\. \w[\w-]*::", re.MULTILINE)),
+    ("a notebook", re.compile(r'"nbformat"\s*:')),
     ("Terraform or HCL", re.compile(r"^[ \t]*(?:resource|variable|locals|module|job|task)\b[^\n]*\{", re.MULTILINE)),
     ("C or C++", re.compile(r"^[ \t]*#include\s*[<\"]", re.MULTILINE)),
-    ("Lua", re.compile(r"^[ \t]*(?:setenv|prepend_path)\s*\(|^[ \t]*local\s+\w+\s*=", re.MULTILINE)),
+    ("Python", re.compile(r"\bos\.(?:environ|putenv)\b|^(?:import|from)\s+\w+|^[ \t]*def\s+\w+\(", re.MULTILINE)),
+    ("a systemd unit", re.compile(r"^\[(?:Service|Unit|Container)\][ \t]*$", re.MULTILINE)),
+    ("Lua", re.compile(r"^[ \t]*(?:setenv|prepend_path)\s*\(|^[ \t]*local\s+\w+\s+=", re.MULTILINE)),
     ("a patch", re.compile(r"^@@ -\d+", re.MULTILINE)),
     ("XML or HTML", re.compile(r"^[ \t]*<[?!a-zA-Z]")),
     ("Java, Go, Rust or JavaScript", re.compile(r"^[ \t]*(?:package|func|fn|public|const|let)\s", re.MULTILINE)),
@@ -94,6 +81,7 @@ class Reading:
     form: str
     environments: tuple[NamedEnvironment, ...]
     files: tuple[str, ...] = ()  # named in the text and not read: env files, ConfigMaps of elsewhere
+    unread: tuple[Unread, ...] = ()  # lines that could not be understood, in order
     nodes: int | None = None  # of the job, where the text says so
 
     def names(self) -> tuple[str, ...]:
@@ -117,13 +105,14 @@ def read_environment(text: str, kind: str | None = None, name: str = "") -> tupl
 
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     """The same with the form it was read as. Raises EnvironmentTextError."""
-    if len(text) > _LIMIT_CHARACTERS:
+    if len(text) > (_LIMIT_LOG if (kind or guess_kind(text[:_LIMIT_SCRIPT], name)) == "log" else _LIMIT_CHARACTERS):
         raise EnvironmentTextError(
             f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
         )
-    text = text.replace("\r\n", "\n")
+    limit_parsing()
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     guessed = kind or guess_kind(text, name)
-    if guessed not in KINDS:
+    if guessed not in FORMS:
         raise EnvironmentTextError(f"kind {guessed!r}: must be one of {', '.join(KINDS)}")
     if kind is not None:
         return _reading(text, kind)
@@ -152,13 +141,26 @@ def _otherwise(text: str, kind: str) -> Reading | None:
 def _reading(text: str, kind: str) -> Reading:
     if kind not in ("env", "conf", "log", "process") and len(text) > _LIMIT_SCRIPT:
         raise EnvironmentTextError(f"{len(text)} characters: more than the {_LIMIT_SCRIPT} that are read of a {kind}")
-    title, parts, files = _read(text, kind, 0)
-    own = _own(text)
+    title, parts = _read(text, kind, 0)
+    own = _own(text) if kind in _DOCUMENTS else frozenset(name for _, script in parts for name in script.used)
     environments = tuple(each for source, script in parts for each in _environments(source, script, title, own))
+    unread = [each for _, script in parts for each in script.unread]
+    if kind in _DOCUMENTS:
+        found = {each.name for _, script in parts for each in script.assigned}
+        unread = [*_unread_settings(text, found), *(each for each in unread if each.line)]
     return Reading(
-        form=title, environments=environments, files=tuple(dict.fromkeys(files)),
-        nodes=None if kind == "markdown" else _nodes(text),  # a page tells of several jobs
+        form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
+        unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
     )  # fmt: skip
+
+
+def _unread_settings(text: str, found: set[str]) -> Iterator[Unread]:
+    """Lines of a document that look as if they set a variable that was found nowhere."""
+    for number, row in enumerate(text.splitlines(), start=1):
+        for match in SETS.finditer(row) if not row.lstrip().startswith("#") else ():
+            name = re.match(r"\w+", match[0])
+            if name and name[0] not in found:
+                yield Unread(line=number, why=f"{name[0]} stands where no variable is read")
 
 
 _USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
@@ -193,153 +195,148 @@ def why_nothing(text: str, reading: Reading) -> str:
     lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
-    looks = next((what for what, pattern in _UNREAD if pattern.search(text)), "")
-    where = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+    looks = _foreign(text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
-    like = f", and looks like {looks}" if looks else ""
+    like = f" It looks like {looks}." if looks else ""
     return (
-        f"{count} NCCL's variables (line {where}), and none sets one in a form that is read; it was "
-        f"read as: {reading.form}{like}. Forms that are read: {', '.join(KINDS)} (--kind)"
+        f"{count} NCCL's variables ({listed_lines(lines)}), and none sets one in a form that is read. It was read as: "
+        f"{reading.form}.{like} Forms that are read: {', '.join(KINDS)} (--kind)"
     )
+
+
+def listed_lines(lines: Iterable[int]) -> str:
+    """Line numbers for a sentence: "line 3", "lines 3, 7, 9", cut after ten."""
+    numbers = sorted(set(lines))
+    shown = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
+    return f"line{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _foreign(text: str) -> str:
+    return next((what for what, pattern in _UNREAD if pattern.search(text)), "")
 
 
 _Parts = list[tuple[str, Script]]
 
 
-def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts, list[str]]:
-    """The form in words, each place's script, and files that it names."""
-    title = FORMS.get(kind, kind)
-    if kind in ("pod", "yaml", "json", "toml"):
-        return _documents(text, "yaml" if kind == "pod" else kind, depth)
-    if kind == "markdown":
-        return _markdown(text, depth)
+def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
+    """The form in words, and each place's script."""
+    title = FORMS[kind]
+    if kind in _DOCUMENTS:
+        try:
+            branches = parse(text, kind)
+            places = read_documents(branches)
+        except DocumentError as error:
+            raise EnvironmentTextError(str(error)) from None
+        title, parts = form(branches[0], kind), []
+        for place in places:
+            parts += [(place.source, place.script), *_inner(place.script, place.source, depth)]
+        return title, parts
     script = _script(text, kind)
-    if kind == "shell":
-        if is_csh(text):
-            title = "C shell script"
-        elif re.search(r"^#SBATCH\s", text, re.MULTILINE):
-            title = "Slurm batch script"
-    parts: _Parts = [({"process": "process", "log": "log"}.get(kind, title), script)]
-    parts += _inner(script, title, depth)
-    return title, parts, script.files
+    if kind == "shell" and is_csh(text):
+        title = "C shell script"
+    elif kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
+        title = "Slurm batch script"
+    source = {"process": "process", "log": "log"}.get(kind, title)
+    return title, [(source, script), *_inner(script, title, depth)]
 
 
 def _script(text: str, kind: str) -> Script:
-    match kind:
-        case "process":
-            return _plain(_pairs(text.split("\0")))
-        case "env":
-            return _plain(_env_file(text))
-        case "conf":
-            return _plain(_nccl_conf(text))
-        case "log":
-            return _plain({name: (value, 0) for name, value in _log(text).items()})
-        case "dockerfile":
-            return read_dockerfile(text)
-        case "systemd":
-            return read_systemd(text)
-        case "python":
-            return read_python(text)
+    if kind == "process":
+        return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) finds the first of two
+    if kind == "log":
+        return _plain((0, f"{match[1]}={match[2]}") for match in _LOGGED.finditer(text))
+    if kind == "dockerfile":
+        return read_dockerfile(text)
+    if kind == "other":
+        return Script()
+    if kind in ("env", "conf"):
+        return _lines(text, kind)
     script = Script()
-    for number, words in sbatch_directives(text):
+    for number, words in directives(text):
         found = read_shell("sbatch " + words, line=number)
         script.assigned += [
             Assigned(name=each.name, value=each.value, raw=each.raw, line=number) for each in found.assigned
         ]
         script.files += found.files
-    found = lines_of(read_shell(text))
-    script.assigned += found.assigned
-    script.inner += found.inner
-    script.files += found.files
-    script.used |= found.used
+    script.add(read_shell(bash_of_csh(text) if is_csh(text) else text).export_all())
     return script
 
 
-def _plain(pairs: Mapping[str, tuple[str, int]]) -> Script:
-    script = Script()
-    for name, (value, line) in pairs.items():
-        script.assigned.append(Assigned(name=name, value=value, raw=value, line=line))
+_LOGGED = re.compile(
+    r"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`\n]*?)\.?[ \t]*$",
+    re.MULTILINE,
+)
+
+
+def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
+    """NAME=VALUE each with its line; the last of two counts."""
+    found: dict[str, Assigned] = {}
+    for line, entry in pairs:
+        name, equals, value = entry.partition("=")
+        if equals and name:
+            found[name] = Assigned(name=name, value=value, raw=value, line=line)
+    return Script(assigned=list(found.values()))
+
+
+def _lines(text: str, kind: str) -> Script:
+    """An env file (no quoting, no export: the value is all that follows the first `=`), or nccl.conf.
+
+    docker takes the last of two. NCCL trims nothing, reads `#` only in the first column, and takes the first of two.
+    """
+    rows, unread = list[tuple[int, str]](), list[Unread]()
+    for number, row in enumerate(text.splitlines(), start=1):
+        bare = row.lstrip()
+        if not bare or (bare.startswith("#") and (kind == "env" or row.startswith("#"))):
+            continue
+        name = bare.partition("=")[0]
+        if kind == "env" and ((" " in name.strip() and not name.startswith("export ")) or "=" not in bare):
+            if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone hands on what is set outside
+                unread.append(Unread(line=number, why="no NAME=VALUE"))
+            continue
+        rows.append((number, bare if kind == "env" else row))
+    script = _plain(rows if kind == "env" else reversed(rows))
+    script.assigned.sort(key=lambda each: each.line)
+    script.unread = unread
     return script
-
-
-def _documents(text: str, kind: str, depth: int) -> tuple[str, _Parts, list[str]]:
-    try:
-        documents = parse(text, kind)
-        places = read_documents(documents)
-    except DocumentError as error:
-        raise EnvironmentTextError(str(error)) from None
-    title = form(documents, kind)
-    parts: _Parts = []
-    files: list[str] = []
-    for place in places:
-        parts.append((place.source, place.script))
-        parts += _inner(place.script, place.source, depth)
-        files += place.script.files
-    return title, parts, files
-
-
-def _markdown(text: str, depth: int) -> tuple[str, _Parts, list[str]]:
-    """Each fenced or indented block by its own looks."""
-    parts: _Parts = []
-    files: list[str] = []
-    for number, (language, body) in enumerate(_blocks(text), start=1):
-        if depth >= _LIMIT_DEPTH or not _JUDGED_ANYWHERE.search(body):
-            continue
-        kind = _LANGUAGES.get(language) or guess_kind(body)
-        if kind == "markdown":
-            continue
-        if kind == "shell":
-            body = re.sub(r"^[ \t]*[$#>]\s+(?=\w)", "", body, flags=re.MULTILINE)
-        try:
-            title, found, named = _read(body, kind, depth + 1)
-        except EnvironmentTextError:
-            continue
-        parts += [
-            (f"block {number} ({title}){'' if source == title else ' ' + source}", each) for source, each in found
-        ]
-        files += named
-    return "Markdown", parts, files
-
-
-_LANGUAGES = {
-    "bash": "shell", "sh": "shell", "shell": "shell", "console": "shell", "yaml": "yaml", "yml": "yaml", "json": "json",
-    "toml": "toml", "python": "python", "py": "python", "dockerfile": "dockerfile",
-}  # fmt: skip
-_INDENTED = re.compile(r"(?:\A|\n[ \t]*\n)((?:(?: {3,}|\t)[^\n]*(?:\n|\Z)|[ \t]*\n)+)")
-
-
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Blocks of code of Markdown and reStructuredText with their languages: fenced ones, then indented ones."""
-    rest = text
-    if not re.search(r"^\.\. \w[\w-]*::", text, re.MULTILINE):  # there ~~~ underlines a title
-        for match in _FENCE.finditer(text):
-            yield match["language"].lower(), textwrap.dedent(match["body"])
-        rest = _FENCE.sub("\n", text)
-    for match in _INDENTED.finditer(rest):
-        yield "", textwrap.dedent(match[1])
-
-
-_JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
 
 
 def _inner(script: Script, source: str, depth: int) -> _Parts:
     """Texts inside: what a script writes into a file, JSON in an option."""
     parts: _Parts = []
+    seen: set[str] = set()
     for inner in script.inner if depth < _LIMIT_DEPTH else ():
-        if not _JUDGED_ANYWHERE.search(inner.text):
+        if not _JUDGED_ANYWHERE.search(inner.text) or inner.text.strip() in seen:
             continue
+        seen.add(inner.text.strip())
         kind = guess_kind(inner.text, inner.target)
-        if kind == "log":
-            continue
-        try:
-            _title, found, _files = _read(inner.text, kind, depth + 1)
-        except EnvironmentTextError:
-            continue
         where = inner.target if "/" in inner.target or "." in inner.target else f"{inner.target} of line {inner.line}"
-        if where in ("x.py", "string.sh", "option.json"):
-            where = f"line {inner.line}" if inner.line else "code"
-        parts += [(f"{source}, {where}", each) for _inside, each in found]
+        where = f"line {inner.line}" if where == "option.json" else where
+        found: _Parts = []
+        with contextlib.suppress(EnvironmentTextError):  # its lines are named below
+            found = _read(inner.text, "other" if kind == "log" else kind, depth + 1)[1]
+        for _inside, each in found:
+            _shift(each, inner.line)
+            parts.append((f"{source}, {where}", each))
+        if not any(each.assigned for _, each in found):
+            script.unread += _settings_inside(inner)
     return parts
+
+
+def _shift(script: Script, first: int) -> None:
+    """Count the lines of a text inside from the first of the whole text; they are unknown where that line is."""
+
+    def line(number: int) -> int:
+        return number + first - 1 if first and number else 0
+
+    script.assigned[:] = [replace(each, line=line(each.line)) for each in script.assigned]
+    script.unread[:] = [replace(each, line=line(each.line)) for each in script.unread]
+
+
+def _settings_inside(inner: Inner) -> Iterator[Unread]:
+    """Lines of a text inside that look like settings and were not read."""
+    for number, row in enumerate(inner.text.splitlines()):
+        if SETS.search(row) and not row.lstrip().startswith("#"):
+            yield Unread(line=inner.line + number if inner.line else 0, why=f"a setting inside {inner.target}")
 
 
 def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterable[NamedEnvironment]:
@@ -351,8 +348,7 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
     loose = {each.name: each.raw for each in judged if not each.exported and each.name not in exported | own}
     base, scopes = _scopes(judged)
     always = NamedEnvironment(
-        source=source, form=title, environment=base.environment, unresolved=base.unresolved,
-        unexported={} if title == "Markdown" else loose,
+        source=source, form=title, environment=base.environment, unresolved=base.unresolved, unexported=loose,
         lines=base.lines, names=tuple(base.lines), used=own, findings=tuple(script.findings),
     )  # fmt: skip
     live = [(name, scope) for name, scope in scopes.items() if scope.lines or scope.gone][:_LIMIT_SCOPES]
@@ -363,7 +359,7 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
         yield NamedEnvironment(
             source=source if name.startswith("the command") else f"{source}, {name}", form=title,
             environment=scope.environment, unresolved=scope.unresolved, lines=scope.lines, names=tuple(scope.lines),
-            used=own,
+            used=own, findings=tuple(script.findings),
         )  # fmt: skip
         return
     yield from _each_besides(always, source, live)
@@ -473,24 +469,33 @@ def recorded_environments(snapshot: Snapshot) -> tuple[NamedEnvironment, ...]:
 _BY_NAME: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?:^|/)\.?nccl\.conf$"), "conf"),
     (re.compile(r"(?:^|/)(?:Docker|Container)file[^/]*$|\.(?:docker|container)file$", re.IGNORECASE), "dockerfile"),
-    (re.compile(r"\.(?:service|socket|container)$|/[^/]+\.service\.d/"), "systemd"),
-    (re.compile(r"\.py$"), "python"),
     (re.compile(r"\.toml$"), "toml"),
     (re.compile(r"\.json$"), "json"),
-    (re.compile(r"\.ipynb$"), "json"),
     (re.compile(r"\.ya?ml(?:\.(?:j2|tmpl|tpl|template|in))?$"), "yaml"),
     (re.compile(r"\.(?:sh|bash|zsh|csh|tcsh|fish|sbatch|slurm|sub|qsub|pbs|lsf)$"), "shell"),
     (re.compile(r"(?:^|/)\.?(?:bashrc|profile|bash_profile)$"), "shell"),
-    (re.compile(r"\.(?:md|markdown|rst)$"), "markdown"),
-    (re.compile(r"/etc/environment$"), "env"),
+    (re.compile(r"(?:^|[/.])env$|/etc/environment$|\.env$"), "env"),
+    (re.compile(r"\.log$"), "log"),
+    (re.compile(r"\.(?:py|ipynb|md|markdown|rst|tf|hcl|c|cc|cpp|h|lua|service|go|rs|js|ts)$|^python[\d.]*$"), "other"),
 )  # fmt: skip
-
-_BY_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
-    (_PYTHON_HINT, "python"),
-    (_SHELL_HINT, "shell"),
-    (_TOML_HINT, "toml"),
-    (re.compile(r"^[ \t]*ENV\s+\w+[=\s]", re.MULTILINE), "dockerfile"),
+_YAML_HINT = re.compile(
+    r"^[ \t]*(?:-\s+)?(?:apiVersion|kind|spec|containers|env|envs|metadata|template|services|environment|resources"
+    r"|env_vars|runtime_env|values)\s*:"
+    r"|^[ \t]*(?:-\s*)?(?:name:\s*[\"']?)?(?:TORCH_)?NCCL_\w+[\"']?\s*(?::\s|$)|^[ \t]+-[ \t]+[\"']?NCCL_\w+=",
+    re.MULTILINE,
 )
+_SHELL_HINT = re.compile(
+    r"^[ \t]*(?:export|declare|typeset|setenv|set\s+-\w*x)\s|(?:^|\s)-x\s+[A-Z]+_"
+    r"|\b(?:mpirun|mpiexec|srun|torchrun|sbatch|docker\s+run|podman\s+run|singularity|apptainer)\b|^#SBATCH\s"
+    r"|^[ \t]*(?:if|for|case)\s.*(?:then|do|in)\b|^[ \t]*(?:[A-Z_]+=\S*[ \t]+)+(?:python|bash|\./)"
+    r"|\bbash\s+-\w*c\b|\bnsys\b|^[ \t]*set\s+-a\b",
+    re.MULTILINE,
+)
+_LOG_HINT = re.compile(
+    r"NCCL (?:INFO|WARN|ATTN) |^Traceback \(most recent|^\S*(?:Error|Exception): |\(run with NCCL_DEBUG=INFO"
+    r"|^\[(?:rank|default)?\d+\]:|^\[?[IWEF]?\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d",
+    re.MULTILINE,
+)  # of NCCL, of Python and of what starts ranks
 
 
 def guess_kind(text: str, name: str = "") -> str:
@@ -502,39 +507,28 @@ def guess_kind(text: str, name: str = "") -> str:
         by_name = None
     if by_name is not None:
         return by_name
-    if "NCCL INFO" in text or "NCCL WARN" in text or "NCCL ATTN" in text:
-        return "log"
     if text.startswith("#!"):
-        return "python" if "python" in text.split("\n", 1)[0] else "shell"
-    if text.lstrip().startswith("{") and _is_json(text):
+        return "shell"
+    if _LOG_HINT.search(text):
+        return "log"
+    if re.match(r"\s*\{\s*(?:\"|\})", text):
         return "json"
-    if _FENCE.search(text) and re.search(r"^#{1,4}[ \t]+\S|^\S[^\n]*[a-z] [a-z]", text, re.MULTILINE):
-        return "markdown"
-    if _SYSTEMD_HINT.search(text):
-        return "systemd"
-    if re.search(r"^FROM\s+\S+", text, re.MULTILINE) and _DOCKER_HINT.search(text):
+    if re.search(r"^FROM\s+\S+", text, re.MULTILINE):
         return "dockerfile"
-    if _YAML_HINT.search(text) or text.lstrip().startswith(("{", "[{", '["')) or _yaml_like(text):
-        return "pod"
-    for hint, kind in _BY_TEXT:
-        if hint.search(text):
-            return kind
-    return "env" if not _mixed(text) else "shell"
-
-
-def _is_json(text: str) -> bool:
-    return bool(re.match(r"\s*\{\s*(?:\"|\})", text))
-
-
-def _yaml_like(text: str) -> bool:
-    """Mappings and lists with NCCL's names in them, whatever the keys around."""
-    return bool(
-        re.search(
-            r"^[ \t]*(?:-\s*)?(?:name:\s*[\"']?)?(?:TORCH_)?NCCL_\w+[\"']?\s*(?::\s|$)|^[ \t]+-[ \t]+[\"']?NCCL_\w+=",
-            text,
-            re.M,
-        )
-    )
+    if _YAML_HINT.search(text) or text.lstrip().startswith(("{", "[{", '["')):
+        return "yaml"
+    foreign = _foreign(text)
+    if foreign and (
+        foreign == "Markdown" or not re.search(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", text, re.MULTILINE)
+    ):
+        return "other"
+    if _SHELL_HINT.search(text):
+        return "shell"
+    if re.search(r"^\[[\w.\"-]+\][ \t]*$", text, re.MULTILINE):
+        return "toml"
+    if re.search(r"^[ \t]*ENV\s+\w+[=\s]", text, re.MULTILINE):
+        return "dockerfile"
+    return "shell" if _mixed(text) else "env"
 
 
 def _mixed(text: str) -> bool:
@@ -544,41 +538,3 @@ def _mixed(text: str) -> bool:
     commands = any("=" not in row.split(" ", 1)[0] for row in rows)
     resolved = any(re.match(r"\w+=.*\$[\w({]", row) for row in rows)
     return bool(rows) and (resolved or (commands and any(re.search(r"NCCL_\w+=", row) for row in rows)))
-
-
-def _pairs(entries: list[str]) -> dict[str, tuple[str, int]]:
-    found: dict[str, tuple[str, int]] = {}
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if equals and name:
-            found.setdefault(name, (value, 0))  # getenv(3) finds the first of two
-    return found
-
-
-def _env_file(text: str) -> dict[str, tuple[str, int]]:
-    """No quoting, no export: the value is all that follows the first `=`."""
-    found: dict[str, tuple[str, int]] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        stripped = line.lstrip()
-        if not stripped or stripped.startswith("#"):
-            continue
-        name, equals, value = stripped.partition("=")
-        if equals:
-            found[name] = (value, number)  # docker takes the last of two
-    return found
-
-
-def _nccl_conf(text: str) -> dict[str, tuple[str, int]]:
-    """As NCCL reads it: nothing is trimmed, `#` comments only in the first column, the first of two names wins."""
-    found: dict[str, tuple[str, int]] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        name, equals, value = line.partition("=")
-        if equals and not line.startswith("#"):
-            found.setdefault(name, (value, number))
-    return found
-
-
-def _log(text: str) -> dict[str, str]:
-    from collectives.nccl_log.evidence import read
-
-    return dict(read(text.splitlines()).environment)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from planner.advice import Note, Reason, Setting
+from planner.nccl_env.names import plugin_of
 from planner.nccl_env.situation import NodeView, Situation, by_host, together
 from probes.hostinfo.probe import HostinfoFacts
 
@@ -367,6 +368,20 @@ def published(case: Situation, name: str) -> Setting | None:
     rule = f"Published for {row.name}; nothing that a probe sees says it"
     source = f"{recipe.source.name}, {recipe.source.date}"
     return Setting(name=name, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
+
+
+def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
+    """The platform whose vendor's network plugin an environment configures: by a family of names that only it reads."""
+
+    def families(names: Iterable[str]) -> set[str]:
+        return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}
+
+    configured, net = families(environment), environment.get("NCCL_NET")
+    for row in platforms().rows:
+        published = row.values()
+        if row.plugin and (configured & families(published) or (net and net == published.get("NCCL_NET", ("",))[0])):
+            return row
+    return None
 
 
 def settings_as_published(case: Situation) -> Iterator[Setting]:

@@ -9,64 +9,34 @@ neither. What the catalogue does not use has no cause that is known.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
+from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import clock_share
-from probes.api import Finding, Severity, by_loss
 from probes.gpu.facts import Gpu, GpuFacts
 
 Cause = Literal["gpu", "program", "driver"]
 """The GPU, its memory or its links; the program that ran; or an engine, firmware or driver, the cause being open."""
 
-_OF_GPU = {
-    46: "GPU stopped processing", 48: "uncorrectable memory error", 54: "auxiliary power not connected",
-    57: "memory interface training failed", 58: "memory interface unstable", 59: "microcontroller error",
-    61: "microcontroller breakpoint", 62: "microcontroller halted", 63: "memory row or page retired",
-    64: "memory row or page could not be retired", 74: "NVLink error", 79: "GPU has fallen off the bus",
-    81: "VGA subsystem error", 90: "L2 cache error", 92: "many corrected memory errors", 94: "memory error, contained",
-    95: "memory error, not contained", 109: "context switch timed out", 110: "security fault",
-    119: "GPU firmware (GSP) does not answer", 120: "GPU firmware (GSP) error", 121: "C2C link error",
-    122: "board flash cannot be read", 123: "board flash cannot be written", 124: "board flash cannot be erased",
-    125: "InfoROM file system error", 136: "NVLink training failed", 140: "unrecovered ECC error",
-    143: "GPU initialisation failed", 144: "NVLink SAW error", 145: "NVLink RLW error", 146: "NVLink TLW error",
-    147: "NVLink TREX error", 148: "NVLink NVLPW_CTRL error", 149: "NVLink NETIR error", 150: "NVLink MSE error",
-    154: "the driver wants another recovery action", 155: "NVLink error defined by software",
-    156: "memory resource retired", 157: "memory resource could not be retired", 158: "fatal timeout of the GPU",
-    164: "power smoothing near its end of life", 165: "power smoothing at its end of life",
-    166: "NVLink traffic before encryption was set up", 167: "fatal PCIe timeout", 168: "GPU memory capacity reduced",
-    169: "security processor halted", 170: "NVLink interrupt in confidential mode", 171: "uncorrectable DRAM error",
-    172: "uncorrectable SRAM error",
-}  # fmt: skip
-_OF_PROGRAM = {
-    11: "invalid push buffer", 13: "graphics engine exception", 25: "illegal push buffer",
-    31: "GPU memory page fault", 32: "corrupted push buffer", 37: "unimplemented method",
-    43: "GPU stopped processing", 45: "channel torn down",
-    69: "graphics engine class error", 80: "corrupted data sent to the GPU",
-}  # fmt: skip
-_OF_DRIVER = {
-    8: "GPU stopped processing", 38: "firmware watchdog", 39: "copy engine", 40: "copy engine", 41: "copy engine",
-    44: "fault during a context switch", 60: "video processor", 66: "illegal access by the driver",
-    67: "illegal access by the driver", 68: "video decoder", 70: "copy engine", 71: "copy engine", 72: "copy engine",
-    75: "copy engine", 76: "copy engine", 77: "copy engine", 78: "vGPU did not start", 82: "JPEG engine",
-    83: "video decoder", 84: "video decoder", 85: "copy engine", 86: "optical flow engine", 88: "video decoder",
-    89: "video decoder", 93: "InfoROM wear limit", 96: "video decoder", 97: "video decoder", 98: "video decoder",
-    99: "JPEG engine", 100: "JPEG engine", 101: "JPEG engine", 102: "JPEG engine", 103: "JPEG engine",
-    104: "JPEG engine", 105: "JPEG engine", 106: "test message", 107: "test message",
-    108: "NVLink remote translation error", **dict.fromkeys(range(126, 136), "copy engine"),
-    137: "NVLink privilege error", 139: "optical flow engine", 141: "CUDA fast path error", 142: "video encoder",
-    151: "key rotation failed", 152: "DLA memory error", 153: "DLA timeout", 159: "CHI error without data",
-    160: "channel retired", 161: "channel could not be retired", 162: "power smoothing engaged again",
-    163: "power smoothing disengaged",
-}  # fmt: skip
+
+@cache
+def _xid_table() -> dict[str, dict[str, str]]:
+    """Cause -> Xid -> words of `xids.toml`: read with the first Xid."""
+    return tomllib.loads(Path(__file__).with_name("xids.toml").read_text(encoding="utf-8"))
+
 
 XID_CAUSES: tuple[Cause, ...] = ("gpu", "driver", "program")  # gravest first
 
 
 def xid_cause(xid: int) -> Cause:
     """Whose error it is; a number of no catalogue is not the program's."""
-    return "gpu" if xid in _OF_GPU else "program" if xid in _OF_PROGRAM else "driver"
+    table = _xid_table()
+    return "gpu" if str(xid) in table["gpu"] else "program" if str(xid) in table["program"] else "driver"
 
 
 def named_xids(xids: Iterable[int], of: Cause) -> str:
@@ -78,7 +48,7 @@ def named_xids(xids: Iterable[int], of: Cause) -> str:
 
 
 def _xid_words(xid: int) -> str:
-    return _OF_GPU.get(xid) or _OF_PROGRAM.get(xid) or _OF_DRIVER.get(xid) or "no cause named"
+    return next((words[str(xid)] for words in _xid_table().values() if str(xid) in words), "no cause named")
 
 
 HOT_CELSIUS = (
@@ -103,9 +73,9 @@ HELD_RATIO = 0.1  # of the memory, by others: a forecast of a layout is off by m
 FULL_RATIO = 0.9  # what is left holds no model that was meant for the board
 
 
-def finding(code: str, severity: Severity, subject: str, message: str, evidence: str, remedy: str = "") -> Finding:
+def finding(code: str, status: Status, subject: str, message: str, evidence: str, remedy: str = "") -> Finding:
     """A finding with one piece of evidence."""
-    return Finding(code=code, severity=severity, subject=subject, message=message, evidence=(evidence,), remedy=remedy)
+    return Finding(code=code, status=status, subject=subject, message=message, evidence=(evidence,), remedy=remedy)
 
 
 def subject_of(gpus: Gpu | Iterable[Gpu]) -> str:
@@ -117,32 +87,32 @@ def _memory(gpu: Gpu) -> Iterator[Finding]:
     subject = subject_of(gpu)
     if gpu.ecc_uncorrected:
         yield finding(
-            "gpu.ecc.uncorrected", Severity.FAIL, subject,
+            "gpu.ecc.uncorrected", Status.FAIL, subject,
             f"{gpu.ecc_uncorrected} uncorrectable memory error(s) since the driver was loaded",
             f"nvmlDeviceGetTotalEccErrors(uncorrected, volatile) = {gpu.ecc_uncorrected}",
             "Drain the node and reset the GPU; run the vendor's field diagnostic if it happens again.",
         )  # fmt: skip
     if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX:
         yield finding(
-            "gpu.memory.remap_failed", Severity.FAIL, subject, "bad memory rows can no longer be remapped",
+            "gpu.memory.remap_failed", Status.FAIL, subject, "bad memory rows can no longer be remapped",
             f"nvmlDeviceGetRemappedRows: failed {gpu.remapping_failed}, rows {gpu.remapped_rows_uncorrectable}",
             "Replace the GPU.",
         )  # fmt: skip
     if gpu.remapping_pending:
         yield finding(
-            "gpu.memory.remap_pending", Severity.WARN, subject, "a bad memory row waits for a reset to be remapped",
+            "gpu.memory.remap_pending", Status.WARN, subject, "a bad memory row waits for a reset to be remapped",
             "nvmlDeviceGetRemappedRows: pending", "Drain the node and reset the GPU.",
         )  # fmt: skip
     if gpu.remap_banks_exhausted:
         yield finding(
-            "gpu.memory.remap_exhausted", Severity.WARN, subject,
+            "gpu.memory.remap_exhausted", Status.WARN, subject,
             f"{gpu.remap_banks_exhausted} memory bank(s) have no spare row left: the next bad row there stays bad",
             f"nvmlDeviceGetRowRemapperHistogram or bank remapper: {gpu.remap_banks_exhausted} with none left",
             "Plan the replacement of the GPU.",
         )  # fmt: skip
     if gpu.retired_pages:
         yield finding(
-            "gpu.memory.retired", Severity.INFO, subject, f"{gpu.retired_pages} memory page(s) are retired",
+            "gpu.memory.retired", Status.INFO, subject, f"{gpu.retired_pages} memory page(s) are retired",
             f"nvmlDeviceGetRetiredPages = {gpu.retired_pages}",
         )  # fmt: skip
 
@@ -152,7 +122,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
         over = gpu.sram_threshold_exceeded
         yield finding(
-            "gpu.ecc.sram", Severity.FAIL, subject,
+            "gpu.ecc.sram", Status.FAIL, subject,
             "more uncorrectable errors in on-chip memory (SRAM) than the field diagnostic allows" if over
             else f"{gpu.sram_uncorrected} uncorrectable error(s) in on-chip memory (SRAM) since the driver was loaded",
             f"nvmlDeviceGetSramEccErrorStatus: threshold exceeded {over}, volatile {gpu.sram_uncorrected}, "
@@ -163,7 +133,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
         counters = {"all memory": gpu.ecc_uncorrected_lifetime, "on-chip memory (SRAM)": gpu.sram_uncorrected_lifetime}
         counts = " and ".join(f"{count} by the counter of {of}" for of, count in counters.items() if count is not None)
         yield finding(
-            "gpu.ecc.lifetime", Severity.INFO, subject,
+            "gpu.ecc.lifetime", Status.INFO, subject,
             f"{subject} has had uncorrectable memory errors in its life: {counts}.",
             f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {gpu.ecc_uncorrected_lifetime}, "
             f"nvmlDeviceGetSramEccErrorStatus: aggregate {gpu.sram_uncorrected_lifetime}",
@@ -171,7 +141,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.ecc_enabled is False:
         delivered_off = gpu.ecc_default is False
         yield finding(
-            "gpu.ecc.off", Severity.INFO if delivered_off else Severity.WARN, subject,
+            "gpu.ecc.off", Status.INFO if delivered_off else Status.WARN, subject,
             "ECC is switched off: errors in memory go unnoticed into the results"
             + ("; the board is delivered so" if delivered_off else "")
             + (", until the next reset" if gpu.ecc_pending else ""),
@@ -180,7 +150,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
         )  # fmt: skip
     elif gpu.ecc_enabled and gpu.ecc_pending is False:
         yield finding(
-            "gpu.ecc.off", Severity.INFO, subject, "ECC will be off after the next reset of this GPU",
+            "gpu.ecc.off", Status.INFO, subject, "ECC will be off after the next reset of this GPU",
             "nvmlDeviceGetEccMode: now on, after a reset off",
         )  # fmt: skip
 
@@ -189,7 +159,7 @@ def _recovery(gpu: Gpu) -> Iterator[Finding]:
     action = gpu.recovery_action
     if action not in (None, "none"):
         yield finding(
-            "gpu.device.recovery", Severity.FAIL, subject_of(gpu),
+            "gpu.device.recovery", Status.FAIL, subject_of(gpu),
             f"the driver wants this GPU recovered: {action.replace('_', ' ')}",
             f"NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: {action}", _RECOVERIES.get(action, "Drain the node."),
         )  # fmt: skip
@@ -223,17 +193,17 @@ def _held(gpu: Gpu) -> Iterator[Finding]:
     if held is None or held < HELD_RATIO * size:
         return
     used = gpu.memory_used_bytes or 0
-    severity = Severity.INFO if gpu.utilization_ratio else Severity.FAIL if is_full(gpu) else Severity.WARN
+    status = Status.INFO if gpu.utilization_ratio else Status.FAIL if is_full(gpu) else Status.WARN
     whose = ", ".join(
         f"pid {p.pid}" + (f" ({p.memory_bytes / 2**30:.1f} GiB)" if p.memory_bytes else "")
         for p in (gpu.processes or ())[:8]
     )
     yield finding(
-        "gpu.memory.held", severity, subject_of(gpu),
+        "gpu.memory.held", status, subject_of(gpu),
         f"{subject_of(gpu)} has {used / 2**30:.1f} of {size / 2**30:.1f} GiB of memory in use ({used / size:.0%})"
         f"{' although the GPU is idle' if gpu.utilization_ratio == 0 else ''}. A new job gets only the rest.",
         f"nvmlDeviceGetMemoryInfo: used {used} of {size}; compute processes: {whose or 'none visible from here'}",
-        "" if severity is Severity.INFO else FREE_MEMORY,
+        "" if status is Status.INFO else FREE_MEMORY,
     )  # fmt: skip
 
 
@@ -283,7 +253,7 @@ def _heat(gpu: Gpu) -> Iterator[Finding]:
     evidence = f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}"
     if now is not None and now >= limit:
         yield finding(
-            "gpu.thermal.hot", Severity.WARN, subject,
+            "gpu.thermal.hot", Status.WARN, subject,
             f"{subject} has {now:.0f} C. Its clock falls from about {limit:.0f} C on"
             + (f", and is cut at {slowdown:.0f} C." if slowdown else "."),
             f"nvmlDeviceGetTemperature = {now:.0f}", "Check fans, air flow and inlet temperature.",
@@ -324,7 +294,7 @@ def _clocks(gpu: Gpu) -> Iterator[Finding]:
         return
     why = f"The driver names {', '.join(sorted(reasons))}." if reasons else "The driver names no reason."
     yield finding(
-        "gpu.clocks.low", Severity.FAIL, subject_of(gpu),
+        "gpu.clocks.low", Status.FAIL, subject_of(gpu),
         f"{subject_of(gpu)} runs at {now / 1e6:.0f} of {most / 1e6:.0f} MHz while it is {busy:.0%} busy. {why} "
         "Every rank waits for this GPU.",
         f"nvmlDeviceGetClockInfo(SM) = {now / 1e6:.0f}, nvmlDeviceGetMaxClockInfo(SM) = {most / 1e6:.0f}, "
@@ -351,7 +321,7 @@ def _power(gpu: Gpu) -> Iterator[Finding]:
     subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
     if "sw_power_cap" in reasons:
         yield finding(
-            "gpu.power.capped", Severity.INFO, subject,
+            "gpu.power.capped", Status.INFO, subject,
             f"clocks are held down by the power limit ({gpu.power_limit_watts or 0:.0f} W): usual under full load",
             "nvmlDeviceGetCurrentClocksThrottleReasons: sw_power_cap",
         )  # fmt: skip
@@ -372,13 +342,13 @@ def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
     return tuple((Counter(gpu.xids) | Counter(gpu.xid_events)).elements())
 
 
-_XID_RULES = {  # cause -> code, severity, what follows the numbers, remedy
+_XID_RULES = {  # cause -> code, status, what follows the numbers, remedy
     "gpu": (
-        "gpu.xid.hardware", Severity.WARN, "",
+        "gpu.xid.hardware", Status.WARN, "",
         "Look the numbers up in NVIDIA's Xid catalogue; reset the GPU, and have it checked if they come back.",
     ),
-    "driver": ("gpu.xid.driver", Severity.INFO, ": of an engine, the firmware or the driver, the cause is open", ""),
-    "program": ("gpu.xid.application", Severity.INFO, ": usually an error of the program that ran", ""),
+    "driver": ("gpu.xid.driver", Status.INFO, ": of an engine, the firmware or the driver, the cause is open", ""),
+    "program": ("gpu.xid.application", Status.INFO, ": usually an error of the program that ran", ""),
 }  # fmt: skip
 
 
@@ -388,9 +358,9 @@ def _xids(gpu: Gpu) -> Iterator[Finding]:
     for cause in XID_CAUSES:
         what = named_xids(known, cause)
         if what:
-            code, severity, words, remedy = _XID_RULES[cause]
+            code, status, words, remedy = _XID_RULES[cause]
             yield finding(
-                code, severity, subject_of(gpu), f"the driver has reported {what}{words}",
+                code, status, subject_of(gpu), f"the driver has reported {what}{words}",
                 f"{' and '.join(sources)}: {what}", remedy,
             )  # fmt: skip
 

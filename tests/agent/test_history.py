@@ -14,7 +14,7 @@ import pytest
 
 from agent.checks import history
 from agent.checks.codes import ALL_CODES
-from agent.checks.expect import Expectation
+from agent.checks.expect import Expectation, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.view import View, look
@@ -68,7 +68,7 @@ def at(view: View, seconds: float, name: str = "n") -> View:
 
 
 def raised(view: View) -> set[str]:
-    return {check.id for check in view.checks if check.status in ("fail", "warn")}
+    return {check.code for check in view.checks if check.status in ("fail", "warn")}
 
 
 def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(tray: Snapshot) -> None:
@@ -109,12 +109,12 @@ def test_what_was_not_judged_is_not_gone(tray: Snapshot) -> None:
 def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
     blind = replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")})
-    both, one = Expectation(gpus=72, hcas=1), Expectation(hcas=1)
+    both, one = parse(["gpus=72,hcas=1"]), parse(["hcas=1"])
     rows: list[tuple[str, Snapshot, Expectation | str | None, bool]] = [
         ("withdrawn", tray, None, False),
         ("empty", tray, Expectation(), False),
         ("one of two withdrawn, the other unknown", blind, one, False),
-        ("met", tray, Expectation(gpus=1, hcas=1), False),
+        ("met", tray, parse(["gpus=1,hcas=1"]), False),
         ("still unmet", tray, both, True),
         ("the file cannot be read", tray, "expect.yaml: not read", True),
         ("GPUs cannot be read", replace(tray, outcomes={**tray.outcomes, "gpu": Absent(why="no driver")}), both, True),

@@ -79,9 +79,6 @@ FORMS = {
     "Dockerfile RUN": (
         "Dockerfile", "", "FROM image\nENV NCCL_DEBUG=INFO\nRUN echo NCCL_IB_HCA=mlx5_0,mlx5_1 >> /etc/nccl.conf\n",
     ),
-    "systemd": (
-        "systemd unit", "", '[Service]\nEnvironment="NCCL_DEBUG=INFO" NCCL_IB_HCA=mlx5_0,mlx5_1\nExecStart=/bin/a\n',
-    ),
     "Pod": (
         "Kubernetes manifest", "",
         """
@@ -166,41 +163,9 @@ FORMS = {
     "Compose mapping": (
         "Compose file", "", "services:\n a:\n  environment:\n   NCCL_DEBUG: INFO\n   NCCL_IB_HCA: mlx5_0,mlx5_1\n",
     ),
-    "SkyPilot": (
-        "SkyPilot task", "", "resources: {accelerators: H100}\nenvs:\n  NCCL_DEBUG: INFO\nrun: |\n"
-        "  export NCCL_IB_HCA=mlx5_0,mlx5_1\n  torchrun t.py\n",
-    ),
     "NeMo": ("YAML", "", "launcher:\n  env_vars:\n    NCCL_DEBUG: INFO\n    NCCL_IB_HCA: mlx5_0,mlx5_1\n"),
     "Ray": ("JSON", "", '{"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}, "pip": []}'),
-    "ECS": (
-        "JSON", "", '{"containerDefinitions": [{"name": "a", "environment": [{"name": "NCCL_DEBUG", "value": "INFO"}, '
-        '{"name": "NCCL_IB_HCA", "value": "mlx5_0,mlx5_1"}]}]}',
-    ),
     "TOML": ("TOML", "", '[job.env]\nNCCL_DEBUG = "INFO"\nNCCL_IB_HCA = "mlx5_0,mlx5_1"\n'),
-    "os.environ": (
-        "Python", "", 'import os\nos.environ["NCCL_DEBUG"] = "INFO"\n'
-        'os.environ.setdefault("NCCL_IB_HCA", "mlx5_0,mlx5_1")\n',
-    ),
-    "os.environ.update": (
-        "Python", "", 'import os\nH = "mlx5_0,mlx5_1"\nos.environ.update({"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": H})\n',
-    ),
-    "os.putenv": ("Python", "", 'import os\nos.putenv("NCCL_DEBUG", "INFO")\ne = dict(NCCL_IB_HCA="mlx5_0,mlx5_1")\n'),
-    "runtime_env": (
-        "Python", "", 'import ray\nray.init(runtime_env={"env_vars": {"NCCL_DEBUG": "INFO", '
-        '"NCCL_IB_HCA": "mlx5_0,mlx5_1"}})\n',
-    ),
-    "command in Python": (
-        "Python", "a.py", 'import subprocess\n'
-        'subprocess.run("mpirun -x NCCL_DEBUG=INFO -x NCCL_IB_HCA=mlx5_0,mlx5_1 a")\n',
-    ),
-    "notebook": (
-        "notebook", "", '{"nbformat": 4, "cells": [{"cell_type": "code", "source": ["%env NCCL_DEBUG=INFO\\n", '
-        '"os.environ[\'NCCL_IB_HCA\'] = \'mlx5_0,mlx5_1\'"]}]}',
-    ),
-    "Markdown": (
-        "Markdown", "README.md", "# Run\n\n```bash\n$ export NCCL_DEBUG=INFO\n```\n\n```yaml\nenv:\n"
-        "  - {name: NCCL_IB_HCA, value: 'mlx5_0,mlx5_1'}\n```\n",
-    ),
 }  # fmt: skip
 
 
@@ -246,12 +211,13 @@ def test_the_last_assignment_counts() -> None:
     "text",
     [
         "export NCCL_NET=$(hostname)\n", "export NCCL_NET=${NCCL_NET}\n", "export NCCL_NET=$OUTSIDE\n",
-        "read -r X\nexport NCCL_NET=$X\n", "for X in a b; do export NCCL_NET=$X; done\n", "export NCCL_NET=${X%%,*}\n",
+        "read -r X\nexport NCCL_NET=$X\n", "for X in $(list); do export NCCL_NET=$X; done\n",
+        "export NCCL_NET=${X%%,*}\n",
         "kind: Pod\nspec: {containers: [{env: [{name: NCCL_NET, valueFrom: {fieldRef: {fieldPath: a}}}]}]}\n",
         "kind: Pod\nspec: {containers: [{env: [{name: NCCL_NET, value: $(OTHER)}]}]}\n",
         "services: {a: {environment: {NCCL_NET: '${N}'}}}\n",
         "env:\n  - name: NCCL_NET\n    value: {{ .Values.net }}\n",
-        "import os\nos.environ['NCCL_NET'] = find_net()\n", "FROM a\nARG N\nENV NCCL_NET=$N\n",
+        "FROM a\nARG N\nENV NCCL_NET=$N\n",
     ],
 )  # fmt: skip
 def test_a_value_from_elsewhere_is_unknown(text: str) -> None:
@@ -345,8 +311,8 @@ def test_how_many_nodes_the_job_has() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("a/Dockerfile.gpu", "dockerfile"), ("a.service", "systemd"), ("x.yml", "yaml"), ("/etc/nccl.conf", "conf"),
-     ("a.slurm", "shell"), ("b.ipynb", "json")],
+    [("a/Dockerfile.gpu", "dockerfile"), ("a.service", "other"), ("x.yml", "yaml"), ("/etc/nccl.conf", "conf"),
+     ("a.slurm", "shell"), ("b.ipynb", "other"), ("a.py", "other"), ("README.md", "other"), ("job.env", "env")],
 )  # fmt: skip
 def test_a_files_name_tells_its_form(name: str, kind: str) -> None:
     """Before its looks are asked."""
@@ -363,11 +329,8 @@ def test_a_files_name_tells_its_form(name: str, kind: str) -> None:
         ("NCCL_FLAG='-x NCCL_NET=IB'\nmpirun $NCCL_FLAG ./a\n", "a.sh"),
         ("jobs:\n  a:\n    steps:\n      - run: x\n        ENVS: |\n          A=1;\n          NCCL_NET=IB;\n"
          "          X=--a --b;\n", "a.yml"),
-        ("Resources:\n  A:\n    Properties:\n      Image: !Ref Image\n      Environment:\n        - Name: NCCL_NET\n"
-         "          Value: IB\n", "a.yaml"),
         ("spec:\n  args:\n    - |\n      N=8\n      mpirun -n $N \\\n        -x NCCL_NET=IB ./a\n", "a.yaml"),
-        ("```bash\ncat > run.sh <<'EOF'\nexport NCCL_NET=IB\nEOF\n", "README.md"),
-        ("export NCCL_NET=IB\r\nrun\r\n", "a.sh"), ("Set it so:\n\n```\nNCCL_NET=IB\n```\n", "README.md"),
+        ("export NCCL_NET=IB\r\nrun\r\n", "a.sh"),
     ],
 )  # fmt: skip
 def test_forms_inside_forms(text: str, name: str) -> None:
@@ -394,23 +357,21 @@ def test_what_the_script_itself_reads_is_no_mistake() -> None:
     """An unknown name that is used elsewhere is a note; one that only hands on its own value is none the better."""
     helper = only(reading("export NCCL_ITERS=20\n./all_reduce_perf -n $NCCL_ITERS\n"))
     (note,) = lint(helper.environment, own=helper.used)
-    assert (note.code, note.severity.value) == ("env.name.unknown", "info")
+    assert (note.code, note.status) == ("env.name.unknown", "info")
     alone = only(reading("export NCCL_ITERS=${NCCL_ITERS:-20}\n./all_reduce_perf\n"))
     (warning,) = lint(alone.environment, own=alone.used)
-    assert warning.severity.value == "warn"
+    assert warning.status == "warn"
 
 
 @pytest.mark.parametrize(
     ("text", "name"),
     [
         ("HEAD=$(cat <<EOF\n# it isn't done (yet\nexport NCCL_NET=IB\nEOF\n)\nsrun bash -c \"$HEAD\"\n", "a.sh"),
-        ("# Run\n\nSet it:\n\n    export NCCL_NET=IB\n    ./a\n\nThen go on.\n", "README.md"),
-        ("Title\n~~~~~\n\n.. code-block:: bash\n\n    export NCCL_NET=IB\n\nMore\n~~~~\n", "a.rst"),
         ("kind: ConfigMap\ndata:\n  ramble.yaml: |\n    env_vars:\n      set:\n        NCCL_NET: IB\n", "a.yaml"),
     ],
 )  # fmt: skip
 def test_scripts_and_documents_kept_as_text(text: str, name: str) -> None:
-    """A script in a variable, code that is only indented, a document inside a ConfigMap."""
+    """A script in a variable, a document inside a ConfigMap."""
     assert merged(reading(text, name)) == {"NCCL_NET": "IB"}
 
 
@@ -418,6 +379,11 @@ ENDLESS = {
     "empty lines": "\n" * 200_000, "assignments": "A=" * 100_000, "backticks": "`" * 200_000, "doubling": "A=aaaa\n" +
     "A=$A$A\n" * 100 + "export NCCL_X=$A\n", "conditions": "if x; then\n" * 20_000, "quotes": "bash -c \"" * 20_000,
     "here-documents": "cat <<E\n" * 20_000, "braces": "${" * 100_000, "indented": "\n    NCCL_X=1" * 10_000,
+    "pipes": "a|" * 20_000, "case": "case x in a) ;; " * 5_000, "arrays": "A=(" * 20_000, "and": "a&&" * 50_000 + "b",
+    "calls": "f() { g; g; }; g() { h; h; }; h() { f; f; }\n" + "f\n" * 20_000,
+    "loops": "for a in 1 2 3 4 5 6 7 8 9; do\n" * 9 + "NCCL_X=$a\n" + "done\n" * 9,
+    "templates": "{{ if x }}\n" * 20_000, "stages": "FROM a\nENV NCCL_X=1\n" * 5_000,
+    "defaults": "export NCCL_X=" + "${A:-" * 5_000 + "}" * 5_000 + "\n",
     "array": "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
 }  # fmt: skip
 
@@ -426,6 +392,6 @@ ENDLESS = {
 @pytest.mark.timeout(60)
 def test_no_text_takes_long(text: str) -> None:
     """What repeats, nests or doubles is read in one pass or refused."""
-    for kind in (None, "shell", "markdown", "dockerfile"):
+    for kind in (None, "shell", "yaml", "dockerfile"):
         with contextlib.suppress(EnvironmentTextError):
             read_text(text, kind)

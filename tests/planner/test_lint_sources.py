@@ -18,7 +18,6 @@ from planner.lint.sources import (
     NamedEnvironment,
     guess_kind,
     read_environment,
-    read_text,
     recorded_environments,
 )
 
@@ -158,7 +157,7 @@ def test_log() -> None:
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("A=1\0B=2\0", "process"), ("h:1:2 [0] NCCL INFO x", "log"), (JOB, "pod"), ("export A=1", "shell"),
+        ("A=1\0B=2\0", "process"), ("h:1:2 [0] NCCL INFO x", "log"), (JOB, "yaml"), ("export A=1", "shell"),
         ("mpirun -x A_B=1 x", "shell"), ("NCCL_NET=IB\n", "env"), ('{"kind": "Pod"}', "json"), ("", "env"),
     ],
 )  # fmt: skip
@@ -172,7 +171,7 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(EnvironmentTextError, match="perl"):
         read_environment("", "perl")
     with pytest.raises(EnvironmentTextError, match="not YAML"):
-        read_environment("kind: [", "pod")
+        read_environment("kind: [", "yaml")
     with pytest.raises(EnvironmentTextError, match="characters"):
         read_environment("x" * (9 << 20))
 
@@ -180,9 +179,9 @@ def test_errors_name_what_is_wrong() -> None:
 def test_yaml_bombs_end() -> None:
     """Anchors that multiply are walked once; nesting without end is refused."""
     levels = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))
-    assert read_environment(f"kind: Pod\na0: &a0 [x]\n{levels}\n", "pod") == ()
+    assert read_environment(f"kind: Pod\na0: &a0 [x]\n{levels}\n", "yaml") == ()
     with pytest.raises(EnvironmentTextError):
-        read_environment("[" * 3000 + "]" * 3000, "pod")
+        read_environment("[" * 3000 + "]" * 3000, "yaml")
 
 
 @given(st.text(max_size=300), st.sampled_from([None, *KINDS]))
@@ -219,7 +218,7 @@ def test_environments_of_real_logs(corpus: Path) -> None:
 def of_the_text(text: str) -> list[tuple[str, str, str]]:
     """What is said of the text itself: subject, code, severity."""
     found = dict.fromkeys(each for named in read_environment(text, "yaml") for each in named.findings)
-    return [(each.subject, each.code, each.severity.value) for each in found]
+    return [(each.subject, each.code, each.status) for each in found]
 
 
 POD = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_NET, value: IB}\n"
@@ -267,17 +266,3 @@ def test_a_manifest_of_aliases_of_aliases_is_read_once() -> None:
     """Ten levels of eight are a thousand million nodes to who follows each."""
     levels = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in itertools.pairwise("abcdefghij"))
     assert of_the_text(f"{POD}a: &a [{{x: [1]}}]\n{levels}") == []
-
-
-def test_a_command_as_a_python_list() -> None:
-    """Words of mpirun and docker run, one element each."""
-    text = """
-import subprocess
-extra = ["-x", "NCCL_IB_TC=41", "-x", "NCCL_DEBUG"]
-subprocess.run(["mpirun", "-np", "2", "-x", "NCCL_IB_HCA=mlx5_0", "--env", f"NCCL_ALGO={'Ring'}",
-                "-genv", "NCCL_NET", "IB", "./all_reduce_perf", "-b", "8"])
-"""
-    (script,) = read_text(text, None, "bench.py").environments
-    assert script.environment == {
-        "NCCL_IB_TC": "41", "NCCL_IB_HCA": "mlx5_0", "NCCL_ALGO": "Ring", "NCCL_NET": "IB",
-    }  # fmt: skip

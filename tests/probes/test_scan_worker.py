@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from probes.api import Absent, Failed, Finding, Ok, Probe, Severity, UnavailableError
+from contracts.finding import Finding, Status
+from probes.api import Absent, Failed, Ok, Probe, UnavailableError
 from probes.host.live import LiveHost
 from probes.host.protocol import Host
 from probes.host.recording import load
@@ -85,7 +86,7 @@ def test_findings_use_declared_codes_only_and_samples_declared_families() -> Non
             assert finding.code in probe.codes, (path.name, finding)
             assert finding.message
             assert finding.evidence, (path.name, finding)
-            assert finding.remedy or finding.severity is Severity.INFO, (path.name, finding)
+            assert finding.remedy or finding.status is Status.INFO, (path.name, finding)
         for name, outcome in snapshot.outcomes.items():
             families = {metric.name: metric for metric in BY_NAME[name].metrics}
             for sample in BY_NAME[name].samples(outcome.facts) if isinstance(outcome, Ok) else ():
@@ -95,7 +96,7 @@ def test_findings_use_declared_codes_only_and_samples_declared_families() -> Non
 def test_a_failed_probe_is_an_unknown_finding() -> None:
     """The gate can require a probe."""
     snapshot = scan(load(RECORDINGS[0]), [_probe(lambda _host: 1 / 0)])
-    assert [(f.code, f.severity) for f in findings(snapshot)] == [("limits.probe.failed", Severity.UNKNOWN)]
+    assert [(f.code, f.status) for f in findings(snapshot)] == [("limits.probe.failed", Status.UNKNOWN)]
     assert isinstance(findings(snapshot)[0], Finding)
 
 
@@ -170,8 +171,9 @@ def test_a_child_that_cannot_start_fails_every_probe_once(
         assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
 
 
-def test_no_child_outlives_a_parent_that_is_killed() -> None:
-    """Even one that cannot say goodbye."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_child_outlives_a_parent_that_is_killed(stopped: bool) -> None:
+    """Even one that cannot say goodbye; a child that is stopped does not see that its pipe has closed."""
     code = (
         "from probes.scanner import Scanner; import time\n"
         "s = Scanner(); s.scan(); print(s.child_pid, flush=True); time.sleep(600)"
@@ -179,6 +181,8 @@ def test_no_child_outlives_a_parent_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
+        if stopped:
+            child.suspend()
         parent.kill()
         assert _gone(child)
 

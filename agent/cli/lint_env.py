@@ -1,0 +1,60 @@
+"""The verb lint-env."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from agent.base import inputs
+from agent.base.hosts import snapshots
+from agent.base.options import host_option
+from agent.base.output import render, say
+from contracts import bounded
+
+_LIMIT_BYTES = 16 << 20
+# planner.lint.sources.KINDS, which a test compares: importing it here would cost every start its readers
+LINT_KINDS = ("env", "shell", "conf", "yaml", "json", "toml", "dockerfile", "log", "process")
+
+
+@click.command("lint-env")
+@click.argument("source", default="-", metavar="FILE|-|PID")
+@click.option("--kind", type=click.Choice(["auto", *LINT_KINDS]), default="auto",
+              show_default=True, help="The form of FILE; `process` takes a process id.")  # fmt: skip
+@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.21.5.")
+@host_option
+@click.option("-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table")
+def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
+    """Check NCCL variables in a script, manifest or running process.
+
+    Reads env files, nccl.conf, shell and Slurm scripts with the options of launchers, Kubernetes and Compose YAML,
+    Helm templates, Dockerfiles, NCCL's logs and running processes. Each finding says what NCCL does with the setting.
+    Lines that could not be understood are named first. Exit code 3 when a setting is wrong, 5 when part of the text
+    could not be understood, 2 when nothing could be read, 0 otherwise.
+    """
+    from agent.checks.lint import lint_text, process_environment
+
+    if kind == "process" or (kind == "auto" and source.isdigit() and not bounded.exists(source)):
+        text, kind = process_environment(source), "process"
+    else:
+        raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
+        text = raw.decode("utf-8", errors="replace")
+    recorded = snapshots(hosts)[0] if hosts else None
+    name = "" if source == "-" or kind == "process" else source
+    linted = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded, name=name)
+    if form != "table":
+        say("\n".join(filter(None, (linted.unread, linted.read))), err=True)
+        say(render(list(linted.checks), form), nl=False)
+        sys.exit(linted.exit_code)
+    from agent.base.output import console
+    from agent.terminal.findings import findings
+
+    if linted.unread:
+        console().print(f"! {linted.unread}", markup=False, highlight=False)
+    elif not linted.checks:
+        more = "keep it" if hosts else "keep it; --host judges it against a machine"
+        say(f"✓ nothing to say against this environment → {more}")
+    console().print(linted.read, markup=False, highlight=False)
+    findings(console(), linted.checks, everything=True)
+    sys.exit(linted.exit_code)

@@ -1,0 +1,148 @@
+"""Variables of an image: ENV of its stages, and what RUN, COPY, CMD and ENTRYPOINT write or set.
+
+Specification: Dockerfile reference (both forms of ENV, ARG, stages, `# escape=`); for here-documents BuildKit's
+frontend/dockerfile/parser: of RUN, COPY and ADD, each word outside of quotes that begins with `<<`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from planner.lint.script import NAMED, Assigned, Inner, Script, Unread
+from planner.lint.shell import read_shell, read_words
+
+_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
+_HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
+_INSTRUCTIONS = {
+    "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "MAINTAINER",
+    "ONBUILD", "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
+}  # fmt: skip
+
+
+class _Instruction(NamedTuple):
+    line: int
+    name: str
+    rest: str  # continued lines joined
+    documents: tuple[tuple[int, str], ...]  # of its here-documents: the first line and the text
+
+
+class _Stage(NamedTuple):
+    name: str
+    known: dict[str, str | None]  # ENV and ARG
+    assigned: list[Assigned]
+
+
+def read_dockerfile(text: str) -> Script:
+    """Read the variables that the last stage's containers have; those of other stages hold under the stage's name."""
+    script, stage, named = Script(), _Stage("", {}, []), dict[str, _Stage]()
+    for each in _instructions(text, script):
+        if each.name == "FROM":
+            words = [word.lower() for word in each.rest.split() if not word.startswith("--")]
+            base = named.get(words[0], _Stage("", {}, [])) if words else stage
+            name = words[2] if len(words) > 2 else str(len(named))
+            stage = named[name] = _Stage(name, dict(base.known), list(base.assigned))
+        elif each.name in ("ENV", "ARG"):
+            _variables(each, stage)
+        elif each.name in ("CMD", "ENTRYPOINT"):
+            found = _command(each, stage.known)
+            stage.assigned.extend(found.assigned)
+            script.inner += found.inner
+        elif each.name == "RUN":
+            _run(each, stage.known, script)
+        else:
+            target = each.rest.split()[-1]
+            script.inner += [Inner(text=body, target=target, line=line) for line, body in each.documents]
+    last = set(stage.assigned)
+    for other in named.values():
+        if other is not stage:
+            script.assigned += [replace(one, scope=f"stage {other.name}") for one in other.assigned if one not in last]
+    script.assigned += stage.assigned
+    return script
+
+
+def _variables(each: _Instruction, stage: _Stage) -> None:
+    """ENV in both forms, and ARG; values are filled in from what stood before the instruction."""
+    before = dict(stage.known)
+    words = _WORD.findall(each.rest)
+    if each.name == "ENV" and words and "=" not in words[0]:
+        name, _, value = each.rest.partition(" ")
+        words = [f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"']
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not equals:
+            stage.known.setdefault(name, None)
+            continue
+        for found in read_shell(f"export {word}", known=before, line=each.line).assigned:
+            stage.known[found.name] = found.value
+            if each.name == "ENV":
+                stage.assigned.append(found)
+
+
+def _command(each: _Instruction, known: dict[str, str | None]) -> Script:
+    if each.rest.startswith("["):
+        try:
+            words = json.loads(each.rest)
+        except (ValueError, RecursionError):
+            words = None
+        if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
+            return read_words(words, each.line)
+    return read_shell(each.rest, known=known, line=each.line)
+
+
+def _run(each: _Instruction, known: dict[str, str | None], script: Script) -> None:
+    """What it exports ends with its layer; what it writes into files stays."""
+    rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
+    if each.documents and rest.startswith("<<"):
+        found = read_shell(each.documents[0][1], known=known, line=each.documents[0][0])
+    else:
+        words = [word for word in _WORD.findall(rest) if _HEREDOC.match(word)]
+        ends = [match[3] for word in words if (match := _HEREDOC.match(word))]
+        bodies = "".join(f"\n{body}\n{end}" for (_, body), end in zip(each.documents, ends, strict=False))
+        found = read_shell(rest + bodies + "\n", known=known, line=each.line)
+    script.inner += found.inner
+    if NAMED.search(rest):
+        script.unread += [one for one in found.unread if not one.why.startswith("a setting")]
+
+
+def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
+    """Each instruction; continued lines and here-documents belong to it. Lines of no instruction become unread."""
+    escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
+    mark = "`" if escape else "\\"
+    rows = text.splitlines()
+    at = 0
+    while at < len(rows):
+        first, row = at, rows[at].strip()
+        at += 1
+        match = re.match(r"([A-Za-z]+)\s+(.+)", row, re.DOTALL)
+        if not row or row.startswith("#"):
+            continue
+        if match is None or match[1].upper() not in _INSTRUCTIONS:
+            script.unread.append(Unread(line=first + 1, why="no instruction of a Dockerfile"))
+            continue
+        body = [match[2]]
+        while body[-1].rstrip().endswith(mark) and at < len(rows):
+            body[-1] = body[-1].rstrip()[:-1]
+            while at < len(rows) and (not rows[at].strip() or rows[at].lstrip().startswith("#")):
+                at += 1
+            if at < len(rows):
+                body.append(rows[at])
+                at += 1
+        rest, name = " ".join(body).strip(), match[1].upper()
+        documents = []
+        for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
+            here = _HEREDOC.match(word)
+            end = here and next((n for n in range(at, len(rows)) if _is_end(rows[n], here)), None)
+            if here and end is None:
+                script.unread.append(Unread(line=first + 1, why=f"the here-document {here[3]} has no end"))
+            elif here and end is not None:
+                documents.append((at + 1, "\n".join(row.lstrip("\t") if here[1] else row for row in rows[at:end])))
+                at = end + 1
+        yield _Instruction(first + 1, name, rest, tuple(documents))
+
+
+def _is_end(row: str, here: re.Match[str]) -> bool:
+    return (row.lstrip("\t") if here[1] else row) == here[3]
