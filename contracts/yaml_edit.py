@@ -24,7 +24,7 @@ class EditError(ValueError):
 class _Alias(yaml.ScalarNode):
     """An alias at its own place in the text; PyYAML composes it as the anchor's node."""
 
-    def __init__(self, target: yaml.Node, event: yaml.AliasEvent) -> None:
+    def __init__(self, target: yaml.Node, event: Any) -> None:
         super().__init__("", "", event.start_mark, event.end_mark)
         self.target = target
 
