@@ -326,15 +326,17 @@ def job_plan(data: bytes) -> object:
 def dataset_card(data: bytes) -> object:
     """A hub's data set: which of its files its README.md calls the train split, of each part."""
     from contracts.job_config import ConfigError
-    from finetune.sources import choose_files
+    from finetune.sources import files_of_split
 
     text = data[1:] if data[:1] and data[0] % 2 else b"---\n" + _json(lambda: CARD, b"\0" + data[1:]) + b"\n---\n"
-    card = _scratch().file("README.md", text)
-    paths = ("main/train-0.parquet", "main/test-0.parquet", "main/more/1.jsonl", "data/train.parquet", "train.jsonl")
+    folder = _scratch().file("README.md", text).parent
+    for name in ("main/train-0.parquet", "main/test-0.parquet", "main/more/1.parquet", "data/train.parquet"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
     for part in (None, "socratic", "plain"):
         with contextlib.suppress(ConfigError):
-            choose_files(paths, card, part, "train", "data set")
-    return choose_files(paths, card, "main", "train", "data set")
+            files_of_split(folder, part, "train", "data set")
+    return files_of_split(folder, "main", "train", "data set")
 
 
 def environment(data: bytes) -> object:

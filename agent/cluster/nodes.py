@@ -194,7 +194,7 @@ def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
     return tuple(
         {
             "code": clean(c.code, 128),
-            "severity": c.status,
+            "severity": c.status.value,
             "subject": clean(c.subject, 128),
             "message": clean(c.message),
             "remedy": clean(c.remedy),
