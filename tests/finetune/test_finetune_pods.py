@@ -211,6 +211,18 @@ def test_restarts_are_counted_and_used_up(scripted, tmp_path):
     assert (ended["status"], ended["exit_code"]) == ("interrupted", 75)
 
 
+def test_under_an_operator_pods_meet_in_torchrun(scripted, tmp_path):
+    """Whichever comes first; each ends with the code of its own ranks, which the operator judges."""
+    job = scripted(once=None)
+    job.start(1)
+    job.start(0)
+    both_up(job)
+    (tmp_path / "end-1").write_text("76")
+    (tmp_path / "end-0").write_text("1")
+    assert (job.ended(0), job.ended(1)) == (1, 76)
+    assert job.ups(0) == job.ups(1) == 1
+
+
 @pytest.mark.parametrize(("code", "wanted"), [("65", 65), ("0", 0), (None, pod.TERMINATED)])
 def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wanted):
     """The job's own exit code, or SIGTERM's with time to save; the operator restarts pods and counts."""
