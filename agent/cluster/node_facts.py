@@ -76,7 +76,9 @@ _KEPT: dict[type[Any], frozenset[str]] = {
 _DROPPED: dict[type[Any], frozenset[str]] = {
     NvLink: frozenset(("errors",)),
     NumaNode: frozenset(("distances",)),
-    InterfacesFacts: frozenset(("network_status_source", "network_status_error")),
+    InterfacesFacts: frozenset(
+        ("network_status_source", "network_status_error", "gloo_ifname", "networks_missing", "of_agent", "backend")
+    ),
     Interface: frozenset(("mac", "errors")),
     PciDevice: frozenset(
         (
