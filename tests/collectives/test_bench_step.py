@@ -56,6 +56,7 @@ def test_an_impossible_shape_is_refused_by_name(setting, value):
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
     found = bench.run(
@@ -80,6 +81,7 @@ def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
     found = bench.run(
@@ -107,6 +109,7 @@ def test_as_many_calls_are_run_as_fit(wanted, one, left, fits):
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_replay_that_does_not_fit_its_budget_is_cut_and_scaled_up(tmp_path):
     """Some 40,000 calls would take minutes: one is timed in each iteration, and the step's sum is still the whole."""

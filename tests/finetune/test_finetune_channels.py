@@ -253,6 +253,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
