@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -74,7 +75,7 @@ def told(advice: Recommendation) -> dict[str, Any]:
 
 
 @every_machine
-@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+@each_row("question", QUESTIONS, ids=str)
 def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
     """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
     snapshot, request = SNAPSHOTS[machine], Request.of(nodes=2, **question)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import resident
 from load_served import H100, Served
+from rigs.tables import each_row
 
 from agent.http.limits import Limited
 from agent.http.serve import BACKLOG, HEAD_BYTES, MOST_CONNECTIONS
@@ -69,7 +70,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("request_bytes", "expected"),
     [
         (b"GET /" + b"a" * (HEAD_BYTES + 100), 400),
@@ -99,7 +100,7 @@ def read_answer(one: socket.socket) -> bytes:
     return got
 
 
-@pytest.mark.parametrize(
+@each_row(
     "start",
     [
         b"GET /metrics HT",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
+from rigs.tables import each_row
 
 from probes.api import Severity
 from probes.gpu.facts import GpuFacts, MigSlice
@@ -48,7 +48,7 @@ def test_each_slice_is_listed_and_an_empty_place_is_none(scanner_of: Callable[..
     assert "MIG-b 1c.3g.40gb (GPU instance 2, compute instance 1)" in found.evidence[0]
 
 
-@pytest.mark.parametrize("error", ["NO_PERMISSION", "TIMEOUT", "UNKNOWN"])
+@each_row("error", ["NO_PERMISSION", "TIMEOUT", "UNKNOWN"])
 def test_a_slice_that_is_not_read_leaves_all_unknown(error: str, scanner_of: Callable[..., Scanner]) -> None:
     with scanner_of(H100, nvml=slices(THREE[0], error)) as scanner:
         snapshot = scanner.scan()
@@ -60,7 +60,7 @@ def test_a_slice_that_is_not_read_leaves_all_unknown(error: str, scanner_of: Cal
     assert ("gpu.device.unread", Severity.UNKNOWN) in told
 
 
-@pytest.mark.parametrize(("most", "found"), [(0, ()), (65, None), (4_000_000_000, None)])
+@each_row(("most", "found"), [(0, ()), (65, None), (4_000_000_000, None)])
 def test_how_many_are_asked_for_is_bounded(most: int, found: Any, scanner_of: Callable[..., Scanner]) -> None:
     with scanner_of(H100, nvml={**ON, "nvmlDeviceGetMaxMigDeviceCount": {"gpu2": most}}) as scanner:
         facts = scanner.scan().facts(GpuFacts)

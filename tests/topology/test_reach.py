@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from rigs.tables import each_row
 
 from topology.reach import Interval, Paths, Span, Unknown, expect, judge, span
 
@@ -89,7 +89,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("paths", "op", "size", "busbw", "healthy"), PUBLISHED)
+@each_row(("paths", "op", "size", "busbw", "healthy"), PUBLISHED)
 def test_published_results_are_judged_as_their_sources_do(
     paths: Paths, op: str, size: int, busbw: float, healthy: bool
 ) -> None:
@@ -119,15 +119,13 @@ def test_bytes_count_by_rank_and_not_in_total() -> None:
     assert judge(200 * GB, large).status == "warn"
 
 
-@pytest.mark.parametrize(
-    ("busbw", "status"), [(1.0, "pass"), (0.99, "warn"), (0.51, "warn"), (0.49, "fail"), (0.0, "fail")]
-)
+@each_row(("busbw", "status"), [(1.0, "pass"), (0.99, "warn"), (0.51, "warn"), (0.49, "fail"), (0.0, "fail")])
 def test_severity_follows_the_cost(busbw: float, status: str) -> None:
     interval = Interval(low=100.0, typical=120.0, high=130.0, algorithm="ring", derivation=())
     assert judge(busbw * 100, interval).status == status
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("paths", "why"),
     [
         (Paths(ranks=1), "one rank"),

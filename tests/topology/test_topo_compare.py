@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rigs.tables import each_row
 from topo_machines import snapshot, topology
 
 from probes.api import Absent, Ok, Severity
@@ -52,7 +53,7 @@ def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
     assert any("NCCL" in step or "bounded" in step for step in plan(cluster).derivation)
 
 
-@pytest.mark.parametrize(("name", "transport"), [(P4D, "efa"), (GB200, "nvlink"), ("sick-h100-rdma-off", "tcp")])
+@each_row(("name", "transport"), [(P4D, "efa"), (GB200, "nvlink"), ("sick-h100-rdma-off", "tcp")])
 def test_transport(name, transport):
     assert two(name).inter_node_transport == transport
 

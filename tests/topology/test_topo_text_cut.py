@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rigs.tables import each_row
 from topo_samples import OLD_SOC
 
 from topology.check import check
@@ -15,7 +16,7 @@ GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t0-31\t0
 """
 
 
-@pytest.mark.parametrize("rest", ["\tN", "\tNV", "\tNV1", "", "\t"])
+@each_row("rest", ["\tN", "\tNV", "\tNV1", "", "\t"])
 def test_a_text_that_ends_within_a_row_keeps_what_is_whole(rest):
     node = parse(FOUR + "GPU2\tNV12\tNV12\t X " + rest)
     assert node.pair("GPU2", "GPU3") is None
@@ -70,7 +71,7 @@ def test_a_markdown_table_with_bold_cells_and_a_short_numa_title():
     assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [(None, "0"), (None, "1")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "tool"),
     [
         ("\tPPU0\tPPU1\nPPU0\tX\tICN2\nPPU1\tICN2\tX\n", "Alibaba ppu-smi"),
@@ -111,8 +112,8 @@ def test_sys_beside_a_gpu_of_the_same_numa_node_that_is_near_is_not_called_anoth
 PAIR = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \t{link}\tPIX\nGPU1\t{link}\t X \tSYS\nNIC0\tPIX\tSYS\t X\n\n  NIC0: {nic}"
 
 
-@pytest.mark.parametrize("prefix", ["node1: ", "[1,0]<stdout>:", "[pod/a-0/main] ", "10.0.0.1 | "])
-@pytest.mark.parametrize("mixed", [False, True])
+@each_row("prefix", ["node1: ", "[1,0]<stdout>:", "[pod/a-0/main] ", "10.0.0.1 | "])
+@each_row("mixed", [False, True])
 def test_lines_of_two_hosts_are_not_mixed(prefix, mixed):
     other = prefix.replace("1", "10").replace("a-0", "a-1")
     first = [prefix + line for line in PAIR.format(link="NV4", nic="mlx5_0").split("\n")]
@@ -149,7 +150,7 @@ def test_a_nic_whose_cell_is_cut_off_may_be_the_nearest():
     assert (near["GPU1"].decidable, near["GPU1"].why) == (False, "NIC1 may be nearer: no path is known")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rest", "expected"),
     [("0-31\t0", ("0-31", None)), ("0-3", (None, None)), ("0-31\t0\n", ("0-31", "0")), ("0-3\n", ("0-3", None))],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 from topo_samples import ALL
 
 from agent.cli.topo import topo
@@ -127,8 +128,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("sample", ALL, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each_row("sample", ALL, ids=str)
+@each_row("shape", SHAPES, ids=str)
 def test_a_mangled_matrix_says_the_same(sample, shape):
     assert gist(parse(SHAPES[shape](ALL[sample]))) == gist(parse(ALL[sample]))
 
@@ -160,7 +161,7 @@ def test_a_gpu_off_the_switch_is_named(gpus: int, tmp_path: Path) -> None:
     assert "topology.nvlink.missing" not in CliRunner().invoke(topo, ["--from", str(path)]).output
 
 
-@pytest.mark.parametrize("place", ["above", "below"])
+@each_row("place", ["above", "below"])
 def test_nics_that_are_not_shown_are_told(place: str) -> None:
     """nvidia-smi leaves NICs out: what is shown as nearest is the nearest of those shown only, unless it is PIX."""
     said = "76 NICs found, only displaying 56"

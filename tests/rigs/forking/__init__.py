@@ -1,9 +1,10 @@
 """Ranks without the seconds that each takes to import torch: an environment whose torchrun is forked from one server.
 
-`forking_environment()` gives the interpreter of the stand-in environment. `[that, "-m", "torch.distributed.run", ...]` and
-`[that, "-m", "finetune.train", ...]` are forked, torchrun's ranks too; all else is the real interpreter. What a test
-must start for real: whoever looks at /proc for parents, at variables that a library reads as it is imported, or at the
-number of threads. The first test of a session that asks starts the server, which all its processes share.
+`forking_environment()` returns the interpreter of the stand-in environment. Its `-m torch.distributed.run` and
+`-m finetune.train` are forked, and torchrun forks its ranks; everything else runs in the real interpreter. A test
+starts its ranks for real where it looks for children in /proc, at memory or threads, at warnings, or where it sets a
+variable that a library reads while it is imported. The first test that asks starts the server; all processes of the
+session share it.
 """
 
 import fcntl

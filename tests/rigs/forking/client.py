@@ -1,7 +1,7 @@
 """The interpreter of the stand-in environment: `python -m torch.distributed.run ...` is forked, not started.
 
-The server runs it with this process's streams, folder, environment and namespaces; its end is this process's end, signals
-are passed on, and it is killed where this process is. Everything else is the real interpreter's, at once.
+The server runs it with this process's streams, folder, environment and namespaces. This process passes signals on,
+ends as the forked process ends, and takes it along when it is killed. Everything else runs in the real interpreter.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(real, place, name, words):
     sys.path.insert(0, HERE)
     from show import show
 
-    request = {"argv": [name, *words], "env": dict(os.environ), "cwd": os.getcwd()}
+    request = {"argv": [name, *words], "env": dict(os.environ), "cwd": os.getcwd()}  # noqa: PTH109
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     line.connect(place)
     files = [0, 1, 2, *(os.open(f"/proc/self/ns/{one}", os.O_RDONLY | os.O_CLOEXEC) for one in NAMESPACES)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 
-def rows(
+def each_row(
     names: str | Sequence[str], values: Iterable[Any], ids: Sequence[str] | Callable[[Any], object] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test for each row, and raise all failures at once, each with a note of its row."""
