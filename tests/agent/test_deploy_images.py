@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "deploy/images"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_install_gives_a_host_without_containers_an_agent_without_torch(tmp_path: Path) -> None:
     """The images' step on a host: the verbs answer from the new prefix, torch and what installs are not in it."""

@@ -239,6 +239,7 @@ def test_one_client_keeps_nobody_out(served: Served, eventually: Callable[..., N
     eventually(lambda: served.descriptors() <= before + 2, "every connection is given back")
 
 
+@pytest.mark.nightly
 def test_ten_thousand_connections_attempted(served: Served, eventually: Callable[..., None]) -> None:
     """Silent, speaking and slow ones of four addresses, as many as there are descriptors for, beside a scraper."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
