@@ -352,7 +352,7 @@ def manifest(data: bytes) -> object:
     from planner.lint.environment import lint
     from planner.lint.sources import read_environment
 
-    found = read_environment(_json(lambda: POD, data).decode("utf-8", errors="replace"), "pod")
+    found = read_environment(_json(lambda: POD, data).decode("utf-8", errors="replace"), "yaml")
     return [lint(each.environment, source=each.source, nccl_version=(2, 27, 7)) for each in found]
 
 

@@ -408,7 +408,7 @@ def _logged_step(metrics: Path, began: float) -> int:
     try:
         if metrics.stat().st_mtime < began:
             return 0
-        with metrics.open("rb") as stream:
+        with bounded.open_regular(metrics) as stream:
             stream.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
             lines = stream.read(_TAIL_BYTES).splitlines()
     except OSError:

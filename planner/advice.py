@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from contracts.interval import Interval
 from contracts.layout import Layout
-
-if TYPE_CHECKING:
-    from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.forecast.specs import ModelSpec, TrainSpec
 
 SCHEMA_VERSION = 1
 

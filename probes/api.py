@@ -1,4 +1,4 @@
-"""The words every probe speaks: outcome, finding, sample, probe, snapshot.
+"""What every probe shares: outcome, metric, sample, probe, snapshot.
 
 Absent is not failed, and a value that was not read is ``None``, never zero.
 """
@@ -7,49 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
+    from contracts.finding import Finding
     from probes.host.protocol import Host
 
 SCHEMA_VERSION = 1
 """Raised whenever an older reader would misread a snapshot or a recording."""
 
 F = TypeVar("F")
-
-
-class Severity(StrEnum):
-    """How a finding counts at the gate, worst last in `ORDER`."""
-
-    INFO = "info"  # worth knowing, never fails a gate
-    UNKNOWN = "unknown"  # could not be judged; a required check that ends here is exit code 5
-    WARN = "warn"  # costs performance or will break later
-    FAIL = "fail"  # training will fail, or run far below what the hardware can do
-
-
-FAILING_LOSS = 0.1
-"""Share of a multi-node step from which on what costs it is a failure: docs/findings.md, "Severity"."""
-
-
-def by_loss(share: float) -> Severity:
-    """FAIL where a finding takes at least a tenth of what bounds a multi-node step, else WARN.
-
-    `share` is lost from a rate that the step waits for (0 to 1): a link's bandwidth, the slowest GPU's clock.
-    """
-    return Severity.FAIL if share >= FAILING_LOSS else Severity.WARN
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One verdict about one subject, with what proves it and what mends it."""
-
-    code: str  # stable: "<probe>.<subject>.<what>", listed in docs/findings.md
-    severity: Severity
-    subject: str  # "GPU3", "mlx5_2:1", "eth0", or "" for the whole host
-    message: str
-    evidence: tuple[str, ...] = ()  # each names its source: "/sys/...: value", "nvmlX(0) = value"
-    remedy: str = ""  # one imperative sentence; empty only for INFO
 
 
 class UnavailableError(Exception):

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from probes.api import Finding, Severity, Snapshot
+from contracts.finding import Finding, Status
+from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import XID_CAUSES, named_xids, subject_of, xids_of
 from probes.rdma.facts import RdmaFacts, RdmaPort
@@ -61,16 +62,16 @@ def _rise(start: int | None, end: int | None) -> int:
     return end - start if start is not None and end is not None and end > start else 0
 
 
-_CAUSES = {  # of an Xid -> severity, what follows the numbers, remedy
+_CAUSES = {  # of an Xid -> status, what follows the numbers, remedy
     "gpu": (
-        Severity.FAIL, ": the GPU, its memory or its links.",
+        Status.FAIL, ": the GPU, its memory or its links.",
         "Drain the node and look the number up in NVIDIA's Xid catalogue.",
     ),
     "driver": (
-        Severity.WARN, ": an engine, the firmware or the driver; the cause is open.",
+        Status.WARN, ": an engine, the firmware or the driver; the cause is open.",
         "Look the number up in NVIDIA's Xid catalogue, and drain the node if it comes back.",
     ),
-    "program": (Severity.INFO, ", usually an error of the program.", ""),
+    "program": (Status.INFO, ", usually an error of the program.", ""),
 }  # fmt: skip
 
 
@@ -82,10 +83,10 @@ def _xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     for cause in XID_CAUSES:
         what = named_xids(new, cause)
         if what:
-            severity, words, remedy = _CAUSES[cause]
+            status, words, remedy = _CAUSES[cause]
             yield Finding(
                 code="gpu.xid.new",
-                severity=severity,
+                status=status,
                 subject=subject_of(after),
                 message=f"The driver reported {what} within {seconds:.0f} s{words}",
                 evidence=(f"kernel log or NVML events: {what} more than in the scan before",),
@@ -99,7 +100,7 @@ def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     if replays > REPLAYS_PER_MINUTE * max(seconds / 60.0, 1.0):
         yield Finding(
             code="gpu.counters.rising",
-            severity=Severity.WARN,
+            status=Status.WARN,
             subject=subject_of(after),
             message=f"{replays} PCIe packets were sent again in {seconds:.0f} s: the link to the GPU is marginal.",
             evidence=(f"nvmlDeviceGetPcieReplayCounter: {before.pcie_replays}, then {after.pcie_replays}",),
@@ -109,7 +110,7 @@ def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     if errors:
         yield Finding(
             code="gpu.counters.rising",
-            severity=Severity.FAIL,
+            status=Status.FAIL,
             subject=subject_of(after),
             message=f"{errors} uncorrectable memory error(s) in {seconds:.0f} s: its results are not to be trusted.",
             evidence=(
@@ -125,7 +126,7 @@ def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     if risen:
         yield Finding(
             code="gpu.nvlink.errors",
-            severity=Severity.WARN,
+            status=Status.WARN,
             subject=subject_of(after),
             message=f"NVLink errors rose within {seconds:.0f} s: packets were spoilt or sent again, links retrained.",
             evidence=risen,
@@ -153,7 +154,7 @@ class Threshold:
     counter: str
     count: float
     seconds: float
-    severity: Severity
+    status: Status
     meaning: str
 
     def exceeded(self, rise: int, seconds: float) -> bool:
@@ -162,18 +163,18 @@ class Threshold:
 
 
 THRESHOLDS = tuple(
-    Threshold(counter=counter, count=count, seconds=seconds, severity=severity, meaning=meaning)
-    for counter, count, seconds, severity, meaning in (
-        ("link_downed", 0, 1, Severity.FAIL, "the link went down"),
-        ("excessive_buffer_overrun_errors", 0, 1, Severity.FAIL, "receive buffers overran"),
-        ("local_link_integrity_errors", 0, 1, Severity.FAIL, "physical errors exceeded what the link tolerates"),
-        ("rnr_nak_retry_err", 0, 1, Severity.FAIL, "a peer never posted receives and retries ran out"),
-        ("symbol_error", 120, HOUR_SECONDS, Severity.FAIL, "bit errors"),
-        ("link_error_recovery", 5, 60, Severity.WARN, "the link retrained"),
-        ("port_rcv_errors", 10, 1, Severity.WARN, "broken packets arrived"),
-        ("local_ack_timeout_err", 1, 1, Severity.WARN, "acknowledgements came too late: loss or congestion"),
-        ("port_xmit_discards", 100, 1, Severity.WARN, "packets were discarded before sending: congestion"),
-        ("roce_slow_restart", 10, 1, Severity.WARN, "RoCE flows started over"),
+    Threshold(counter=counter, count=count, seconds=seconds, status=status, meaning=meaning)
+    for counter, count, seconds, status, meaning in (
+        ("link_downed", 0, 1, Status.FAIL, "the link went down"),
+        ("excessive_buffer_overrun_errors", 0, 1, Status.FAIL, "receive buffers overran"),
+        ("local_link_integrity_errors", 0, 1, Status.FAIL, "physical errors exceeded what the link tolerates"),
+        ("rnr_nak_retry_err", 0, 1, Status.FAIL, "a peer never posted receives and retries ran out"),
+        ("symbol_error", 120, HOUR_SECONDS, Status.FAIL, "bit errors"),
+        ("link_error_recovery", 5, 60, Status.WARN, "the link retrained"),
+        ("port_rcv_errors", 10, 1, Status.WARN, "broken packets arrived"),
+        ("local_ack_timeout_err", 1, 1, Status.WARN, "acknowledgements came too late: loss or congestion"),
+        ("port_xmit_discards", 100, 1, Status.WARN, "packets were discarded before sending: congestion"),
+        ("roce_slow_restart", 10, 1, Status.WARN, "RoCE flows started over"),
     )
 )
 
@@ -199,7 +200,7 @@ def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> It
             continue
         yield Finding(
             code="rdma.counters.rising",
-            severity=threshold.severity,
+            status=threshold.status,
             subject=subject,
             message=f"{threshold.counter} rose by {end - start} in {seconds:.0f} s: {threshold.meaning}.",
             evidence=(f"{threshold.counter}: {start}, then {end}, {seconds:.0f} s later",),

@@ -11,7 +11,8 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from probes.api import Absent, Failed, Finding, Ok, Probe, Severity, Snapshot, UnavailableError
+from contracts.finding import Finding, Status
+from probes.api import Absent, Failed, Ok, Probe, Snapshot, UnavailableError
 from probes.gpu.facts import GpuFacts
 from probes.host.protocol import Host
 from probes.rdma.facts import RdmaFacts
@@ -102,7 +103,7 @@ def _beside_rdma(snapshot: Snapshot, finding: Finding) -> Finding | None:
         return finding
     return replace(
         finding,
-        severity=Severity.UNKNOWN,
+        status=Status.UNKNOWN,
         message=f"Whether this NIC has an RDMA device is unknown: sysfs does not place {', '.join(unplaced[:4])}.",
         remedy="Scan on the host, with all of /sys.",
     )
@@ -117,7 +118,7 @@ def failures(snapshot: Snapshot) -> tuple[Finding, ...]:
 def _failed(name: str, outcome: Failed) -> Finding:
     return Finding(
         code=f"{name}.probe.failed",
-        severity=Severity.UNKNOWN,
+        status=Status.UNKNOWN,
         subject=name,
         message=f"the {name} probe could not finish: {outcome.error}",
         evidence=(f"{outcome.seconds:.1f} s: {outcome.error}",),

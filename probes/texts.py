@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from probes.api import Finding, Severity
+from contracts.finding import Finding, Status
 
 Texts = Mapping[str, tuple[str, str]]
 """Key -> message and remedy, both with the names of values in braces; the remedy is empty only for INFO."""
@@ -16,13 +16,13 @@ def codes_of(texts: Texts) -> tuple[str, ...]:
 
 
 def finding(
-    texts: Texts, key: str, severity: Severity, subject: str = "", evidence: tuple[str, ...] = (), **values: object
+    texts: Texts, key: str, status: Status, subject: str = "", evidence: tuple[str, ...] = (), **values: object
 ) -> Finding:
     """The finding of that key, its message and remedy filled in."""
     message, remedy = (text.format(**values) for text in texts[key])
     return Finding(
         code=key.partition(" ")[0],
-        severity=severity,
+        status=status,
         subject=subject,
         message=message,
         evidence=evidence,

@@ -32,7 +32,20 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-TIERS = ("ranks", "netns", "rdma", "browser", "prometheus", "containers", "kube", "gpu", "alone", "real", "long", "nightly")
+TIERS = (
+    "ranks",
+    "netns",
+    "rdma",
+    "browser",
+    "prometheus",
+    "containers",
+    "kube",
+    "gpu",
+    "alone",
+    "real",
+    "long",
+    "nightly",
+)
 
 
 @cache

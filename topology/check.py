@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import without_gdr
 from hardware.links import most_links
 from hardware.series import is_of
-from probes.api import Finding, Severity, by_loss
 from topology.expect import gigabytes
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks, rank
 from topology.reference import departures, reference_of
@@ -123,7 +123,7 @@ def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
         if mine and len(without) == len(mine):
             yield Finding(
                 code=MISSING,
-                severity=Severity.FAIL,
+                status=Status.FAIL,
                 subject=gpu.name,
                 message=f"{gpu.name} reaches no other GPU over NVLink, while the others reach each other",
                 evidence=tuple(f"{a} to {b}: {label}" for a, b, label in mine[:3]),
@@ -143,7 +143,7 @@ def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
         if counts and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in mine)) < full:
             yield Finding(
                 code=ASYMMETRIC,
-                severity=Severity.FAIL,
+                status=Status.FAIL,
                 subject=gpu.name,
                 message=f"{gpu.name} has {max(counts)} NVLinks up, other GPUs of this node have {full}",
                 evidence=_asymmetry_evidence(node, gpu.name, pairs),
@@ -161,7 +161,7 @@ def _bridges_differ(pairs: list[tuple[str, str, str]]) -> Iterator[Finding]:
         if nvlinks(label) < most:
             yield Finding(
                 code=ASYMMETRIC,
-                severity=Severity.WARN,
+                status=Status.WARN,
                 subject=a,
                 message=f"{a} and {b} are joined by {nvlinks(label)} NVLinks, another pair by {most}: a bridge is not "
                 "fitted, or links are down",
@@ -187,14 +187,14 @@ def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
     own_nic = len(node.gpus) >= 8 and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
     if sxm or (row and row.links_per_pair and row.all_to_all):
-        severity, what = Severity.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is made to link by NVLink"
+        status, what = Status.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is made to link by NVLink"
     elif own_nic and node.nearest_nic:
-        severity, what = Severity.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
+        status, what = Status.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
     else:
         return
     yield Finding(
         code=DOWN_HGX,
-        severity=severity,
+        status=status,
         subject="",
         message=f"no GPU pair shows NVLink ({', '.join(sorted({label for _, _, label in pairs}))} only), yet {what}",
         evidence=tuple(f"{a} to {b}: {label}" for a, b, label in pairs[:2]),
@@ -217,7 +217,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
         if near.why:
             yield Finding(
                 code=NEAREST_DOWN,
-                severity=Severity.FAIL,
+                status=Status.FAIL,
                 subject=near.gpu,
                 message=f"{near.gpu} must use {', '.join(near.nics)} ({near.label}): {near.why}",
                 evidence=tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4],
@@ -232,8 +232,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
             yield Finding(
                 code=FAR,
-                severity=_by_design(node, near)
-                or (Severity.WARN if relay or direct & set(near.nics) else Severity.FAIL),
+                status=_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
                 subject=near.gpu,
                 message=f"{near.gpu} has no NIC {where}: {', '.join(near.nics[:4])} "
                 f"{'is' if len(near.nics) == 1 else 'are'} {near.label}",
@@ -244,7 +243,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             designed = _by_design(node, near)
             yield Finding(
                 code=GDR_PATH,
-                severity=designed or (Severity.WARN if direct & set(near.nics) else Severity.FAIL),
+                status=designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
                 subject=near.gpu,
                 message=f"{near.gpu} reaches its nearest NIC {', '.join(near.nics[:4])} over {near.label}: NCCL does "
                 "not use GPUDirect RDMA "
@@ -257,12 +256,12 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             )
 
 
-def _by_design(node: NodeTopology, near: NearestNic) -> Severity | None:
+def _by_design(node: NodeTopology, near: NearestNic) -> Status | None:
     """INFO where the machine is built this way: its row says that a healthy one has its NICs no nearer."""
     row = reference_of(node)
     farthest = (row.gpu_nic_farthest or row.gpu_nic) if row else None
     beyond_switches = farthest is not None and rank(farthest) > rank("PXB")
-    return Severity.INFO if beyond_switches and farthest and rank(near.label) <= rank(farthest) else None
+    return Status.INFO if beyond_switches and farthest and rank(near.label) <= rank(farthest) else None
 
 
 def _without_own_nic(node: NodeTopology) -> set[str]:
@@ -276,7 +275,7 @@ def _no_own_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
     rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
     return Finding(
         code=NIC_MISSING,
-        severity=Severity.FAIL,
+        status=Status.FAIL,
         subject=near.gpu,
         message=f"{near.gpu} has no HCA behind its PCIe switch, {len(node.nearest_nic) - missing} other GPUs of this "
         f"node have one: an HCA is missing here, and {near.gpu} shares {', '.join(near.nics[:4])} ({near.label}), so "
@@ -334,7 +333,7 @@ def _undecidable(node: NodeTopology) -> Iterator[Finding]:
     if undecided and len(node.nics) > 1:
         yield Finding(
             code=UNDECIDABLE,
-            severity=Severity.UNKNOWN,
+            status=Status.UNKNOWN,
             subject=", ".join(near.gpu for near in undecided),
             message=f"the nearest NIC cannot be told: {undecided[0].why}",
             evidence=_pair_evidence(node, undecided[0]),
@@ -346,7 +345,7 @@ def _virtual(node: NodeTopology) -> Iterator[Finding]:
     if node.virtual and len(node.gpus) > 1:
         yield Finding(
             code=VIRTUAL,
-            severity=Severity.WARN,
+            status=Status.WARN,
             subject="",
             # one host bridge, as a workstation's, gives the same matrix: then nothing but the matrix speaks for it
             message="the PCIe tree seen here "
@@ -383,7 +382,7 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
             return
         yield Finding(
             code=RAIL_UNEVEN,
-            severity=by_loss(lost),
+            status=by_loss(lost),
             subject="",
             message="rails are uneven: "
             + "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails)
@@ -418,7 +417,7 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             what = f"link, {nic.pcie_link}," if trained_down else "slot"
             yield Finding(
                 code=PCIE_BOUND,
-                severity=by_loss(1.0 - carried * RAW_OVER_PLAN / rate),
+                status=by_loss(1.0 - carried * RAW_OVER_PLAN / rate),
                 subject=nic.name,
                 message=f"{nic.name} links at {gigabytes(rate)}, "
                 f"its PCIe {what} carries {gigabytes(carried * RAW_OVER_PLAN)}",
@@ -457,7 +456,7 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
         lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
         yield Finding(
             code=GPU_PCIE_BOUND,
-            severity=by_loss(lost),
+            status=by_loss(lost),
             subject=gpu.name,
             message=f"{gpu.name}'s PCIe link has x{device.link_width} ({gpu.pcie_link}), less than {than}: NCCL plans "
             f"{gigabytes(slot)} for it, {share:.0%}",
@@ -473,13 +472,13 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
     by_design = bool(named) and all(is_of("without GPUDirect RDMA", name) for name in named)
     # EFA beside cards: g5 and g6 have none, other machines may.
     unsure = bool(named) and all(is_of("card", name) for name in named) and all(nic.kind == "efa" for nic in rdma)
-    severity = Severity.INFO if by_design else Severity.WARN if unsure else Severity.FAIL
+    status = Status.INFO if by_design else Status.WARN if unsure else Status.FAIL
     for kind, devices in (("GPU", node.gpus if rdma else ()), ("NIC", rdma)):
         refused = [device for device in devices if device.gdr_refused]
         if refused:
             yield Finding(
                 code=GDR_REFUSED,
-                severity=severity,
+                status=status,
                 subject=", ".join(device.name for device in refused[:8]),
                 message=f"NCCL found no GPUDirect RDMA on {len(refused)} of {len(devices)} {kind}s: data between nodes "
                 "is copied through host memory there" + (", as always with these GPUs" if by_design else ""),
@@ -509,7 +508,7 @@ def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) 
         share = left if few_nics else fewest / whole if few_links else 1.0
         yield Finding(
             code=NIC_MISSING if few_nics else REFERENCE,
-            severity=Severity.FAIL if gone else by_loss(1.0 - share),
+            status=Status.FAIL if gone else by_loss(1.0 - share),
             subject="",
             message=departure + ": an HCA is missing" * few_nics,
             evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),

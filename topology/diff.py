@@ -6,11 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from probes.api import Severity, Snapshot
+from contracts.finding import Status
+from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.traits import Trait, traits
 
-_ORDER = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN, Severity.INFO)
+_ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 _MISSING = "missing"
 _LISTED = 12  # nodes named in one line of the fleet text
 
@@ -21,7 +22,7 @@ Traits = dict[tuple[str, str], Trait]
 class Difference:
     """One property that differs."""
 
-    severity: Severity
+    severity: Status
     subject: str  # "GPU5", "memlock", "mlx5_3"
     what: str  # "PCIe width"; empty where the subject says it all
     message: str  # "GPU5 PCIe width x16 -> x8"
@@ -104,9 +105,9 @@ def _difference(
     assert trait is not None  # noqa: S101 - a key comes from one of the two
     severity = min((one.severity for one in (first, second) if one), key=_ORDER.index)
     if same_host and first and second and first.size is not None and second.size is not None:
-        severity = severity if second.size < first.size else Severity.INFO
+        severity = severity if second.size < first.size else Status.INFO
     if same_host and first is None:
-        severity = Severity.INFO if trait.what in ("device", "state", "interface") else severity
+        severity = Status.INFO if trait.what in ("device", "state", "interface") else severity
     return Difference(
         severity=severity,
         subject=trait.subject,
@@ -266,7 +267,7 @@ def diff_text(differences: Sequence[Difference]) -> str:
     """One line for each difference."""
     if not differences:
         return "nothing that matters for training differs"
-    return "\n".join(f"{difference.severity.value:<7} {difference.message}" for difference in differences)
+    return "\n".join(f"{difference.severity:<7} {difference.message}" for difference in differences)
 
 
 def fleet_text(view: Fleet) -> str:
@@ -279,10 +280,10 @@ def _family_text(family: FleetFamily) -> str:
     lines = [f"{family.total} {'node' if family.total == 1 else 'nodes'} with {family.kind}, {alike}"]
     lines += [f"! {warning}" for warning in family.warnings]
     if family.odd:
-        lines += [f"  {difference.severity.value:<7} {difference.message}" for difference in family.common.differences]
+        lines += [f"  {difference.severity:<7} {difference.message}" for difference in family.common.differences]
     for group in family.odd:
         lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_listed(group.nodes)}"]
-        lines += [f"  {difference.severity.value:<7} {difference.message}" for difference in group.differences]
+        lines += [f"  {difference.severity:<7} {difference.message}" for difference in group.differences]
     return "\n".join(lines)
 
 

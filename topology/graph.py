@@ -278,15 +278,20 @@ LEGEND = (
 """nvidia-smi's own legend, printed under a rendered matrix so that other tools read it."""
 
 
+def nvlinks(label: str) -> int:
+    """The count of an NV# label, 0 for any other."""
+    match = NVLINK.fullmatch(label)
+    return int(match[1]) if match else 0
+
+
 def path_class(label: str) -> PathClass | None:
     """NCCL's class of a label, None where it is unknown."""
     return PathClass.NVL if nvlinks(label) else _PATHS.get(label)
 
 
-def nvlinks(label: str) -> int:
-    """The count of an NV# label, 0 for any other."""
-    match = NVLINK.fullmatch(label)
-    return int(match[1]) if match else 0
+def pair_of(a: str, b: str, label: str, evidence: str) -> Pair:
+    """The pair of two devices that nvidia-smi shows with this label."""
+    return Pair(a=a, b=b, label=label, path=path_class(label), nvlinks=nvlinks(label), evidence=evidence)
 
 
 def rank(label: str) -> int:

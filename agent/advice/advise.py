@@ -20,6 +20,7 @@ from agent.advice.request import (
     spans_nodes,
 )
 from agent.base.inputs import RequestError, parse_version
+from contracts.finding import Finding
 from contracts.interval import Interval
 from contracts.layout import LayoutError
 from planner import stacks
@@ -31,13 +32,14 @@ from planner.forecast.specs import mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
 from planner.recommend import recommend
-from probes.api import Finding, Severity, Snapshot
+from probes.api import Snapshot
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
-    from agent.checks.verdict import Check
-    from agent.checks.view import Group, View
+    from agent.checks.groups import Group
+    from agent.checks.view import View
     from collectives.bench.results import Measurement
+    from contracts.finding import Finding
 
 ENVIRONMENTS = ("env", "shell", "k8s")  # formats that need no layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *stacks.FORMATS)
@@ -101,15 +103,15 @@ def for_view(view: View, request: Request) -> Recommendation:
     return answer(request, snapshots, measured=measured, checks=view.checks)
 
 
-def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendation:
+def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommendation:
     """The advice, with the failures that its forecast does not count: no figure bounds them, or they end the job."""
     if not checks:
         return advice
-    from agent.checks.view import grouped
+    from agent.checks.groups import grouped
 
     counted = {*RULES, *("interfaces.choice.wrong" for s in advice.settings if s.name == "NCCL_SOCKET_IFNAME")}
     groups = [
-        group for group in grouped(checks) if {check.id for check in group.checks if check.status == "fail"} - counted
+        group for group in grouped(checks) if {check.code for check in group.checks if check.status == "fail"} - counted
     ]
     said = tuple(
         f"{'as it is the job ends' if ENDS & set(group.codes) else 'not in the forecast'}: {_fault(group)}"
@@ -120,14 +122,12 @@ def with_faults(advice: Recommendation, checks: Sequence[Check]) -> Recommendati
     return replace(advice, unknowns=(*advice.unknowns, *said, *rest)) if advice.chosen else advice
 
 
-def findings_of(checks: Iterable[Check]) -> Findings:
+def findings_of(checks: Iterable[Finding]) -> Findings:
     """Failures and warnings by node, as the planner reads them."""
     found: dict[str, list[Finding]] = {}
     for check in checks:
         if check.status in ("fail", "warn"):
-            found.setdefault(check.node, []).append(
-                Finding(code=check.id, severity=Severity(check.status), subject=check.subject, message=check.message)
-            )
+            found.setdefault(check.node, []).append(check)
     return {node: tuple(of_node) for node, of_node in found.items()}
 
 
@@ -144,7 +144,7 @@ def answer(
     measured: Sequence[Measurement] = (),
     calibrated: Calibration | None = None,
     ranks: int | None = None,
-    checks: Sequence[Check] | None = None,
+    checks: Sequence[Finding] | None = None,
 ) -> Recommendation:
     """Ask the planner; `ranks` and `calibrated` stand above what the request names.
 
@@ -172,7 +172,7 @@ def answer(
 def of_cluster(
     request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
     measured: Sequence[Measurement] = (), calibration: Calibration | None = None, ranks: int | None = None,
-    checks: Sequence[Check] = (),
+    checks: Sequence[Finding] = (),
 ) -> Recommendation:  # fmt: skip
     """Ask the planner of these nodes. Raises RequestError, ValueError, LayoutError where the question does not fit."""
     model = model_of(request)

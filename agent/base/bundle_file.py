@@ -6,7 +6,10 @@ import gzip
 import io
 import re
 import tarfile
+import zlib
 from collections.abc import Mapping
+
+from contracts import bounded
 
 Files = dict[str, bytes]
 MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
@@ -48,20 +51,18 @@ def _named(host: str) -> str:
 
 
 def unpacked(content: bytes, wanted: str = "") -> dict[str, Files]:
-    """The files of a bundle, by host; of all, or the one that is named so in each. Raises BundleError."""
+    """Read the files of a bundle, by host: all of them, or the one named `wanted` of each. Raises BundleError."""
+
+    def is_wanted(path: str) -> bool:
+        name = path.partition("/")[2]
+        return bool(name) and ".." not in name and wanted in ("", name)
+
     found: dict[str, Files] = {}
-    total = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r|gz") as tar:
-            for entry in tar:
-                total += entry.size
-                host, _, name = entry.name.partition("/")
-                if total > MOST_BYTES:
-                    raise BundleError(f"larger than {MOST_BYTES >> 20} MiB")
-                if wanted and name != wanted:
-                    continue
-                if entry.isfile() and name and ".." not in name and (data := tar.extractfile(entry)) is not None:
-                    found.setdefault(_named(host), {})[name] = data.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
+            for path, data in bounded.tar_files(stream, MOST_BYTES, MOST_BYTES, is_wanted):
+                host, _, name = path.partition("/")
+                found.setdefault(_named(host), {})[name] = data
+    except (tarfile.TarError, bounded.TooLargeError, EOFError, OSError, zlib.error) as error:
         raise BundleError(f"not a bundle: {error}") from None
     return found

@@ -15,6 +15,7 @@ import click
 
 from agent.base.inputs import InputError
 from agent.base.output import say
+from contracts import bounded
 
 if TYPE_CHECKING:
     from probes.api import Snapshot
@@ -62,7 +63,8 @@ def _snapshots(hosts: Sequence[Path], root: str, timeout_seconds: float, stop: t
                 from agent.base import bundle_file
 
                 with contextlib.suppress(bundle_file.BundleError):
-                    for line in bundle_file.brief(bundle_file.unpacked(path.read_bytes(), "differences.txt")):
+                    packed = bounded.read(path, bundle_file.MOST_BYTES)
+                    for line in bundle_file.brief(bundle_file.unpacked(packed, "differences.txt")):
                         say(line, err=True)
         except (OSError, RecordingError) as error:
             raise InputError(str(error)) from None

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from agent.checks.expect_checks import EXPECT_CODES
-from agent.checks.verdict import ORDER, Check, GateError, Status
+from agent.checks.verdict import ORDER, GateError
 from collectives.bench.results import RdmaWrite, ResultError, rdma_from_json, result_from_json
 from contracts import bounded
+from contracts.finding import Finding, Status
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from probes.api import Snapshot
@@ -78,7 +79,7 @@ def _read(path: Path) -> Baseline:
         version = value.get("schema_version")
         if not isinstance(version, int) or not 1 <= version <= REPORT_VERSION:
             raise GateError(f"schema_version is {version!r}; this release reads 1 to {REPORT_VERSION}")
-        statuses = _worst((str(c["id"]), str(c["node"]), str(c["subject"]), c["status"]) for c in value["checks"])
+        statuses = _worst((str(c["code"]), str(c["node"]), str(c["subject"]), c["status"]) for c in value["checks"])
         bench = value.get("bench")
         return Baseline(statuses=statuses, buses=_buses(value), busbw=_busbw(bench) if bench else {})
     from agent.checks.view import look
@@ -90,7 +91,7 @@ def _read(path: Path) -> Baseline:
     facts = snapshot.facts(PciFacts)
     checks = look((snapshot,)).checks
     return Baseline(
-        statuses=_worst((check.id, check.node, check.subject, check.status) for check in checks),
+        statuses=_worst((check.code, check.node, check.subject, check.status) for check in checks),
         buses={snapshot.hostname: facts} if facts else {},
     )
 
@@ -117,7 +118,7 @@ def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
     }
 
 
-def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
+def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
     """A failure for each kind of device of which a host's PCI bus shows fewer than the baseline's did.
 
     A GPU or HCA that left the bus leaves no check behind that could fail. Nodes are matched as in `regressions`; a
@@ -134,8 +135,8 @@ def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]
             if len(have) < len(had):
                 lost = ", ".join(sorted(had - have))
                 found.append(
-                    Check(
-                        id=EXPECT_CODES[0], status="fail", node=node, subject=f"{key}={len(had)}",
+                    Finding(
+                        code=EXPECT_CODES[0], status=Status.FAIL, node=node, subject=f"{key}={len(had)}",
                         message=f"the PCI bus shows {len(have)} {words}{'' if len(have) == 1 else 's'} of this host, "
                         f"{len(had)} in the baseline: {lost} no longer",
                         evidence=(f"/sys/bus/pci/devices: no {words} at {lost}",),
@@ -157,7 +158,7 @@ def _worst(found: Iterable[tuple[str, str, str, Any]]) -> dict[Key, Status]:
     return held
 
 
-def regressions(checks: Iterable[Check], baseline: Mapping[Key, Status]) -> tuple[Check, ...]:
+def regressions(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tuple[Finding, ...]:
     """The checks with what stood in the baseline made "info", and what can no longer be measured made "fail".
 
     Nodes are matched by name; a run and a baseline of one node each are taken for the same node.
@@ -169,10 +170,10 @@ def regressions(checks: Iterable[Check], baseline: Mapping[Key, Status]) -> tupl
     return tuple(_judged(check, alias.get(check.node, check.node), baseline, passed) for check in checks)
 
 
-def _judged(check: Check, node: str, baseline: Mapping[Key, Status], passed: set[tuple[str, str]]) -> Check:
-    if check.status == "unknown" and (check.id, node) in passed:
-        return replace(check, status="fail", message=f"passed in the baseline, not measured now: {check.message}")
-    before = baseline.get((check.id, node, check.subject))
+def _judged(check: Finding, node: str, baseline: Mapping[Key, Status], passed: set[tuple[str, str]]) -> Finding:
+    if check.status == "unknown" and (check.code, node) in passed:
+        return replace(check, status=Status.FAIL, message=f"passed in the baseline, not measured now: {check.message}")
+    before = baseline.get((check.code, node, check.subject))
     if check.status in ("fail", "warn") and before is not None and _BETTER.index(before) >= _BETTER.index(check.status):
-        return replace(check, status="info", message=f"stands in the baseline too: {check.message}")
+        return replace(check, status=Status.INFO, message=f"stands in the baseline too: {check.message}")
     return check

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from agent.checks.verdict import Check
+from contracts.finding import Finding, Status
 from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci import facts as pci_facts
@@ -35,7 +35,7 @@ NOT_REQUIRED = {
 _SOFT_RDMA = ("rxe", "siw")  # software over any Ethernet interface: on no bus
 
 
-def covered(snapshot: Snapshot, checks: Iterable[Check]) -> tuple[Check, ...]:
+def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """The checks of one host with those marked as required that its bus makes so; a pass over nothing is unknown."""
     pci = snapshot.facts(PciFacts)
     unread = {}
@@ -51,12 +51,14 @@ def covered(snapshot: Snapshot, checks: Iterable[Check]) -> tuple[Check, ...]:
     return tuple(_judged(check, owed, unread, failed, excused) for check in checks)
 
 
-def _judged(check: Check, owed: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]) -> Check:
-    family = check.id.split(".")[0]
-    proven = check.evidence or check.id.endswith(".probe.failed")  # what tells of it stands as it is
+def _judged(
+    check: Finding, owed: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]
+) -> Finding:
+    family = check.code.split(".")[0]
+    proven = check.evidence or check.code.endswith(".probe.failed")  # what tells of it stands as it is
     if family in unread and check.status in ("pass", "unknown") and not proven:
-        check = replace(check, status="unknown", message=unread[family])
-    excused = check.id in not_required and family not in unread and family not in failed
+        check = replace(check, status=Status.UNKNOWN, message=unread[family])
+    excused = check.code in not_required and family not in unread and family not in failed
     if check.status != "unknown" or family not in owed or excused:
         return check
     return replace(check, required=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from agent.base import units
 from agent.checks.coverage import gdrdma_possible, no_gpu_read, no_hca_read
-from agent.checks.verdict import Check
+from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot
 from probes.gpu.compare import visible_gpus
 from probes.gpu.facts import GpuFacts
@@ -160,7 +160,7 @@ def _direct(node: NodeTopology, level: str | None = None) -> bool | None:
 # The checks --------------------------------------------------------------------------------------------------------
 
 
-def checks_of(wanted: Expectation, found: Seen, node: str) -> tuple[Check, ...]:
+def checks_of(wanted: Expectation, found: Seen, node: str) -> tuple[Finding, ...]:
     """One check for each thing that is expected: met, absent (failed), or unknown and then required."""
     judged: list[tuple[str, bool | None, str]] = []
     if wanted.gpus is not None:
@@ -203,15 +203,15 @@ def _driver(wanted: str, found: Seen) -> tuple[bool | None, str]:
     return _parts(found.driver) >= _parts(wanted), f"the driver is {found.driver}"
 
 
-def _check(node: str, subject: str, met: bool | None, have: str, why: str) -> Check:
+def _check(node: str, subject: str, met: bool | None, have: str, why: str) -> Finding:
     code = EXPECT_CODES[0]
     if met:
-        return Check(id=code, status="pass", node=node, subject=subject, message=have)
+        return Finding(code=code, status=Status.PASS, node=node, subject=subject, message=have)
     if met is None:
         message = f"{subject} is expected and could not be read: {why or have}"
-        return Check(id=code, status="unknown", node=node, subject=subject, message=message, required=True)
-    return Check(
-        id=code, status="fail", node=node, subject=subject, message=f"{subject} is expected: {have}",
+        return Finding(code=code, status=Status.UNKNOWN, node=node, subject=subject, message=message, required=True)
+    return Finding(
+        code=code, status=Status.FAIL, node=node, subject=subject, message=f"{subject} is expected: {have}",
         remedy=_remedy(subject),
     )  # fmt: skip
 
@@ -301,7 +301,7 @@ def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:4])
 
 
-def settled(checks: Iterable[Check]) -> tuple[Check, ...]:
+def settled(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """The checks of one node, with what an expectation answers that a scan alone cannot.
 
     A node with as many GPUs or ACTIVE ports as its owner expects lacks none: others on the bus are not given to it, or
@@ -309,12 +309,12 @@ def settled(checks: Iterable[Check]) -> tuple[Check, ...]:
     """
     checks = tuple(checks)
     met = {
-        check.subject.partition("=")[0] for check in checks if check.id == EXPECT_CODES[0] and check.status == "pass"
+        check.subject.partition("=")[0] for check in checks if check.code == EXPECT_CODES[0] and check.status == "pass"
     }
     mild = {code for key, code in (("gpus", "gpu.device.not_given"), ("hcas", "rdma.port.down")) if key in met}
     return tuple(
-        replace(check, status="info", required=False, message=f"{check.message} As many as expected are there.")
-        if check.id in mild and check.status in ("fail", "warn", "unknown") and check.evidence
+        replace(check, status=Status.INFO, required=False, message=f"{check.message} As many as expected are there.")
+        if check.code in mild and check.status in ("fail", "warn", "unknown") and check.evidence
         else check
         for check in checks
     )

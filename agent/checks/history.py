@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from agent.checks.verdict import Check, judge
+from agent.checks.verdict import judge
 from agent.checks.view import View
-from probes.api import Ok, Severity, Snapshot
+from contracts.finding import Finding, Status
+from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from topology.diff import Difference, compare
@@ -73,7 +74,7 @@ class Event:
 class Seen:
     """A finding that some scan found: pending until `raised`."""
 
-    checks: tuple[Check, ...]  # of one code and subject: as a rule one
+    checks: tuple[Finding, ...]  # of one code and subject: as a rule one
     since: float
     scans: int = 1  # in a row
     missing: int = 0  # in a row
@@ -183,28 +184,30 @@ class History:
         code = part if hardware or part != "hardware" else ""
         self._kept.events.append(Event(at_seconds=now, kind=kind, text=difference.message[:TEXT], code=code))
 
-    def _holding(self, checks: Sequence[Check], now: float, *, settling: bool) -> Iterable[Check]:
+    def _holding(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
         """Findings as they hold; one that is new is unknown until it persists."""
-        found: dict[Key, tuple[Check, ...]] = {}
+        found: dict[Key, tuple[Finding, ...]] = {}
         for check in checks:
             if check.status in ("fail", "warn"):
-                key = check.id, check.subject
+                key = check.code, check.subject
                 found[key] = (*found.get(key, ()), check)
-        unknown = {(check.id, check.subject) for check in checks if check.status == "unknown"}
+        unknown = {(check.code, check.subject) for check in checks if check.status == "unknown"}
         self._count(found, unknown, now, settling=settling)
         why = "this host or its driver has just started" if settling else "seen for the first time"
         open_now = {key: seen for key, seen in self._kept.open.items() if seen.raised}
         yield from (check for seen in open_now.values() for check in seen.checks)
         for key, new in found.items():
             for check in () if key in open_now else new:
-                yield replace(check, status="unknown", pending=check.status == "fail",
+                yield replace(check, status=Status.UNKNOWN, pending=check.status == "fail",
                               message=f"{why}, and raised if it persists: {check.message}")  # fmt: skip
         raised = {code for code, _ in open_now}
         for check in checks:
-            if check.status not in ("fail", "warn") and not (check.status == "pass" and check.id in raised):
+            if check.status not in ("fail", "warn") and not (check.status == "pass" and check.code in raised):
                 yield check
 
-    def _count(self, found: Mapping[Key, tuple[Check, ...]], unknown: set[Key], now: float, *, settling: bool) -> None:
+    def _count(
+        self, found: Mapping[Key, tuple[Finding, ...]], unknown: set[Key], now: float, *, settling: bool
+    ) -> None:
         """Count the scans of each finding: raise those that persist, clear those that are gone.
 
         A finding stays while a check of its code is unknown, for its subject or as a whole (subject ""). Where this
@@ -230,8 +233,8 @@ class History:
                 if seen.raised:
                     self._tell(now, "cleared", seen.checks[0].message, seen.checks[0])
 
-    def _tell(self, at: float, kind: Any, text: str, check: Check | None = None) -> None:
-        about = {"code": check.id, "subject": check.subject[:128], "severity": check.status} if check else {}
+    def _tell(self, at: float, kind: Any, text: str, check: Finding | None = None) -> None:
+        about = {"code": check.code, "subject": check.subject[:128], "severity": check.status} if check else {}
         self._kept.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], **about))
 
 
@@ -260,7 +263,7 @@ def _part(difference: Difference) -> str:
 
 
 def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
-    return {key: Trait(subject=key[0], what=key[1], value=value, severity=Severity.INFO)
+    return {key: Trait(subject=key[0], what=key[1], value=value, severity=Status.INFO)
             for key, value in values.items()}  # fmt: skip
 
 

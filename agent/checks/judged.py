@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from agent.base import units
 from agent.checks.bars import BASELINE_LEAST, is_judged
-from agent.checks.verdict import Check, Status
 from collectives.bench.results import Bar, BenchResult, Measurement
+from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from topology.build import build
 from topology.reach import FAILS_BELOW
@@ -19,7 +19,7 @@ SHOULD, IS, BASELINE = "as it should be", "as it is", "as in the baseline"
 Key = tuple[str, int, int, str]  # op, S, ranks, backend
 
 
-def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Check]:
+def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Finding]:
     """The judgements of all that was measured with enough bytes."""
     node = ", ".join(sorted(set(result.hosts)))
     judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
@@ -63,9 +63,9 @@ def _key(m: Measurement) -> Key:
 
 def _busbw(
     judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
-) -> Iterable[Check]:
+) -> Iterable[Finding]:
     if not judged:
-        yield Check(id=BUSBW, status="unknown", node=node, message=_why_not(result))
+        yield Finding(code=BUSBW, status=Status.UNKNOWN, node=node, message=_why_not(result))
     for m in judged:
         yield _held(m, node, snapshots)
 
@@ -80,7 +80,7 @@ def _why_not(result: BenchResult) -> str:
     return "no result of 64 MiB and more of every rank: smaller ones measure latency, not links"
 
 
-def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Check:
+def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     """One measurement against its bars: the first gives what it should be, "as it is" the links that are left."""
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != IS), None)
@@ -92,17 +92,17 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Check:
     if not known:
         why = m.bars[0].why[0] if m.bars[0].why else "unknown"
         sentence = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
-        return Check(id=BUSBW, status="unknown", node=node, subject=m.op, message=sentence, evidence=evidence)
+        return Finding(code=BUSBW, status=Status.UNKNOWN, node=node, subject=m.op, message=sentence, evidence=evidence)
     status: Status = _worst(status_of(value, bar) for bar in known)
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
     message = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
     if status == "pass":
         if first is None or first.low is None:
-            status, message = "unknown", f"{message}; what it should be is not known"
-        return Check(id=BUSBW, status=status, node=node, subject=m.op, message=message, evidence=evidence)
+            status, message = Status.UNKNOWN, f"{message}; what it should be is not known"
+        return Finding(code=BUSBW, status=status, node=node, subject=m.op, message=message, evidence=evidence)
     cause, remedy = _cause(m, first, now, value, snapshots)
-    return Check(
-        id=BUSBW, status=status, node=node, subject=m.op, message=f"{message}: {cause}", evidence=evidence,
+    return Finding(
+        code=BUSBW, status=status, node=node, subject=m.op, message=f"{message}: {cause}", evidence=evidence,
         remedy=remedy,
     )  # fmt: skip
 
@@ -123,11 +123,11 @@ def bar_words(bar: Bar) -> str:
 def status_of(value: float, bar: Bar) -> Status:
     """By cost: under the low end warns, under half of it fails."""
     low = bar.low or 0.0
-    return "pass" if value >= low else "warn" if value >= low * FAILS_BELOW else "fail"
+    return Status.PASS if value >= low else Status.WARN if value >= low * FAILS_BELOW else Status.FAIL
 
 
 def _worst(found: Iterable[Status]) -> Status:
-    order: tuple[Status, ...] = ("fail", "warn", "pass")
+    order = (Status.FAIL, Status.WARN, Status.PASS)
     return min(found, key=order.index)
 
 
@@ -163,45 +163,49 @@ def _difference(first: Bar | None, now: Bar) -> str:
     return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
 
 
-def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Check:
+def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """All-reduce that stays within the ring's value although the switch could reduce."""
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
     fabric = result.evidence.fabric if result.evidence else ()
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
     off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
     if off:
-        return Check(id=NVLS, status="info", node=node, message=off, evidence=lines)
+        return Finding(code=NVLS, status=Status.INFO, node=node, message=off, evidence=lines)
     expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
     if not expecting:
         why = "no all_reduce of more than four GPUs behind one NVSwitch was measured with enough bytes"
-        return Check(id=NVLS, status="unknown", node=node, message=why)
+        return Finding(code=NVLS, status=Status.UNKNOWN, node=node, message=why)
     m, bar = max(expecting, key=lambda each: each[0].bytes)
     value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
     if value >= low:
-        return Check(id=NVLS, status="pass", node=node, message=f"{units.rate(value)}: more than a ring carries",
-                     evidence=lines)  # fmt: skip
+        message = f"{units.rate(value)}: more than a ring carries"
+        return Finding(code=NVLS, status=Status.PASS, node=node, message=message, evidence=lines)
     if value > ring:
-        return Check(id=NVLS, status="unknown", node=node, message=f"{units.rate(value)}: between ring and NVLS")
+        return Finding(
+            code=NVLS, status=Status.UNKNOWN, node=node, message=f"{units.rate(value)}: between ring and NVLS"
+        )
     status = status_of(value, bar)
-    return Check(
-        id=NVLS, status=status, node=node, subject=m.op, evidence=lines or ("the log has no line on NVLS",),
+    return Finding(
+        code=NVLS, status=status, node=node, subject=m.op, evidence=lines or ("the log has no line on NVLS",),
         message=f"NVLS not used: {units.rate(value)} of {bar_words(bar)}, and a ring carries up to {units.rate(ring)}",
         remedy="Look for why in the log; `topoflight explain bench.nvls.unused` lists the usual causes.",
     )  # fmt: skip
 
 
-def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Check:
+def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """Hosts of one NVLink domain whose ranks do not reach each other over it."""
     hosts = len(set(result.hosts))
     domains = result.nvlink_domains
     if hosts < 2 or len(domains) != 1 or not domains[0]:
         why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
-        return Check(id=MNNVL, status="unknown", node=node, message=why)
+        return Finding(code=MNNVL, status=Status.UNKNOWN, node=node, message=why)
     proof = result.evidence
     lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
     remote = proof.inter_node_transport if proof else None
     if remote == "NVLink (MNNVL)":
-        return Check(id=MNNVL, status="pass", node=node, message="NCCL joins the hosts over NVLink", evidence=lines)
+        return Finding(
+            code=MNNVL, status=Status.PASS, node=node, message="NCCL joins the hosts over NVLink", evidence=lines
+        )
     slow = [
         m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
     ]
@@ -210,9 +214,11 @@ def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Che
         by_choice = (
             " (NCCL_MNNVL_ENABLE=0 in the environment)" if result.environment.get("NCCL_MNNVL_ENABLE") == "0" else ""
         )
-        return Check(
-            id=MNNVL, status="fail", node=node, evidence=lines or ("the log has no line on MNNVL",),
+        return Finding(
+            code=MNNVL, status=Status.FAIL, node=node, evidence=lines or ("the log has no line on MNNVL",),
             message=f"{hosts} hosts share the NVLink domain {domains[0]}, and NCCL joins them {by}{by_choice}",
             remedy="`nvidia-imex-ctl -N` on each host: every IMEX daemon must be READY; pods need a ComputeDomain.",
         )  # fmt: skip
-    return Check(id=MNNVL, status="unknown", node=node, message="the log does not say how NCCL joins the hosts")
+    return Finding(
+        code=MNNVL, status=Status.UNKNOWN, node=node, message="the log does not say how NCCL joins the hosts"
+    )

@@ -11,11 +11,11 @@ import click
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.inputs import InputError, parse_version
-from agent.checks.verdict import Check
+from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint
 from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, listed_lines, read_text, why_nothing
-from probes.api import Finding, Snapshot
+from probes.api import Snapshot
 
 
 def process_environment(pid: str) -> str:
@@ -33,7 +33,7 @@ class Linted:
     """What was read of a text, and what is to be said of it."""
 
     read: str  # in words: how many variables, in which form
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
     unread: str = ""  # in words: the lines that were not understood; empty where all were
 
     @property
@@ -69,7 +69,7 @@ def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snaps
 
 def _checks(
     named: NamedEnvironment, version_in_use: tuple[int, ...] | None, snapshot: Snapshot | None, nodes: int | None
-) -> Iterator[Check]:
+) -> Iterator[Finding]:
     """What one environment adds to the one that it builds on."""
 
     def judged(each: NamedEnvironment) -> tuple[Finding, ...]:
@@ -85,8 +85,8 @@ def _checks(
             continue
         line = named.lines.get(finding.subject, 0)
         message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
-        yield Check(
-            id=finding.code, status=finding.severity.value, node=named.source, subject=finding.subject,
+        yield Finding(
+            code=finding.code, status=finding.status, node=named.source, subject=finding.subject,
             message=message, evidence=(*evidence, *((f"line {line}",) if line else ())), remedy=remedy,
         )  # fmt: skip
 

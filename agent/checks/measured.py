@@ -8,9 +8,10 @@ from dataclasses import replace
 from agent.base import units
 from agent.checks.coverage import gdrdma_possible
 from agent.checks.judged import checks_of_bars
-from agent.checks.verdict import Check, judge
+from agent.checks.verdict import judge
 from agent.checks.view import View, without_secrets
 from collectives.bench.results import BenchResult
+from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare
 from probes.api import Snapshot
 
@@ -24,9 +25,9 @@ FLIGHT_CODES = (
 )  # fmt: skip
 
 
-def unmeasured(codes: Sequence[str], why: str) -> tuple[Check, ...]:
+def unmeasured(codes: Sequence[str], why: str) -> tuple[Finding, ...]:
     """Checks that this run did not measure: unknown, never a pass."""
-    return tuple(Check(id=code, status="unknown", node="", message=why) for code in codes)
+    return tuple(Finding(code=code, status=Status.UNKNOWN, node="", message=why) for code in codes)
 
 
 def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None = None) -> View:
@@ -37,7 +38,7 @@ def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None =
     return replace(view, checks=checks, verdict=judge(checks), bench=bench, bench_at_seconds=at_seconds)
 
 
-def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple[Check, ...]:
+def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
     """What a benchmark established."""
     node = ", ".join(sorted(set(result.hosts)))
     return (
@@ -49,54 +50,56 @@ def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple
     )
 
 
-def _unverified(result: BenchResult, node: str) -> Check:
+def _unverified(result: BenchResult, node: str) -> Finding:
     wrong = [m for m in result.measurements if not m.verified]
     if wrong:
         names = ", ".join(f"{m.op} at {units.size(m.bytes)}" for m in wrong)
-        return Check(
-            id="bench.result.unverified", status="fail", node=node, message=f"wrong data from {names}",
+        return Finding(
+            code="bench.result.unverified", status=Status.FAIL, node=node, message=f"wrong data from {names}",
             evidence=result.problems,
             remedy="Treat the named rank's GPU, memory or link as faulty: run its diagnostics before any training.",
         )  # fmt: skip
     if not result.measurements:
-        return Check(id="bench.result.unverified", status="unknown", node=node, message="nothing was measured")
-    return Check(id="bench.result.unverified", status="pass", node=node,
+        return Finding(code="bench.result.unverified", status=Status.UNKNOWN, node=node, message="nothing was measured")
+    return Finding(code="bench.result.unverified", status=Status.PASS, node=node,
                  message=f"{len(result.measurements)} results verified element by element")  # fmt: skip
 
 
-def _incomplete(result: BenchResult, node: str) -> Check:
+def _incomplete(result: BenchResult, node: str) -> Finding:
     if result.complete:
-        return Check(id="bench.run.incomplete", status="pass", node=node, message="ran to its end")
+        return Finding(code="bench.run.incomplete", status=Status.PASS, node=node, message="ran to its end")
     if result.stopped_by:  # what became of the ranks then says nothing of the machine
         done = units.count(len(result.measurements), "size")
-        return Check(
-            id="bench.run.incomplete", status="unknown", node=node, evidence=result.problems,
+        return Finding(
+            code="bench.run.incomplete", status=Status.UNKNOWN, node=node, evidence=result.problems,
             message=f"stopped by {result.stopped_by} before it was done: {done} measured until then",
             remedy="Measure again: what was not measured is not known.",
         )  # fmt: skip
-    return Check(
-        id="bench.run.incomplete", status="fail", node=node, evidence=result.problems,
+    return Finding(
+        code="bench.run.incomplete", status=Status.FAIL, node=node, evidence=result.problems,
         message="; ".join(result.problems) or "ended early",
         remedy="See which rank ended first; `topoflight explain bench.run.incomplete` lists the usual causes.",
     )  # fmt: skip
 
 
-def must_be_measured(checks: Iterable[Check]) -> tuple[Check, ...]:
+def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """The checks of a benchmark that this very answer was to rest on: one that was stopped is no pass then."""
     return tuple(
-        replace(check, status="fail") if check.id == "bench.run.incomplete" and check.status == "unknown" else check
+        replace(check, status=Status.FAIL)
+        if check.code == "bench.run.incomplete" and check.status == "unknown"
+        else check
         for check in checks
     )
 
 
-def _stragglers(result: BenchResult, node: str) -> list[Check]:
+def _stragglers(result: BenchResult, node: str) -> list[Finding]:
     if not result.measurements:
-        return [Check(id="bench.rank.slow", status="unknown", node=node, message="nothing was measured")]
+        return [Finding(code="bench.rank.slow", status=Status.UNKNOWN, node=node, message="nothing was measured")]
     if not result.stragglers:
-        return [Check(id="bench.rank.slow", status="pass", node=node, message="no rank is waited for")]
+        return [Finding(code="bench.rank.slow", status=Status.PASS, node=node, message="no rank is waited for")]
     return [
-        Check(
-            id="bench.rank.slow", status="warn", node=node, subject=f"rank {s.rank} on {s.host}",
+        Finding(
+            code="bench.rank.slow", status=Status.WARN, node=node, subject=f"rank {s.rank} on {s.host}",
             message=f"comes last in {s.share:.0%} of {s.iterations} iterations, {units.seconds(s.late_seconds)} late",
             evidence=(s.why,) if s.why else (), remedy="Look at this rank's GPU clocks, NIC and CPU load first.",
         )
@@ -104,7 +107,7 @@ def _stragglers(result: BenchResult, node: str) -> list[Check]:
     ]  # fmt: skip
 
 
-def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> list[Check]:
+def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> list[Finding]:
     found = result.evidence
     if found is None:
         why = f"the {result.backend} backend leaves no NCCL log to read"
@@ -119,28 +122,30 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
     could = gdrdma_possible(snapshots)
     status = {"on": "pass", "none": "unknown"}.get(found.gdrdma, "fail" if could else "info")
     checks = [
-        Check(
-            id="evidence.gdrdma.off", status=status, node=node, message=f"GPUDirect RDMA is {found.gdrdma}: {counts}",  # type: ignore[arg-type]
+        Finding(
+            code="evidence.gdrdma.off", status=status, node=node, message=f"GPUDirect RDMA is {found.gdrdma}: {counts}",  # type: ignore[arg-type]
             evidence=lines, remedy="Load nvidia_peermem or use DMA-BUF, and check the GPU-NIC path." if could else "",
         )
     ]  # fmt: skip
     for problem in found.problems:
         checks.append(
-            Check(
-                id="evidence.log.problem", status=problem.severity, node=node, subject=problem.code,  # type: ignore[arg-type]
+            Finding(
+                code="evidence.log.problem", status=problem.severity, node=node, subject=problem.code,  # type: ignore[arg-type]
                 message=problem.message, evidence=tuple(f"line {p.line}: {p.text}" for p in problem.lines[:3]),
                 remedy=problem.action,
             )
         )  # fmt: skip
     if not found.problems:
-        checks.append(Check(id="evidence.log.problem", status="pass", node=node, message="the log shows no problem"))
+        checks.append(
+            Finding(code="evidence.log.problem", status=Status.PASS, node=node, message="the log shows no problem")
+        )
     return checks
 
 
-def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Check, ...]:
+def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
     """What the run established; `why` says why there is no record."""
     if record is None:
-        failed = Check(id="flight.run.failed", status="fail", node=node, message=why)
+        failed = Finding(code="flight.run.failed", status=Status.FAIL, node=node, message=why)
         return (failed, *unmeasured(FLIGHT_CODES[1:], why))
     return (
         _ended(record, node),
@@ -150,36 +155,41 @@ def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Check,
     )
 
 
-def _ended(record: RunRecord, node: str) -> Check:
+def _ended(record: RunRecord, node: str) -> Finding:
     if record.status == "complete":
-        return Check(id="flight.run.failed", status="pass", node=node, message=f"{record.steps_done} steps trained")
+        return Finding(
+            code="flight.run.failed", status=Status.PASS, node=node, message=f"{record.steps_done} steps trained"
+        )
     message = f"the job ended as {record.status!r}: {record.reason or 'no reason given'}"
-    return Check(id="flight.run.failed", status="fail", node=node, message=message, remedy="Read the job's log.")
+    return Finding(
+        code="flight.run.failed", status=Status.FAIL, node=node, message=message, remedy="Read the job's log."
+    )
 
 
-def _layout(record: RunRecord, node: str) -> Check:
+def _layout(record: RunRecord, node: str) -> Finding:
     code = "flight.layout.mismatch"
     if record.status == "mismatch":
-        return Check(id=code, status="fail", node=node, message=f"what runs is not what was requested: {record.reason}",
-                     remedy="Use an engine that can run the layout.")  # fmt: skip
+        message = f"what runs is not what was requested: {record.reason}"
+        remedy = "Use an engine that can run the layout."
+        return Finding(code=code, status=Status.FAIL, node=node, message=message, remedy=remedy)
     if record.layout.effective is None:
-        return Check(id=code, status="unknown", node=node, message="the job did not report its layout")
-    return Check(id=code, status="pass", node=node, message=record.placements)
+        return Finding(code=code, status=Status.UNKNOWN, node=node, message="the job did not report its layout")
+    return Finding(code=code, status=Status.PASS, node=node, message=record.placements)
 
 
-def _loss(record: RunRecord, node: str) -> Check:
+def _loss(record: RunRecord, node: str) -> Finding:
     code = "flight.loss.not_falling"
     if record.loss.first is None or record.loss.last is None:
-        return Check(id=code, status="unknown", node=node, message="no loss was reported")
+        return Finding(code=code, status=Status.UNKNOWN, node=node, message="no loss was reported")
     falls = record.loss.last < record.loss.first
-    return Check(
-        id=code, status="pass" if falls else "fail", node=node,
+    return Finding(
+        code=code, status=Status.PASS if falls else Status.FAIL, node=node,
         message=f"loss {record.loss.first:.3f} -> {record.loss.last:.3f} in {record.steps_done} steps",
         remedy="" if falls else "Lower the learning rate, and look at the data.",
     )  # fmt: skip
 
 
-def _compared(line: Comparison, node: str) -> Check:
+def _compared(line: Comparison, node: str) -> Finding:
     code = "forecast.step_time.outside" if line.quantity == "step_seconds" else "forecast.memory.outside"
     forecast, measured = (
         units.interval(line.forecast, line.unit),
@@ -187,8 +197,8 @@ def _compared(line: Comparison, node: str) -> Check:
     )
     message = f"forecast {forecast}, measured {measured}"
     if line.within is None:
-        return Check(id=code, status="unknown", node=node, message=message)
-    return Check(
-        id=code, status="pass" if line.within else "warn", node=node, message=message,
+        return Finding(code=code, status=Status.UNKNOWN, node=node, message=message)
+    return Finding(
+        code=code, status=Status.PASS if line.within else Status.WARN, node=node, message=message,
         remedy="" if line.within else "Run `topoflight calibrate` on this machine.",
     )  # fmt: skip

@@ -8,9 +8,10 @@ from dataclasses import replace
 from agent.base import units
 from agent.checks.bars import BASELINE_LEAST
 from agent.checks.judged import BASELINE, IS, SHOULD, bar_words, status_of
-from agent.checks.verdict import Check, GateError, Status
+from agent.checks.verdict import GateError
 from collectives.bench.perftest import Port
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite
+from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
 from topology.build import build
@@ -93,12 +94,12 @@ def _of_baseline(then: RdmaWrite) -> Bar:
     return Bar(name=BASELINE, low=BASELINE_LEAST * value, typical=value, high=value / BASELINE_LEAST, why=tuple(why))
 
 
-def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Check]:
+def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
     """One check for each port that was measured."""
     return [_held(write, result, before.get(write.port)) for write in result.writes]
 
 
-def _held(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Check:
+def _held(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Finding:
     value = write.bytes_per_second
     known = [bar for bar in write.bars if bar.low is not None]
     evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in write.bars) + tuple(
@@ -106,15 +107,15 @@ def _held(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Check
     )
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in known)
     message = f"{units.rate(value)} to {result.peer}" + (f" of {shown}" if shown else "")
-    order: tuple[Status, ...] = ("fail", "warn", "pass")
-    status: Status = min((status_of(value, bar) for bar in known), key=order.index, default="unknown")
+    order = (Status.FAIL, Status.WARN, Status.PASS)
+    status: Status = min((status_of(value, bar) for bar in known), key=order.index, default=Status.UNKNOWN)
     remedy = ""
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
     elif status != "pass":
         cause, remedy = _cause(write, result, then)
         message += f": {cause}"
-    return Check(id=LOW_BANDWIDTH, status=status, node=result.host, subject=write.port, message=message,
+    return Finding(code=LOW_BANDWIDTH, status=status, node=result.host, subject=write.port, message=message,
                  evidence=evidence, remedy=remedy)  # fmt: skip
 
 

@@ -14,36 +14,20 @@ from typing import Literal
 
 from agent.base import units
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
-from probes.api import Absent, Failed, Finding, Ok, Snapshot
+from agent.checks.order import MANY_CODES as MANY_CODES
+from agent.checks.order import ORDER as ORDER
+from agent.checks.order import places as places
+from agent.checks.order import worst_first as worst_first
+from contracts.finding import Finding, Status
+from probes.api import Absent, Failed, Ok, Snapshot
 from probes.registry import ALL
 from probes.scan import SCAN_CODES, failures, findings_of
-
-Status = Literal["pass", "info", "unknown", "warn", "fail"]
-ORDER: tuple[Status, ...] = ("fail", "warn", "unknown", "info", "pass")  # worst first, as they are printed
-_OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
-
-MANY_CODES = 8  # of one family and one reason: more are named by their family
 
 FailOn = Literal["fail", "warn", "unknown"]
 
 
 class GateError(ValueError):
     """A `--require` or `--skip` that names no check."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One verdict of the gate about one subject of one node."""
-
-    id: str  # finding code
-    status: Status
-    node: str
-    subject: str = ""
-    message: str = ""
-    evidence: tuple[str, ...] = ()
-    remedy: str = ""
-    required: bool = False
-    pending: bool = False  # a failure that one scan of the resident agent found, and no second one yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +41,16 @@ class Verdict:
     by_check: dict[str, int] = field(default_factory=dict)  # of checks, each by its worst result: on ten devices one
 
 
-def checks_of_snapshot(snapshot: Snapshot) -> tuple[Check, ...]:
+def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
     """Every code of every probe, judged on one host."""
-    checks: list[Check] = []
+    checks: list[Finding] = []
     for probe in ALL:
         outcome = snapshot.outcomes.get(probe.name)
         if isinstance(outcome, Ok):
             found = findings_of(snapshot, probe, outcome.facts)
             unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
             judged = [code for code in probe.codes if code not in unjudged]
-            checks.extend(checks_of_findings(snapshot.hostname, found, judged))
+            checks.extend(with_passes(snapshot.hostname, found, judged))
             checks.extend(_unknown(snapshot.hostname, unjudged))
             continue
         if isinstance(outcome, Absent):
@@ -76,67 +60,56 @@ def checks_of_snapshot(snapshot: Snapshot) -> tuple[Check, ...]:
         else:
             why = f"the {probe.name} probe did not run"
         checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
-    checks.extend(checks_of_findings(snapshot.hostname, failures(snapshot), SCAN_CODES))
+    checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
 
-def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Check]:
-    return (Check(id=code, status="unknown", node=node, message=why) for code, why in codes.items())
+def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Finding]:
+    return (Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code, why in codes.items())
 
 
-def checks_of_findings(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Check, ...]:
-    """Findings as checks, and a pass for each code that was judged and raised nothing."""
-    raised: set[str] = set()
-    checks: list[Check] = []
-    for finding in findings:
-        raised.add(finding.code)
-        checks.append(
-            Check(
-                id=finding.code,
-                status=finding.severity.value,
-                node=node,
-                subject=finding.subject,
-                message=finding.message,
-                evidence=finding.evidence,
-                remedy=finding.remedy,
-            )
-        )
-    checks.extend(Check(id=code, status="pass", node=node) for code in codes if code not in raised)
-    return tuple(checks)
+def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings on their node, and a pass for each of `codes` that was judged and raised nothing."""
+    found = tuple(replace(finding, node=node) for finding in findings)
+    raised = {finding.code for finding in found}
+    passed = (Finding(code=code, status=Status.PASS, node=node) for code in codes if code not in raised)
+    return (*found, *passed)
 
 
 def select(
-    checks: Iterable[Check], *, require: Sequence[str] = (), skip: Sequence[str] = (), known: Iterable[str] = ()
-) -> tuple[Check, ...]:
+    checks: Iterable[Finding], *, require: Sequence[str] = (), skip: Sequence[str] = (), known: Iterable[str] = ()
+) -> tuple[Finding, ...]:
     """Drop the skipped checks and mark the required ones; patterns are shell-style: "rdma.*".
 
     A pattern that matches none of `known` and none of the checks raises GateError: a typing error in a gate must
     not read as a pass. A required check that was never judged at all is added as unknown.
     """
     checks = tuple(checks)
-    names = {check.id for check in checks} | set(known)
+    names = {check.code for check in checks} | set(known)
     for option, patterns in (("--require", require), ("--skip", skip)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise GateError(f"{option} {pattern}: no such check; `topoflight preflight --list-checks` lists them")
     kept = []
     for check in checks:
-        if any(fnmatchcase(check.id, pattern) for pattern in skip):
+        if any(fnmatchcase(check.code, pattern) for pattern in skip):
             continue
-        required = check.required or any(fnmatchcase(check.id, pattern) for pattern in require)
+        required = check.required or any(fnmatchcase(check.code, pattern) for pattern in require)
         kept.append(replace(check, required=required))
-    judged = {check.id for check in kept}
+    judged = {check.code for check in kept}
     for pattern in require:
         for name in sorted(names - judged):
             if fnmatchcase(name, pattern) and not any(fnmatchcase(name, skipped) for skipped in skip):
                 judged.add(name)
                 kept.append(
-                    Check(id=name, status="unknown", node="", message="not measured in this run", required=True)
+                    Finding(
+                        code=name, status=Status.UNKNOWN, node="", message="not measured in this run", required=True
+                    )
                 )
     return tuple(kept)
 
 
-def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
+def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str = "") -> Verdict:
     """The verdict and the exit code; a failure outweighs an unknown, an unknown outweighs a warning.
 
     `stopped` is the signal that ended the run before it had judged all: it is no pass then, and after Ctrl-C the code
@@ -144,17 +117,17 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
     """
     interrupted = EXIT_INTERRUPTED if stopped == "SIGINT" else None
     checks = tuple(checks)
-    results: dict[Status, list[Check]] = {status: [] for status in ORDER}
+    results: dict[Status, list[Finding]] = {status: [] for status in ORDER}
     for check in checks:
         results[check.status].append(check)
     each = _by_worst(results)
     aside = unjudged(checks)
     prefix = f"{aside}; " if aside else ""
     say = partial(Verdict, counts={status: len(found) for status, found in results.items()}, by_check=each)
-    pending = sorted({check.id for check in checks if check.pending})
-    required_unknown = [check for check in results["unknown"] if check.required]
-    if results["fail"]:
-        why = _with_places(units.count(each["fail"], "check") + " failed", results["fail"])
+    pending = sorted({check.code for check in checks if check.pending})
+    required_unknown = [check for check in results[Status.UNKNOWN] if check.required]
+    if results[Status.FAIL]:
+        why = _with_places(units.count(each["fail"], "check") + " failed", results[Status.FAIL])
         return say(word="fail", exit_code=interrupted or EXIT_FAILED, why=why)
     if stopped:
         return say(
@@ -166,29 +139,31 @@ def judge(checks: Iterable[Check], *, fail_on: FailOn = "fail", stopped: str = "
         )
     if pending:
         return say(word="unknown", exit_code=EXIT_UNKNOWN, why=f"not yet seen twice: {', '.join(pending)}")
-    if fail_on == "unknown" and results["unknown"]:
-        unknown = len({check.id for check in results["unknown"]})
+    if fail_on == "unknown" and results[Status.UNKNOWN]:
+        unknown = len({check.code for check in results[Status.UNKNOWN]})
         why = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"
         return say(word="unknown", exit_code=EXIT_UNKNOWN, why=why)
-    if results["warn"]:
+    if results[Status.WARN]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
         return say(
             word="warn",
             exit_code=code,
-            why=prefix + _with_places(units.count(each["warn"], "warning"), results["warn"]),
+            why=prefix + _with_places(units.count(each["warn"], "warning"), results[Status.WARN]),
         )
-    if not results["pass"] and not results["info"]:  # no check, no node, or only unknowns: nothing is healthy yet
+    if (
+        not results[Status.PASS] and not results[Status.INFO]
+    ):  # no check, no node, or only unknowns: nothing is healthy yet
         return say(word="unknown", exit_code=EXIT_UNKNOWN, why="nothing was measured")
     return say(
         word="pass", exit_code=EXIT_PASS, why=prefix + ("healthy as far as seen" if each["unknown"] else "healthy")
     )
 
 
-def unjudged(checks: Iterable[Check]) -> str:
+def unjudged(checks: Iterable[Finding]) -> str:
     """Words where hosts were judged and no GPU of them was: a pass there is none of a GPU node. Empty elsewhere."""
     known: dict[str, bool] = {}
     for check in checks:
-        if check.id.startswith("gpu.") and not check.id.endswith(".probe.failed") and check.node:
+        if check.code.startswith("gpu.") and not check.code.endswith(".probe.failed") and check.node:
             known[check.node] = known.get(check.node, False) or check.status != "unknown"
     without = [node for node, judged in known.items() if not judged]
     if not without:
@@ -199,45 +174,28 @@ def unjudged(checks: Iterable[Check]) -> str:
     return f"no GPU was judged on {', '.join(without[:4])}{more}"
 
 
-def _unmeasured(checks: Sequence[Check]) -> str:
+def _unmeasured(checks: Sequence[Finding]) -> str:
     """The codes by name; many of one family for one reason as "gpu.* (why)"."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for check in checks:
-        reasons.setdefault((check.id.split(".")[0], check.message.rstrip(".")), {})[check.id] = None
+        reasons.setdefault((check.code.split(".")[0], check.message.rstrip(".")), {})[check.code] = None
     words = []
     for (family, why), codes in reasons.items():
         words.append(f"{family}.* ({why})" if len(codes) > MANY_CODES else ", ".join(sorted(codes)))
     return ", ".join(sorted(dict.fromkeys(words)))
 
 
-def _by_worst(results: Mapping[Status, Sequence[Check]]) -> dict[str, int]:
+def _by_worst(results: Mapping[Status, Sequence[Finding]]) -> dict[str, int]:
     """How many checks have which result as their worst; a check is one however many devices and nodes it judged."""
     seen: set[str] = set()
     counts: dict[str, int] = {}
     for status in ORDER:
-        mine = {check.id for check in results[status]} - seen
+        mine = {check.code for check in results[status]} - seen
         counts[status] = len(mine)
         seen |= mine
     return counts
 
 
-def _with_places(words: str, found: Sequence[Check]) -> str:
-    where = places(found) if len(found) > len({check.id for check in found}) else ""
+def _with_places(words: str, found: Sequence[Finding]) -> str:
+    where = places(found) if len(found) > len({check.code for check in found}) else ""
     return f"{words}, {where}" if where else words
-
-
-def places(found: Sequence[Check]) -> str:
-    """On how many nodes or devices these were found: "on 10 devices"; empty where it is one or none is named."""
-    nodes = {name for check in found for name in check.node.split(", ") if name}
-    if len(nodes) > 1:
-        return f"on {len(nodes)} nodes"
-    subjects = {name for check in found for name in check.subject.split(", ") if name}
-    if len(subjects) < 2:
-        return ""
-    devices = all(check.id.split(".")[0] in _OF_DEVICES for check in found)
-    return f"on {len(subjects)} devices" if devices else f"in {len(subjects)} places"
-
-
-def worst_first(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """Failures first, then by code and subject."""
-    return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.id, check.node, check.subject)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,17 +9,8 @@ from typing import TYPE_CHECKING
 
 from agent.checks.coverage import covered, no_gpu_read
 from agent.checks.expect_checks import EXPECT_CODES, checks_of, seen, settled
-from agent.checks.verdict import (
-    MANY_CODES,
-    Check,
-    Status,
-    Verdict,
-    checks_of_findings,
-    checks_of_snapshot,
-    judge,
-    places,
-    worst_first,
-)
+from agent.checks.verdict import Verdict, checks_of_snapshot, judge, with_passes
+from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
@@ -55,7 +45,7 @@ class View:
     snapshots: tuple[Snapshot, ...]
     topologies: tuple[NodeTopology, ...]
     cluster: ClusterTopology
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
     verdict: Verdict
     made_at_seconds: float
     made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; a clock that jumps does not age a view
@@ -80,7 +70,7 @@ def look(
     `expected` is what each of them must have, or why that could not be read.
     """
     topologies = tuple(build(snapshot) for snapshot in snapshots)
-    checks: list[Check] = []
+    checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
         found = with_rising(node_checks(snapshot, node), past, snapshot)
@@ -97,178 +87,22 @@ def look(
     )
 
 
-def without_secrets(checks: Iterable[Check]) -> tuple[Check, ...]:
+def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     """The checks as they may be shown: messages and evidence quote environments, files and the kernel's log."""
     return tuple(check if check.status == "pass" else _redacted(check) for check in checks)
 
 
-def _redacted(check: Check) -> Check:
+def _redacted(check: Finding) -> Finding:
     evidence = tuple(map(redact, check.evidence))
     return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
 
 
-def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
+def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     if not isinstance(expected, str):
         return checks_of(expected, seen(snapshot, node), snapshot.hostname)
-    return (Check(id=EXPECT_CODES[0], status="unknown", node=snapshot.hostname, message=expected, required=True),)
-
-
-# Checks that read one trouble of one device, each from another side, and the trouble's name.
-_TROUBLES = (
-    ("too hot", ("gpu.thermal.hot", "gpu.thermal.throttling")),
-    ("short of power", ("gpu.power.brake", "gpu.power.capped", "gpu.power.limit")),
-    ("short of NVLinks", ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing")),
-)
-_TROUBLE_OF = {code: trouble for trouble, codes in _TROUBLES for code in codes}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """The same finding on several subjects, or several of one trouble of one device: one thing to read and to mend."""
-
-    id: str  # of the first; `codes` has all
-    status: Status
-    message: str  # of the first; the others differ by their subject or not at all
-    remedy: str
-    checks: tuple[Check, ...]  # worst first
-    trouble: str = ""  # "too hot", where several checks tell of it
-
-    @property
-    def codes(self) -> tuple[str, ...]:
-        """Every finding code in it, once."""
-        return tuple(dict.fromkeys(check.id for check in self.checks))
-
-    @property
-    def title(self) -> str:
-        """Its codes in a few words: many of one family are named by it."""
-        families = list(dict.fromkeys(code.split(".")[0] for code in self.codes))
-        if len(self.codes) <= MANY_CODES:
-            return ", ".join(self.codes)
-        return ", ".join(f"{family}.*" for family in families) + f" ({len(self.codes)} checks)"
-
-    @property
-    def places(self) -> str:
-        """On how many nodes or devices it was found: "on 10 devices"; empty where it is one."""
-        return places(self.checks)
-
-    @property
-    def subjects(self) -> tuple[str, ...]:
-        """What it is about, in order and each once."""
-        return tuple(dict.fromkeys(check.subject for check in self.checks if check.subject))
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes it was found on."""
-        return tuple(dict.fromkeys(check.node for check in self.checks if check.node))
-
-    @property
-    def by_node(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Each node with what it is about there, in order."""
-        found: dict[str, dict[str, None]] = {}
-        for check in self.checks:
-            subjects = found.setdefault(check.node, {})
-            if check.subject:
-                subjects[check.subject] = None
-        return tuple((node, tuple(subjects)) for node, subjects in found.items() if node)
-
-    @property
-    def size(self) -> int:
-        """How many checks it stands for."""
-        return len(self.checks)
-
-    @property
-    def required(self) -> bool:
-        """Whether the gate was told to insist on one of them."""
-        return any(check.required for check in self.checks)
-
-    @property
-    def alike(self) -> bool:
-        """Whether every check says the same words."""
-        return len({check.message for check in self.checks}) == 1
-
-
-def grouped(checks: Iterable[Check]) -> tuple[Group, ...]:
-    """Findings that share code, status and remedy (but for its GPU's number) as one, worst first; so are pass and info.
-
-    What several checks tell of one trouble of one device is one group, at the place of the worst of them; devices
-    with the same trouble, told by the same checks, share it.
-    """
-    checks = worst_first(checks)
-    together = _of_one_trouble(checks)
-    found: dict[tuple[object, ...], list[Check]] = {}
-    for check in checks:
-        bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
-        # one reason that kept many required checks from being measured is one thing to read
-        unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
-        found.setdefault(bad or unmeasured or (check.status, check.id, _of_any(check)), []).append(check)
-    return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
-
-
-def _group(same: list[Check], *, shared: bool) -> Group:
-    first = same[0]
-    if shared:  # device by device, each from its worst reading on
-        same = sorted(same, key=lambda check: (check.node, check.subject))
-    return Group(
-        id=first.id, status=first.status, message=first.message, remedy=_remedies(same), checks=tuple(same),
-        trouble=_TROUBLE_OF[first.id] if shared else "",
-    )  # fmt: skip
-
-
-def _device(check: Check) -> tuple[str, str, str]:
-    """Node, device and trouble of a check; no trouble where the check stands for itself."""
-    return check.node, check.subject, _TROUBLE_OF.get(check.id, "")
-
-
-def _of_one_trouble(checks: Sequence[Check]) -> dict[tuple[str, str, str], tuple[object, ...]]:
-    """Devices of which more than one check tells the same trouble, each with what tells it and what mends it."""
-    told: dict[tuple[str, str, str], list[Check]] = {}
-    for check in checks:
-        if check.status in ("fail", "warn") and check.subject and check.id in _TROUBLE_OF:
-            told.setdefault(_device(check), []).append(check)
-    return {
-        device: (device[2], *((check.status, check.id, _of_any(check)) for check in found))
-        for device, found in told.items()
-        if len({check.id for check in found}) > 1
-    }
-
-
-def _of_any(check: Check) -> str:
-    """Its remedy, with N for the GPU's own number: what mends GPU0 and GPU1 in the same words is one thing to do."""
-    number = check.subject.removeprefix("GPU")
-    return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
-
-
-def _remedies(checks: Sequence[Check]) -> str:
-    """Each remedy once, and none that another says too; one GPU's number where it is about that GPU only."""
-    several = len({check.subject for check in checks}) > 1
-    remedies = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
-    return " ".join(
-        one for one in remedies if not any(one is not other and one.rstrip(".") in other for other in remedies)
+    return (
+        Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected, required=True),
     )
-
-
-def passed_ids(groups: Iterable[Group]) -> tuple[str, ...]:
-    """Checks that passed wherever they judged: on another node or device the same one may have had a worse result."""
-    groups = tuple(groups)
-    worse = {code for group in groups if group.status != "pass" for code in group.codes}
-    return tuple(dict.fromkeys(group.id for group in groups if group.status == "pass" and group.id not in worse))
-
-
-def unknown_ids(groups: Iterable[Group]) -> tuple[str, ...]:
-    """Checks that were not measured somewhere, and failed or warned nowhere: as the verdict counts them."""
-    groups = tuple(groups)
-    worse = {code for group in groups if group.status in ("fail", "warn") for code in group.codes}
-    unknown = dict.fromkeys(code for group in groups if group.status == "unknown" for code in group.codes)
-    return tuple(code for code in unknown if code not in worse)
-
-
-def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
-    """Checks that were not measured, by what kept them from it."""
-    found: dict[str, dict[str, None]] = {}
-    for group in unknown:
-        for check in group.checks:
-            found.setdefault(check.message.rstrip("."), {})[check.id] = None
-    return {why: tuple(codes) for why, codes in found.items()}
 
 
 def only(view: View, hostname: str) -> View:
@@ -292,7 +126,7 @@ def named(view: View, name: str) -> View:
     hosts = {snapshot.hostname for snapshot in view.snapshots}
     if name in hosts:
         return only(view, name)
-    checks = tuple(c for c in view.checks if name == c.id or name in c.subject.split(", "))
+    checks = tuple(c for c in view.checks if name == c.code or name in c.subject.split(", "))
     if not checks:
         some = ", ".join(sorted(hosts)[:8])
         raise UnknownNameError(f"{name}: no node, no device with a finding and no finding code here; nodes: {some}")
@@ -308,12 +142,12 @@ class UnknownNameError(ValueError):
     """A name that nothing in a view has."""
 
 
-def _nodes(check: Check) -> set[str]:
+def _nodes(check: Finding) -> set[str]:
     """The nodes of a check: several where it is of a run over several, whose names need not be those of a scan."""
     return set(check.node.split(", "))
 
 
-def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
+def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
     snapshot = with_topology(snapshot, node)
@@ -325,7 +159,9 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
     if not node.gpus:
         unread = no_gpu_read(snapshot)
         why = f"no link is judged: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        silent = (Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in topology_check.CODES)
+        silent = (
+            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in topology_check.CODES
+        )
         return (*found, *silent)
     level = effective_environment(snapshot).get("NCCL_NET_GDR_LEVEL")
     pci = snapshot.facts(PciFacts)
@@ -335,11 +171,11 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
         gpus_on_bus=bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
     )
-    judged = checks_of_findings(snapshot.hostname, told, topology_check.CODES)
+    judged = with_passes(snapshot.hostname, told, topology_check.CODES)
     if node.nvlink_known:
         return (*found, *judged)
     why = "the NVLinks of these GPUs could not be read"
-    return (*found, *(replace(c, status="unknown", message=why) if _of_nvlink(c) else c for c in judged))
+    return (*found, *(replace(c, status=Status.UNKNOWN, message=why) if _of_nvlink(c) else c for c in judged))
 
 
 def effective_environment(snapshot: Snapshot) -> dict[str, str]:
@@ -362,30 +198,30 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
     return replace(snapshot, outcomes=outcomes)
 
 
-def for_next_job(checks: Iterable[Check], snapshots: Iterable[Snapshot]) -> tuple[Check, ...]:
+def for_next_job(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """The checks as they count for a job that is to start now: memory that a running job fills is not its own."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
     full = {(node, subject_of(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
     return tuple(
-        replace(check, status="fail", remedy=FREE_MEMORY)
-        if check.id == "gpu.memory.held" and (check.node, check.subject) in full
+        replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
+        if check.code == "gpu.memory.held" and (check.node, check.subject) in full
         else check
         for check in checks
     )
 
 
-def _of_nvlink(check: Check) -> bool:
-    return check.status == "pass" and check.id.startswith("topology.nvlink.")
+def _of_nvlink(check: Finding) -> bool:
+    return check.status == "pass" and check.code.startswith("topology.nvlink.")
 
 
-def _sockets_only_start(snapshot: Snapshot, check: Check) -> Check:
+def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
     """A host's interface that is slower than another costs nothing where RDMA, or Google's plugin, carries the data.
 
     On a pod's default network it stays what it is: whether the pod's RDMA works is not proven by a scan.
     """
     rdma, host = snapshot.facts(RdmaFacts), snapshot.facts(HostinfoFacts)
     interfaces = snapshot.facts(InterfacesFacts)
-    if check.id != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or interfaces is None:
+    if check.code != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or interfaces is None:
         return check
     devices = [device for device in rdma.devices if device.kind in ("hca", "efa")] if rdma else []
     plugin = host is not None and any("tcpx" in path for path in host.vendor_files)
@@ -395,41 +231,43 @@ def _sockets_only_start(snapshot: Snapshot, check: Check) -> Check:
     if not (carrier and of_host):
         return check
     message = f"{check.message} {carrier} carries the data here: sockets only start the job."
-    return replace(check, status="info", message=message)
+    return replace(check, status=Status.INFO, message=message)
 
 
-def _called(check: Check, names: Mapping[str, str]) -> Check:
+def _called(check: Finding, names: Mapping[str, str]) -> Finding:
     """What the PCI probe says of a GPU, which it knows by address only, under the GPU's name."""
     name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
     return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
 
 
-def with_rising(checks: Sequence[Check], past: Sequence[Snapshot], now: Snapshot) -> tuple[Check, ...]:
+def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """The checks with what rose since earlier scans; without one, that nothing rises is not known."""
     past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a recording replayed is one scan
     if not past:
         why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
-            replace(check, status="unknown", message=why)
-            if check.id in RISING_CODES and check.status == "pass"
+            replace(check, status=Status.UNKNOWN, message=why)
+            if check.code in RISING_CODES and check.status == "pass"
             else check
             for check in checks
         )
-    risen = checks_of_findings(now.hostname, risen_since(past, now), ())
-    raised = {check.id for check in risen}
-    kept = (check for check in checks if not (check.status == "pass" and check.id in raised))
+    risen = with_passes(now.hostname, risen_since(past, now), ())
+    raised = {check.code for check in risen}
+    kept = (check for check in checks if not (check.status == "pass" and check.code in raised))
     return (*kept, *risen)
 
 
-def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Check, ...]:
+def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """The NCCL variables that this process would hand to a job, linted against the machine."""
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
         why = "the environment of this host was not read"
-        return tuple(Check(id=c, status="unknown", node=snapshot.hostname, message=why) for c in ENVIRONMENT_CODES)
+        return tuple(
+            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in ENVIRONMENT_CODES
+        )
     findings = [
         finding
         for named in recorded_environments(snapshot)
         for finding in lint(named.environment, snapshot=snapshot, source=named.source, topology=node)
     ]
-    return checks_of_findings(snapshot.hostname, findings, ENVIRONMENT_CODES)
+    return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

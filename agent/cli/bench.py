@@ -20,8 +20,8 @@ from agent.base.options import format_option, save_option, verbose_option
 from agent.base.output import Progress, console, emit, render, save_json, say
 
 if TYPE_CHECKING:
-    from agent.checks.verdict import Check
     from collectives.bench.results import BenchResult, RdmaResult
+    from contracts.finding import Finding
     from probes.api import Snapshot
 
 
@@ -126,11 +126,11 @@ def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
     save_json(path, lambda: json.dumps(result_to_json(result), indent=1) + "\n")
 
 
-def _report_low(checks: Iterable[Check]) -> bool:
+def _report_low(checks: Iterable[Finding]) -> bool:
     """Say what is below its bar, on stderr; whether none of it fails."""
     low = [check for check in checks if check.status in ("warn", "fail")]
     for check in low:
-        say(f"{check.status}: {check.id} {check.subject}: {check.message}", err=True)
+        say(f"{check.status}: {check.code} {check.subject}: {check.message}", err=True)
         say(f"  {check.remedy}", err=True)
     return all(check.status != "fail" for check in low)
 
@@ -202,11 +202,13 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     return EXIT_PASS if well and result.complete else EXIT_FAILED
 
 
-def _causes(found: Snapshot) -> list[Check]:
+def _causes(found: Snapshot) -> list[Finding]:
     """What this host's own scan knows that keeps RDMA from running."""
     from agent.checks.verdict import checks_of_snapshot
 
-    return [c for c in checks_of_snapshot(found) if c.status == "fail" and c.id.startswith(("rdma.", "limits.memlock"))]
+    return [
+        c for c in checks_of_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))
+    ]
 
 
 def _bench_exit(result: BenchResult, well: bool) -> int:

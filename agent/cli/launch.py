@@ -444,7 +444,7 @@ def _gate(
         return
     for check in checks:
         if check.status == "fail" or (check.required and check.status == "unknown"):
-            say(f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
+            say(f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip(), err=True)
     say(f"not launched: {verdict.why}; --no-preflight launches all the same", err=True)
     sys.exit(verdict.exit_code)
 

@@ -34,7 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "agent.cli.topo:topo",
         "Say how GPUs and NICs are linked; read nvidia-smi topo -m or NCCL XML with --from.",
     ),
-    "diff": ("agent.cli.topo:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
+    "diff": ("agent.cli.diff:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
     "bench": ("agent.cli.bench:bench", "Measure collectives with real ranks (makes load)."),
     "evidence": ("agent.cli.evidence:evidence", "Read an NCCL log and prove which transport every channel takes."),
     "why": ("agent.cli.why:why", "Say why a run is stuck, slow or failed: who, where, what to change."),

@@ -216,8 +216,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
 def github(report: Report) -> str:
     """Workflow commands of GitHub Actions: an annotation per failed or warned check."""
+    from agent.checks.groups import grouped
     from agent.checks.verdict import unjudged
-    from agent.checks.view import grouped
 
     levels = {"fail": "error", "warn": "warning"}
     aside = unjudged(report.checks)
@@ -228,7 +228,7 @@ def github(report: Report) -> str:
         for check in group.checks[:1] if unmeasured else group.checks:  # one annotation for one reason
             level = "error" if unmeasured else levels.get(check.status)
             if level:
-                words = (group.title if unmeasured else check.id, check.subject, f"on {check.node}" * named)
+                words = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * named)
                 title = _escape(" ".join(filter(None, words)), attribute=True)
                 lines.append(f"::{level} title={title}::{_escape(f'{check.message} {check.remedy}'.strip())}\n")
     return "".join(lines)

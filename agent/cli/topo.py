@@ -1,8 +1,9 @@
-"""The verbs topo and diff."""
+"""The verb topo."""
 
 from __future__ import annotations
 
 import gzip
+import re
 import sys
 import zlib
 from dataclasses import asdict
@@ -16,14 +17,15 @@ from rich.console import Console
 from agent.base import inputs
 from agent.base.exits import EXIT_UNKNOWN
 from agent.base.hosts import snapshots
-from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.options import host_option, root_option, verbose_option
 from agent.base.output import emit, say
 from contracts import bounded
 
 if TYPE_CHECKING:
-    from probes.api import Snapshot
     from topology.graph import NodeTopology
 
+# A header in a JSON string, and not in a recording, which holds no output of nvidia-smi.
+_MATRIX_IN_JSON = re.compile(rb"GPU0(?:\\t|[\s\"'|])+(?:GPU1|NIC0|mlx|CPU)")
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
 
 
@@ -94,7 +96,7 @@ def read_topology(source: str) -> NodeTopology:
         plain = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
     except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError):
         return _recording(source, raw)  # whose reader says what is wrong with the file
-    if plain.lstrip()[:1] == b"{":
+    if plain.lstrip()[:1] == b"{" and not _MATRIX_IN_JSON.search(plain):
         return _recording(source, raw)
     text = b"".join(bounded.utf8_chunks(BytesIO(plain))).decode("utf-8", errors="replace")
     try:
@@ -124,39 +126,3 @@ def _recording(source: str, raw: bytes) -> NodeTopology:
         copy.write(raw)
         copy.flush()
         return build_node(snapshots((Path(copy.name),))[0])
-
-
-def _only(path: Path) -> Snapshot:
-    """The host of a recording, by its own name. Raises UsageError where there are several."""
-    found = snapshots((path,))
-    if len(found) != 1:
-        raise click.UsageError(f"{path}: holds {len(found)} hosts; diff compares two, and --fleet a folder of many")
-    return found[0]
-
-
-@click.command()
-@click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@click.option("--fleet", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of recordings.")
-@format_option
-def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
-    """Say what differs between recordings A and B that matters for training, worst first.
-
-    With --fleet DIR: the odd nodes out among many, the rest in groups.
-    """
-    from topology import diff as differ
-
-    if fleet is not None:
-        if files:
-            raise click.UsageError("--fleet takes a folder and no further files")
-        view = differ.fleet(snapshots((fleet,)))
-        emit(view, form, lambda out: out.print(differ.fleet_text(view), markup=False))
-        return
-    if len(files) != 2:
-        raise click.UsageError(f"diff takes two recordings, {len(files)} were given")
-    before, after = (_only(path) for path in files)
-    names = [path.name for path in files]
-    first, second = names if names[0] != names[1] else map(str, files)
-    differences = differ.diff(before, after, (f"in {first}", f"in {second}"))
-    alike = "✓ nothing that matters for training differs → if one is slower, measure: topoflight bench"
-    emit(list(differences), form, lambda out: out.print(differ.diff_text(differences) if differences else alike,
-                                                        markup=False))  # fmt: skip

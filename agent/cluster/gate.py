@@ -14,10 +14,11 @@ from agent.checks.codes import CLUSTER_CODES
 from agent.checks.expect_checks import Seen, seen, settled
 from agent.checks.expect_checks import checks_of as expectations
 from agent.checks.judged import BUSBW, bar_words, status_of
-from agent.checks.verdict import Check, GateError, Status
+from agent.checks.verdict import GateError
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from collectives.bench.results import Bar
+from contracts.finding import Finding, Status
 from probes.api import Snapshot
 
 if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
@@ -59,19 +60,19 @@ def readable(names: Iterable[str], held: Fleet) -> tuple[Snapshot, ...]:
 
 def checks_of(
     names: Iterable[str], held: Fleet, *, now: float | None = None, expected: Expectation | None = None
-) -> tuple[Check, ...]:
+) -> tuple[Finding, ...]:
     """What the agents found on these nodes; a node that says nothing is a failure, for nothing is known about it."""
     now = time.time() if now is None else now
-    checks: list[Check] = []
+    checks: list[Finding] = []
     peers = _peers(held.records())
     for name in names:
         record = held.record(name)
         if record is None or record.silent(now):
             why = _why_silent(record, now)
-            checks.append(Check(id=_SILENT, status="fail", node=name, message=f"{why}: nothing is known of this node",
-                                remedy="topoflight explain cluster.node.silent"))  # fmt: skip
+            message, remedy = f"{why}: nothing is known of this node", "topoflight explain cluster.node.silent"
+            checks.append(Finding(code=_SILENT, status=Status.FAIL, node=name, message=message, remedy=remedy))
             continue
-        checks.append(Check(id=_SILENT, status="pass", node=name))
+        checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
         if expected is not None:
             found = [*settled((*found, *expectations(expected, _seen(record, held), name)))]
@@ -95,7 +96,7 @@ def _measured_as(record: NodeRecord, one: Json) -> tuple[Any, ...]:
     return record.product, record.gpus, one.get("op"), one.get("bytes"), one.get("job")
 
 
-def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Check]:
+def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Finding]:
     """A node's own benchmark against the best tenth of equal nodes: same GPUs, op, size and ranks.
 
     Nothing where it published no benchmark; unknown where fewer than five equal nodes did.
@@ -106,14 +107,14 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
         value, subject = float(mine["busbw"]), str(mine["op"])
         if len(same) < LEAST_EQUALS:
             why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
-            made.append(Check(id=BUSBW, status="unknown", node=record.name, subject=subject, message=why))
+            made.append(Finding(code=BUSBW, status=Status.UNKNOWN, node=record.name, subject=subject, message=why))
             continue
         best = same[max(0, -(-len(same) // 10) - 1)]
         bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
         status = status_of(value, bar)
         made.append(
-            Check(
-                id=BUSBW, status=status, node=record.name, subject=subject,
+            Finding(
+                code=BUSBW, status=status, node=record.name, subject=subject,
                 message=f"{units.rate(value)} of {bar_words(bar)} of the best tenth of {len(same)} equal nodes",
                 remedy="" if status == "pass" else "`topoflight preflight --measure` on that node shows both bars.",
             )
@@ -142,22 +143,23 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
     return f"silent for {units.ago(record.age_seconds(now))}"
 
 
-def published(name: str, record: NodeRecord) -> list[Check]:
+def published(name: str, record: NodeRecord) -> list[Finding]:
     """Return the findings of a record, and its verdict where that is worse than all of them."""
-    statuses: dict[str, Status] = {"fail": "fail", "unknown": "unknown"}
+    statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
     found = [
-        Check(id=str(found.get("code", "")), status=statuses.get(str(found.get("severity")), "warn"), node=name,
-              subject=str(found.get("subject", "")), message=str(found.get("message", "")),
-              remedy=str(found.get("remedy", "")), required=found.get("severity") == "unknown")
+        Finding(code=str(found.get("code", "")), node=name,
+                status=statuses.get(str(found.get("severity")), Status.WARN), subject=str(found.get("subject", "")),
+                message=str(found.get("message", "")), remedy=str(found.get("remedy", "")),
+                required=found.get("severity") == "unknown")
         for found in record.findings
     ]  # fmt: skip
     worst = "fail" if record.verdict == "fail" else "unknown" if record.verdict == "unknown" else ""
     if worst and not any(check.status in (worst, "fail") for check in found):
         found.append(
-            Check(id=_VERDICT, status=statuses[worst], node=name, required=worst == "unknown",
+            Finding(code=_VERDICT, status=statuses[worst], node=name, required=worst == "unknown",
                   message=f"its agent says {worst} and publishes no finding that says why",
                   remedy="topoflight explain cluster.node.verdict")
         )  # fmt: skip
     else:
-        found.append(Check(id=_VERDICT, status="pass", node=name))
+        found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
     return found

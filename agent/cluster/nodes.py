@@ -24,12 +24,13 @@ from agent.base import units
 from agent.base.version import VERSION
 from agent.checks.coverage import no_gpu_read
 from agent.checks.history import SCANS_TO_RAISE, Event, Kept, Seen
-from agent.checks.verdict import Check, judge, worst_first
+from agent.checks.verdict import judge, worst_first
 from agent.checks.view import View
 from agent.cluster import node_facts
 from agent.cluster.node_facts import clean
 from agent.cluster.repeats import Repeated
 from collectives.bench.results import BenchResult
+from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.limits.probe import LimitsFacts
@@ -121,8 +122,9 @@ def kept_in(record: NodeRecord) -> Kept:
                       code=one.get("code", ""), subject=one.get("subject", "")) for one in record.changes],
         open={
             _which(one): Seen(
-                checks=(Check(id=one["code"], status=one["severity"], node=record.host, subject=one.get("subject", ""),
-                              message=one.get("message", ""), remedy=one.get("remedy", "")),),
+                checks=(Finding(code=one["code"], status=Status(one["severity"]), node=record.host,
+                                subject=one.get("subject", ""), message=one.get("message", ""),
+                                remedy=one.get("remedy", "")),),
                 since=seconds_of(one.get("since")) or record.scanned_at_seconds, scans=SCANS_TO_RAISE, raised=True)
             for one in held
         },
@@ -143,7 +145,7 @@ def _measured(result: BenchResult) -> tuple[Json, ...]:
 
 
 def _record(
-    snapshot: Snapshot, node: NodeTopology, checks: Sequence[Check], name: str, at: float, interval: float
+    snapshot: Snapshot, node: NodeTopology, checks: Sequence[Finding], name: str, at: float, interval: float
 ) -> NodeRecord:
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
     ports = [port for device in rdma.devices for port in device.ports] if rdma else None
@@ -182,16 +184,16 @@ def _memlock(limits: LimitsFacts | None) -> str | None:
     return f"{limits.memlock_soft_bytes / (2**10 if small else 2**20):.4g} {'KiB' if small else 'MiB'}"
 
 
-def _findings(checks: Sequence[Check]) -> tuple[Json, ...]:
+def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
     """The worst of what did not pass; what could not be measured where it was required, each reason once."""
     bad = [c for c in worst_first(checks) if c.status in ("fail", "warn")]
-    unmeasured = {(c.id.split(".")[0], c.message): c for c in reversed(worst_first(checks)) if c.required and
+    unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(worst_first(checks)) if c.required and
                   c.status == "unknown"}  # fmt: skip
     bad = [*(c for c in bad if c.status == "fail"), *reversed(unmeasured.values()),
            *(c for c in bad if c.status == "warn")][:MOST_FINDINGS]  # fmt: skip
     return tuple(
         {
-            "code": clean(c.id, 128),
+            "code": clean(c.code, 128),
             "severity": c.status,
             "subject": clean(c.subject, 128),
             "message": clean(c.message),

@@ -14,8 +14,9 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent.checks.verdict import Check, Verdict
+from agent.checks.verdict import Verdict
 from agent.http.problem import MEDIA_TYPE
+from contracts.finding import Finding
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -52,7 +53,7 @@ class Gate:
     """The gate's answer."""
 
     verdict: Verdict
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
 
 
 class Version(BaseModel):

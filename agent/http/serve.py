@@ -27,11 +27,9 @@ ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: n
     "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
     "allowed_hosts": (),
 }  # fmt: skip
-MOST_CONNECTIONS = 512  # each costs some 20 KiB while it is open
-RESERVED_DESCRIPTORS = 64  # for the probes' child, state files, the API server and what libraries open
+RESERVED_DESCRIPTORS = 96  # for health checks over the limit, the probes' child, files, the API server and libraries
 BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
 HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
-KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
 GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
@@ -135,15 +133,14 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.limits import Limited
+    from agent.http.connections import KEEP_ALIVE_SECONDS, LimitedProtocol
 
     sys.setswitchinterval(SWITCH_SECONDS)
-    connections = _connections()
-    Limited.most_per_address = min(Limited.most_per_address, max(4, connections // 4))
+    LimitedProtocol.most_connections = _connections(LimitedProtocol.most_connections)
     config = uvicorn.Config(
         app, host=address, port=port, log_level=_log_level(),
-        access_log=False, ws="none", http=Limited, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
-        limit_concurrency=connections, h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
+        access_log=False, ws="none", http=LimitedProtocol, timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
+        h11_max_incomplete_event_size=HEAD_BYTES, timeout_graceful_shutdown=5,
     )  # fmt: skip
 
     class Server(uvicorn.Server):
@@ -167,16 +164,16 @@ def _log_level() -> int:
     return logging.ERROR if level >= logging.WARNING else level
 
 
-def _connections() -> int:
-    """How many connections this process has descriptors for."""
+def _connections(most: int) -> int:
+    """Return how many connections this process has descriptors for, at most `most`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + BACKLOG + RESERVED_DESCRIPTORS
+    wanted = most + BACKLOG + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return MOST_CONNECTIONS
-    return max(8, min(MOST_CONNECTIONS, (soft - RESERVED_DESCRIPTORS) // 2))
+        return most
+    return max(8, min(most, (soft - RESERVED_DESCRIPTORS) // 2))
 
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
@@ -241,11 +238,17 @@ def application(state: Any, options: dict[str, Any]) -> Any:
 
 
 def _names(address: str, options: dict[str, Any]) -> list[str]:
-    """The names under which this agent may be read: this host's, and in a pod those of services in its namespace."""
+    """The names under which this agent may be read: this host's, and in a pod those of services in its namespace.
+
+    SERVICE.NAMESPACE may be a public domain, which anybody can bind to this address, where the namespace is named like
+    a top-level domain (dev, app, cloud). Those are letters alone, or begin with xn-- (RFC 3696, section 2).
+    """
     names = {"localhost", os.uname().nodename, address, options["node_name"], *options["allowed_hosts"]}
     if namespace := os.environ.get("POD_NAMESPACE"):
         names |= {"topoflight", "topoflight-node"}
-        names |= {f"*.{namespace}{suffix}" for suffix in ("", ".svc", ".svc.cluster.local")}
+        names |= {f"*.{namespace}{suffix}" for suffix in (".svc", ".svc.cluster.local")}
+        if namespace == "topoflight" or not (namespace.isalpha() or namespace.startswith("xn--")):
+            names.add(f"*.{namespace}")
     return sorted(name for name in names if name)
 
 

@@ -24,7 +24,7 @@ from agent.base import counters
 from agent.base.documents import document as plain_document
 from agent.base.version import VERSION
 from agent.checks.codes import ALL_CODES
-from agent.checks.verdict import Check, FailOn, GateError, judge, select, worst_first
+from agent.checks.verdict import FailOn, GateError, judge, select, worst_first
 from agent.checks.view import View
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
@@ -38,6 +38,7 @@ from agent.http.state import State, age_seconds
 from agent.http.worker import Worker
 from agent.metrics import families as metrics
 from collectives.bench.results import BenchResult
+from contracts.finding import Finding
 from planner.advice import Recommendation
 from topology.render import json_document
 
@@ -187,7 +188,7 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             request, "topology", view=view, records=records, form=form, own=cluster.scanned
         ))  # fmt: skip
 
-    @app.get("/findings", tags=["facts"], operation_id="findings", response_model=list[Check],
+    @app.get("/findings", tags=["facts"], operation_id="findings", response_model=list[Finding],
              responses={**problems(), **YAML})  # fmt: skip
     async def findings(request: Request, form: Format = None) -> Response:
         """Every check that did not pass, worst first."""
@@ -305,7 +306,7 @@ class Preflight(BaseModel):
 def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
     posts = Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
 
-    def gate(checks: Iterable[Check], require: Sequence[str], skip: Sequence[str], fail_on: FailOn) -> dict[str, Any]:
+    def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str], fail_on: FailOn) -> dict[str, Any]:
         try:
             found = select(checks, require=require, skip=skip, known=ALL_CODES)
         except GateError as error:

@@ -64,7 +64,7 @@ def _cached(name: str, revision: str, environment: Mapping[str, str]) -> Any:
     cache = Path(environment.get("HF_HUB_CACHE") or _home(environment) / "hub")
     folder = cache / f"models--{name.replace('/', '--')}"
     try:
-        commit = revision if _COMMIT.fullmatch(revision) else (folder / "refs" / revision).read_text().strip()
+        commit = revision if _COMMIT.fullmatch(revision) else bounded.read_text(folder / "refs" / revision, 256).strip()
         return plain(bounded.read(folder / "snapshots" / commit / "config.json", _MOST_BYTES))
     except (OSError, ValueError):
         return None
@@ -96,8 +96,6 @@ def _fetched(name: str, revision: str, environment: Mapping[str, str]) -> Any:
 
 def _token(environment: Mapping[str, str]) -> str:
     try:
-        return (
-            Path(environment.get("HF_TOKEN_PATH") or _home(environment) / "token").read_text(encoding="ascii").strip()
-        )
+        return bounded.read_text(environment.get("HF_TOKEN_PATH") or _home(environment) / "token", _MOST_BYTES).strip()
     except (OSError, ValueError):
         return ""

@@ -23,7 +23,7 @@ from agent.checks.baseline import Baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.codes import ALL_CODES, HOST_CODES
 from agent.checks.judged import against_baseline
-from agent.checks.verdict import Check, FailOn, judge, select
+from agent.checks.verdict import FailOn, judge, select
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import benchmark, launch
@@ -31,6 +31,7 @@ from agent.jobs.report import Report
 from collectives.bench.lock import BusyError
 from collectives.bench.results import BenchResult
 from collectives.bench.run import run as run_bench
+from contracts.finding import Finding
 from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
@@ -110,7 +111,7 @@ def _judged(
 ) -> Report:  # fmt: skip
     """All that follows the scan. What makes load ends soon after `stop` is set, and what follows it makes none."""
     notes: list[str] = []
-    extra: list[Check] = []
+    extra: list[Finding] = []
 
     result, calibration = _measure(options, found, progress, notes, stop, due_of(expected))
     if result is not None:
@@ -169,25 +170,25 @@ def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
     return (result.stopped_by if result else None) or ("SIGTERM" if stop.is_set() else "")
 
 
-def _against(before: Baseline, checks: Iterable[Check], stopped: str) -> tuple[Check, ...]:
+def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
     """The checks against the baseline; what a stopped run could not measure is no regression."""
     cut = {*measured.BENCH_CODES, *measured.FLIGHT_CODES} if stopped else set()
-    unmeasured = tuple(check for check in checks if check.id in cut and check.status == "unknown")
+    unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
     return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
 
 
-def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Check, ...]:
+def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
     """The checks as the flight meets them: what its own environment mends does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
     return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 
-def _stopping(options: Options, found: Sequence[Check], before: Baseline) -> str:
+def _stopping(options: Options, found: Sequence[Finding], before: Baseline) -> str:
     """What failed before the flight and so stops it; nothing where it may fly. What is unknown stops nothing."""
     checks = select(measured.must_be_measured(found), skip=options.skip, known=ALL_CODES)
     checks = regressions(checks, before.statuses)
-    failed = sorted({check.id for check in checks if check.status == "fail"})
+    failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options.force or not failed else f"{', '.join(failed)} failed"
 
 
@@ -199,7 +200,7 @@ def _flights(options: Options) -> tuple[RunRecord, ...]:
 
 
 def report_of(
-    found: Sequence[Check], *, nodes: Sequence[NodeRecord] = (), require: Sequence[str], skip: Sequence[str],
+    found: Sequence[Finding], *, nodes: Sequence[NodeRecord] = (), require: Sequence[str], skip: Sequence[str],
     fail_on: FailOn, baseline: Path | None,
 ) -> Report:  # fmt: skip
     """A report of checks that others made: nothing is scanned, measured or advised here."""

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from agent.base.documents import document, write_atomic
 from agent.checks.baseline import REPORT_VERSION
-from agent.checks.verdict import Check, Verdict, unjudged, worst_first
+from agent.checks.verdict import Verdict, unjudged, worst_first
 from agent.cluster.nodes import NodeRecord
 from collectives.bench.results import BenchResult
+from contracts.finding import Finding
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
@@ -33,7 +34,7 @@ class Report:
     topoflight_version: str
     snapshots: tuple[Snapshot, ...]
     topologies: tuple[NodeTopology, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
     verdict: Verdict
     bench: BenchResult | None = None
     recommendation: Recommendation | None = None
@@ -72,7 +73,7 @@ def junit(report: Report) -> str:
 
     aside = unjudged(report.checks)
     root = ElementTree.Element("testsuites", name="topoflight preflight" + (f": {aside}" if aside else ""))
-    nodes: dict[str, list[Check]] = {}
+    nodes: dict[str, list[Finding]] = {}
     for check in report.checks:
         nodes.setdefault(check.node or "run", []).append(check)
     for node, checks in sorted(nodes.items()):
@@ -84,8 +85,8 @@ def junit(report: Report) -> str:
             ElementTree.SubElement(properties, "property", name=name, value=value)
         counts = {"tests": len(checks), "failures": 0, "errors": 0, "skipped": 0}
         for check in worst_first(checks):
-            name = f"{check.id} [{check.subject}]" if check.subject else check.id
-            case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.id.split('.')[0]}", name=name)
+            name = f"{check.code} [{check.subject}]" if check.subject else check.code
+            case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.code.split('.')[0]}", name=name)
             # viewers show a message without its suite: it names the node by itself
             message = f"{check.node}: {check.message}" if check.node and check.message else check.message
             text = "\n".join((message, *check.evidence, check.remedy)).strip()

@@ -17,7 +17,8 @@ from agent.checks.lint import lint_text
 from agent.checks.verdict import GateError, select
 from agent.jobs.cluster_job import POD_ROLES, in_pods
 from agent.jobs.hub import shape_of
-from contracts.job_config import ConfigError, JobConfig, parse_config
+from contracts import bounded
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
 from contracts.yaml_edit import EditError, documents
 from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
@@ -82,9 +83,9 @@ def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[s
     except InputError:  # it sets no variable of NCCL's
         return []
     return [
-        f"{check.status} {check.id} {check.subject}: {check.message} {check.remedy}".rstrip()
+        f"{check.status} {check.code} {check.subject}: {check.message} {check.remedy}".rstrip()
         for check in checks
-        if check.status in ("fail", "warn") and not (other_network and check.id.startswith("env.interface."))
+        if check.status in ("fail", "warn") and not (other_network and check.code.startswith("env.interface."))
     ]
 
 
@@ -103,7 +104,7 @@ def advised(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> 
         if name in job.files:
             return job.files[name]
         here = options["config"]
-        return here.read_text() if here is not None and here.name == Path(name).name else None
+        return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
     said = read_command(job.command, file)
     nodes, ranks = job.nodes or said.nodes, job.ranks_per_node or said.ranks_per_node

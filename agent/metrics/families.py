@@ -158,16 +158,16 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "probe_duration_seconds", _per_probe(view, lambda o: float(getattr(o, "seconds", 0.0)), max)
     bad = ("warn", "fail")  # only these name what they are about: an alert follows them
     missed = Counter(
-        (check.id, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
+        (check.code, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
         for check in view.checks if check.status != "pass"
     )  # fmt: skip
     yield "findings", [(key, float(count)) for key, count in missed.items()]
     outcomes = Counter(str(check.status) for check in view.checks)
     began: dict[tuple[str, ...], float] = {}
     for check in view.checks:
-        if (at := view.since.get((check.id, check.subject))) is not None:
+        if (at := view.since.get((check.code, check.subject))) is not None:
             at = float(int(at))  # as the node's record has it: an agent that reads it there says the same
-            began[check.id, check.status] = min(at, began.get((check.id, check.status), at))
+            began[check.code, check.status] = min(at, began.get((check.code, check.status), at))
     yield "finding_since_seconds", list(began.items())
     changed = {event.code: event.at_seconds for event in sorted(view.events, key=lambda e: e.at_seconds)
                if event.code in PARTS and not event.finding}  # fmt: skip

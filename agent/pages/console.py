@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, fields
 from urllib.parse import urlencode
 
 from agent.base import units
+from agent.checks.groups import Group, grouped
 from agent.checks.history import OF_FINDINGS, clock
-from agent.checks.verdict import Check, Verdict, judge
-from agent.checks.view import Group, grouped
+from agent.checks.verdict import Verdict, judge
 from agent.cluster.nodes import DAY_SECONDS, Fleet, NodeRecord, seconds_of
 from agent.cluster.places import Places
 from agent.pages.nodes import ORDER, checks_of_records, first_of, gpu_text
+from contracts.finding import Finding
 from topology import diff
 
 ROWS = 100  # of one page of the table
@@ -96,7 +97,7 @@ class Console:
 
     asked: Asked
     verdict: Verdict
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
     lines: tuple[Line, ...]  # all nodes
     matching: frozenset[str]  # names of those that were asked for
     sections: tuple[tuple[str, tuple[Line, ...]], ...]  # of this page: a heading, and its rows
@@ -150,7 +151,7 @@ def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
     )  # fmt: skip
 
 
-def _faults(records: Iterable[NodeRecord], checks: Iterable[Check]) -> tuple[Fault, ...]:
+def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> tuple[Fault, ...]:
     since = {
         (record.name, each.get("code"), each.get("subject")): seconds_of(each.get("since"))
         for record in records
@@ -158,16 +159,16 @@ def _faults(records: Iterable[NodeRecord], checks: Iterable[Check]) -> tuple[Fau
     }
     made = []
     for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
-        times = [since.get((check.node, check.id, check.subject), 0.0) for check in group.checks]
+        times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
         first = min(filter(None, times), default=0.0)
         made.append(Fault(group=group, since=clock(first) if first else ""))
     return tuple(made)
 
 
 def _lines(
-    fleet: Fleet, records: Sequence[NodeRecord], checks: Sequence[Check], places: Places, now: float
+    fleet: Fleet, records: Sequence[NodeRecord], checks: Sequence[Finding], places: Places, now: float
 ) -> tuple[Line, ...]:  # fmt: skip
-    mine: dict[str, list[Check]] = defaultdict(list)
+    mine: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
         if check.status != "pass":
             mine[check.node].append(check)
@@ -179,9 +180,9 @@ def _lines(
     )
 
 
-def _line(record: NodeRecord, checks: Sequence[Check], kind: str, place: str, agents: bool, now: float) -> Line:
+def _line(record: NodeRecord, checks: Sequence[Finding], kind: str, place: str, agents: bool, now: float) -> Line:
     worst, more = first_of(checks) if checks else (None, 0)
-    codes = dict.fromkeys(check.id for check in checks if check.status in ("fail", "warn") or check.required)
+    codes = dict.fromkeys(check.code for check in checks if check.status in ("fail", "warn") or check.required)
     since = min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0)
     heard = record.scanned_at_seconds > 0
     driver = ((record.machine or {}).get("gpu") or {}).get("driverVersion")

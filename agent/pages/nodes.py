@@ -11,11 +11,12 @@ from agent.base.units import expected_rate
 from agent.checks.codes import CLUSTER_CODES
 from agent.checks.coverage import no_gpu_read, no_hca_read
 from agent.checks.explain import mend
-from agent.checks.verdict import Check
-from agent.checks.view import Group, View, grouped, only
+from agent.checks.groups import Group, grouped
+from agent.checks.view import View, only
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
 from collectives.bench.results import BenchResult
+from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
@@ -58,9 +59,9 @@ def rows(view: View) -> tuple[Row, ...]:
     return _sorted(made)
 
 
-def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Check], now: float) -> tuple[Row, ...]:
+def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
     """Every published node, sick ones first; one that fell silent is unknown, whatever it said last."""
-    mine: dict[str, list[Check]] = {}
+    mine: dict[str, list[Finding]] = {}
     for check in checks:
         mine.setdefault(check.node, []).append(check)
     made = []
@@ -85,7 +86,7 @@ def gpu_text(record: NodeRecord) -> str:
     return f"{record.gpus} × {record.product or 'unknown model'}"
 
 
-def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Check, ...]:
+def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
     """What the agents of these nodes found, or of all; where an older agent's record has no remedy, docs give one.
 
     A node that fell silent is unknown on the pages; the gate fails, for it was asked whether a job may run there.
@@ -94,14 +95,14 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
     silent, _ = CLUSTER_CODES
     return tuple(
         check if check.status == "pass" else replace(
-            check, remedy=check.remedy or mend(check.id), required=check.required or check.id == silent,
-            status="unknown" if check.id == silent else check.status,
+            check, remedy=check.remedy or mend(check.code), required=check.required or check.code == silent,
+            status=Status.UNKNOWN if check.code == silent else check.status,
         )
         for check in found
     )  # fmt: skip
 
 
-def first_of(checks: Sequence[Check]) -> tuple[Group | None, int]:
+def first_of(checks: Sequence[Finding]) -> tuple[Group | None, int]:
     """The first thing to read, and how many more there are."""
     found = [
         group

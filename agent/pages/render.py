@@ -23,9 +23,10 @@ from agent.base import bench_history, units
 from agent.base.tables import GLYPHS
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
+from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.checks.judged import expected_words
-from agent.checks.verdict import Check, judge
-from agent.checks.view import Group, View, grouped, passed_ids, reasons, unknown_ids
+from agent.checks.verdict import judge
+from agent.checks.view import View
 from agent.cluster.places import Places
 from agent.pages import benches, charts, console
 from agent.pages import nodes as page_nodes
@@ -33,6 +34,7 @@ from agent.pages.runs import by_network, division, shown, side_by_side
 from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
 from collectives.bench.results import BenchResult
+from contracts.finding import Finding
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
@@ -304,7 +306,7 @@ def _outcome(outcome: Ok[object] | Absent | Failed) -> str:
 
 
 def picture(
-    node: NodeTopology, *, snapshot: Snapshot | None = None, checks: Iterable[Check] = (),
+    node: NodeTopology, *, snapshot: Snapshot | None = None, checks: Iterable[Finding] = (),
     bench: BenchResult | None = None,
 ) -> Markup:  # fmt: skip
     """The node as one inline `<svg>`; empty where there is nothing to join."""
@@ -316,7 +318,7 @@ def picture(
     return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
 
 
-def _status(checks: Sequence[Check], names: Iterable[str | None]) -> str:
+def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
     """The worst of the findings whose subject names the device."""
     patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
     statuses = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}

@@ -10,10 +10,11 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, point
-from agent.checks.verdict import ORDER, Check, Verdict
-from agent.checks.view import Group, grouped, unknown_ids
+from agent.checks.groups import Group, grouped, unknown_ids
+from agent.checks.verdict import ORDER, Verdict
 from agent.terminal.findings import finding
 from agent.terminal.topology import links
+from contracts.finding import Finding
 from probes.api import Absent, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.interfaces.facts import InterfacesFacts
@@ -24,7 +25,7 @@ TODO = {"pass": "Nothing to do.", "unknown": "See below why, and measure again."
 
 
 def opening(
-    out: Console, judged: Verdict, checks: Iterable[Check], *, at: str = "", seconds: float | None = None
+    out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "", seconds: float | None = None
 ) -> None:
     """The verdict, what it rests on, and what to do first."""
     bad = [group for group in by_weight(checks) if group.status in ("fail", "warn")]
@@ -42,7 +43,7 @@ def opening(
     out.print(f"{mark} {escape(line)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
 
 
-def by_weight(checks: Iterable[Check]) -> list[Group]:
+def by_weight(checks: Iterable[Finding]) -> list[Group]:
     """Faults worst first, of the same severity those of most nodes."""
     return sorted(grouped(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
 
@@ -56,7 +57,7 @@ def _where(group: Group, at: str) -> str:
     return (group.places + node) if group.places else f"on{node[3:]}" if node else ""
 
 
-def nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Check]) -> None:
+def nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
     """Nodes without a failure or a warning, named, by what they have: pairs of name and kind."""
     bad = {name for check in checks if check.status in ("fail", "warn") for name in check.node.split(", ")}
     kinds: dict[str, list[str]] = {}
@@ -69,7 +70,7 @@ def nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Check
         point(out, f"[{COLOURS[word]}]{GLYPHS[word]}[/{COLOURS[word]}]", escape(text))
 
 
-def findings(out: Console, checks: Iterable[Check]) -> None:
+def findings(out: Console, checks: Iterable[Finding]) -> None:
     """Failures, warnings and what was required and not measured, each fault once with its nodes; the rest counted."""
     groups = by_weight(checks)
     checks = [check for group in groups for check in group.checks]

@@ -12,14 +12,14 @@ from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, SHOWN, indented, some
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
-    from agent.checks.verdict import Check, Verdict
-    from agent.checks.view import Group
-    from probes.api import Finding
+    from agent.checks.groups import Group
+    from agent.checks.verdict import Verdict
+    from contracts.finding import Finding
 
 
-def findings(out: Console, checks: Iterable[Check], *, everything: bool = False) -> None:
+def findings(out: Console, checks: Iterable[Finding], *, everything: bool = False) -> None:
     """Findings worst first, the same one on several subjects once; unknowns by name, passes as a count."""
-    from agent.checks.view import grouped, passed_ids
+    from agent.checks.groups import grouped, passed_ids
 
     quiet: dict[str, list[Group]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
@@ -43,7 +43,7 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
         out.print(
             f"[{COLOURS['unknown']}]{GLYPHS['unknown']}[/{COLOURS['unknown']}] {number}, neither passed nor failed"
         )
-    from agent.checks.view import reasons
+    from agent.checks.groups import reasons
 
     for why, codes in reasons(groups).items():
         indented(out, escape(why))
@@ -122,11 +122,9 @@ def verdict(out: Console, judged: Verdict, seconds: float) -> None:
 def finding_lines(out: Console, found: Sequence[Finding]) -> None:
     """What a topology alone shows: failures, warnings and unknowns, with what proves them and what mends them."""
     for finding in found:
-        if finding.severity.value in ("fail", "warn", "unknown"):
-            colour = COLOURS[finding.severity.value]
-            out.print(
-                f"[{colour}]{escape(GLYPHS[finding.severity.value])}[/{colour}] [bold]{escape(finding.code)}[/bold]"
-            )
+        if finding.status in ("fail", "warn", "unknown"):
+            colour = COLOURS[finding.status]
+            out.print(f"[{colour}]{escape(GLYPHS[finding.status])}[/{colour}] [bold]{escape(finding.code)}[/bold]")
             indented(out, escape(finding.message))
             for line in finding.evidence[:3]:
                 indented(out, f"[dim]{escape(line)}[/dim]")

@@ -9,10 +9,10 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.tables import pairs, table
-from agent.checks.verdict import Check
 from agent.checks.view import View
 from agent.terminal import brief
 from agent.terminal.findings import findings
+from contracts.finding import Finding
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -39,7 +39,7 @@ def scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
 
 
 def hosts_in_brief(
-    out: Console, snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], checks: Sequence[Check]
+    out: Console, snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], checks: Sequence[Finding]
 ) -> None:
     """One machine in a few rows; of several those that are sound, by kind."""
     found = list(zip(snapshots, topologies, strict=True))

@@ -11,7 +11,7 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
 from agent.base.units import expected_rate
-from probes.api import Finding
+from contracts.finding import Finding
 from topology.formats.matrix import columns
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level, nvlinks
 from topology.reference import departures
@@ -94,9 +94,9 @@ def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
 
 def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
     """The verdict on a node's links, and how they are in a few rows; the matrix is `-v`."""
-    bad = [*departures(topology), *(f.code for f in found if f.severity.value in ("fail", "warn"))]
-    open_ = bool(topology.lacking) or any(f.severity.value == "unknown" for f in found)
-    worst = "fail" if any(f.severity.value == "fail" for f in found) else "warn" if bad else "unknown"
+    bad = [*departures(topology), *(f.code for f in found if f.status in ("fail", "warn"))]
+    open_ = bool(topology.lacking) or any(f.status == "unknown" for f in found)
+    worst = "fail" if any(f.status == "fail" for f in found) else "warn" if bad else "unknown"
     worst = worst if bad or open_ else "pass"
     judged = topology.gpus or topology.nics
     word, todo = (

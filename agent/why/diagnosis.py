@@ -15,7 +15,6 @@ from agent.advice import advise
 from agent.advice.request import Request, cluster_of, model_of, price_of
 from agent.base import units
 from agent.base.inputs import InputError
-from agent.checks.verdict import Check
 from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
@@ -23,6 +22,7 @@ from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import calls, ras, watchdog
 from contracts import bounded, run_record
+from contracts.finding import Finding
 from contracts.layout import LayoutError, values_of
 from contracts.run_record import RunRecord
 from contracts.yaml_edit import documents
@@ -61,7 +61,7 @@ class Asked:
     diagnostics: tuple[str, ...] = ()
     manifest: Path | None = None
     request: Request | None = None  # where and which run, for the price
-    checks: tuple[Check, ...] = ()  # of nodes, as their agents publish them
+    checks: tuple[Finding, ...] = ()  # of nodes, as their agents publish them
     published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
 
@@ -139,7 +139,7 @@ def _lines(sources: Sequence[str]) -> Iterator[str]:
             if source == "-":
                 continue
             try:
-                with path.open("rb") as stream:
+                with bounded.open_regular(path) as stream:
                     rest = b""
                     unpacked = Unpacked(stream)
                     while left > 0 and (block := unpacked.read(1 << 20)):
@@ -185,7 +185,7 @@ def _cut_short(logs: Sequence[str]) -> str:
 def _tails(logs: Sequence[str]) -> Iterator[str]:
     """The ends of logs, where torchrun's table stands."""
     for log in logs:
-        with suppress(OSError), Path(log).open("rb") as stream:
+        with suppress(OSError), bounded.open_regular(log) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
             yield stream.read().decode("utf-8", errors="replace")
 
@@ -413,7 +413,7 @@ _NETWORK = ("link", "network")  # causes of which a NIC may be the reason
 _OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
 
 
-def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Check, ...]:
+def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
     """Of recordings, as a scan judges them."""
     from agent.checks.view import look
 
@@ -427,7 +427,7 @@ def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snaps
     return tuple(replay(request.hosts)) if request.hosts else published
 
 
-def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
+def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
     """What is wrong on the nodes behind it, by scans: of a cause of the network its NICs, of others their GPUs.
 
     A finding explains a cause that was found without it; it accuses nobody by itself.
@@ -438,14 +438,14 @@ def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
         kinds, named = (_OF_NIC, nics) if cause.code.startswith(_NETWORK) else (_OF_GPU, gpus)
         found = [
             check for check in checks
-            if check.node in cause.nodes and check.status in ("fail", "warn") and check.id.startswith(kinds)
+            if check.node in cause.nodes and check.status in ("fail", "warn") and check.code.startswith(kinds)
         ]  # fmt: skip
         found.sort(key=lambda check: check.status != "fail")
         named += [
             subject for check in found[:8] if check.status == "fail" and check.subject
             and (subject := f"{check.node} {check.subject}") not in named
         ]  # fmt: skip
-        said = tuple(f"{check.node}: {check.id} {check.subject}: {check.message}"[:300] for check in found[:4])
+        said = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
         action = found[0].remedy if found and found[0].remedy else cause.action
         causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
     told = {check.node for check in checks}
@@ -458,17 +458,17 @@ def with_nodes(verdict: Verdict, checks: Sequence[Check]) -> Verdict:
 
 
 def faults_priced(
-    verdict: Verdict, checks: Sequence[Check], request: Request, layout: str, snapshots: Sequence[Snapshot]
+    verdict: Verdict, checks: Sequence[Finding], request: Request, layout: str, snapshots: Sequence[Snapshot]
 ) -> Verdict:  # fmt: skip
     """What each finding on the node behind costs by itself, lanes of a link or a slow clock: the forecast without it.
 
     Only failures and slow clocks have a price, as in the advice (planner.forecast.faults). Raises WhyError.
     """
     behind = {node for cause in verdict.causes for node in cause.nodes}
-    rows = [one for one in checks if one.node in behind and one.status in ("fail", "warn") and one.id in RULES]
+    rows = [one for one in checks if one.node in behind and one.status in ("fail", "warn") and one.code in RULES]
     if not rows:
         return verdict
-    what, model = f"what {rows[0].id} on {rows[0].node} costs", model_of(request)
+    what, model = f"what {rows[0].code} on {rows[0].node} costs", model_of(request)
     if model is None or not snapshots or request.machine:
         node = "" if snapshots else "--host FILE of that node, "
         hint = Unknown(what=what, command=f"{node}--model NAME --nodes N --epochs N --lengths ...")
@@ -483,16 +483,16 @@ def faults_priced(
             if len(snapshots) == 1:  # one recording stands for all nodes of the job
                 found = {node.hostname: of_node for node in cluster.nodes for of_node in found.values()}
             if (cost := cost_of(cluster, snapshots, model, request.train, found, values_of(layout))) is None:
-                unpriced.append(f"{check.id} {check.subject} on {check.node}")
+                unpriced.append(f"{check.code} {check.subject} on {check.node}")
                 continue
             was, sound = cost
             would = sound.forecast.step_seconds.mid
             steps = advise.steps_of(request, sound) if _has_budget(request) else None
-            words = f"{check.id} {check.subject}: {was / would:.2f} x" + _extra(request, was - would, steps, cluster)
+            words = f"{check.code} {check.subject}: {was / would:.2f} x" + _extra(request, was - would, steps, cluster)
             said.setdefault(check.node, []).append(words)
             if not verdict.forecast and was - would > most:
                 most = was - would
-                told = f"without {check.id}: {units.seconds(would)} a step in place of {units.seconds(was)}"
+                told = f"without {check.code}: {units.seconds(would)} a step in place of {units.seconds(was)}"
     except (LayoutError, machines.MachineError, ValueError) as error:
         raise WhyError(str(error)) from None
     causes = []
@@ -537,12 +537,12 @@ def with_manifest(
     wrong = [check for check in linted.checks if check.status in ("fail", "warn")]
     wrong.sort(key=lambda check: check.status != "fail")
     causes = tuple(
-        Cause(code=one.id, message=f"{one.subject}: {one.message}" if one.subject else one.message,
+        Cause(code=one.code, message=f"{one.subject}: {one.message}" if one.subject else one.message,
               evidence=one.evidence[:2], action=one.remedy)
         for one in wrong[:8]
     )  # fmt: skip
     request = placed(text, request)
-    sockets = {one.subject: one for one in wrong if one.id == "env.debug.leftover" and _off(one, request, snapshots)}
+    sockets = {one.subject: one for one in wrong if one.code == "env.debug.leftover" and _off(one, request, snapshots)}
     at = next((number for number, one in enumerate(wrong[:8]) if one.subject in sockets), None)
     if at is not None and not any(cause.price for cause in verdict.causes):
         by_name = Verdict(state="slow", line="", causes=(causes[at],))
@@ -557,7 +557,7 @@ def with_manifest(
                 command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
         for name in elsewhere(text, path.name)[:4]
     )  # fmt: skip
-    if verdict.state == "fine" and any(c.status == "fail" or c.id == "env.debug.leftover" for c in wrong):
+    if verdict.state == "fine" and any(c.status == "fail" or c.code == "env.debug.leftover" for c in wrong):
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
@@ -570,7 +570,7 @@ def with_manifest(
     return replace(verdict, forecast=told) if told else replace(verdict, unknown=(*verdict.unknown, unknown))
 
 
-def _off(check: Check, request: Request, snapshots: Sequence[Snapshot]) -> bool:
+def _off(check: Finding, request: Request, snapshots: Sequence[Snapshot]) -> bool:
     """Whether a setting keeps NCCL off RDMA; NCCL_IB_DISABLE does not where EFA's plugin carries it."""
     value = check.evidence[0].partition("=")[2].strip().lower() if check.evidence else ""
     if check.subject == "NCCL_NET":

@@ -29,7 +29,7 @@ from collectives.nccl_log.reader import (
     looks_like_text,
 )
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
-from contracts.bounded import utf8_chunks
+from contracts.bounded import open_regular, utf8_chunks
 
 # From counted lines to a verdict: what joins nodes, what joins GPUs of a node, is GPUDirect RDMA on.
 #
@@ -430,7 +430,7 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
             elif str(file) == "-":
                 _take(runs, sys.stdin.buffer, "standard input" if name else "")
             else:
-                with Path(file).open("rb") as opened:
+                with open_regular(file) as opened:
                     _take(runs, opened, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
@@ -450,7 +450,7 @@ def _files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | Bina
 
 
 def _holds_text(file: Path) -> bool:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return looks_like_text(opened.read(4096))
 
 

@@ -120,10 +120,12 @@ def parse_calibration(data: Any) -> Calibration:
 
 
 def load_calibration(path: Path | str) -> Calibration:
-    """Read a calibration file."""
+    """Read a calibration file. Raises CalibrationError."""
     file = Path(path)
     try:
         data = plain(bounded.read(file, _MAX_BYTES))
+    except OSError as error:
+        raise CalibrationError(f"{file}: {error.strerror}") from None
     except (bounded.TooLargeError, PlainError) as error:
         raise CalibrationError(f"{file}: {error}") from None
     return parse_calibration(data)

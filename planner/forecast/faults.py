@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from contracts.finding import Finding, Status
 from hardware.gpus import clock_share
 from hardware.nics import nics
 from hardware.units import GIGA
 from planner.forecast.compute import Rates
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, unknown_network
-from probes.api import Finding, Severity, Snapshot
+from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
@@ -358,7 +359,7 @@ def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
         host: tuple(
             one for one in found
             if one.code in RULES and one.code not in mended and not left_out(one)
-            and (one.severity == Severity.FAIL or (one.severity == Severity.WARN and RULES[one.code].slow is _clock))
+            and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code].slow is _clock))
         )
         for host, found in findings.items()
     }  # fmt: skip

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
 from planner.lint.script import NAME, Assigned, Inner, Script
 from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.values import finding
-from probes.api import Severity
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -270,13 +270,13 @@ class _Walk:
             if gone and not node.get("envFrom"):  # which may set it, and comes first
                 later = "is set after it" if gone[0] in named else "is not set"
                 self._at(source).findings.append(finding(
-                    "env.value.kind", Severity.WARN, name, text,
+                    "env.value.kind", Status.WARN, name, text,
                     f"{gone[0]} {later}, and Kubernetes puts in only what stands before: the text $({gone[0]}) stays.",
                     f"Set {gone[0]} before {name} in the container's env.",
                 ))  # fmt: skip
             if name in before:
                 self._at(source).findings.append(finding(
-                    "env.pair.shadowed", Severity.WARN if before[name] != text else Severity.INFO, name, before[name],
+                    "env.pair.shadowed", Status.WARN if before[name] != text else Status.INFO, name, before[name],
                     f"set more than once: the last counts, {name}={text}.", f"Keep one {name}.",
                 ))  # fmt: skip
             before[name] = text
@@ -290,7 +290,7 @@ class _Walk:
         what = "a truth value" if _TRUTH.fullmatch(text) else "a number"
         text = text if _TOLD.match(name) else "..."
         self._at(source).findings.append(finding(
-            "env.value.kind", Severity.FAIL, name, text, f"without quotes {text} is {what}, and {refusal}.",
+            "env.value.kind", Status.FAIL, name, text, f"without quotes {text} is {what}, and {refusal}.",
             f'Write "{text}" in quotes.',
         ))  # fmt: skip
 

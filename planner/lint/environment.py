@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from planner.lint.machine import MACHINE_CODES, check_machine
+from contracts.finding import Finding, Status
 from planner.lint.pairs import PAIR_CODES, check_alone, check_pairs
 from planner.lint.tables import settings
 from planner.lint.values import (
@@ -41,9 +42,10 @@ from planner.nccl_env.names import (
 )
 from planner.nccl_env.platforms import Platform, platform_of_plugin
 from planner.nccl_env.situation import NodeView
-from probes.api import Finding, Severity, Snapshot
-from topology.build import build
-from topology.graph import NodeTopology
+from probes.api import Snapshot
+
+if TYPE_CHECKING:
+    from topology.graph import NodeTopology
 
 LEFTOVER_CODES = (
     "env.debug.leftover",
@@ -75,7 +77,7 @@ def check_leftover(
         if strtoll(value)[0] < 0:
             return
         yield finding(
-            "env.gid.needless", Severity.INFO, name, value,
+            "env.gid.needless", Status.INFO, name, value,
             (
                 f"NCCL {version_text(version)} takes this index on every port without looking; left "
                 "unset it finds the RoCE v2 GID itself, also where the tables of two hosts differ."
@@ -90,16 +92,16 @@ def check_leftover(
         return
     if name == "NCCL_PXN_DISABLE" and _without_nvlink(node):
         yield finding(
-            "env.debug.leftover", Severity.INFO, name, value,
+            "env.debug.leftover", Status.INFO, name, value,
             "A debugging setting that stayed and does nothing here: PXN sends through a GPU that NVLink joins to the "
             "sender, and no two GPUs of this host are joined so.",
             f"Unset {name}: on a host with NVLink it costs bandwidth.",
             ("NCCL src/graph/paths.cc: PXN is PCIe and NVLink",),
         )  # fmt: skip
         return
-    severity = Severity.WARN if name in _COSTLY and _turns_off(name, value) else Severity.INFO
+    status = Status.WARN if name in _COSTLY and _turns_off(name, value) else Status.INFO
     yield finding(
-        "env.debug.leftover", severity, name, value,
+        "env.debug.leftover", status, name, value,
         f"A debugging setting that stayed: {settings().effects.get(name, _DEFAULT_EFFECT)}.",
         f"Unset {name}, unless a measurement on this machine speaks for it.",
         ("NCCL docs/userguide/source/env.rst: section Debugging",),
@@ -114,7 +116,7 @@ def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterato
     script = vendor.script[0] if vendor.script else "the vendor's script"
     recipe = f"publishes {name}={published}" if published else f"does not publish {name}"
     yield finding(
-        "env.debug.leftover", Severity.INFO, name, value,
+        "env.debug.leftover", Status.INFO, name, value,
         f"The recipe of the plugin's vendor for {vendor.name} {recipe}. The plugin is tested with that recipe only.",
         f"Write {name}={published}." if published else f"Compare it with {script} before you change it.",
     )  # fmt: skip
@@ -153,7 +155,7 @@ def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name, (why, only) in settings().efa_needless.items():
         value = environment.get(name)
         if value is not None and value.lower() == (only or value.lower()):
-            yield finding("env.efa.needless", Severity.INFO, name, value, f"{why}.", f"Unset {name}.")
+            yield finding("env.efa.needless", Status.INFO, name, value, f"{why}.", f"Unset {name}.")
 
 
 def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -173,7 +175,7 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
         segments = options.get("expandable_segments")
         if segments is not None and segments.strip() not in ("True", "False"):
             yield finding(
-                "env.torch.allocator", Severity.FAIL, name, value,
+                "env.torch.allocator", Status.FAIL, name, value,
                 "PyTorch expects exactly True or False and ends with an error.",
                 f"Write {name}=expandable_segments:True.",
             )  # fmt: skip
@@ -185,12 +187,30 @@ def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         return
     right = entry.reader.split("deprecated alias of ")[1].rstrip(")")
     yield finding(
-        "env.torch.renamed", Severity.INFO, name, value,
+        "env.torch.renamed", Status.INFO, name, value,
         f"PyTorch reads it, not NCCL, and only as the old name of {right}.",
         f"Write {right}={value}.",
     )  # fmt: skip
 
 
+MACHINE_CODES = (
+    "env.class.unprotected",
+    "env.gid.absent",
+    "env.gloo.interface",
+    "env.hca.absent",
+    "env.hca.down",
+    "env.hca.efa",
+    "env.hca.prefix",
+    "env.interface.absent",
+    "env.interface.overlay",
+    "env.interface.prefix",
+    "env.interface.unfit",
+    "env.net.absent",
+    "env.p2p.level",
+    "env.p2p.nvlink",
+    "env.rdma.disabled",
+    "env.rdma.tcp",
+)
 NAME_CODES = (
     "env.name.removed",
     "env.name.reserved",
@@ -202,7 +222,7 @@ CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *PAIR_CODES, *VALUE_CODES, *
 """Every code `lint` may return."""
 
 _OF_LINKS = {"NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"}  # what they do depends on the links between GPUs
-_ORDER = (Severity.FAIL, Severity.WARN, Severity.UNKNOWN, Severity.INFO)
+_ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
 def lint(
@@ -228,6 +248,8 @@ def lint(
         padded = (*nccl_version, 0, 0, 0)
         version = (padded[0], padded[1], padded[2])
     if topology is None and snapshot is not None and not _OF_LINKS.isdisjoint(environment):
+        from topology.build import build  # what only a probed machine needs, like its rules below
+
         topology = build(snapshot)
     node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
@@ -242,7 +264,7 @@ def lint(
     for name, value in environment.items():
         if name == "NCCL_IB_DISABLE" and carried and strtoll(value) == (1, True):
             found.append(finding(
-                "env.debug.leftover", Severity.INFO, name, value,
+                "env.debug.leftover", Status.INFO, name, value,
                 f"it turns off only NCCL's own RDMA transport, and {carried} carries the traffic.",
                 f"Unset {name}: it hides RDMA where the plugin is missing.",
             ))  # fmt: skip
@@ -258,8 +280,10 @@ def lint(
     if node.efa_count():
         found += check_efa(environment)
     if snapshot is not None:
+        from planner.lint.machine import check_machine
+
         found += check_machine(environment, node, version)
-    return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.severity)))
+    return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
 
 
 def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) -> bool:
@@ -285,7 +309,7 @@ def _judge_name(
     """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
     if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
         yield finding(
-            "env.name.reserved", Severity.FAIL, name, value,
+            "env.name.reserved", Status.FAIL, name, value,
             "reserved: Kubeflow Trainer sets it for torchrun, and its webhook rejects a job that sets it too.",
             f"Drop {name}; set numNodes and numProcPerNode instead.",
         )  # fmt: skip
@@ -311,13 +335,13 @@ def _judge_name(
         use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
         reads = f"NCCL {version_text(version)}" if version else "every later release"
         message = f"last read by NCCL {version_text(last)}: {reads} ignores it without a message."
-        severity = Severity.WARN if version else Severity.INFO  # the release in use may still read it
-        yield finding("env.name.removed", severity, name, value, message, use)
+        status = Status.WARN if version else Status.INFO  # the release in use may still read it
+        yield finding("env.name.removed", status, name, value, message, use)
         return
     if first is not None and version is not None and version < first:
         message = f"read since NCCL {version_text(first)}: NCCL {version_text(version)} ignores it without a message."
         remedy = f"Update NCCL, or unset {name}."
-        yield finding("env.name.too_new", Severity.WARN, name, value, message, remedy)
+        yield finding("env.name.too_new", Status.WARN, name, value, message, remedy)
         return
     if known:
         yield from check_value(name, value, entry, version)
@@ -330,7 +354,7 @@ def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
             yield finding(
-                "env.name.unexported", Severity.WARN, name, raw,
+                "env.name.unexported", Status.WARN, name, raw,
                 "set in the shell and never exported: no program that the script starts sees it.",
                 f"Write export {name} after it.",
             )  # fmt: skip
@@ -346,7 +370,7 @@ def _unknown_nccl(
             "the name carries more than its letters (nccl.conf takes all before '=')" if " " in name else "case counts"
         )
         yield finding(
-            "env.name.unknown", Severity.WARN, name, value,
+            "env.name.unknown", Status.WARN, name, value,
             f"NCCL does not read this name, {why}: it has no effect.", f"Write {stripped}={value.strip()}.",
         )  # fmt: skip
         return
@@ -354,7 +378,7 @@ def _unknown_nccl(
         return
     if version is not None and version > newest_read():
         yield finding(
-            "env.name.unknown", Severity.INFO, name, value,
+            "env.name.unknown", Status.INFO, name, value,
             f"no NCCL up to {version_text(newest_read())} reads it; whether {version_text(version)} does is unknown.",
             f"Check the documentation of NCCL {version_text(version)}.",
         )  # fmt: skip
@@ -375,17 +399,17 @@ def _unknown(name: str, value: str, reader: str, *, known: bool, own: frozenset[
         right = names().get(close[0])
         stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
         remedy = f"Did you mean {' or '.join(close)}? Correct the name, or unset it."
-        return finding("env.name.unknown", Severity.WARN, name, value, message + stays, remedy)
+        return finding("env.name.unknown", Status.WARN, name, value, message + stays, remedy)
     if name in own:
         message = f"no {reader} reads this name; the script does."
-        return finding("env.name.unknown", Severity.INFO, name, value, message, "Nothing, if that is all it is for.")
+        return finding("env.name.unknown", Status.INFO, name, value, message, "Nothing, if that is all it is for.")
     if _OWN_VALUE.fullmatch(value.strip()):
         message = f"no {reader} reads this name; by its value a script or a build may."
         return finding(
-            "env.name.unknown", Severity.INFO, name, value, message, "Nothing, where your own script reads it."
+            "env.name.unknown", Status.INFO, name, value, message, "Nothing, where your own script reads it."
         )
     return finding(
-        "env.name.unknown", Severity.WARN, name, value, message, f"Unset {name}, if nothing of yours reads it."
+        "env.name.unknown", Status.WARN, name, value, message, f"Unset {name}, if nothing of yours reads it."
     )
 
 
@@ -393,7 +417,7 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
     """A verdict on the value or by the machine replaces the general one about leftovers."""
     general = "env.debug.leftover"
     judged = {
-        f.subject for f in found if f.code != general and (f.severity != Severity.INFO or f.code.startswith("env.p2p"))
+        f.subject for f in found if f.code != general and (f.status != Status.INFO or f.code.startswith("env.p2p"))
     }
     for each in found:
         if each.code != general or each.subject not in judged:

@@ -11,16 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from contracts.finding import Finding, Status
 from planner.lint.values import NameList, finding, other_net, strtoll
 from planner.nccl_env.gpus import p2p_level_effect
 from planner.nccl_env.hcas import choose_ports
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.roce import gid_index_problem
 from planner.nccl_env.situation import NodeView, PortView
-from probes.api import Finding, Severity
 from probes.interfaces.facts import Interface
-
-ROCE_CODES = ("env.class.unprotected", "env.gid.absent")
 
 
 def check_roce(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
@@ -42,13 +40,13 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
         problem = gid_index_problem(view, index)
         if problem is None:
             continue
-        severity, what = problem
+        status, what = problem
         used = ", ".join(f"{each.index}: {each.type} {each.gid}" for each in view.port.gids) or "none"
         since = (
             f" NCCL {version_text(version)} finds the right one by itself." if version and version >= (2, 21) else ""
         )
         yield finding(
-            "env.gid.absent", severity, name, value, f"entry {index} of {view.name} {what}.{since}", f"Unset {name}.",
+            "env.gid.absent", status, name, value, f"entry {index} of {view.name} {what}.{since}", f"Unset {name}.",
             (f"{view.name} GIDs: {used}",),
         )  # fmt: skip
 
@@ -73,7 +71,7 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name, value = next(iter(variables.items()))
     meant = f"priority {by_dscp}" if by_dscp == by_tag else f"priority {by_dscp} by DSCP or {by_tag} by VLAN tag"
     yield finding(
-        "env.class.unprotected", Severity.WARN, name, value,
+        "env.class.unprotected", Status.WARN, name, value,
         f"packets travel in {meant} where switches map by default, and flow control protects another one: under load "
         "they are dropped.",
         "Take the class of a protected priority, as `topoflight recommend` names it; check it against the switches.",
@@ -92,25 +90,6 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
         named = wanted is None or wanted.takes(view.device.name, view.port.port)
         if named and view.port.link_layer == "Ethernet":
             yield view
-
-
-MACHINE_CODES = (
-    *ROCE_CODES,
-    "env.gloo.interface",
-    "env.hca.absent",
-    "env.hca.down",
-    "env.hca.efa",
-    "env.hca.prefix",
-    "env.interface.absent",
-    "env.interface.overlay",
-    "env.interface.prefix",
-    "env.interface.unfit",
-    "env.net.absent",
-    "env.p2p.level",
-    "env.p2p.nvlink",
-    "env.rdma.disabled",
-    "env.rdma.tcp",
-)
 
 
 def check_machine(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
@@ -137,7 +116,7 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     listed = ", ".join(each.name for each in running) or "none"
     if not taken:
         yield _finding(
-            "env.interface.absent", Severity.FAIL, name, value,
+            "env.interface.absent", Status.FAIL, name, value,
             "no running interface with an address matches: NCCL ends with 'no socket interface found'.",
             (f"running interfaces: {listed}",), "Name an interface that exists on every node, or unset it.",
         )  # fmt: skip
@@ -148,7 +127,7 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     secondary = [each.name for each in running if each.role == "secondary"]
     if secondary and taken[0].role == "pod-default":
         yield _finding(
-            "env.interface.overlay", Severity.WARN, name, value,
+            "env.interface.overlay", Status.WARN, name, value,
             f"it takes {taken[0].name}, the pod's default network: TCP traffic crosses the cluster overlay although "
             f"the pod has {', '.join(secondary)}.",
             (f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary"), f"Write {name}={secondary[0]}.",
@@ -165,7 +144,7 @@ def _prefixes(value: str, wanted: NameList, running: list[str], evidence: tuple[
         if entry[0] in caught and len(caught) > 1:
             more = ", ".join(each for each in caught if each != entry[0])
             yield _finding(
-                "env.interface.prefix", Severity.WARN, name, value,
+                "env.interface.prefix", Status.WARN, name, value,
                 f"names are prefixes: '{entry[0]}' also takes {more}, and TCP traffic is spread over all of them.",
                 evidence, f"Write {name}=={value} ('=' asks for exact names).",
             )  # fmt: skip
@@ -179,7 +158,7 @@ def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Findi
         first = taken[0] in unfit
         what = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
         yield _finding(
-            "env.interface.unfit", Severity.WARN, name, value,
+            "env.interface.unfit", Status.WARN, name, value,
             f"it takes {', '.join(each.name for each in unfit)} ({unfit[0].role}): {what}.",
             tuple(f"{each.name}: {each.role}" for each in unfit), _better(node, name),
         )  # fmt: skip
@@ -202,7 +181,7 @@ def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if absent:
         signs = " '^' and '=' mean nothing to gloo." if value[:1] in "^=" else ""
         yield _finding(
-            "env.gloo.interface", Severity.FAIL, name, value,
+            "env.gloo.interface", Status.FAIL, name, value,
             f"gloo takes exact names and fails at start: there is no {', '.join(absent)}.{signs}",
             (f"interfaces: {', '.join(sorted(known))}",), f"Name an interface that exists, or unset {name}.",
         )  # fmt: skip
@@ -217,7 +196,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     ports = node.verbs_ports()
     if not ports and (fabric := _libfabric(node)):
         yield _finding(
-            "env.hca.efa", Severity.INFO, name, value,
+            "env.hca.efa", Status.INFO, name, value,
             "it selects devices of NCCL's own IB transport; EFA and Slingshot are reached through aws-ofi-nccl: it "
             "does nothing.",
             (f"{fabric}, no HCA",), f"Unset {name}.",
@@ -229,7 +208,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     matched = [view for view in ports if wanted.takes(view.device.name, view.port.port)]
     if not matched:
         yield _finding(
-            "env.hca.absent", Severity.FAIL, name, value,
+            "env.hca.absent", Status.FAIL, name, value,
             "no device of this host matches: NCCL prints 'NET/IB : No device found' and goes on over TCP.",
             evidence, f"Name a device that exists, or unset {name} to use every ACTIVE one.",
         )  # fmt: skip
@@ -239,13 +218,13 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     down = [view for view in matched if view not in active]
     if not active:
         yield _finding(
-            "env.hca.down", Severity.FAIL, name, value,
+            "env.hca.down", Status.FAIL, name, value,
             "every port it selects is down: NCCL prints 'NET/IB : No device found' and goes on over TCP.",
             tuple(f"{view.name}: {view.port.state}" for view in down), "Bring the port up, or select another.",
         )  # fmt: skip
     elif down and not wanted.negated:
         yield _finding(
-            "env.hca.down", Severity.WARN, name, value,
+            "env.hca.down", Status.WARN, name, value,
             f"not ACTIVE: {', '.join(view.name for view in down)}; NCCL leaves it out without a message.",
             tuple(f"{view.name}: {view.port.state}" for view in down), "Bring the port up.",
         )  # fmt: skip
@@ -260,7 +239,7 @@ def _entries(
         more = [each for each in caught if each not in named]
         if not caught and not wanted.negated:
             yield _finding(
-                "env.hca.absent", Severity.WARN, name, value,
+                "env.hca.absent", Status.WARN, name, value,
                 f"no device matches '{entry[0]}': NCCL leaves it out without a message.", evidence,
                 f"Correct or drop '{entry[0]}'.",
             )  # fmt: skip
@@ -268,7 +247,7 @@ def _entries(
             verb = "leaves out" if wanted.negated else "takes"
             sign = "^=" if wanted.negated else "="
             yield _finding(
-                "env.hca.prefix", Severity.WARN, name, value,
+                "env.hca.prefix", Status.WARN, name, value,
                 f"names are prefixes: '{entry[0]}' also {verb} {', '.join(more)}.", evidence,
                 f"Write {name}={sign}{value.lstrip('^=')}.",
             )  # fmt: skip
@@ -281,7 +260,7 @@ def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]
     value = environment.get("NCCL_IB_DISABLE", "")
     if strtoll(value)[0] != 0 and ports and not other_net(environment):
         yield _finding(
-            "env.rdma.disabled", Severity.FAIL, "NCCL_IB_DISABLE", value,
+            "env.rdma.disabled", Status.FAIL, "NCCL_IB_DISABLE", value,
             f"this host has {len(ports)} ACTIVE RDMA ports, and NCCL will send everything between nodes over TCP.",
             tuple(view.name for view in ports), "Unset NCCL_IB_DISABLE.",
         )  # fmt: skip
@@ -289,21 +268,21 @@ def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]
     fabric = _libfabric(node)
     if net.lower() == "socket" and (ports or fabric):
         yield _finding(
-            "env.rdma.tcp", Severity.FAIL, "NCCL_NET", net,
+            "env.rdma.tcp", Status.FAIL, "NCCL_NET", net,
             "it forces TCP although this host has RDMA.",
             tuple(view.name for view in ports) or (fabric,), "Unset NCCL_NET.",
         )  # fmt: skip
     if net.lower() == "ib" and not ports:
         efa = f"; {fabric} need NCCL_NET='AWS Libfabric' or nothing" if fabric else ""
         yield _finding(
-            "env.net.absent", Severity.FAIL, "NCCL_NET", net,
+            "env.net.absent", Status.FAIL, "NCCL_NET", net,
             f"no RDMA port NCCL could use is on this host{efa}: NCCL ends with an error instead of using TCP.",
             ("ACTIVE ports: none",), "Unset NCCL_NET.",
         )  # fmt: skip
     provider, own = environment.get("FI_PROVIDER", ""), "efa" if node.efa_count() else "cxi"
     if fabric and provider and own not in re.split(r"[;,]", provider.lower()):
         yield _finding(
-            "env.rdma.tcp", Severity.FAIL, "FI_PROVIDER", provider,
+            "env.rdma.tcp", Status.FAIL, "FI_PROVIDER", provider,
             f"libfabric is told to use another provider than {own}: the plugin finds no network or TCP.",
             (fabric,), f"Unset FI_PROVIDER, or name {own}.",
         )  # fmt: skip
@@ -323,19 +302,19 @@ def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     value = environment.get("NCCL_P2P_DISABLE", "")
     if strtoll(value)[0] == 1 and len(linked) > 1:
         yield _finding(
-            "env.p2p.nvlink", Severity.FAIL, "NCCL_P2P_DISABLE", value,
+            "env.p2p.nvlink", Status.FAIL, "NCCL_P2P_DISABLE", value,
             f"{len(linked)} GPUs of this host are joined by NVLink, and NCCL will send their data through host memory.",
             tuple(f"GPU{index}: NVLink active" for index in linked[:8]), "Unset NCCL_P2P_DISABLE.",
         )  # fmt: skip
     level = environment.get("NCCL_P2P_LEVEL")
     if level is not None and gpus:
         yield _finding(
-            "env.p2p.level", Severity.INFO, "NCCL_P2P_LEVEL", level, p2p_level_effect(level, node),
+            "env.p2p.level", Status.INFO, "NCCL_P2P_LEVEL", level, p2p_level_effect(level, node),
             (f"{len(gpus)} GPUs",), "Unset NCCL_P2P_LEVEL.",
         )  # fmt: skip
 
 
 def _finding(
-    code: str, severity: Severity, name: str, value: str, message: str, evidence: tuple[str, ...], remedy: str
+    code: str, status: Status, name: str, value: str, message: str, evidence: tuple[str, ...], remedy: str
 ) -> Finding:
-    return finding(code, severity, name, value, message, remedy, evidence)
+    return finding(code, status, name, value, message, remedy, evidence)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from contracts.finding import Finding, Status
 from planner.lint.tables import settings
 from planner.lint.values import TCP_PROVIDERS, NameList, finding, other_net, strtoll
 from planner.nccl_env.situation import NodeView
-from probes.api import Finding, Severity
 
 PAIR_CODES = ("env.pair.missing", "env.pair.network", "env.pair.shadowed", "env.pair.sockets")
 
@@ -36,7 +36,7 @@ def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
         (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
         if known and whole and least > most > 0:
             yield finding(
-                "env.pair.shadowed", Severity.WARN, low, environment[low],
+                "env.pair.shadowed", Status.WARN, low, environment[low],
                 f"it is above {high}={most}: {effect}.", f"Unset {low} or {high}.",
             )  # fmt: skip
 
@@ -57,7 +57,7 @@ def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
             if name in environment:
                 message = f"{cause}={environment[cause]} comes first: {name} has no effect."
                 yield finding(
-                    "env.pair.shadowed", Severity.WARN, name, environment[name], message, f"Unset {cause} or {name}."
+                    "env.pair.shadowed", Status.WARN, name, environment[name], message, f"Unset {cause} or {name}."
                 )
 
 
@@ -67,7 +67,7 @@ def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
     if all(strtoll(value)[0] == 1 for value in off.values()):
         tcp = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] == 1 and not other_net(environment)
         yield finding(
-            "env.pair.network", Severity.WARN, "NCCL_SHM_DISABLE", off["NCCL_SHM_DISABLE"],
+            "env.pair.network", Status.WARN, "NCCL_SHM_DISABLE", off["NCCL_SHM_DISABLE"],
             "together with NCCL_P2P_DISABLE=1 it leaves GPUs of one node only the network: all their traffic goes "
             f"through {'TCP sockets' if tcp else 'the NIC, or through TCP sockets where there is no RDMA'}.",
             "Unset NCCL_SHM_DISABLE and NCCL_P2P_DISABLE.", ("NCCL_P2P_DISABLE=" + off["NCCL_P2P_DISABLE"],),
@@ -79,7 +79,7 @@ def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
     sockets = strtoll(environment.get("NCCL_NSOCKS_PERTHREAD", ""))[0]
     if threads * sockets > 64:  # env.rst: the product cannot exceed 64
         yield finding(
-            "env.pair.sockets", Severity.WARN, "NCCL_SOCKET_NTHREADS", str(threads),
+            "env.pair.sockets", Status.WARN, "NCCL_SOCKET_NTHREADS", str(threads),
             f"times NCCL_NSOCKS_PERTHREAD={sockets} is {threads * sockets} sockets a connection; NCCL caps it at 64.",
             "Keep the product of both at 64 or less.",
         )  # fmt: skip
@@ -89,14 +89,14 @@ def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[
     for name, (other, why) in settings().needs.items():
         if environment.get(name) and other not in named:
             yield finding(
-                "env.pair.missing", Severity.INFO, name, environment[name],
+                "env.pair.missing", Status.INFO, name, environment[name],
                 f"{why}, and that is not set here.", f"Set {other} too, or unset {name}.",
             )  # fmt: skip
     value = environment.get("NCCL_COLLNET_ENABLE", "")
     helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
     if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:
         yield finding(
-            "env.pair.missing", Severity.INFO, "NCCL_COLLNET_ENABLE", value,
+            "env.pair.missing", Status.INFO, "NCCL_COLLNET_ENABLE", value,
             "CollNet needs a plugin that offers it (nccl-rdma-sharp-plugins, with SHARP in the switches), and nothing "
             "here names one: without it NCCL goes on without CollNet and says nothing.",
             "Check that the image has libnccl-net.so of nccl-rdma-sharp-plugins, or unset NCCL_COLLNET_ENABLE.",
@@ -124,7 +124,7 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
     net = environment.get("NCCL_NET", "")
     if net.lower() == "socket":
         yield finding(
-            "env.rdma.tcp", Severity.WARN, "NCCL_NET", net,
+            "env.rdma.tcp", Status.WARN, "NCCL_NET", net,
             "it forces TCP between nodes, also where they have RDMA.",
             "Unset NCCL_NET, unless the nodes have no RDMA; judge it with --host.",
         )  # fmt: skip
@@ -132,7 +132,7 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
     first = re.split(r"[;,]", provider)[0].strip().lower()
     if first in TCP_PROVIDERS:
         yield finding(
-            "env.rdma.tcp", Severity.WARN, "FI_PROVIDER", provider,
+            "env.rdma.tcp", Status.WARN, "FI_PROVIDER", provider,
             f"libfabric is told to use {first}: a libfabric plugin of NCCL (EFA, Slingshot) goes over TCP.",
             "Unset FI_PROVIDER, or name the fabric's provider (efa, cxi).",
         )  # fmt: skip
@@ -150,7 +150,7 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
         ]
         if wanted.negated or not local or len(local) < len(wanted.entries) or nodes == 1:
             continue
-        severity = Severity.FAIL if nodes else Severity.WARN if many else Severity.INFO
+        status = Status.FAIL if nodes else Status.WARN if many else Status.INFO
         known = (
             f"the job has {nodes} nodes"
             if nodes
@@ -159,7 +159,7 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
             else "the job's size is not known"
         )
         yield finding(
-            "env.interface.unfit", severity, name, value,
+            "env.interface.unfit", status, name, value,
             f"only its own host reaches {', '.join(local)}: ranks of another node never connect ({known}).",
             f"Unset {name}, unless the job stays on one node.",
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from probes.api import Finding
+from contracts.finding import Finding
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*")

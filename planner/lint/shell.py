@@ -314,30 +314,24 @@ class _Reader:
         self._level -= 1
 
     def _statement(self, node: Node) -> None:
+        follow: dict[str, Callable[[Node], None]] = {
+            "ERROR": self._not_understood, "declaration_command": self._declare,
+            "redirected_statement": self._redirected,
+            "if_statement": self._if, "case_statement": self._case, "for_statement": self._for, "list": self._list,
+            "pipeline": self._pipeline,
+        }  # fmt: skip
         kind = node.type
-        if kind == "ERROR" or node.is_missing:
+        if node.is_missing:
             self._not_understood(node)
+        elif kind in follow:
+            follow[kind](node)
         elif kind == "command":
             self._command(node, Output())
         elif kind in ("variable_assignment", "variable_assignments"):
             for each in [node] if kind == "variable_assignment" else node.named_children:
                 self._assign(each, exported=False)
-        elif kind == "declaration_command":
-            self._declare(node)
         elif kind == "unset_command":
             self._unset([word.text for word in self._words(node)[1]], self._line(node))
-        elif kind == "redirected_statement":
-            self._redirected(node)
-        elif kind == "if_statement":
-            self._if(node)
-        elif kind == "case_statement":
-            self._case(node)
-        elif kind == "for_statement":
-            self._for(node)
-        elif kind == "list":
-            self._list(node)
-        elif kind == "pipeline":
-            self._pipeline(node)
         elif kind == "function_definition":
             self._functions[self._text(node.child_by_field_name("name") or node)] = node.named_children[-1]
             self.script.commands += 1
@@ -346,7 +340,7 @@ class _Reader:
             self._inside(f"the command of line {self._line(node)}", node.children)
             self.values = kept
         elif kind not in ("comment", "test_command"):
-            for child in node.children if node.child_count else ():
+            for child in node.children:
                 self._visit(child)
 
     def _not_understood(self, node: Node) -> None:

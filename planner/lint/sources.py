@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from contracts.finding import Finding
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.pairs import JOB_SIZE
 from planner.lint.script import SETS, Assigned, Inner, Script, Unread
 from planner.lint.shell import bash_of_csh, directives, is_csh, limit_parsing, read_shell
-from probes.api import Finding, Snapshot
+from probes.api import Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 
 FORMS: Mapping[str, str] = {
@@ -313,10 +314,22 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
         found: _Parts = []
         with contextlib.suppress(EnvironmentTextError):  # its lines are named below
             found = _read(inner.text, "other" if kind == "log" else kind, depth + 1)[1]
-        parts += [(f"{source}, {where}", each) for _inside, each in found]
+        for _inside, each in found:
+            _shift(each, inner.line)
+            parts.append((f"{source}, {where}", each))
         if not any(each.assigned for _, each in found):
             script.unread += _settings_inside(inner)
     return parts
+
+
+def _shift(script: Script, first: int) -> None:
+    """Count the lines of a text inside from the first of the whole text; they are unknown where that line is."""
+
+    def line(number: int) -> int:
+        return number + first - 1 if first and number else 0
+
+    script.assigned[:] = [replace(each, line=line(each.line)) for each in script.assigned]
+    script.unread[:] = [replace(each, line=line(each.line)) for each in script.unread]
 
 
 def _settings_inside(inner: Inner) -> Iterator[Unread]:

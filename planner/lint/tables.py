@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from probes.api import Severity
+from contracts.finding import Status
 
 _DATA = Path(__file__).with_name("data")
 
@@ -39,7 +39,7 @@ class Switch:
 
     when: tuple[str, ...]  # in small letters
     code: str
-    severity: Severity
+    severity: Status
     effect: str
     remedy: str
 
@@ -101,7 +101,7 @@ def settings() -> Settings:
         effects=data["effect"],
         efa_needless={name: (row["why"], row.get("only", "")) for name, row in data["efa_needless"].items()},
         torch={
-            name: Switch(**{**row, "when": tuple(row["when"]), "severity": Severity(row["severity"])})
+            name: Switch(**{**row, "when": tuple(row["when"]), "severity": Status(row["severity"])})
             for name, row in data["torch"].items()
         },
         needs={name: (row["other"], row["why"]) for name, row in data["needs"].items()},

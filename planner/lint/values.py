@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from contracts.finding import Finding, Status
 from planner.lint.tables import values
 from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
-from probes.api import Finding, Severity
 
 
 def finding(
-    code: str, severity: Severity, name: str, value: str, message: str, remedy: str, evidence: tuple[str, ...] = ()
+    code: str, status: Status, name: str, value: str, message: str, remedy: str, evidence: tuple[str, ...] = ()
 ) -> Finding:
     """The variable is the subject, what it was set to the first evidence; the message begins a sentence."""
     return Finding(
         code=code,
-        severity=severity,
+        status=status,
         subject=name,
         message=message[:1].upper() + message[1:],
         evidence=(f"{name}={value}", *evidence),
@@ -148,7 +148,7 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
     entry = names().get(name)
     if entry is not None and is_quoted(value):
         yield finding(
-            "env.value.quotes", Severity.WARN, name, value,
+            "env.value.quotes", Status.WARN, name, value,
             f"The quotes stay with `docker run --env-file` and in nccl.conf: {_effect_of_garbage(name, entry, None)}. "
             "Compose, systemd, dotenv and a shell strip them.",
             f"Write {name}={value.strip(value[0])} without quotes, which every reader takes alike.",
@@ -160,7 +160,7 @@ def _check_blanks(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     harmless = entry.kind == "integer" and strtoll(value.rstrip())[1]
     effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
     yield finding(
-        "env.value.blank", Severity.INFO if harmless else Severity.WARN, name, value,
+        "env.value.blank", Status.INFO if harmless else Status.WARN, name, value,
         f"The value {'ends' if value != value.rstrip() else 'begins'} with a blank, which most readers keep: {effect}.",
         f"Write {name}={value.strip()} without the blank.",
     )  # fmt: skip
@@ -176,7 +176,7 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         ends = off or name in values().zero or name in values().bytes or name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
         yield finding(
             "env.value.quotes",
-            Severity.FAIL if ends else Severity.WARN,
+            Status.FAIL if ends else Status.WARN,
             name,
             value,
             f"The quotes are part of the value: {_effect_of_garbage(name, entry, version)}.",
@@ -210,7 +210,7 @@ def fits(name: str, value: str) -> bool:
         return (not strtoll(value)[1] and bool(value)) == name.endswith(("_FILE", "_EXEC"))
     if entry is None:
         return False
-    if any(finding.severity is not Severity.INFO for finding in check_value(name, value, entry, None)):
+    if any(finding.status is not Status.INFO for finding in check_value(name, value, entry, None)):
         return False
     if any(check_kind(name, value)):
         return False
@@ -241,7 +241,7 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
         number, whole = strtoll(value)
         if whole and number >= _MOST_PKEYS:
             yield finding(
-                "env.value.kind", Severity.WARN, name, value,
+                "env.value.kind", Status.WARN, name, value,
                 f"An index into the port's table of keys is wanted, and {value} looks like a key: no port has so many "
                 "entries, and connections fail (ibv_modify_qp: Invalid argument).",
                 "Write the index (/sys/class/infiniband/DEVICE/ports/1/pkeys lists them), or from NCCL 2.31 on name "
@@ -252,7 +252,7 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
         return
     if wrong:
         yield finding(
-            "env.value.kind", Severity.WARN, name, value,
+            "env.value.kind", Status.WARN, name, value,
             f"It takes names of {wants}; {', '.join(wrong)} does not look like one, and an entry without a match is "
             "left out in silence.",
             f"Name what `{lists}` lists, or unset {name}.",
@@ -281,7 +281,7 @@ def _default(name: str, entry: NcclName) -> str:
 def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     if not value:
         yield finding(
-            "env.value.ignored", Severity.INFO, name, value, "An empty value is no value: NCCL keeps its default.",
+            "env.value.ignored", Status.INFO, name, value, "An empty value is no value: NCCL keeps its default.",
             f"Unset {name}.",
         )  # fmt: skip
         return
@@ -290,7 +290,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         if name in values().bytes and (unit := _UNIT.fullmatch(value)):
             meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
             yield finding(
-                "env.value.ignored", Severity.FAIL, name, value,
+                "env.value.ignored", Status.FAIL, name, value,
                 f"NCCL reads bytes and no unit: {number} bytes, in place of {_default(name, entry)}.",
                 f"Write {name}={meant}, or unset it.",
             )  # fmt: skip
@@ -299,30 +299,30 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         return
     if abs(number) > _LARGEST:
         yield finding(
-            "env.value.ignored", Severity.WARN, name, value,
+            "env.value.ignored", Status.WARN, name, value,
             f"Too large for 64 bits: NCCL prints 'Invalid value' and keeps {_default(name, entry)}.",
             f"Write {name} as a smaller number, or unset it.",
         )  # fmt: skip
         return
     if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
         yield finding(
-            "env.value.ignored", Severity.WARN, name, value, "Only exactly 1 disables peer access: it does nothing.",
+            "env.value.ignored", Status.WARN, name, value, "Only exactly 1 disables peer access: it does nothing.",
             f"Unset {name}.",
         )  # fmt: skip
     if re.match(r"\s*[+-]?0[0-9]", value):
         yield finding(
-            "env.value.ignored", Severity.WARN, name, value, f"A leading 0 means octal: NCCL reads {number}.",
+            "env.value.ignored", Status.WARN, name, value, f"A leading 0 means octal: NCCL reads {number}.",
             f"Write {name}={value.strip().lstrip('+-0') or '0'} without the zero.",
         )  # fmt: skip
     if name in values().choices and number not in values().choices[name]:
         yield finding(
-            "env.value.range", Severity.WARN, name, value,
+            "env.value.range", Status.WARN, name, value,
             f"Allowed is {', '.join(map(str, values().choices[name]))}: NCCL warns and takes another of these.",
             f"Unset {name}.",
         )  # fmt: skip
     if name in values().flags and number not in (0, 1) and str(number) != entry.default:
         yield finding(
-            "env.value.range", Severity.INFO, name, value, "Documented is 0 or 1; any number but 0 counts as 1.",
+            "env.value.range", Status.INFO, name, value, "Documented is 0 or 1; any number but 0 counts as 1.",
             f"Write 0 or 1, or unset {name}.",
         )  # fmt: skip
     yield from _waits(name, value, number)
@@ -330,7 +330,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
         yield finding(
             "env.value.range",
-            Severity.WARN,
+            Status.WARN,
             name,
             value,
             f"Allowed is {low} to {high}: {_out_of_range(name)}.",
@@ -341,32 +341,32 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     """Text that is no number, or not only one: strtoll takes its beginning, or 0, and NCCL uses that.
 
-    The severity is that of the number that NCCL then uses.
+    The status is that of the number that NCCL then uses.
     """
     word = value.strip().lower()
     wish = " Write 1 if you mean yes." if word in _YES else ""
-    severity = Severity.WARN
+    status = Status.WARN
     if name == "NCCL_P2P_DISABLE":
         only = "and only exactly 1 disables peer access: it does nothing"
         effect = "and disables peer access" if number == 1 else only
     elif entry.default == str(number) or (number == 0 and name in values().zero_is_unset):
-        severity = Severity.INFO if word in _NO else severity
+        status = Status.INFO if word in _NO else status
         effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
     elif _INTEGER.match(value):
-        severity = Severity.INFO if _INTEGER.fullmatch(value.rstrip()) else severity
+        status = Status.INFO if _INTEGER.fullmatch(value.rstrip()) else status
         effect = f"instead of {_default(name, entry)}"
     elif word in _NO:
-        severity, effect = Severity.INFO, "as the word says"
+        status, effect = Status.INFO, "as the word says"
     elif name in values().zero or name in values().bytes:
-        severity = Severity.FAIL
+        status = Status.FAIL
         effect = f"instead of {_default(name, entry)}: {values().zero.get(name, 'buffers of no size carry nothing')}"
     elif name in values().flags or name in values().carries_data:
-        severity = Severity.FAIL if name in values().carries_data else severity  # whoever writes a word did not mean 0
+        status = Status.FAIL if name in values().carries_data else status  # whoever writes a word did not mean 0
         effect = "which turns off what it names" + (", the opposite of the word" if word in _YES else "")
     else:
         effect = f"instead of {_default(name, entry)}"
     yield finding(
-        "env.value.ignored", severity, name, value,
+        "env.value.ignored", status, name, value,
         f"Not a number: NCCL reads it as {number}, {effect}.{wish}",
         f"Write {name} as a number, or unset it.",
     )  # fmt: skip
@@ -376,21 +376,21 @@ def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
     """How long RDMA waits for an answer: 4.096 µs times 2 to this number, so many times (env.rst)."""
     if name == "NCCL_IB_TIMEOUT" and number == 0:
         yield finding(
-            "env.value.range", Severity.WARN, name, value,
+            "env.value.range", Status.WARN, name, value,
             "0 waits for ever: a peer that died is never noticed, and the job hangs.",
             f"Unset {name}, or take 20 to 23.",
         )  # fmt: skip
     elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
         milliseconds = 4.096e-3 * 2**number
         yield finding(
-            "env.value.range", Severity.WARN, name, value,
+            "env.value.range", Status.WARN, name, value,
             f"It is an exponent, no time: {milliseconds:.3g} ms a try, shorter than any release's own choice; a short "
             "stall of the fabric ends the job (ibv_poll_cq: error 12).",
             f"Unset {name}, or take 20 to 23.",
         )  # fmt: skip
     elif name == "NCCL_IB_RETRY_CNT" and number == 0:
         yield finding(
-            "env.value.range", Severity.WARN, name, value, "0 tries once: a single lost packet ends the job.",
+            "env.value.range", Status.WARN, name, value, "0 tries once: a single lost packet ends the job.",
             f"Unset {name}: the default is 7.",
         )  # fmt: skip
 
@@ -403,7 +403,7 @@ def _words(name: str, value: str) -> Iterator[Finding]:
     if wrong:
         blank = " (a blank belongs to the word)" if any(char.isspace() for char in "".join(wrong)) else ""
         yield finding(
-            "env.value.token", Severity.WARN, name, value,
+            "env.value.token", Status.WARN, name, value,
             f"NCCL does not know {', '.join(repr(each) for each in wrong)} and leaves it out{blank}.",
             f"Use {', '.join(allowed)}, with '{separator}' between them.",
         )  # fmt: skip
@@ -413,7 +413,7 @@ def _shape(name: str, value: str) -> Iterator[Finding]:
     shape = values().shapes[name]
     if value and not shape.pattern.fullmatch(value):
         yield finding(
-            "env.value.kind", Severity.WARN, name, value, f"It takes {shape.wanted}; {shape.effect}.",
+            "env.value.kind", Status.WARN, name, value, f"It takes {shape.wanted}; {shape.effect}.",
             f"Write {name} as {shape.wanted}.",
         )  # fmt: skip
 
@@ -422,7 +422,7 @@ def _file(name: str, value: str) -> Iterator[Finding]:
     """A file's name; a shell expands `~`, NCCL does not."""
     if value.startswith("~"):
         yield finding(
-            "env.value.kind", Severity.WARN, name, value,
+            "env.value.kind", Status.WARN, name, value,
             "NCCL takes ~ as a letter: there is no such file.", "Write the whole path.",
         )  # fmt: skip
 
@@ -438,26 +438,26 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         since = _LEVEL_SINCE.get(value)
         if since and version and version < since:
             message = f"The level {value} exists since {version_text(since)}: NCCL {version_text(version)} ignores it."
-            yield finding("env.value.level", Severity.WARN, name, value, message, f"Unset {name} or update NCCL.")
+            yield finding("env.value.level", Status.WARN, name, value, message, f"Unset {name} or update NCCL.")
         return
     if value[:1].isdigit():
         number, _ = strtoll(value)
         meant = _OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)]
         message = f"An old-style number: NCCL reads it as {meant}."
-        yield finding("env.value.level", Severity.INFO, name, value, message, f"Write {name}={meant}, or unset it.")
+        yield finding("env.value.level", Status.INFO, name, value, message, f"Write {name}={meant}, or unset it.")
         return
     right = value.strip().upper()
     hint = f"Write {name}={right}" if right in LEVEL_NAMES else f"Use one of {', '.join(LEVEL_NAMES)}"
     message = (
         "NCCL does not know this level (case counts) and ignores it without a message: the default stays in force."
     )
-    yield finding("env.value.level", Severity.WARN, name, value, message, f"{hint}, or unset it.")
+    yield finding("env.value.level", Status.WARN, name, value, message, f"{hint}, or unset it.")
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     known = _ALGORITHMS if name == "NCCL_ALGO" else _PROTOCOLS
     strict = version is None or version >= (2, 24, 0)
-    severity = Severity.FAIL if strict and version is not None else Severity.WARN
+    status = Status.FAIL if strict and version is not None else Status.WARN
     unknown: list[str] = []
     for part in value.split(";"):
         head, colon, tail = part.partition(":")
@@ -469,7 +469,7 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
         what = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
         message = f"NCCL does not know {', '.join(repr(token) for token in unknown)} and {what}."
         yield finding(
-            "env.value.token", severity, name, value, message,
+            "env.value.token", status, name, value, message,
             f"Use {', '.join(known)}, or unset it.",
         )  # fmt: skip
         return
@@ -478,7 +478,7 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
             "Since 2.24 NCCL has no ring to fall back to: all-gather and reduce-scatter (FSDP, ZeRO) have no algorithm "
             "left and fail."
         )
-        yield finding("env.value.token", severity, name, value, message, "Unset NCCL_ALGO, or add Ring.")
+        yield finding("env.value.token", status, name, value, message, "Unset NCCL_ALGO, or add Ring.")
 
 
 def _gathers(value: str) -> bool:
@@ -504,7 +504,7 @@ def _token(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         return
     case = "case counts, " if exact and value.upper() in allowed else ""
     yield finding(
-        "env.value.token", Severity.WARN, name, value, f"Not one of {', '.join(allowed)} ({case}so {effect}).",
+        "env.value.token", Status.WARN, name, value, f"Not one of {', '.join(allowed)} ({case}so {effect}).",
         f"Use {' or '.join(allowed)}, or unset it.",
     )  # fmt: skip
 
@@ -525,7 +525,7 @@ def _launch_mode(name: str, value: str, version: Version | None) -> Iterator[Fin
         return
     case = "case counts, " if mode in ("PARALLEL", "GROUP") else ""
     yield finding(
-        "env.value.token", Severity.WARN, name, value,
+        "env.value.token", Status.WARN, name, value,
         f"Not one of PARALLEL, GROUP ({case}so NCCL ignores it and launches in {default} mode).",
         "Use PARALLEL or GROUP, or unset it.",
     )  # fmt: skip
@@ -537,7 +537,7 @@ def _list(name: str, value: str) -> Iterator[Finding]:
         if name == "NCCL_IB_HCA":
             message = "An empty list matches every device, as if it were not set."
         if name != "NCCL_IB_HCA" or not value:
-            yield finding("env.value.list", Severity.INFO, name, value, message, f"Unset {name}.")
+            yield finding("env.value.list", Status.INFO, name, value, message, f"Unset {name}.")
         return
     bare = value.removeprefix("^").removeprefix("=")
     problems: list[str] = []
@@ -553,7 +553,7 @@ def _list(name: str, value: str) -> Iterator[Finding]:
         problems.append("the separator is a comma; the list is one long name that nothing has")
     if problems:
         yield finding(
-            "env.value.list", Severity.WARN, name, value, "; ".join(problems) + ".",
+            "env.value.list", Status.WARN, name, value, "; ".join(problems) + ".",
             f"Write {name}={_clean(value)}.",
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 
+from contracts.finding import Status
 from planner.advice import Note, Reason, Setting
 from planner.nccl_env.hcas import choose_ports, is_unaddressed
 from planner.nccl_env.names import version_text
@@ -22,7 +23,6 @@ from planner.nccl_env.situation import (
     networks,
     together,
 )
-from probes.api import Severity
 from probes.rdma.facts import is_link_local
 
 _ENV_RST = "NCCL docs/userguide/source/env.rst"
@@ -34,15 +34,15 @@ _DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX needs no setting since 2
 _NVIDIA_PRIORITY, _NVIDIA_CLASS = 3, 106
 
 
-def gid_index_problem(view: PortView, index: int) -> tuple[Severity, str] | None:
+def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
     """What is wrong with this fixed NCCL_IB_GID_INDEX on a RoCE port, in words that follow "entry N of mlx5_0:1".
 
     A link-local or RoCE v1 entry fails where the port has one that every subnet reaches: no router passes it on.
     """
     gid = next((gid for gid in view.port.gids if gid.index == index), None)
     if gid is None:
-        return Severity.FAIL, "is empty: connections fail with 'Invalid argument'"
-    severity = Severity.FAIL if gid_addresses(view) else Severity.WARN
+        return Status.FAIL, "is empty: connections fail with 'Invalid argument'"
+    severity = Status.FAIL if gid_addresses(view) else Status.WARN
     if gid.type == "IB/RoCE v1":
         return severity, "is RoCE v1, which no router passes on: connections to another subnet fail"
     if is_link_local(gid):

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from contracts.finding import Finding, Status
 from hardware.gpus import NVIDIA
-from probes.api import Finding, Severity
 from probes.gpu.facts import BusGpu, GpuBus
 from probes.host import sysfs
 from probes.host.protocol import Host
@@ -112,7 +112,7 @@ def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int)
     which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
     return Finding(
         code="gpu.device.missing",
-        severity=Severity.FAIL,
+        status=Status.FAIL,
         subject=", ".join(gpu.bus_id for gpu in gpus[:8]),
         message=f"NVML lists {count} of the {len(bound)} GPUs that the nvidia driver holds on the PCI bus: "
         f"{which} {'is' if len(gpus) == 1 else 'are'} missing; no job can use {'it' if len(gpus) == 1 else 'them'}",
@@ -137,7 +137,7 @@ def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: Gp
     )
     return Finding(
         code="gpu.device.not_given",
-        severity=Severity.INFO if known else Severity.UNKNOWN,
+        status=Status.INFO if known else Status.UNKNOWN,
         subject=", ".join(gpu.bus_id for gpu in others[:8]),
         message=f"{len(others)} of the {len(bound)} GPUs on the PCI bus are not visible to {place} and were not judged"
         f": {names}{why}",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from contracts.finding import Finding, Status
 from hardware.gpus import on_grace
-from probes.api import Finding, Severity
 from probes.gpu import health as gpu_health
 from probes.gpu import unread as gpu_unread
 from probes.gpu.bus import PCI, check_bus
@@ -51,7 +51,7 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
     yield from _notes(answering)
     if facts.confidential:
         yield finding(
-            "gpu.device.confidential", Severity.WARN, subject_of(answering),
+            "gpu.device.confidential", Status.WARN, subject_of(answering),
             "Confidential computing is on: copies between host and GPU are encrypted and pass a bounce buffer, and "
             "GPUDirect RDMA is not available. Steps over several nodes become slower.",
             "nvmlSystemGetConfComputeState: ccFeature 1",
@@ -89,7 +89,7 @@ def _driver(facts: GpuFacts) -> Finding:
         remedy = "Run nvidia-smi on the host, and look for NVRM lines in dmesg."
     return finding(
         "gpu.driver.unusable",
-        Severity.FAIL if error in _NO_DRIVER else Severity.UNKNOWN,
+        Status.FAIL if error in _NO_DRIVER else Status.UNKNOWN,
         "",
         f"NVML cannot be used ({error}), so nothing is known of the {facts.pci_gpus or 'unknown number of'} "
         "NVIDIA GPU(s) on the PCI bus.",
@@ -128,7 +128,7 @@ def _fallen(facts: GpuFacts) -> Iterator[Finding]:
         return
     for place, what in gone:
         yield finding(
-            "gpu.device.missing", Severity.FAIL, place,
+            "gpu.device.missing", Status.FAIL, place,
             f"a GPU has gone from the PCI bus since the driver reported {what} of it; no job can use it",
             f"kernel log, NVRM: {what}; {PCI}: no device at {place}",
             "Drain the node and power-cycle the host; have the GPU and its seat checked if it is lost again.",
@@ -143,18 +143,18 @@ def _refused(gpu: Gpu) -> Finding:
     if gpu.broken:
         says, remedy = _BROKEN[gpu.refusal or ""]
         return finding(
-            "gpu.device.lost", Severity.FAIL, subject_of(gpu),
+            "gpu.device.lost", Status.FAIL, subject_of(gpu),
             f"{subject_of(gpu)}{where} cannot be used: {says} ({gpu.error}). Jobs on it fail, hang or do not start.",
             evidence, remedy,
         )  # fmt: skip
     if gpu.refusal == "NO_PERMISSION":
         return finding(
-            "gpu.device.denied", Severity.UNKNOWN, subject_of(gpu),
+            "gpu.device.denied", Status.UNKNOWN, subject_of(gpu),
             f"{subject_of(gpu)}{where} was not judged: this process may not use it.", evidence,
             "Scan outside of the job or container that limits its devices, or ask for this GPU too.",
         )  # fmt: skip
     return finding(
-        "gpu.device.unread", Severity.UNKNOWN, subject_of(gpu),
+        "gpu.device.unread", Status.UNKNOWN, subject_of(gpu),
         f"{subject_of(gpu)}{where} was not judged: the driver did not give it ({gpu.error}).", evidence,
         "Scan again, and look for NVRM lines in dmesg if it stays so.",
     )  # fmt: skip
@@ -174,7 +174,7 @@ def _pcie(gpu: Gpu) -> Iterator[Finding]:
     # A GPU that is not busy trains its link down: no finding.
     if now and best and now < best and (gpu.utilization_ratio or 0.0) >= BUSY_RATIO:
         yield finding(
-            "gpu.pcie.generation", Severity.FAIL, subject_of(gpu),
+            "gpu.pcie.generation", Status.FAIL, subject_of(gpu),
             f"the PCIe link runs at generation {now} of {best} although the GPU is {gpu.utilization_ratio:.0%} busy",
             f"nvmlDeviceGetCurrPcieLinkGeneration = {now} at {gpu.utilization_ratio:.0%} utilisation",
             "Look for PCIe errors (AER) in dmesg, reseat the card, and check the slot's speed in the firmware setup.",
@@ -188,7 +188,7 @@ def _nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
     if bad:
         what = "; ".join(f"link {n}: " + ", ".join(f"{k} {v}" for k, v in e.items()) for n, e in bad.items())
         yield finding(
-            "gpu.nvlink.errors", Severity.INFO, subject_of(gpu),
+            "gpu.nvlink.errors", Status.INFO, subject_of(gpu),
             f"NVLink errors since the driver was loaded on {len(bad)} link(s); watch their rate",
             f"NVML's error counters of the links: {what}",
         )  # fmt: skip
@@ -209,7 +209,7 @@ def _fabric(gpu: Gpu) -> Iterator[Finding]:
         status = f", status {gpu.fabric_status}" if gpu.fabric_status else ""
         under_way = gpu.fabric_state == "in_progress"
         yield finding(
-            "gpu.fabric.incomplete", Severity.FAIL, subject_of(gpu),
+            "gpu.fabric.incomplete", Status.FAIL, subject_of(gpu),
             f"{subject_of(gpu)} is not yet part of the NVSwitch fabric ({gpu.fabric_state}{status}). CUDA does not "
             "start on it until it is.",
             f"nvmlDeviceGetGpuFabricInfoV: state {gpu.fabric_state}{status}",
@@ -220,7 +220,7 @@ def _fabric(gpu: Gpu) -> Iterator[Finding]:
     yield from _fabric_health(gpu)
     if gpu.fabric_degraded:
         yield finding(
-            "gpu.fabric.degraded", Severity.FAIL, subject_of(gpu), "the NVSwitch fabric reports degraded bandwidth",
+            "gpu.fabric.degraded", Status.FAIL, subject_of(gpu), "the NVSwitch fabric reports degraded bandwidth",
             "nvmlDeviceGetGpuFabricInfoV: healthMask says degraded", "Look at the fabric manager's log on this rack.",
         )  # fmt: skip
 
@@ -235,7 +235,7 @@ def _fabric_health(gpu: Gpu) -> Iterator[Finding]:
         # Routes that were learnt stay without the manager, and less capacity is no fault of this GPU's links alone.
         mild = set(faults) <= {"fabric_manager_disconnected", "summary limited_capacity"}
         yield finding(
-            "gpu.fabric.unhealthy", Severity.WARN if mild else Severity.FAIL, subject_of(gpu),
+            "gpu.fabric.unhealthy", Status.WARN if mild else Status.FAIL, subject_of(gpu),
             f"the NVSwitch fabric is not well: {'; '.join(words)}",
             f"nvmlDeviceGetGpuFabricInfoV: healthMask says {', '.join(faults)}",
             "Read the fabric manager's log (on NVL72 NMX-C's); a recovery must end before a job starts here.",
@@ -245,7 +245,7 @@ def _fabric_health(gpu: Gpu) -> Iterator[Finding]:
 def _c2c(gpu: Gpu) -> Iterator[Finding]:
     if gpu.c2c_enabled is False and on_grace(gpu.name):
         yield finding(
-            "gpu.c2c.off", Severity.WARN, subject_of(gpu),
+            "gpu.c2c.off", Status.WARN, subject_of(gpu),
             "the C2C link between this GPU and its Grace CPU is off: both talk over PCIe",
             "nvmlDeviceGetC2cModeInfoV: isC2cEnabled 0",
             "Look for Xid 121 and C2C lines in dmesg, and for the C2C setting in the firmware setup.",
@@ -261,7 +261,7 @@ def _modes(gpu: Gpu) -> Iterator[Finding]:
         unread = "its slices were not read" if gpu.mig_slices is None else "no slice"
         off_later = gpu.mig_pending is False
         yield finding(
-            "gpu.mig.enabled", Severity.FAIL, subject_of(gpu),
+            "gpu.mig.enabled", Status.FAIL, subject_of(gpu),
             f"{subject_of(gpu)} has MIG on ({cut or unread}), so there is no NVLink and no P2P between its slices."
             + (" MIG is off after the next reset." if off_later else ""),
             f"nvmlDeviceGetMigMode: enabled; {listed or unread}",
@@ -270,21 +270,21 @@ def _modes(gpu: Gpu) -> Iterator[Finding]:
         )  # fmt: skip
     elif gpu.mig_enabled is False and gpu.mig_pending:
         yield finding(
-            "gpu.mig.enabled", Severity.WARN, subject_of(gpu),
+            "gpu.mig.enabled", Status.WARN, subject_of(gpu),
             f"{subject_of(gpu)} will have MIG on after its next reset. Multi-GPU jobs then lose its NVLink and P2P.",
             "nvmlDeviceGetMigMode: now off, pending on",
             f"If MIG is not wanted, run `nvidia-smi -i {gpu.index} -mig 0` before the next reset.",
         )  # fmt: skip
     if gpu.virtualization == "vgpu":
         yield finding(
-            "gpu.device.vgpu", Severity.INFO, subject_of(gpu),
+            "gpu.device.vgpu", Status.INFO, subject_of(gpu),
             f"{subject_of(gpu)} is a vGPU: other machines may share its board, so rates measured here may change.",
             "nvmlDeviceGetVirtualizationMode = vgpu",
         )  # fmt: skip
     if gpu.compute_mode in ("prohibited", "exclusive_process", "exclusive_thread"):
         never = gpu.compute_mode == "prohibited"
         yield finding(
-            "gpu.device.mode", Severity.FAIL if never else Severity.INFO, subject_of(gpu),
+            "gpu.device.mode", Status.FAIL if never else Status.INFO, subject_of(gpu),
             f"compute mode {gpu.compute_mode}: " + ("no process may use CUDA" if never else "one process at a time"),
             f"nvmlDeviceGetComputeMode = {gpu.compute_mode}",
             f"nvidia-smi -i {gpu.index} -c DEFAULT" if never else "",
@@ -296,13 +296,13 @@ def _notes(gpus: list[Gpu]) -> Iterator[Finding]:
     small = [gpu for gpu in gpus if gpu.bar1_bytes and gpu.memory_bytes and gpu.bar1_bytes < gpu.memory_bytes]
     if small:
         yield finding(
-            "gpu.bar1.small", Severity.INFO, subject_of(small),
+            "gpu.bar1.small", Status.INFO, subject_of(small),
             f"BAR1 is {(small[0].bar1_bytes or 0) >> 20} MiB, less than the memory: GPUDirect RDMA can map only that",
             f"nvmlDeviceGetBAR1MemoryInfo: bar1Total {small[0].bar1_bytes}",
         )  # fmt: skip
     if off := [gpu for gpu in gpus if gpu.persistence_mode is False]:
         yield finding(
-            "gpu.persistence.off", Severity.INFO, subject_of(off),
+            "gpu.persistence.off", Status.INFO, subject_of(off),
             "persistence mode is off: the first CUDA call after a pause initialises the GPU again",
             "nvmlDeviceGetPersistenceMode = 0", "nvidia-smi -pm 1, or run nvidia-persistenced.",
         )  # fmt: skip
@@ -310,7 +310,7 @@ def _notes(gpus: list[Gpu]) -> Iterator[Finding]:
         if gpu.processes:
             pids = ", ".join(str(process.pid) for process in gpu.processes[:8])
             yield finding(
-                "gpu.process.running", Severity.INFO, subject_of(gpu),
+                "gpu.process.running", Status.INFO, subject_of(gpu),
                 f"{len(gpu.processes)} compute process(es) are on this GPU: measurements share it",
                 f"nvmlDeviceGetComputeRunningProcesses: pid {pids}",
             )  # fmt: skip

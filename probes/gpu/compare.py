@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
-from probes.api import Finding, Severity, by_loss
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair
 from probes.gpu.health import finding, subject_of
 
@@ -60,7 +60,7 @@ def _hidden(facts: GpuFacts) -> Iterator[Finding]:
     if count is None or not total or (count == total and not wrong):
         return
     yield finding(
-        "gpu.device.hidden", Severity.INFO if count and not wrong else Severity.FAIL, "",
+        "gpu.device.hidden", Status.INFO if count and not wrong else Status.FAIL, "",
         f"CUDA_VISIBLE_DEVICES={facts.visible!r} leaves {count} of {total} GPUs to a job that is started from here"
         + (f": {wrong}." if wrong else "."),
         f"CUDA_VISIBLE_DEVICES={facts.visible!r}; nvmlDeviceGetCount = {total}",
@@ -75,7 +75,7 @@ def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
         # Between generations dense rates differ by two and more, within one by little (hardware/gpus.toml).
         generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
         yield finding(
-            "gpu.device.mixed", Severity.FAIL if len(generations) > 1 else Severity.WARN, "",
+            "gpu.device.mixed", Status.FAIL if len(generations) > 1 else Status.WARN, "",
             f"This host has GPUs of different models: {what}. Every step waits for the slowest model.",
             f"nvmlDeviceGetName: {what}", "Choose GPUs of one model with CUDA_VISIBLE_DEVICES.",
         )  # fmt: skip
@@ -136,7 +136,7 @@ def _unlike(gpu: Gpu, trait: _Trait, own: float, usual: float, *, others: int) -
     share = min(1.0, trait.share(own, usual))
     cost = f" {trait.cost.format(share=share)}" if own < usual else " One of them is not what it should be."
     return finding(
-        trait.code, by_loss(1.0 - share) if others > 1 and own < usual else Severity.WARN, subject_of(gpu),
+        trait.code, by_loss(1.0 - share) if others > 1 and own < usual else Status.WARN, subject_of(gpu),
         f"{subject_of(gpu)} has {trait.shown(own)}; {_others(others, gpu)} {trait.shown(usual)}.{cost}",
         f"{trait.question}: {trait.shown(own)}, twins {trait.shown(usual)}", trait.remedy,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def _split(gpus: list[Gpu]) -> Iterator[Finding]:
     if len(cliques) > 1:
         what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
         yield finding(
-            "gpu.fabric.split", Severity.FAIL, "",
+            "gpu.fabric.split", Status.FAIL, "",
             f"The GPUs of this host are not in one NVLink clique: {what}. NCCL uses NVLink only within a clique.",
             f"nvmlDeviceGetGpuFabricInfoV, cluster UUID and clique: {what}",
             "Put all GPUs of the host into one partition of the fabric manager or of NMX-C.",
@@ -182,7 +182,7 @@ def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
         name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
         if most == 0 and len(twins) > 1 and name and soldered(name):
             yield finding(
-                "gpu.nvlink.none", Severity.FAIL, subject_of(twins),
+                "gpu.nvlink.none", Status.FAIL, subject_of(twins),
                 f"No NVLink is active on {len(twins)} x {name}, a board that is built with NVLink. All traffic between "
                 "the GPUs takes PCIe, which has about a tenth of the bandwidth.",
                 "nvmlDeviceGetNvLinkState = 0 or not supported on every link",
@@ -214,11 +214,11 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
     if active < most:
-        severity = Severity.FAIL
+        status = Status.FAIL
     elif not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
-        severity = Severity.WARN if gpu.name and soldered(gpu.name) else Severity.INFO
+        status = Status.WARN if gpu.name and soldered(gpu.name) else Status.INFO
     else:
-        severity = by_loss(1.0 - active / whole)
+        status = by_loss(1.0 - active / whole)
     name = subject_of(gpu)
     says = f"{name} has {active} of {whole} NVLinks active." if gpu.nvlinks else (
         f"The driver says that {name} has no NVLink; its twins have {most}.")  # fmt: skip
@@ -228,7 +228,7 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
     cost = f"Collectives on this node run at about {100 * active / whole:.0f} % of the normal NVLink bandwidth."
     replace = "replace the board or its NVLink bridge" if direct else "restart the fabric manager or replace the board"
     return finding(
-        "gpu.nvlink.missing", severity, name, f"{says} {cost}", evidence,
+        "gpu.nvlink.missing", status, name, f"{says} {cost}", evidence,
         f"Reset the GPU (`nvidia-smi -r -i {gpu.index}`); if the links stay down, {replace}.",
     )  # fmt: skip
 
@@ -250,7 +250,7 @@ def _p2p(facts: GpuFacts) -> Iterator[Finding]:
         evidence = f"nvmlDeviceGetP2PStatus(read) = {reason} for {len(pairs)} pairs"
         if reason == "unknown":
             yield finding(
-                "gpu.p2p.refused", Severity.UNKNOWN, "",
+                "gpu.p2p.refused", Status.UNKNOWN, "",
                 f"Whether {which} can read each other's memory is unknown: the driver does not know the P2P status.",
                 evidence, "Run `nvidia-smi topo -p2p r` and the p2pBandwidthLatencyTest of the CUDA samples.",
             )  # fmt: skip
@@ -259,7 +259,7 @@ def _p2p(facts: GpuFacts) -> Iterator[Finding]:
         # Host memory in place of a switch or NVLink costs 29 % of a step (docs/findings.md, "Severity"); a pair whose
         # way leads through the CPU anyway loses less.
         yield finding(
-            "gpu.p2p.refused", Severity.INFO if why else Severity.FAIL if near else Severity.WARN, "",
+            "gpu.p2p.refused", Status.INFO if why else Status.FAIL if near else Status.WARN, "",
             f"The driver allows no P2P between {which} ({reason.replace('_', ' ')}){why}. {way}.", evidence,
             "" if why else "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
             if reason == "disabled_by_regkey"

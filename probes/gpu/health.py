@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import clock_share
-from probes.api import Finding, Severity, by_loss
 from probes.gpu.facts import Gpu, GpuFacts
 
 Cause = Literal["gpu", "program", "driver"]
@@ -73,9 +73,9 @@ HELD_RATIO = 0.1  # of the memory, by others: a forecast of a layout is off by m
 FULL_RATIO = 0.9  # what is left holds no model that was meant for the board
 
 
-def finding(code: str, severity: Severity, subject: str, message: str, evidence: str, remedy: str = "") -> Finding:
+def finding(code: str, status: Status, subject: str, message: str, evidence: str, remedy: str = "") -> Finding:
     """A finding with one piece of evidence."""
-    return Finding(code=code, severity=severity, subject=subject, message=message, evidence=(evidence,), remedy=remedy)
+    return Finding(code=code, status=status, subject=subject, message=message, evidence=(evidence,), remedy=remedy)
 
 
 def subject_of(gpus: Gpu | Iterable[Gpu]) -> str:
@@ -87,32 +87,32 @@ def _memory(gpu: Gpu) -> Iterator[Finding]:
     subject = subject_of(gpu)
     if gpu.ecc_uncorrected:
         yield finding(
-            "gpu.ecc.uncorrected", Severity.FAIL, subject,
+            "gpu.ecc.uncorrected", Status.FAIL, subject,
             f"{gpu.ecc_uncorrected} uncorrectable memory error(s) since the driver was loaded",
             f"nvmlDeviceGetTotalEccErrors(uncorrected, volatile) = {gpu.ecc_uncorrected}",
             "Drain the node and reset the GPU; run the vendor's field diagnostic if it happens again.",
         )  # fmt: skip
     if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX:
         yield finding(
-            "gpu.memory.remap_failed", Severity.FAIL, subject, "bad memory rows can no longer be remapped",
+            "gpu.memory.remap_failed", Status.FAIL, subject, "bad memory rows can no longer be remapped",
             f"nvmlDeviceGetRemappedRows: failed {gpu.remapping_failed}, rows {gpu.remapped_rows_uncorrectable}",
             "Replace the GPU.",
         )  # fmt: skip
     if gpu.remapping_pending:
         yield finding(
-            "gpu.memory.remap_pending", Severity.WARN, subject, "a bad memory row waits for a reset to be remapped",
+            "gpu.memory.remap_pending", Status.WARN, subject, "a bad memory row waits for a reset to be remapped",
             "nvmlDeviceGetRemappedRows: pending", "Drain the node and reset the GPU.",
         )  # fmt: skip
     if gpu.remap_banks_exhausted:
         yield finding(
-            "gpu.memory.remap_exhausted", Severity.WARN, subject,
+            "gpu.memory.remap_exhausted", Status.WARN, subject,
             f"{gpu.remap_banks_exhausted} memory bank(s) have no spare row left: the next bad row there stays bad",
             f"nvmlDeviceGetRowRemapperHistogram or bank remapper: {gpu.remap_banks_exhausted} with none left",
             "Plan the replacement of the GPU.",
         )  # fmt: skip
     if gpu.retired_pages:
         yield finding(
-            "gpu.memory.retired", Severity.INFO, subject, f"{gpu.retired_pages} memory page(s) are retired",
+            "gpu.memory.retired", Status.INFO, subject, f"{gpu.retired_pages} memory page(s) are retired",
             f"nvmlDeviceGetRetiredPages = {gpu.retired_pages}",
         )  # fmt: skip
 
@@ -122,7 +122,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
         over = gpu.sram_threshold_exceeded
         yield finding(
-            "gpu.ecc.sram", Severity.FAIL, subject,
+            "gpu.ecc.sram", Status.FAIL, subject,
             "more uncorrectable errors in on-chip memory (SRAM) than the field diagnostic allows" if over
             else f"{gpu.sram_uncorrected} uncorrectable error(s) in on-chip memory (SRAM) since the driver was loaded",
             f"nvmlDeviceGetSramEccErrorStatus: threshold exceeded {over}, volatile {gpu.sram_uncorrected}, "
@@ -133,7 +133,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
         counters = {"all memory": gpu.ecc_uncorrected_lifetime, "on-chip memory (SRAM)": gpu.sram_uncorrected_lifetime}
         counts = " and ".join(f"{count} by the counter of {of}" for of, count in counters.items() if count is not None)
         yield finding(
-            "gpu.ecc.lifetime", Severity.INFO, subject,
+            "gpu.ecc.lifetime", Status.INFO, subject,
             f"{subject} has had uncorrectable memory errors in its life: {counts}.",
             f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {gpu.ecc_uncorrected_lifetime}, "
             f"nvmlDeviceGetSramEccErrorStatus: aggregate {gpu.sram_uncorrected_lifetime}",
@@ -141,7 +141,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.ecc_enabled is False:
         delivered_off = gpu.ecc_default is False
         yield finding(
-            "gpu.ecc.off", Severity.INFO if delivered_off else Severity.WARN, subject,
+            "gpu.ecc.off", Status.INFO if delivered_off else Status.WARN, subject,
             "ECC is switched off: errors in memory go unnoticed into the results"
             + ("; the board is delivered so" if delivered_off else "")
             + (", until the next reset" if gpu.ecc_pending else ""),
@@ -150,7 +150,7 @@ def _ecc(gpu: Gpu) -> Iterator[Finding]:
         )  # fmt: skip
     elif gpu.ecc_enabled and gpu.ecc_pending is False:
         yield finding(
-            "gpu.ecc.off", Severity.INFO, subject, "ECC will be off after the next reset of this GPU",
+            "gpu.ecc.off", Status.INFO, subject, "ECC will be off after the next reset of this GPU",
             "nvmlDeviceGetEccMode: now on, after a reset off",
         )  # fmt: skip
 
@@ -159,7 +159,7 @@ def _recovery(gpu: Gpu) -> Iterator[Finding]:
     action = gpu.recovery_action
     if action not in (None, "none"):
         yield finding(
-            "gpu.device.recovery", Severity.FAIL, subject_of(gpu),
+            "gpu.device.recovery", Status.FAIL, subject_of(gpu),
             f"the driver wants this GPU recovered: {action.replace('_', ' ')}",
             f"NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: {action}", _RECOVERIES.get(action, "Drain the node."),
         )  # fmt: skip
@@ -193,17 +193,17 @@ def _held(gpu: Gpu) -> Iterator[Finding]:
     if held is None or held < HELD_RATIO * size:
         return
     used = gpu.memory_used_bytes or 0
-    severity = Severity.INFO if gpu.utilization_ratio else Severity.FAIL if is_full(gpu) else Severity.WARN
+    status = Status.INFO if gpu.utilization_ratio else Status.FAIL if is_full(gpu) else Status.WARN
     whose = ", ".join(
         f"pid {p.pid}" + (f" ({p.memory_bytes / 2**30:.1f} GiB)" if p.memory_bytes else "")
         for p in (gpu.processes or ())[:8]
     )
     yield finding(
-        "gpu.memory.held", severity, subject_of(gpu),
+        "gpu.memory.held", status, subject_of(gpu),
         f"{subject_of(gpu)} has {used / 2**30:.1f} of {size / 2**30:.1f} GiB of memory in use ({used / size:.0%})"
         f"{' although the GPU is idle' if gpu.utilization_ratio == 0 else ''}. A new job gets only the rest.",
         f"nvmlDeviceGetMemoryInfo: used {used} of {size}; compute processes: {whose or 'none visible from here'}",
-        "" if severity is Severity.INFO else FREE_MEMORY,
+        "" if status is Status.INFO else FREE_MEMORY,
     )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def _heat(gpu: Gpu) -> Iterator[Finding]:
     evidence = f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}"
     if now is not None and now >= limit:
         yield finding(
-            "gpu.thermal.hot", Severity.WARN, subject,
+            "gpu.thermal.hot", Status.WARN, subject,
             f"{subject} has {now:.0f} C. Its clock falls from about {limit:.0f} C on"
             + (f", and is cut at {slowdown:.0f} C." if slowdown else "."),
             f"nvmlDeviceGetTemperature = {now:.0f}", "Check fans, air flow and inlet temperature.",
@@ -294,7 +294,7 @@ def _clocks(gpu: Gpu) -> Iterator[Finding]:
         return
     why = f"The driver names {', '.join(sorted(reasons))}." if reasons else "The driver names no reason."
     yield finding(
-        "gpu.clocks.low", Severity.FAIL, subject_of(gpu),
+        "gpu.clocks.low", Status.FAIL, subject_of(gpu),
         f"{subject_of(gpu)} runs at {now / 1e6:.0f} of {most / 1e6:.0f} MHz while it is {busy:.0%} busy. {why} "
         "Every rank waits for this GPU.",
         f"nvmlDeviceGetClockInfo(SM) = {now / 1e6:.0f}, nvmlDeviceGetMaxClockInfo(SM) = {most / 1e6:.0f}, "
@@ -321,7 +321,7 @@ def _power(gpu: Gpu) -> Iterator[Finding]:
     subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
     if "sw_power_cap" in reasons:
         yield finding(
-            "gpu.power.capped", Severity.INFO, subject,
+            "gpu.power.capped", Status.INFO, subject,
             f"clocks are held down by the power limit ({gpu.power_limit_watts or 0:.0f} W): usual under full load",
             "nvmlDeviceGetCurrentClocksThrottleReasons: sw_power_cap",
         )  # fmt: skip
@@ -342,13 +342,13 @@ def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
     return tuple((Counter(gpu.xids) | Counter(gpu.xid_events)).elements())
 
 
-_XID_RULES = {  # cause -> code, severity, what follows the numbers, remedy
+_XID_RULES = {  # cause -> code, status, what follows the numbers, remedy
     "gpu": (
-        "gpu.xid.hardware", Severity.WARN, "",
+        "gpu.xid.hardware", Status.WARN, "",
         "Look the numbers up in NVIDIA's Xid catalogue; reset the GPU, and have it checked if they come back.",
     ),
-    "driver": ("gpu.xid.driver", Severity.INFO, ": of an engine, the firmware or the driver, the cause is open", ""),
-    "program": ("gpu.xid.application", Severity.INFO, ": usually an error of the program that ran", ""),
+    "driver": ("gpu.xid.driver", Status.INFO, ": of an engine, the firmware or the driver, the cause is open", ""),
+    "program": ("gpu.xid.application", Status.INFO, ": usually an error of the program that ran", ""),
 }  # fmt: skip
 
 
@@ -358,9 +358,9 @@ def _xids(gpu: Gpu) -> Iterator[Finding]:
     for cause in XID_CAUSES:
         what = named_xids(known, cause)
         if what:
-            code, severity, words, remedy = _XID_RULES[cause]
+            code, status, words, remedy = _XID_RULES[cause]
             yield finding(
-                code, severity, subject_of(gpu), f"the driver has reported {what}{words}",
+                code, status, subject_of(gpu), f"the driver has reported {what}{words}",
                 f"{' and '.join(sources)}: {what}", remedy,
             )  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from probes.api import Finding, Severity
+from contracts.finding import Finding, Status
 from probes.gpu.facts import GpuFacts
 from probes.gpu.read import row_of
 
@@ -26,15 +26,15 @@ def codes_of(question: str) -> tuple[str, ...]:
 
 def findings(facts: GpuFacts) -> Iterator[Finding]:
     """One for each check that could not be judged, with every question that was not answered."""
-    found: dict[tuple[str, Severity], dict[str, list[str]]] = {}
+    found: dict[tuple[str, Status], dict[str, list[str]]] = {}
     for subject, questions in _unread(facts):
         for question in questions:
             known = question.startswith(_ROOT_ONLY) and question.endswith("= NO_PERMISSION")
-            severity = Severity.INFO if known else Severity.UNKNOWN
+            status = Status.INFO if known else Status.UNKNOWN
             for code in codes_of(question):
-                found.setdefault((code, severity), {}).setdefault(subject, []).append(question)
-    for (code, severity), subjects in found.items():
-        yield _finding(code, severity, subjects)
+                found.setdefault((code, status), {}).setdefault(subject, []).append(question)
+    for (code, status), subjects in found.items():
+        yield _finding(code, status, subjects)
 
 
 def _unread(facts: GpuFacts) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -46,7 +46,7 @@ def _unread(facts: GpuFacts) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"GPU{pair.a}", tuple(question for question in pair.unread)
 
 
-def _finding(code: str, severity: Severity, subjects: dict[str, list[str]]) -> Finding:
+def _finding(code: str, status: Status, subjects: dict[str, list[str]]) -> Finding:
     questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
     reasons = list(dict.fromkeys(_reason(question) for queries in subjects.values() for question in queries))
     more = f" and {len(reasons) - 2} more" if len(reasons) > 2 else ""
@@ -56,7 +56,7 @@ def _finding(code: str, severity: Severity, subjects: dict[str, list[str]]) -> F
         evidence.append(f"and {len(questions) - EVIDENCE_MAX} more")
     return Finding(
         code=code,
-        severity=severity,
+        status=status,
         subject=", ".join(named),
         message=f"{code} could not be judged{on}: {', '.join(reasons[:2])}{more}.",
         evidence=tuple(evidence),

@@ -31,6 +31,8 @@ from probes.host.protocol import GpuHandle, Host, Json, NvmlError
 KIND = "topoflight-recording"
 BUNDLE_LIMIT_BYTES = 512 << 20  # unpacked, of all hosts
 SIZE_LIMIT_BYTES = 32 << 20  # unpacked; a 16-GPU host takes about 1 MB, and parsed data some 20 times the text
+MOST_VALUES = 8_000_000  # of all recordings in a bundle; a host of 16 GPUs has some 20,000, each of up to 100 bytes
+_IN_BUNDLE = re.compile(r"[^/]+/recording\.json")
 
 _METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
@@ -255,19 +257,16 @@ def load_all(path: str | Path) -> list[RecordedHost]:
     path = Path(path)
     if not path.name.endswith((".tgz", ".tar.gz")):
         return [load(path)]
-    found, total = [], 0
+    found, values = [], 0
     try:
-        with tarfile.open(path, mode="r|gz") as tar:
-            for entry in tar:
-                total += entry.size
-                if total > BUNDLE_LIMIT_BYTES:
-                    raise RecordingError(f"{path}: more than {BUNDLE_LIMIT_BYTES >> 20} MiB unpacked")
-                file = tar.extractfile(entry) if re.fullmatch(r"[^/]+/recording\.json", entry.name) else None
-                if file is not None:
-                    if entry.size > SIZE_LIMIT_BYTES:
-                        raise RecordingError(f"{path}: {entry.name} is larger than any recording is")
-                    found.append(RecordedHost(_checked(plain(file.read()), path)))
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, PlainError) as error:
+        with bounded.open_regular(path) as file, gzip.GzipFile(fileobj=file) as stream:
+            recordings = bounded.tar_files(stream, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch)
+            for _, content in recordings:
+                values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
+                if values > MOST_VALUES:
+                    raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
+                found.append(RecordedHost(_checked(plain(content), path)))
+    except (tarfile.TarError, bounded.TooLargeError, EOFError, gzip.BadGzipFile, zlib.error, PlainError) as error:
         raise RecordingError(f"{path}: not a bundle (topoflight bundle writes one): {error}") from None
     if not found:
         raise RecordingError(f"{path}: holds no recording (HOST/recording.json)")
@@ -278,10 +277,10 @@ def load(path: str | Path) -> RecordedHost:
     """Read a recording, plain or gzip. Raises RecordingError that names the file and what is allowed."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with bounded.open_regular(path) as file:
             zipped = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            content = bounded.rest(file, SIZE_LIMIT_BYTES)
+            file.seek(0)
+            content = bounded.rest(gzip.GzipFile(fileobj=file) if zipped else file, SIZE_LIMIT_BYTES)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecordingError(f"{path}: not a whole gzip file ({error})") from None
     except bounded.TooLargeError as error:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from probes.api import Finding, Metric, Probe, Sample, Severity
+from contracts.finding import Finding, Status
+from probes.api import Metric, Probe, Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 
@@ -67,7 +68,7 @@ def check(facts: HostinfoFacts) -> Iterator[Finding]:
         # already bound to NUMA nodes; NCCL and the launcher bind each rank to its GPU's node.
         yield Finding(
             code="hostinfo.numa.balancing",
-            severity=Severity.INFO,
+            status=Status.INFO,
             subject="",
             message=(
                 "Automatic NUMA balancing is on: pages of ranks bound to a node are unmapped and scanned for nothing."
@@ -78,7 +79,7 @@ def check(facts: HostinfoFacts) -> Iterator[Finding]:
     if facts.load is not None and facts.threads and facts.load > facts.threads:
         yield Finding(
             code="hostinfo.load.high",
-            severity=Severity.INFO,
+            status=Status.INFO,
             subject="",
             message=(
                 f"{facts.load:.1f} runnable tasks for {facts.threads} CPUs: timings taken now measure the others too."
@@ -89,7 +90,7 @@ def check(facts: HostinfoFacts) -> Iterator[Finding]:
     if facts.nccl_conf:
         yield Finding(
             code="hostinfo.nccl.conf",
-            severity=Severity.INFO,
+            status=Status.INFO,
             subject="",
             message="NCCL also takes settings from a file on this host: " + ", ".join(sorted(facts.nccl_conf)) + ".",
             evidence=tuple(f"{', '.join(facts.nccl_conf_files)}: {k}={v}" for k, v in sorted(facts.nccl_conf.items())),
@@ -101,7 +102,7 @@ def _memoryless_nodes(facts: HostinfoFacts) -> Iterator[Finding]:
         if node.cpus and node.memory_bytes == 0:
             yield Finding(
                 code="hostinfo.numa.memoryless",
-                severity=Severity.WARN,
+                status=Status.WARN,
                 subject=f"NUMA{node.node}",
                 message=f"NUMA node {node.node} has CPUs but no memory: every access of its ranks leaves the socket.",
                 evidence=(f"/sys/devices/system/node/node{node.node}/meminfo: MemTotal 0 kB",),

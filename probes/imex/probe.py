@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from probes.api import Finding, Probe, Severity, UnavailableError
+from contracts.finding import Finding, Status
+from probes.api import Probe, UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import of_agent
@@ -51,7 +52,7 @@ def check(facts: ImexFacts) -> Iterator[Finding]:
         lack = f"may not open {', '.join(facts.channels[:4])}" if facts.channels else "has no IMEX channel"
         yield Finding(
             code="imex.channel.missing",
-            severity=Severity.FAIL,  # 191 of 721 GB/s reach another tray over its NICs (docs/decisions/0020)
+            status=Status.FAIL,  # 191 of 721 GB/s reach another tray over its NICs (docs/decisions/0020)
             subject="",
             message=f"{NODES} names {facts.nodes} hosts, and this process {lack}: NCCL joins them over the network.",
             evidence=(f"{CHANNELS}: {', '.join(facts.channels) or 'empty or not there'}", f"{NODES}: {facts.nodes}"),

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from probes.api import Finding, Metric, Probe, Sample, Severity, by_loss
+from contracts.finding import Finding, Status, by_loss
+from probes.api import Metric, Probe, Sample
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
 from probes.texts import codes_of, finding
@@ -77,13 +78,13 @@ def check(facts: InterfacesFacts) -> Iterator[Finding]:
     """The choice first, then each interface."""
     if facts.network_status_error:
         seen, error = (str(facts.network_status_source),), facts.network_status_error
-        yield finding(TEXTS, "interfaces.network_status.invalid", Severity.UNKNOWN, "", seen, error=error)
+        yield finding(TEXTS, "interfaces.network_status.invalid", Status.UNKNOWN, "", seen, error=error)
     if not unjudged(facts):
         yield from _choice(facts)
     for name, network in facts.networks_missing.items():
         evidence = (f"{facts.network_status_source}: {network} on {name}", f"rtnetlink: no {name}")
         values = {"name": name, "network": network}
-        yield finding(TEXTS, "interfaces.network.missing", Severity.FAIL, name, evidence, **values)
+        yield finding(TEXTS, "interfaces.network.missing", Status.FAIL, name, evidence, **values)
     for interface in facts.interfaces:
         yield from _down(interface)
         yield from _address(facts, interface)
@@ -125,7 +126,7 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     if name is None and value and facts.nccl_choice is not None:
         seen = tuple(f"{i.name}: {addresses or 'no address'}" for i, addresses in listed[:16])
         values = {"setting": setting, "library": library, "other": facts.nccl_choice}
-        yield finding(TEXTS, "interfaces.choice.setting", Severity.FAIL, "", seen, **values)
+        yield finding(TEXTS, "interfaces.choice.setting", Status.FAIL, "", seen, **values)
         return
     chosen = next((i for i in facts.interfaces if i.name == name), None)
     others = [i for i in facts.interfaces if i is not chosen]
@@ -133,27 +134,27 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         if facts.source == "netlink":
             seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
             key = "interfaces.choice.none" + " loopback" * (chosen is not None)
-            yield finding(TEXTS, key, Severity.FAIL, "", seen, name=name)
+            yield finding(TEXTS, key, Status.FAIL, "", seen, name=name)
         return
     others = [i for i in others if usable_by_nccl(i) and i.role in ("secondary", "host")]
     better = max(others, key=_fast, default=None)
     if better is None:
         return
     if chosen.role in ("docker", "bridge", "virtual", "loopback"):
-        severity, why = Severity.FAIL, f"a {chosen.role} interface that other nodes do not reach"
+        status, why = Status.FAIL, f"a {chosen.role} interface that other nodes do not reach"
     elif _is_faster(better, chosen):
         # On a host whose fast card does RDMA, sockets carry the start-up only, and gloo.
         # So on Slingshot, where libfabric drives the fast card.
         fabric = better.rdma_device or (better.driver or "").startswith("cxi")
         started_only = chosen.role in ("host", "unknown") and fabric
-        severity = Severity.INFO if started_only else by_loss(_loss(chosen, better))
+        status = Status.INFO if started_only else by_loss(_loss(chosen, better))
         why = f"a {chosen.role} interface{_speed(chosen)}"
     else:
         return
     yield finding(
         TEXTS,
         "interfaces.choice.wrong",
-        severity,
+        status,
         chosen.name,
         tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
         library=library,
@@ -215,7 +216,7 @@ def _down(interface: Interface) -> Iterator[Finding]:
             TEXTS,
             "interfaces.link.down",
             # a network that the pod was given: without it the job falls back to the pod network, half as fast or worse
-            Severity.FAIL if given else Severity.WARN,
+            Status.FAIL if given else Status.WARN,
             interface.name,
             (f"rtnetlink: {interface.name} up {interface.up}, running {interface.running}",),
             name=interface.name,
@@ -228,9 +229,9 @@ def _address(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
         # Without another secondary network the job falls back to the pod's own. InfiniBand needs no address for RDMA.
         others = any(i.role == "secondary" and i.running and _ipv4(i) for i in facts.interfaces)
         mild = others or _routable(interface) or interface.kind in ("ipoib", "infiniband")
-        severity, name = Severity.WARN if mild else Severity.FAIL, interface.name
+        status, name = Status.WARN if mild else Status.FAIL, interface.name
         seen = f"rtnetlink: {name}: {', '.join(interface.addresses) or 'no address'}"
-        yield finding(TEXTS, "interfaces.address.missing", severity, name, (seen,), name=name)
+        yield finding(TEXTS, "interfaces.address.missing", status, name, (seen,), name=name)
 
 
 def _ipv4(interface: Interface) -> list[str]:
@@ -251,7 +252,7 @@ def _mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
     if wanted:
         seen = (f"rtnetlink: {name} mtu {mtu}", f"{whose}: mtu {wanted}")
         values = {"name": name, "mtu": mtu, "whose": whose, "wanted": wanted}
-        yield finding(TEXTS, "interfaces.mtu.mismatch", Severity.WARN, name, seen, **values)
+        yield finding(TEXTS, "interfaces.mtu.mismatch", Status.WARN, name, seen, **values)
 
 
 def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
@@ -266,11 +267,11 @@ def _siblings(facts: InterfacesFacts) -> Iterator[Finding]:
         if len(counts) > 1 and 2 * count <= len(group):
             seen = tuple(f"rtnetlink: {i.name} mtu {i.mtu_bytes}" for i in group[:16])
             mtus = ", ".join(f"{i.name} {i.mtu_bytes}" for i in group)
-            yield finding(TEXTS, "interfaces.mtu.mismatch mixed", Severity.WARN, "", seen, mtus=mtus)
+            yield finding(TEXTS, "interfaces.mtu.mismatch mixed", Status.WARN, "", seen, mtus=mtus)
             continue
         for odd in (i for i in group if i.mtu_bytes != wanted):
             seen, values = (f"rtnetlink: {odd.name} mtu {odd.mtu_bytes}",), {"name": odd.name, "mtu": odd.mtu_bytes}
-            key, fail = "interfaces.mtu.mismatch odd", Severity.FAIL
+            key, fail = "interfaces.mtu.mismatch odd", Status.FAIL
             yield finding(TEXTS, key, fail, odd.name, seen, count=count, wanted=wanted, **values)
 
 

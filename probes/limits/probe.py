@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from probes.api import Finding, Metric, Probe, Sample, Severity
+from contracts.finding import Finding, Status
+from probes.api import Metric, Probe, Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
@@ -278,20 +279,20 @@ def check(facts: LimitsFacts) -> Iterator[Finding]:
     """Every limit in turn."""
     yield from _memlock(facts)
     if facts.nofile_soft is not None and facts.nofile_soft <= NOFILE_DEFAULT:
-        severity = Severity.INFO if facts.nofile_soft == NOFILE_DEFAULT else Severity.WARN
+        status = Status.INFO if facts.nofile_soft == NOFILE_DEFAULT else Status.WARN
         seen = (f"getrlimit(RLIMIT_NOFILE): soft {facts.nofile_soft}, hard {facts.nofile_hard}", facts.whose)
-        yield finding(TEXTS, "limits.nofile.low", severity, "", seen, files=facts.nofile_soft)
+        yield finding(TEXTS, "limits.nofile.low", status, "", seen, files=facts.nofile_soft)
     if facts.of_agent:  # see `unjudged`
         return
     yield from _shm(facts)
     if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
-        status = (f"/proc/self/status: Seccomp {facts.seccomp}", "CapEff bit 23 (CAP_SYS_NICE): no", facts.whose)
-        yield finding(TEXTS, "limits.numa_policy.denied", Severity.INFO, "", status)
+        mode = (f"/proc/self/status: Seccomp {facts.seccomp}", "CapEff bit 23 (CAP_SYS_NICE): no", facts.whose)
+        yield finding(TEXTS, "limits.numa_policy.denied", Status.INFO, "", mode)
 
 
 def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
     if not facts.memlock_known:
-        yield finding(TEXTS, "limits.memlock.unknown", Severity.UNKNOWN, "", (facts.whose,))
+        yield finding(TEXTS, "limits.memlock.unknown", Status.UNKNOWN, "", (facts.whose,))
         return
     if facts.memlock_soft_bytes is None:
         return
@@ -299,13 +300,13 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
     # Two buffers, one to send and one to receive, are the least that a connection registers, beside its control
     # structures: at or below that no RDMA connection of NCCL can be set up.
     too_small = facts.memlock_soft_bytes <= 2 * NCCL_BUFFER_BYTES
-    severity = Severity.FAIL if facts.rdma_present and too_small else Severity.WARN
+    status = Status.FAIL if facts.rdma_present and too_small else Status.WARN
     if facts.rdma_present is False or facts.ipc_lock:  # nothing here registers memory, or nothing binds who does
-        severity = Severity.INFO
+        status = Status.INFO
     yield finding(
         TEXTS,
         "limits.memlock.low" + " unbound" * bool(facts.ipc_lock),
-        severity,
+        status,
         "",
         (
             f"getrlimit(RLIMIT_MEMLOCK): soft {soft}, hard {hard}",
@@ -324,19 +325,19 @@ def _shm(facts: LimitsFacts) -> Iterator[Finding]:
     remedy, total, free = _of_engine(facts, SHM_REMEDIES), facts.shm_size_bytes, facts.shm_free_bytes
     if total is None:
         seen = ("statvfs(/dev/shm) failed", facts.whose)
-        yield finding(TEXTS, "limits.shm.unknown", Severity.UNKNOWN, SHM, seen, remedy=remedy)
+        yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)
         return
     seen = (f"statvfs(/dev/shm): {size(total)}, {size(free or 0)} free", facts.whose)
     values = {"shm": SHM, "size": size(total), "free": size(free), "remedy": remedy}
     gpus = facts.gpus or 0
     if free is not None and free < NCCL_BUFFER_BYTES:
-        yield finding(TEXTS, "limits.shm.full", Severity.FAIL, SHM, seen, **values)
+        yield finding(TEXTS, "limits.shm.full", Status.FAIL, SHM, seen, **values)
     elif gpus > 1 and total < gpus * SHM_SEGMENT_BYTES:
         needed = size(gpus * SHM_SEGMENT_BYTES)
         key = "limits.shm.small ranks"
-        yield finding(TEXTS, key, Severity.FAIL, SHM, seen, gpus=gpus, needed=needed, **values)
+        yield finding(TEXTS, key, Status.FAIL, SHM, seen, gpus=gpus, needed=needed, **values)
     elif total < SHM_WANTED_BYTES:
-        yield finding(TEXTS, "limits.shm.small", Severity.WARN, SHM, seen, **values)
+        yield finding(TEXTS, "limits.shm.small", Status.WARN, SHM, seen, **values)
 
 
 def _of_engine(facts: LimitsFacts, remedies: Mapping[str, str]) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from contracts.finding import Finding, Status
 from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
-from probes.api import Finding, Metric, Probe, Sample, Severity
+from probes.api import Metric, Probe, Sample
 from probes.pci.facts import (
     INFINIBAND_CLASS,
     PciDevice,
@@ -30,7 +31,7 @@ from probes.texts import codes_of, finding
 EVIDENCE_MAX = 16
 DEPTH_MAX = 64
 SYSFS = "/sys/bus/pci/devices"
-NARROW_GPU = Severity.FAIL
+NARROW_GPU = Status.FAIL
 """Of a GPU whose PCIe link has fewer lanes than it could, whether sysfs or NVML shows it: half the lanes at most."""
 
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
@@ -122,7 +123,7 @@ def check(facts: PciFacts) -> Iterator[Finding]:
             f"{SYSFS}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in found[:EVIDENCE_MAX]
         )
-        yield finding(TEXTS, "pci.gpu.unjudged", Severity.UNKNOWN, "", seen, count=len(found))
+        yield finding(TEXTS, "pci.gpu.unjudged", Status.UNKNOWN, "", seen, count=len(found))
     yield from _no_rdma(facts)
     yield from _peermem(facts)
     yield from _virtual_tree(facts)
@@ -135,20 +136,20 @@ def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
 def _device(device: PciDevice) -> Iterator[Finding]:
     where, name, driver = f"{SYSFS}/{device.bus_id}", device.bus_id, device.driver
     if device.lost:
-        yield finding(TEXTS, "pci.device.lost", Severity.FAIL, name, (f"{where}/config: 0xff in all of the header",))
+        yield finding(TEXTS, "pci.device.lost", Status.FAIL, name, (f"{where}/config: 0xff in all of the header",))
     gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA and device.physical_function is None
     if gpu and is_passed_through(driver):
         seen = (f"{where}/driver: {driver}",)
-        yield finding(TEXTS, "pci.device.passed_through", Severity.INFO, name, seen, driver=driver)
+        yield finding(TEXTS, "pci.device.passed_through", Status.INFO, name, seen, driver=driver)
     if gpu and driver in (None, "nouveau"):
         key = "pci.device.no_driver" + " nouveau" * (driver is not None)
-        yield finding(TEXTS, key, Severity.FAIL, name, (f"{where}/driver: {driver or 'no link'}",))
+        yield finding(TEXTS, key, Status.FAIL, name, (f"{where}/driver: {driver or 'no link'}",))
     if gpu and device.bar_sizes_offered and device.resizable_bar is False:
         seen = (f"{where}/config: resizable BAR, a larger size is supported than the one in use",)
-        yield finding(TEXTS, "pci.rebar.off", Severity.INFO, name, seen)
+        yield finding(TEXTS, "pci.rebar.off", Status.INFO, name, seen)
     if device.rdma and device.relaxed_ordering is False:
         seen = (f"{where}/config: Device Control bit 4 is 0",)
-        yield finding(TEXTS, "pci.relaxed_ordering.off", Severity.INFO, name, seen)
+        yield finding(TEXTS, "pci.relaxed_ordering.off", Status.INFO, name, seen)
 
 
 def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
@@ -176,17 +177,17 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     where, what = f"{SYSFS}/{device.bus_id}", _what(device)
     width, possible = device.link_width, possible_width(facts, device)
     if width and possible and width < possible:
-        severity = NARROW_GPU if gpu else Severity.FAIL if device.rdma or uplink else Severity.WARN
+        status = NARROW_GPU if gpu else Status.FAIL if device.rdma or uplink else Status.WARN
         seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
         values = {"width": width, "possible": possible, "share": width / possible}
-        yield finding(TEXTS, "pci.link.width", severity, device.bus_id, seen, what=what, **values)
+        yield finding(TEXTS, "pci.link.width", status, device.bus_id, seen, what=what, **values)
     speed, fastest = device.link_transfers_per_second, _possible_transfers(facts, device)
     # GPUs lower their link's speed when idle, and so does the switch above them: no verdict from a scan at rest.
     if is_network(device.class_code) and speed and fastest and speed < fastest:
         most = (device.link_transfers_per_second_max or 0) / 1e9
         seen = (f"{where}/current_link_speed: {speed / 1e9:g} GT/s", f"{where}/max_link_speed: {most:g} GT/s")
         rates = {"speed": speed / 1e9, "fastest": fastest / 1e9}
-        yield finding(TEXTS, "pci.link.speed", Severity.WARN, device.bus_id, seen, what=what, **rates)
+        yield finding(TEXTS, "pci.link.speed", Status.WARN, device.bus_id, seen, what=what, **rates)
 
 
 def _what(device: PciDevice) -> str:
@@ -225,19 +226,19 @@ def _acs(facts: PciFacts) -> Iterator[Finding]:
     redirecting = [d.bus_id for d in judged if d.acs_source_validation]
     if redirecting:  # judged on the way between GPUs and their peers only
         seen = tuple(f"{SYSFS}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
-        yield finding(TEXTS, "pci.acs.on", Severity.FAIL, "", seen, count=len(redirecting))
+        yield finding(TEXTS, "pci.acs.on", Status.FAIL, "", seen, count=len(redirecting))
     elif any(d.acs_source_validation is None for d in judged):
         seen = tuple(f"{SYSFS}/{p}/config: extended part not readable" for p in sorted(ports)[:EVIDENCE_MAX])
-        yield finding(TEXTS, "pci.acs.unknown", Severity.UNKNOWN, "", seen)
+        yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", seen)
 
 
 def _iommu(facts: PciFacts) -> Iterator[Finding]:
     ends = len(gpus(facts)) + len(_rdma_nics(facts))
     if facts.iommu_mode == "translated" and gpus(facts) and ends > 1:
         # Traffic of GPUs and peers that share a switch leaves it now; other traffic crossed the root complex before.
-        severity = Severity.FAIL if peer_ports(facts) else Severity.WARN
+        status = Status.FAIL if peer_ports(facts) else Status.WARN
         seen = ("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",)
-        yield finding(TEXTS, "pci.iommu.translated", severity, "", seen)
+        yield finding(TEXTS, "pci.iommu.translated", status, "", seen)
 
 
 def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
@@ -252,11 +253,11 @@ def _no_rdma(facts: PciFacts) -> Iterator[Finding]:
             continue
         # An Ethernet card may be there for storage or management, but not where nothing else of a GPU node does RDMA.
         alone = bool(gpus(facts)) and not any(d.rdma for d in facts.devices if is_network(d.class_code))
-        severity = Severity.FAIL if made_for_it or alone else Severity.WARN
+        status = Status.FAIL if made_for_it or alone else Status.WARN
         where = " in this container, which may be another network namespace's" if facts.container else ""
         seen = (f"{SYSFS}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")
-        severity = Severity.UNKNOWN if facts.container else severity
-        yield finding(TEXTS, "pci.nic.no_rdma", severity, device.bus_id, seen, where=where)
+        status = Status.UNKNOWN if facts.container else status
+        yield finding(TEXTS, "pci.nic.no_rdma", status, device.bus_id, seen, where=where)
 
 
 def _peermem(facts: PciFacts) -> Iterator[Finding]:
@@ -264,12 +265,12 @@ def _peermem(facts: PciFacts) -> Iterator[Finding]:
     if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
     known = facts.peermem_loaded is False and facts.dmabuf_possible is False
-    key, severity = ("missing", Severity.FAIL) if known else ("unknown", Severity.UNKNOWN)
+    key, status = ("missing", Status.FAIL) if known else ("unknown", Status.UNKNOWN)
     seen = (
         f"/sys/module/nvidia_peermem: {_seen(facts.peermem_loaded)}",
         f"/proc/driver/nvidia/version, open kernel module: {_seen(facts.nvidia_open_module)}",
     )
-    yield finding(TEXTS, f"pci.peermem.{key}", severity, "", seen)
+    yield finding(TEXTS, f"pci.peermem.{key}", status, "", seen)
 
 
 def _seen(known: bool | None) -> str:
@@ -288,8 +289,8 @@ def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
     else:
         remedy = "Ask the provider for an NCCL topology file of this machine type, and set NCCL_TOPO_FILE to it."
     seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
-    severity = Severity.INFO if unasked else Severity.WARN
-    yield finding(TEXTS, "pci.tree.virtual", severity, "", seen, why=facts.virtual_tree, remedy=remedy)
+    status = Status.INFO if unasked else Status.WARN
+    yield finding(TEXTS, "pci.tree.virtual", status, "", seen, why=facts.virtual_tree, remedy=remedy)
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:

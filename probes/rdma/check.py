@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from contracts.finding import Finding, Status, by_loss
 from hardware.nics import fastest
-from probes.api import Finding, Severity, by_loss
 from probes.rdma.facts import (
     OTHER,
     RAIL,
@@ -167,7 +167,7 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
     yield from _firmware(facts)
     yield from _memlock(facts)
     if facts.netns_mode == "shared" and facts.source == "netlink":
-        yield finding(TEXTS, "rdma.netns.shared", Severity.INFO, "", ("NETLINK_RDMA system: netns shared",))
+        yield finding(TEXTS, "rdma.netns.shared", Status.INFO, "", ("NETLINK_RDMA system: netns shared",))
 
 
 def _of_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
@@ -186,9 +186,9 @@ def _of_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Find
 
 
 def _less_severe(found: Finding) -> Finding:
-    severity = {Severity.FAIL: Severity.WARN, Severity.WARN: Severity.INFO}.get(found.severity, found.severity)
+    status = {Status.FAIL: Status.WARN, Status.WARN: Status.INFO}.get(found.status, found.status)
     message = f"{found.message} No traffic between GPUs goes over this port: every GPU has a nearer or faster one."
-    return found if severity is found.severity else replace(found, severity=severity, message=message)
+    return found if status is found.status else replace(found, status=status, message=message)
 
 
 def _ports(devices: Iterable[RdmaDevice]) -> Ports:
@@ -208,18 +208,18 @@ def _none_active(facts: RdmaFacts) -> Iterator[Finding]:
     states = [port.state for _, port in _ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
         seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _ports(facts.devices)[:EVIDENCE_MAX])
-        yield finding(TEXTS, "rdma.port.none_active", Severity.FAIL, "", seen, count=len(states))
+        yield finding(TEXTS, "rdma.port.none_active", Status.FAIL, "", seen, count=len(states))
 
 
 def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     where, name = where_of(device, port), subject(device, port)
     if port.state is None:
-        yield finding(TEXTS, "rdma.port.unknown", Severity.UNKNOWN, name, (f"{where}/state: not readable",))
+        yield finding(TEXTS, "rdma.port.unknown", Status.UNKNOWN, name, (f"{where}/state: not readable",))
     elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
         evidence = (f"{where}/state: {port.state}", f"{where}/phys_state: {port.physical_state}")
         state = f"{port.state} ({port.physical_state or 'physical state unknown'})"
         if not _is_needed(facts, device, port):
-            yield finding(TEXTS, "rdma.port.down unused", Severity.INFO, name, evidence, state=state)
+            yield finding(TEXTS, "rdma.port.down unused", Status.INFO, name, evidence, state=state)
             return
         sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts.devices))
         carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software adds no wire
@@ -227,7 +227,7 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
             TEXTS,
             "rdma.port.down",
             # its share of the node's ports of that kind; of a kind that carries nothing here none is missed
-            by_loss(1.0 / (sisters + 1)) if carries else Severity.WARN,
+            by_loss(1.0 / (sisters + 1)) if carries else Status.WARN,
             name,
             evidence,
             state=state,
@@ -288,7 +288,7 @@ def _mtus(members: Ports) -> Iterator[Finding]:
             yield finding(
                 TEXTS,
                 "rdma.mtu.mismatch",
-                Severity.FAIL,  # one end of its connections is configured wrongly: the job may hang
+                Status.FAIL,  # one end of its connections is configured wrongly: the job may hang
                 subject(device, port),
                 (f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}",),
                 netdev=port.netdev,
@@ -304,7 +304,7 @@ def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     layers = sorted({port.link_layer for _, port in active if port.link_layer})
     if len(layers) > 1:
         seen = tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
-        yield finding(TEXTS, "rdma.port.mixed_link_layer", Severity.WARN, "", seen, layers=" and ".join(layers))
+        yield finding(TEXTS, "rdma.port.mixed_link_layer", Status.WARN, "", seen, layers=" and ".join(layers))
     groups = [
         [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
         for members in _alike(devices)
@@ -316,16 +316,16 @@ def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
         mtus = sorted({port.netdev_mtu_bytes for port in ports if port.netdev_mtu_bytes})
         seen = tuple(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}" for port in ports[:EVIDENCE_MAX])
         listed = ", ".join(map(str, mtus))
-        yield finding(TEXTS, "rdma.mtu.mismatch mixed", Severity.WARN, "", seen, mtus=listed)
+        yield finding(TEXTS, "rdma.mtu.mismatch mixed", Status.WARN, "", seen, mtus=listed)
 
 
 def _permission(device: RdmaDevice) -> Iterator[Finding]:
     if device.uverbs is None:
         seen = f"/sys/class/infiniband_verbs/*/ibdev: {device.name}, no such node in /dev/infiniband"
-        yield finding(TEXTS, "rdma.uverbs.missing", Severity.UNKNOWN, device.name, (seen,))
+        yield finding(TEXTS, "rdma.uverbs.missing", Status.UNKNOWN, device.name, (seen,))
     elif device.uverbs_usable is False:
         seen = f"access({device.uverbs}, R_OK | W_OK): denied"
-        yield finding(TEXTS, "rdma.uverbs.permission", Severity.FAIL, device.name, (seen,), node=device.uverbs)
+        yield finding(TEXTS, "rdma.uverbs.permission", Status.FAIL, device.name, (seen,), node=device.uverbs)
 
 
 def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
@@ -337,7 +337,7 @@ def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
         if len(found) > 1:
             seen = tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board)
             listed = ", ".join(sorted(found))
-            yield finding(TEXTS, "rdma.firmware.mixed", Severity.INFO, board, seen, board=board, versions=listed)
+            yield finding(TEXTS, "rdma.firmware.mixed", Status.INFO, board, seen, board=board, versions=listed)
 
 
 def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
@@ -348,7 +348,7 @@ def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
     yield finding(
         TEXTS,
         "rdma.memlock.registration",
-        Severity.FAIL if no_memory else Severity.UNKNOWN,
+        Status.FAIL if no_memory else Status.UNKNOWN,
         proof.device,
         (f"ibv_reg_mr({proof.device}, {proof.failed_bytes}): {proof.error}",),
         failed=proof.failed_bytes,
@@ -374,14 +374,14 @@ def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     # count in the rate's text is only how the kernel expresses a speed.
     if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
         name = subject(device, port)
-        yield finding(TEXTS, "rdma.port.rate lanes", Severity.FAIL, name, (seen,), rate=port.rate_text)
+        yield finding(TEXTS, "rdma.port.rate lanes", Status.FAIL, name, (seen,), rate=port.rate_text)
     yield from _below_max(device, port, seen)
     best = None if port.rate_max_bytes_per_second else fastest(device.model)
     if best and rate and rate < best:
         yield finding(
             TEXTS,
             "rdma.port.family_rate",
-            Severity.INFO,
+            Status.INFO,
             subject(device, port),
             (seen, f"{SYSFS}/{device.name}/board_id: {device.board}"),
             rate=gbps(rate),
@@ -397,11 +397,11 @@ def _below_max(device: RdmaDevice, port: RdmaPort, seen: str) -> Iterator[Findin
     virtual = device.is_vf or (device.model or "").endswith(" VF")  # its rate is what its owner gives it
     if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
         modes = (f"ethtool {port.netdev or '(no netdev here)'}: no link modes", f"model {device.model}")
-        yield finding(TEXTS, "rdma.port.below_max unknown", Severity.UNKNOWN, name, modes)
+        yield finding(TEXTS, "rdma.port.below_max unknown", Status.UNKNOWN, name, modes)
     if rate and most and rate < most:
         modes = (seen, f"ethtool {port.netdev}, supported link modes: up to {most * 8 / 1e6:.0f} Mb/s")
         values = {"rate": gbps(rate), "most": gbps(most), "share": rate / most}
-        yield finding(TEXTS, "rdma.port.below_max", Severity.WARN, name, modes, **values)
+        yield finding(TEXTS, "rdma.port.below_max", Status.WARN, name, modes, **values)
 
 
 def gbps(bytes_per_second: float) -> str:
@@ -418,19 +418,19 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     best, choice = rocev2_gid_index(port), nccl_gid_index(port)
     if best is None:
         unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
-        severity = Severity.UNKNOWN if unknown else Severity.FAIL
+        status = Status.UNKNOWN if unknown else Status.FAIL
         key = "rdma.gid.missing_rocev2" + " unknown" * unknown
-        yield finding(TEXTS, key, severity, name, listed or (f"{where}: no used entry",))
+        yield finding(TEXTS, key, status, name, listed or (f"{where}: no used entry",))
         return
     chosen = next((gid for gid in port.gids if gid.index == choice), None)
     values = {"choice": choice, "where": _where(port, best), "remedy": _addressed(port, best)}
     if chosen is None or chosen.type != ROCE_V2:
         # an empty entry connects to nothing; RoCE v1 works within its subnet
-        severity, kind = (Severity.WARN, chosen.type) if chosen else (Severity.FAIL, "empty")
-        yield finding(TEXTS, "rdma.gid.choice", severity, name, listed, kind=kind, **values)
+        status, kind = (Status.WARN, chosen.type) if chosen else (Status.FAIL, "empty")
+        yield finding(TEXTS, "rdma.gid.choice", status, name, listed, kind=kind, **values)
     elif not any(ipv4_of(gid) for gid in port.gids):
         key = "rdma.gid.no_ipv4" + " routed" * _routed_v6(port)
-        yield finding(TEXTS, key, Severity.WARN, name, listed, **values)
+        yield finding(TEXTS, key, Status.WARN, name, listed, **values)
 
 
 def _routed_v6(port: RdmaPort) -> bool:
@@ -489,12 +489,12 @@ def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
     known = [(device, port) for device, port in roce if port.pfc_priorities is not None]
     if roce and not known:
         seen = f"DCB_CMD_IEEE_GET {', '.join(port.netdev or 'no netdev' for _, port in roce)}: no answer"
-        yield finding(TEXTS, "rdma.pfc.off unknown", Severity.UNKNOWN, "", (seen,))
+        yield finding(TEXTS, "rdma.pfc.off unknown", Status.UNKNOWN, "", (seen,))
     for members in _alike(facts.devices):  # another board may serve storage, on a fabric of its own
         ports = [port for device, port in members if (device, port) in known]
         if len({port.pfc_priorities for port in ports}) > 1:
             model = members[0][0].model or "one board"
-            yield finding(TEXTS, "rdma.pfc.mixed", Severity.WARN, "", _evidence(ports), model=model)
+            yield finding(TEXTS, "rdma.pfc.mixed", Status.WARN, "", _evidence(ports), model=model)
     if known and not any(port.pfc_priorities for _, port in known):
         yield _no_flow_control([port for _, port in known])
 
@@ -502,9 +502,9 @@ def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
 def _no_flow_control(ports: list[RdmaPort]) -> Finding:
     unmarked = [port for port in ports if port.ecn is False]
     if not unmarked:
-        return finding(TEXTS, "rdma.pfc.off", Severity.INFO, "", _evidence(ports))
+        return finding(TEXTS, "rdma.pfc.off", Status.INFO, "", _evidence(ports))
     seen = (*_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
-    return finding(TEXTS, "rdma.pfc.off unmarked", Severity.WARN, "", seen, count=len(unmarked))
+    return finding(TEXTS, "rdma.pfc.off unmarked", Status.WARN, "", seen, count=len(unmarked))
 
 
 def _evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:

@@ -185,7 +185,7 @@ def agent_of(overlay: str) -> Document:
 
 def bad(view: View) -> set[str]:
     """Codes of what fails or warns."""
-    return {check.id for check in view.checks if check.status in ("fail", "warn")}
+    return {check.code for check in view.checks if check.status in ("fail", "warn")}
 
 
 def of_host(path: Path) -> View:

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from agent_pod import HEALTHY, MACHINES, OVERLAYS, PodHost, agent_of, bad, in_pod, of_host
 from rigs.tables import each_row
 
-from agent.checks.verdict import Check
 from agent.checks.view import View, look
+from contracts.finding import Finding
 from probes.scan import scan
 
 PATHS = sorted(MACHINES.glob("*.json"))
@@ -39,8 +39,8 @@ def test_the_pod_adds_no_finding_to_any_node(path: Path) -> None:
     assert bad(in_pod(path)) <= bad(of_host(path))
 
 
-def checks(view: View, code: str) -> list[Check]:
-    return [check for check in view.checks if check.id == code]
+def checks(view: View, code: str) -> list[Finding]:
+    return [check for check in view.checks if check.code == code]
 
 
 def test_what_only_a_jobs_pod_can_tell_is_unknown_and_no_pass() -> None:

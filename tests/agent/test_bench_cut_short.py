@@ -31,7 +31,7 @@ CUT = replace(
 
 
 def statuses(result: BenchResult) -> dict[str, str]:
-    return {check.id: check.status for check in checks_of_bench(result, ())}
+    return {check.code: check.status for check in checks_of_bench(result, ())}
 
 
 def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
@@ -46,10 +46,10 @@ def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
 def test_who_asked_for_the_measurement_gets_no_pass() -> None:
     """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
     view = with_bench(look((scan(load(MACHINE)),)), CUT)
-    kept = {check.id: check.status for check in view.checks}
+    kept = {check.code: check.status for check in view.checks}
     assert kept["bench.run.incomplete"] == "unknown"
     now = must_be_measured(view.checks)
-    assert {check.id: check.status for check in now}["bench.run.incomplete"] == "fail"
+    assert {check.code: check.status for check in now}["bench.run.incomplete"] == "fail"
     assert judge(now, fail_on="fail").exit_code == EXIT_FAILED
     assert must_be_measured(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())
 

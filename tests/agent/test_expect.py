@@ -50,7 +50,7 @@ def preflight(name: str, *options: str) -> Result:
 def judged(snapshot: Snapshot, words: str) -> dict[str, str]:
     """Status of each expectation, by its subject."""
     checks = look((snapshot,), expected=parse([words])).checks
-    return {check.subject: check.status for check in checks if check.id == EXPECT_CODES[0]}
+    return {check.subject: check.status for check in checks if check.code == EXPECT_CODES[0]}
 
 
 def test_a_node_that_has_it_all_passes_and_says_each() -> None:
@@ -98,7 +98,7 @@ LESS = [
 def test_absent_or_less_is_failed_and_unread_is_unknown(machine: str, words: str, told: str) -> None:
     """Exit code 3 with what is there; where the probe saw nothing of a device that the bus has, 5 at least."""
     result = preflight(machine, "--expect", words, "-o", "json")
-    (check,) = [c for c in json.loads(result.stdout)["checks"] if c["id"] == EXPECT_CODES[0]]
+    (check,) = [c for c in json.loads(result.stdout)["checks"] if c["code"] == EXPECT_CODES[0]]
     if machine == "sick-h100-rdma-off":  # the bus has ten HCAs and no RDMA device could be read
         assert (check["status"], check["required"]) == ("unknown", True)
         return
@@ -114,7 +114,7 @@ def test_what_could_not_be_read_is_unknown_and_required(words: str) -> None:
     gone = {name: Failed(error="no answer after 30.0 s") for name in ("gpu", "rdma", "limits", "interfaces", "pci")}
     snapshot = replace(recorded(), outcomes={**recorded().outcomes, **gone})
     view = look((snapshot,), expected=parse([words]))
-    (check,) = [c for c in view.checks if c.id == EXPECT_CODES[0]]
+    (check,) = [c for c in view.checks if c.code == EXPECT_CODES[0]]
     assert (check.status, check.required) == ("unknown", True)
     assert "no answer after 30.0 s" in check.message
     assert view.verdict.exit_code == 5
@@ -251,7 +251,7 @@ def test_records_of_nodes_are_held_to_it_too(machine: str, words: str, code: int
     fleet = fleet_of(recorded(machine))
     (name,) = [record.name for record in fleet.records()]
     checks = gate_of_nodes([name], fleet, expected=parse([words]))
-    assert judge(checks).exit_code == code, [c for c in checks if c.id == EXPECT_CODES[0]]
+    assert judge(checks).exit_code == code, [c for c in checks if c.code == EXPECT_CODES[0]]
 
 
 def test_a_record_of_another_release_meets_nothing() -> None:
@@ -263,7 +263,7 @@ def test_a_record_of_another_release_meets_nothing() -> None:
         old.set([replace(record, **without) for record in fleet.records()])  # type: ignore[arg-type]
         (name,) = [record.name for record in old.records()]
         checks = gate_of_nodes([name], old, expected=parse(["gpus=8,interface=eno1"]))
-        assert {c.status for c in checks if c.id == EXPECT_CODES[0]} == {"unknown"}
+        assert {c.status for c in checks if c.code == EXPECT_CODES[0]} == {"unknown"}
         assert judge(checks).exit_code == 5
 
 
@@ -291,8 +291,8 @@ def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
     snapshot = recorded("sick-h100-dead-hca")
     nine = look((snapshot,), expected=parse(["hcas=9"])).checks
     ten = look((snapshot,), expected=parse(["hcas=10"])).checks
-    assert {c.status for c in nine if c.id == "rdma.port.down"} == {"info"}
-    assert {c.status for c in ten if c.id == "rdma.port.down"} == {"fail"}
+    assert {c.status for c in nine if c.code == "rdma.port.down"} == {"info"}
+    assert {c.status for c in ten if c.code == "rdma.port.down"} == {"fail"}
     gpus = snapshot.facts(GpuFacts)
     assert gpus is not None and gpus.bus is not None
     some = replace(gpus, gpus=gpus.gpus[:2], pairs=(),
@@ -300,7 +300,7 @@ def test_as_many_as_expected_settle_what_a_scan_cannot_tell() -> None:
     pod = replace(snapshot, outcomes={**snapshot.outcomes, "gpu": Ok(facts=some)})
     for words, status, required in (("gpus=2", "info", False), ("gpus=3", "unknown", True)):
         checks = look((pod,), expected=parse([words])).checks
-        (check,) = [c for c in checks if c.id == "gpu.device.not_given"]
+        (check,) = [c for c in checks if c.code == "gpu.device.not_given"]
         assert (check.status, check.required) == (status, required)
 
 

@@ -94,7 +94,7 @@ def test_what_the_host_lacks_is_unknown(report: dict[str, Any]) -> None:
     """Where there is no GPU, no check of GPUs passes."""
     snapshot = report["snapshots"][0]
     if snapshot["outcomes"]["gpu"].get("why"):
-        judged = [c for c in report["checks"] if c["id"].startswith("gpu.") and c["id"] != "gpu.probe.failed"]
+        judged = [c for c in report["checks"] if c["code"].startswith("gpu.") and c["code"] != "gpu.probe.failed"]
         assert judged and {c["status"] for c in judged} == {"unknown"}
 
 

@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 from rigs.tables import each_row
 
-from agent.checks.verdict import Check, GateError, checks_of_findings, judge, select, worst_first
-from probes.api import Finding, Severity
+from agent.checks.verdict import GateError, judge, select, with_passes, worst_first
+from contracts.finding import Finding, Status
 
 
-def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Check:
-    return Check(id=name, status=status, node="n", required=required)  # type: ignore[arg-type]
+def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Finding:
+    return Finding(code=name, status=status, node="n", required=required)  # type: ignore[arg-type]
 
 
 # statuses present, a required check unknown, --fail-on -> exit code: every row of docs/exit-codes.md
@@ -63,15 +63,15 @@ def test_a_run_that_was_stopped_never_passes() -> None:
 
 def test_a_code_that_raised_nothing_passes_and_one_that_did_does_not() -> None:
     """Findings become checks; the other codes of the probe were judged and pass."""
-    finding = Finding(code="rdma.port.down", severity=Severity.FAIL, subject="mlx5_0:1", message="port is DOWN")
-    checks = {c.id: c.status for c in checks_of_findings("n", [finding], ("rdma.port.down", "rdma.port.rate"))}
+    finding = Finding(code="rdma.port.down", status=Status.FAIL, subject="mlx5_0:1", message="port is DOWN")
+    checks = {c.code: c.status for c in with_passes("n", [finding], ("rdma.port.down", "rdma.port.rate"))}
     assert checks == {"rdma.port.down": "fail", "rdma.port.rate": "pass"}
 
 
 def test_require_marks_what_it_matches_and_adds_what_was_never_judged() -> None:
     """A required check that no probe judged is unknown, not forgotten."""
     kept = select([check("pass", "rdma.port.down")], require=("rdma.*",), known=("rdma.port.down", "rdma.memlock.low"))
-    assert {(c.id, c.status, c.required) for c in kept} == {
+    assert {(c.code, c.status, c.required) for c in kept} == {
         ("rdma.port.down", "pass", True),
         ("rdma.memlock.low", "unknown", True),
     }
@@ -97,8 +97,8 @@ def test_failures_are_listed_first() -> None:
     assert order == ["fail", "warn", "unknown", "info", "pass"]
 
 
-def on(status: str, code: str, subject: str = "", node: str = "n") -> Check:
-    return Check(id=code, status=status, node=node, subject=subject)  # type: ignore[arg-type]
+def on(status: str, code: str, subject: str = "", node: str = "n") -> Finding:
+    return Finding(code=code, status=status, node=node, subject=subject)  # type: ignore[arg-type]
 
 
 @each_row(
@@ -116,7 +116,7 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Check:
         ([], "nothing was measured"),
     ],
 )
-def test_a_verdict_counts_checks_and_says_on_how_many_devices(found: list[Check], why: str) -> None:
+def test_a_verdict_counts_checks_and_says_on_how_many_devices(found: list[Finding], why: str) -> None:
     """Ten devices that fail one check are one check; nothing seen is not called healthy."""
     assert judge(found).why == why
 

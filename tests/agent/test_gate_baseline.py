@@ -23,10 +23,11 @@ from machine_tree import Tree
 from rigs.tables import each_row
 
 from agent.checks.baseline import read, regressions
-from agent.checks.verdict import Check, GateError, Status, judge
+from agent.checks.verdict import GateError, judge
 from agent.checks.view import look
 from agent.cli.preflight import preflight
 from agent.cluster.nodes import NodeRecord, records_of, to_resource
+from contracts.finding import Finding, Status
 from probes.host.recording import dumps, load
 from probes.scan import scan
 
@@ -46,7 +47,7 @@ TABLE: list[tuple[Status | None, Status, Status]] = [
 def test_the_table_of_regressions(before: Status | None, now: Status, judged: Status) -> None:
     """What got worse fails, what stood there already is told, what cannot be measured any more fails."""
     baseline = {("a.b.c", "n", ""): before} if before else {}
-    (made,) = regressions([Check(id="a.b.c", status=now, node="n")], baseline)
+    (made,) = regressions([Finding(code="a.b.c", status=now, node="n")], baseline)
     assert made.status == judged
 
 
@@ -95,7 +96,7 @@ def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
     for baseline in (GOOD, report):
         words = ["--host", str(now), "--baseline", str(baseline), "-o", "json", "-q"]
         worse = run.invoke(preflight, words)
-        (lost,) = [c for c in json.loads(worse.stdout)["checks"] if c["id"] == "expect.node.unmet"]
+        (lost,) = [c for c in json.loads(worse.stdout)["checks"] if c["code"] == "expect.node.unmet"]
         assert (worse.exit_code, lost["status"], lost["subject"]) == (3, "fail", subject)
         assert all(f"0000:{bus}:00.0" in lost["message"] for bus in buses)
         skipped = run.invoke(preflight, [*words, "--skip", "expect.*"])
@@ -176,7 +177,7 @@ EXITS: list[tuple[tuple[Status, ...], bool, str, int]] = [
 @each_row(("statuses", "required", "fail_on", "code"), EXITS)
 def test_exit_codes_are_this_table(statuses: tuple[Status, ...], required: bool, fail_on: str, code: int) -> None:
     """The gate's verdicts as pipelines see them."""
-    checks = [Check(id=f"a.b.{i}", status=s, node="n", required=required) for i, s in enumerate(statuses)]
+    checks = [Finding(code=f"a.b.{i}", status=s, node="n", required=required) for i, s in enumerate(statuses)]
     assert judge(checks, fail_on=fail_on).exit_code == code  # type: ignore[arg-type]
 
 

@@ -19,13 +19,14 @@ from fastapi.testclient import TestClient
 from rigs.tables import each_row
 
 from agent.checks.codes import PROBE_CODES
-from agent.checks.verdict import Check, judge
+from agent.checks.verdict import judge
 from agent.checks.view import View, look
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, records_of, to_resource
 from agent.cluster.publish import node_feature
 from agent.http.server import create
 from agent.http.state import State
+from contracts.finding import Finding
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
@@ -92,7 +93,7 @@ def test_preflight_of_the_same_machine_with_a_driver_that_answers_is_measured(ma
     """The control: what differs is the driver alone, and unknown of gpu.* stay those of two scans and of the log."""
     done = preflight(machine(), "-o", "json")
     checks = json.loads(done.stdout)["checks"]
-    unknown = {c["id"] for c in checks if c["status"] == "unknown" and c["id"].startswith("gpu.")}
+    unknown = {c["code"] for c in checks if c["status"] == "unknown" and c["code"].startswith("gpu.")}
     logged = {"gpu.xid.hardware", "gpu.xid.driver", "gpu.xid.application"}  # where this user may not read the log
     assert unknown - logged <= {"gpu.counters.rising", "gpu.xid.new"}
     assert not [c for c in checks if c["required"]]
@@ -117,13 +118,13 @@ def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
     client = TestClient(create(hung))  # without its life: the state was scanned once
     said = client.get("/preflight").json()
     assert (said["verdict"]["word"], said["verdict"]["exit_code"]) == ("unknown", 5)
-    assert {c["status"] for c in said["checks"] if c["id"] in GPU_CODES} == {"unknown"}
+    assert {c["status"] for c in said["checks"] if c["code"] in GPU_CODES} == {"unknown"}
     text = client.get("/metrics").text
     assert 'topoflight_gate_status{status="unknown"} 1.0' in text
     assert 'topoflight_gate_status{status="pass"} 0.0' in text
     page = client.get("/").text
     assert "required but not measured" in page and "healthy" not in page.split("<main")[0]
-    links = {c["status"] for c in said["checks"] if c["id"].startswith("topology.nvlink.")}
+    links = {c["status"] for c in said["checks"] if c["code"].startswith("topology.nvlink.")}
     assert links == {"unknown"}
 
     (record,) = records_of(view, name="node-a")
@@ -216,11 +217,11 @@ def test_the_bus_says_what_must_be_measured(case: str, how: str) -> None:
     devices, families = BUSES[case]
     gone: Any = Failed(error="no answer after 30.0 s") if how == "failed" else ABSENT
     view = on_bus(*devices, gpu=gone, rdma=gone)
-    required = {check.id.split(".")[0] for check in view.checks if check.required}
+    required = {check.code.split(".")[0] for check in view.checks if check.required}
     assert required == families
     for family in families:
-        mine = [c for c in view.checks if c.id.split(".")[0] == family]
-        assert all(c.status == "unknown" and c.required for c in mine if not c.id.endswith(".probe.failed"))
+        mine = [c for c in view.checks if c.code.split(".")[0] == family]
+        assert all(c.status == "unknown" and c.required for c in mine if not c.code.endswith(".probe.failed"))
         assert all(c.message for c in mine if c.required)
     failing = any(check.status == "fail" for check in view.checks)  # an HCA without its RDMA half fails by itself
     assert view.verdict.exit_code == (3 if failing else 5 if families else 0)
@@ -250,13 +251,13 @@ def test_xids_that_were_not_looked_for_do_not_pass_and_do_not_block(events: tupl
     assert isinstance(gpu, Ok)
     unlogged = replace(gpu.facts, gpus=tuple(replace(g, xids=None, xid_events=events) for g in gpu.facts.gpus))
     view = look((with_outcomes(recorded(), gpu=replace(gpu, facts=unlogged)),))
-    mine = [c for c in view.checks if c.id in ("gpu.xid.hardware", "gpu.xid.driver", "gpu.xid.application")]
+    mine = [c for c in view.checks if c.code in ("gpu.xid.hardware", "gpu.xid.driver", "gpu.xid.application")]
     assert len(mine) == 3
     assert all(c.status == "unknown" and not c.required and "kernel's log" in c.message for c in mine)
     assert view.verdict.exit_code == 0
     told = replace(unlogged, gpus=(replace(unlogged.gpus[0], xid_events=(79,)), *unlogged.gpus[1:]))
     view = look((with_outcomes(recorded(), gpu=replace(gpu, facts=told)),))
-    assert {c.id: c.status for c in view.checks if c.id.startswith("gpu.xid.")} == {
+    assert {c.code: c.status for c in view.checks if c.code.startswith("gpu.xid.")} == {
         "gpu.xid.hardware": "warn", "gpu.xid.driver": "unknown", "gpu.xid.application": "unknown",
         "gpu.xid.new": "unknown",
     }  # fmt: skip
@@ -276,7 +277,7 @@ def test_nvml_that_cannot_be_used_passes_nothing() -> None:
     """Without the driver's library no temperature, link or error counter of a GPU was seen: none of them passes."""
     facts = GpuFacts(driver_version=None, cuda_version=None, gpus=(), driver_error="LIBRARY_NOT_FOUND", pci_gpus=1)
     view = on_bus(device("0000:1b:00.0", driver="nvidia"), gpu=Ok(facts=facts))
-    assert {c.status for c in view.checks if c.id in GPU_CODES} == {"unknown"}
+    assert {c.status for c in view.checks if c.code in GPU_CODES} == {"unknown"}
     assert view.verdict.exit_code == 5
 
 
@@ -295,7 +296,7 @@ def test_a_published_verdict_is_never_better_for_want_of_a_finding() -> None:
         record = replace(records_of(look((recorded(),)))[0], verdict=word, findings=(), scanned_at_seconds=time.time())
         fleet = Fleet()
         fleet.set([record])
-        checks: tuple[Check, ...] = checks_of([record.name], fleet)
+        checks: tuple[Finding, ...] = checks_of([record.name], fleet)
         assert judge(checks).exit_code == code, word
 
 
@@ -315,7 +316,7 @@ def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:
 
 def departures(snapshot: Snapshot) -> list[str]:
     view = look((snapshot,))
-    return [check.status for check in view.checks if check.id == "topology.reference.departs"]
+    return [check.status for check in view.checks if check.code == "topology.reference.departs"]
 
 
 def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> None:
@@ -338,5 +339,5 @@ def test_a_device_node_that_is_missing_on_the_host_itself_is_required(container:
     assert rdma is not None and tree is not None
     bare = replace(rdma, devices=tuple(replace(d, uverbs=None, uverbs_usable=None) for d in rdma.devices))
     snapshot = with_outcomes(whole, rdma=Ok(facts=bare), pci=Ok(facts=replace(tree, container=container)))
-    told = {(c.status, c.required) for c in look((snapshot,)).checks if c.id == "rdma.uverbs.missing"}
+    told = {(c.status, c.required) for c in look((snapshot,)).checks if c.code == "rdma.uverbs.missing"}
     assert told == {("unknown", required)}

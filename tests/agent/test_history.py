@@ -69,7 +69,7 @@ def at(view: View, seconds: float, name: str = "n") -> View:
 
 
 def raised(view: View) -> set[str]:
-    return {check.id for check in view.checks if check.status in ("fail", "warn")}
+    return {check.code for check in view.checks if check.status in ("fail", "warn")}
 
 
 def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(tray: Snapshot) -> None:

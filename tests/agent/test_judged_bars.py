@@ -16,12 +16,13 @@ from agent.checks import bars
 from agent.checks.baseline import read as read_baseline
 from agent.checks.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
 from agent.checks.measured import with_bench
-from agent.checks.verdict import Check, GateError
+from agent.checks.verdict import GateError
 from agent.checks.view import look
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource, records_of, to_resource
 from collectives.bench.results import Bar, BenchResult, Measurement, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
+from contracts.finding import Finding
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB, GIB = 1e9, 1 << 30
@@ -54,9 +55,9 @@ def result(
     )  # fmt: skip
 
 
-def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Check]:
+def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Finding]:
     found = checks_of_bars(made, snapshots((MACHINES / f"{machine}.json",)))
-    return {(check.id, check.subject if check.id == BUSBW else ""): check for check in found}
+    return {(check.code, check.subject if check.code == BUSBW else ""): check for check in found}
 
 
 @each_row(
@@ -187,7 +188,9 @@ def test_a_node_is_held_against_the_best_tenth_of_its_equals() -> None:
     nodes = [*(node(f"n{i}", 330 + i) for i in range(10)), node("slow", 200), node("dead", 100)]
     others = [node("b200", 600, product="B200"), node("two", 900, job="2 nccl ranks on 1 host")]
     fleet.set(from_resource(to_resource(each)[1]) for each in (*nodes, *others))
-    found = {check.node: check for check in checks_of([n.name for n in (*nodes, *others)], fleet) if check.id == BUSBW}
+    found = {
+        check.node: check for check in checks_of([n.name for n in (*nodes, *others)], fleet) if check.code == BUSBW
+    }
     assert {name for name, check in found.items() if check.status == "pass"} == {f"n{i}" for i in range(10)}
     assert (found["slow"].status, found["dead"].status) == ("warn", "fail")
     assert "best tenth of 12 equal nodes" in found["slow"].message and "338 GB/s" in found["slow"].message

@@ -47,12 +47,12 @@ def test_preflight_flies_only_what_it_found_sound() -> None:
     """What failed before the flight stops it; --skip of that check and --force do not, nor does what is unknown."""
     sick = snapshots([SICK])
     checks = look(sick).checks
-    failed = {check.id for check in checks if check.status == "fail"}
+    failed = {check.code for check in checks if check.status == "fail"}
     assert failed
     assert all(code in _stopping(Options(fly=True), checks, None) for code in failed)
     assert _stopping(Options(fly=True, force=True), checks, None) == ""
     assert _stopping(Options(fly=True, skip=tuple(failed)), checks, None) == ""
-    everywhere_the_same = {(check.id, check.node, check.subject): check.status for check in checks}
+    everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
     assert _stopping(Options(fly=True), checks, everywhere_the_same) == ""
 
 

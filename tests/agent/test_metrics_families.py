@@ -173,7 +173,7 @@ def test_whole_catalogue_can_appear(full: View) -> None:
     watch.restarts["expired"] += 1
     names = {f"topoflight_{family.name}" for family in metrics.OWN}
     changed = (Event(at_seconds=1.0, kind="version", text="driver 570 -> 580", code="driver"),)
-    since = {(check.id, check.subject): 1.0 for check in full.checks}
+    since = {(check.code, check.subject): 1.0 for check in full.checks}
     dated = replace(full, since=since, events=changed)
     shown = set(samples(dated, tallies(publish, watch)))
     assert names - shown <= {"topoflight_flight_mfu_ratio"}  # not known on this record

@@ -24,8 +24,8 @@ from nic_faults import FAULTS, with_fault
 from platform_machines import mapped, snapshot_of
 from rigs.tables import each_row
 
-from agent.checks.verdict import Check
 from agent.checks.view import look
+from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
@@ -136,15 +136,15 @@ def snapshot(name: str) -> Snapshot:
     return platform_machines.snapshot(name)
 
 
-def bad(node: Snapshot) -> list[Check]:
+def bad(node: Snapshot) -> list[Finding]:
     families = ("rdma", "interfaces", "topology", "pci", "limits", "env")
     checks = [check for check in look((node,)).checks if check.status in ("fail", "warn")]
-    return [check for check in checks if check.id.partition(".")[0] in families and check.id not in HELD_TRUE]
+    return [check for check in checks if check.code.partition(".")[0] in families and check.code not in HELD_TRUE]
 
 
 @each_row("name", [*BUILT, *PLATFORMS, *WITHOUT_RDMA, *MACHINES])
 def test_a_healthy_node_passes(name: str) -> None:
-    assert not [(check.status, check.id, check.subject, check.message) for check in bad(snapshot(name))]
+    assert not [(check.status, check.code, check.subject, check.message) for check in bad(snapshot(name))]
 
 
 @each_row("name", [*BUILT, *PLATFORMS, *MACHINES])
@@ -162,7 +162,7 @@ def test_one_fault_of_one_rail_fails(name: str) -> None:
             continue
         found = bad(with_fault(node, device, fault))
         if not any(check.status == "fail" for check in found):
-            passed.append((fault, [(check.status, check.id) for check in found]))
+            passed.append((fault, [(check.status, check.code) for check in found]))
     assert not passed
 
 
@@ -170,10 +170,10 @@ def test_a_missing_hca_is_said_to_be_missing() -> None:
     """Not "put NIC and GPU behind one PCIe switch": seven of eight are there."""
     for name, device, subject in (("lom", "mlx5_3", "GPU3"), ("one-cable", "mlx5_0", "GPU0")):
         checks = [check for check in bad(with_fault(snapshot(name), device, "gone")) if check.status == "fail"]
-        assert [(check.id, check.subject) for check in checks] == [("topology.nic.missing", subject)], name
+        assert [(check.code, check.subject) for check in checks] == [("topology.nic.missing", subject)], name
         assert "7 other GPUs" in checks[0].message and "PCIe switch; where" not in checks[0].remedy
     (check,) = [c for c in bad(with_fault(snapshot("oci-h100"), "mlx5_5", "gone")) if c.status == "fail"]
-    assert check.id == "topology.rail.uneven" and "an HCA is missing" in check.message
+    assert check.code == "topology.rail.uneven" and "an HCA is missing" in check.message
 
 
 def test_what_serves_storage_costs_no_step() -> None:

@@ -73,7 +73,7 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     seen = shown(held)
     failed = {check.node for check in seen.checks if check.status == "fail"}
     assert len(failed) == seen.counts["fail"] == 3 and seen.counts["unknown"] == 1
-    assert {fault.group.status for fault in seen.faults if "silent" in fault.group.id} == {"unknown"}
+    assert {fault.group.status for fault in seen.faults if "silent" in fault.group.code} == {"unknown"}
     assert re.search(r"silent for 2(\.0\d)? h", html.lower())  # and what this test has taken since
     assert "source: kubernetes" in html
 
@@ -265,10 +265,10 @@ def test_counts_agree_with_their_nouns() -> None:
 def test_a_finding_has_the_same_remedy_on_every_page() -> None:
     """What the node's own page says, its record carries, and so the cluster's page and gate."""
     for name in NAMES[1:]:
-        own = {(c.id, c.subject): c.remedy for c in look((scan(load(FOLDER / f"{name}.json")),)).checks if c.remedy}
+        own = {(c.code, c.subject): c.remedy for c in look((scan(load(FOLDER / f"{name}.json")),)).checks if c.remedy}
         held = published(record(name))
         checks = [c for c in page_nodes.checks_of_records(held, time.time()) if c.status in ("fail", "warn")]
-        assert checks and all(c.remedy == own[c.id, c.subject] for c in checks)
+        assert checks and all(c.remedy == own[c.code, c.subject] for c in checks)
 
 
 def test_the_console_filters_sorts_and_groups() -> None:

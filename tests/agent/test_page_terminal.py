@@ -18,12 +18,13 @@ from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
-from agent.checks.verdict import Check
-from agent.checks.view import View, grouped, look
+from agent.checks.groups import grouped
+from agent.checks.view import View, look
 from agent.cli.main import cli
 from agent.terminal import advice as advice_view
 from agent.terminal import findings as findings_view
 from agent.terminal import hosts, topology
+from contracts.finding import Finding, Status
 from probes.host.recording import load
 from probes.scan import scan
 from topology.formats.text import parse
@@ -74,7 +75,7 @@ def test_ten_times_the_same_is_said_once() -> None:
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
     """Eight GPUs of one limit are one thing to do; another limit is another, and one GPU keeps its number."""
     made = [
-        Check(id="gpu.power.limit", status="fail", node="a", subject=f"GPU{n}", message="the limit is low",
+        Finding(code="gpu.power.limit", status=Status.FAIL, node="a", subject=f"GPU{n}", message="the limit is low",
               remedy=f"Restore it: nvidia-smi -i {n} -pl {watts}.")
         for n, watts in [(0, 700), (1, 700), (11, 700), (2, 400)]
     ]  # fmt: skip
@@ -101,7 +102,7 @@ def test_what_was_required_and_not_measured_says_what_to_do(tmp_path: Path) -> N
 def test_findings_that_say_different_things_stay_apart() -> None:
     """One code, two messages: both are read; another remedy makes another group."""
     made = [
-        Check(id="a.b", status="warn", node="n", subject=subject, message=message, remedy=remedy)
+        Finding(code="a.b", status=Status.WARN, node="n", subject=subject, message=message, remedy=remedy)
         for subject, message, remedy in (("x", "one", "mend"), ("y", "two", "mend"), ("z", "three", "replace"))
     ]
     out = console()
@@ -124,17 +125,17 @@ def test_two_readings_of_one_hot_gpu_are_one_finding() -> None:
     assert [(group.subjects, group.trouble) for group in groups] == [
         (("GPU7",), "short of power"), (("GPU6",), "too hot"),
     ]  # fmt: skip
-    assert sorted(check.id for group in groups for check in group.checks) == sorted(
-        check.id for check in view.checks if check.status in ("fail", "warn")
+    assert sorted(check.code for group in groups for check in group.checks) == sorted(
+        check.code for check in view.checks if check.status in ("fail", "warn")
     )
 
 
 def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itself() -> None:
     """A rack whose fans stopped is one thing to read; a GPU with one reading only is that finding."""
 
-    def hot(node: str, gpu: str, *codes: str) -> list[Check]:
+    def hot(node: str, gpu: str, *codes: str) -> list[Finding]:
         return [
-            Check(id=code, status="warn", node=node, subject=gpu, message=f"{code} of {gpu}", remedy="fans")
+            Finding(code=code, status=Status.WARN, node=node, subject=gpu, message=f"{code} of {gpu}", remedy="fans")
             for code in codes
         ]
 
@@ -144,7 +145,7 @@ def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itsel
         (both, 4, "too hot", "on 2 nodes"),
         (both[:1], 1, "", ""),
     ]
-    assert [(check.node, check.id) for check in found[0].checks] == [(n, code) for n in ("a", "b") for code in both]
+    assert [(check.node, check.code) for check in found[0].checks] == [(n, code) for n in ("a", "b") for code in both]
 
 
 def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
@@ -154,7 +155,7 @@ def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     findings_view.verdict(out, view.verdict, 1.0)
     text = " ".join(text_of(out).split())
     assert view.verdict.word == "pass"
-    unknown = {check.id for check in view.checks if check.status == "unknown"}
+    unknown = {check.code for check in view.checks if check.status == "unknown"}
     assert unknown and all(code in text for code in unknown)
     assert f"✓ pass healthy as far as seen; {len(unknown)} checks unknown, named above; " in text
     assert "not a pass" not in text

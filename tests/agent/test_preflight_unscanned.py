@@ -45,7 +45,7 @@ def test_sigterm_during_the_scan_leaves_a_report_that_knows_nothing(tmp_path: Pa
     found = json.loads((report / "report.json").read_text())
     assert (found["verdict"]["word"], found["verdict"]["why"]) == ("unknown", "stopped by SIGTERM before it was done")
     assert (found["snapshots"], found["topologies"], found["recommendation"]) == ([], [], None)
-    assert {check["id"] for check in found["checks"]} == set(ALL_CODES) - set(CLUSTER_CODES) - set(RDMA_BENCH_CODES)
+    assert {check["code"] for check in found["checks"]} == set(ALL_CODES) - set(CLUSTER_CODES) - set(RDMA_BENCH_CODES)
     said = {(check["status"], check["message"]) for check in found["checks"]}
     assert said == {("unknown", "not scanned: stopped by SIGTERM before that")}
     assert found["notes"] == ["stopped by SIGTERM before the scan was done: nothing is known"]

@@ -12,9 +12,10 @@ from rigs.tables import each_row
 
 from agent.checks.baseline import read as read_baseline
 from agent.checks.rdma_bars import checks_of_writes, ports_of, with_bars
-from agent.checks.verdict import Check, GateError
+from agent.checks.verdict import GateError
 from agent.cli.bench import bench
 from collectives.bench.results import RdmaResult, RdmaWrite, result_to_json
+from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
@@ -34,7 +35,7 @@ def measured(rate: float, port: str = "mlx5_0:1", mtu: int = 4096) -> RdmaResult
     return RdmaResult(host="node1", peer="node0", writes=(made,), started_at_seconds=0.0, seconds=6.0)
 
 
-def judged(result: RdmaResult, found: Snapshot, before: dict[str, RdmaWrite] | None = None) -> Check:
+def judged(result: RdmaResult, found: Snapshot, before: dict[str, RdmaWrite] | None = None) -> Finding:
     before = before or {}
     (check,) = checks_of_writes(with_bars(result, found, before), before)
     return check
@@ -67,7 +68,7 @@ def test_published_results_of_400_gigabit_ports(gigabits: int, status: str) -> N
 
 def test_a_port_that_could_carry_more_puts_the_fault_on_the_link() -> None:
     check = judged(measured(NDR / 3), machine())
-    assert (check.status, check.id, check.subject) == ("fail", "bench.rdma.low_bandwidth", "mlx5_0:1")
+    assert (check.status, check.code, check.subject) == ("fail", "bench.rdma.low_bandwidth", "mlx5_0:1")
     assert "the fault is on the link between node1 and node0, or at its other end" in check.message
     assert "the other way round" in check.remedy
 

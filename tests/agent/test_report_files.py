@@ -11,9 +11,10 @@ import pytest
 from junitparser import JUnitXml
 
 from agent.base.documents import write_atomic
-from agent.checks.verdict import Check, judge
+from agent.checks.verdict import judge
 from agent.jobs.report import Report, junit, write_folder
 from agent.pages import render as pages
+from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot
 
 HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes `ticks`\ud800".encode(
@@ -21,7 +22,7 @@ HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes
 ).decode()
 
 
-def report(*checks: Check) -> Report:
+def report(*checks: Finding) -> Report:
     snapshot = Snapshot(
         hostname="node-a", taken_at_seconds=0.0, topoflight_version="0", outcomes={"gpu": Absent(why="no GPU")}
     )
@@ -32,13 +33,19 @@ def report(*checks: Check) -> Report:
 
 
 CHECKS = (
-    Check(
-        id="a.fails", status="fail", node="node-a", subject="GPU0", message=HOSTILE, evidence=(HOSTILE,), remedy=HOSTILE
+    Finding(
+        code="a.fails",
+        status=Status.FAIL,
+        node="node-a",
+        subject="GPU0",
+        message=HOSTILE,
+        evidence=(HOSTILE,),
+        remedy=HOSTILE,
     ),
-    Check(id="a.warns", status="warn", node="node-a", message="slow"),
-    Check(id="a.unknown", status="unknown", node="node-a", message="not measured"),
-    Check(id="a.required", status="unknown", node="node-a", message="not measured", required=True),
-    Check(id="a.passes", status="pass", node="node-b"),
+    Finding(code="a.warns", status=Status.WARN, node="node-a", message="slow"),
+    Finding(code="a.unknown", status=Status.UNKNOWN, node="node-a", message="not measured"),
+    Finding(code="a.required", status=Status.UNKNOWN, node="node-a", message="not measured", required=True),
+    Finding(code="a.passes", status=Status.PASS, node="node-b"),
 )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
-from probes.api import Failed, Ok, Severity, Snapshot
+from contracts.finding import Status
+from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.increases import Past, risen_since, rising
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
@@ -33,9 +34,9 @@ def test_counters_that_stand_still_say_nothing() -> None:
 
 def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
     found = rising(snapshot(0), snapshot(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
-    assert [(f.code, f.severity, f.subject) for f in found] == [
-        ("rdma.counters.rising", Severity.FAIL, "mlx5_0:1"),
-        ("gpu.nvlink.errors", Severity.WARN, "GPU2"),
+    assert [(f.code, f.status, f.subject) for f in found] == [
+        ("rdma.counters.rising", Status.FAIL, "mlx5_0:1"),
+        ("gpu.nvlink.errors", Status.WARN, "GPU2"),
     ]
     assert found[0].evidence == ("link_downed: 4, then 5, 15 s later",)
     assert found[1].evidence == ("link 7 recovery: 0, then 2",)
@@ -71,27 +72,27 @@ def gpus(**changes: Any) -> Snapshot:
     ("before", "after", "expected"),
     [
         ({"pcie_replays": 100}, {"pcie_replays": 108}, None),
-        ({"pcie_replays": 100}, {"pcie_replays": 109}, ("gpu.counters.rising", Severity.WARN)),
+        ({"pcie_replays": 100}, {"pcie_replays": 109}, ("gpu.counters.rising", Status.WARN)),
         ({"pcie_replays": None}, {"pcie_replays": 900}, None),
-        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 3}, ("gpu.counters.rising", Severity.FAIL)),
+        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 3}, ("gpu.counters.rising", Status.FAIL)),
         ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 0}, None),
-        ({"xids": (31,)}, {"xids": (31, 79)}, ("gpu.xid.new", Severity.FAIL)),
-        ({"xids": (79,)}, {"xids": (79, 79)}, ("gpu.xid.new", Severity.FAIL)),
-        ({"xids": (79,)}, {"xids": (79, 31)}, ("gpu.xid.new", Severity.INFO)),
-        ({"xids": ()}, {"xids": (39,)}, ("gpu.xid.new", Severity.WARN)),
-        ({"xid_events": ()}, {"xid_events": (79,)}, ("gpu.xid.new", Severity.FAIL)),
-        ({"xids": (), "xid_events": ()}, {"xids": (79,), "xid_events": (79,)}, ("gpu.xid.new", Severity.FAIL)),
+        ({"xids": (31,)}, {"xids": (31, 79)}, ("gpu.xid.new", Status.FAIL)),
+        ({"xids": (79,)}, {"xids": (79, 79)}, ("gpu.xid.new", Status.FAIL)),
+        ({"xids": (79,)}, {"xids": (79, 31)}, ("gpu.xid.new", Status.INFO)),
+        ({"xids": ()}, {"xids": (39,)}, ("gpu.xid.new", Status.WARN)),
+        ({"xid_events": ()}, {"xid_events": (79,)}, ("gpu.xid.new", Status.FAIL)),
+        ({"xids": (), "xid_events": ()}, {"xids": (79,), "xid_events": (79,)}, ("gpu.xid.new", Status.FAIL)),
         ({"xids": (79,), "xid_events": ()}, {"xids": (79,), "xid_events": ()}, None),
         ({"xids": (79,)}, {"xids": (79,)}, None),
         ({"xids": None}, {"xids": (79,)}, None),
     ],
 )
 def test_what_rises_on_a_gpu(
-    before: dict[str, Any], after: dict[str, Any], expected: tuple[str, Severity] | None
+    before: dict[str, Any], after: dict[str, Any], expected: tuple[str, Status] | None
 ) -> None:
     """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
     found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
-    assert [(f.code, f.severity) for f in found] == ([expected] if expected else [])
+    assert [(f.code, f.status) for f in found] == ([expected] if expected else [])
     assert {f.code for f in found} <= set(ALL_CODES)
 
 
@@ -143,7 +144,7 @@ def test_blackwells_counters_of_links_are_judged(name: str) -> None:
     """100,000 more in a minute is no healthy link, and one lost link is one too many."""
     errors = {"receive": 0, "recovery_failed": 0, "effective": 0, "symbol": 0}
     found = rising(snapshot(0, errors=errors), snapshot(60, errors={**errors, name: 100_000}))
-    assert [(f.code, f.severity) for f in found] == [("gpu.nvlink.errors", Severity.WARN)]
+    assert [(f.code, f.status) for f in found] == [("gpu.nvlink.errors", Status.WARN)]
     assert f"{name}: 0, then 100000" in found[0].evidence[0]
     few = rising(snapshot(0, errors=errors), snapshot(60, errors={**errors, name: 2}))
     assert len(few) == (name in ("receive", "recovery_failed"))

@@ -11,9 +11,9 @@ from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
-from agent.checks.verdict import Check
 from agent.checks.view import View, look, with_environment
-from probes.api import Ok, Severity, Snapshot, by_loss
+from contracts.finding import Finding, Status, by_loss
+from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts
@@ -35,8 +35,8 @@ def with_facts(snapshot: Snapshot, **facts: Any) -> Snapshot:
     return replace(snapshot, outcomes={**snapshot.outcomes, **{k: Ok(facts=v) for k, v in facts.items()}})
 
 
-def of(view: View, code: str) -> list[Check]:
-    return [check for check in view.checks if check.id == code]
+def of(view: View, code: str) -> list[Finding]:
+    return [check for check in view.checks if check.code == code]
 
 
 def status(view: View, code: str) -> set[str]:
@@ -45,7 +45,7 @@ def status(view: View, code: str) -> set[str]:
 
 def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
     """The rule itself."""
-    assert [by_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Severity.WARN] * 2 + [Severity.FAIL] * 2
+    assert [by_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Status.WARN] * 2 + [Status.FAIL] * 2
 
 
 def test_the_readmes_own_case_fails() -> None:
@@ -210,5 +210,5 @@ def test_the_page_states_each_severity_that_a_machine_shows(path: Path) -> None:
     """On every recorded machine."""
     stated = table()
     for check in look((scan(load(path)),)).checks:
-        if check.status in ("fail", "warn", "info") and check.id in stated:
-            assert check.status in stated[check.id][0], (check.id, check.status, check.message)
+        if check.status in ("fail", "warn", "info") and check.code in stated:
+            assert check.status in stated[check.code][0], (check.code, check.status, check.message)

@@ -18,11 +18,12 @@ from rich.console import Console
 from agent.base import units
 from agent.base.documents import unwritable, write_atomic
 from agent.base.streams import EXIT_CLOSED_PIPE, printable_in
-from agent.checks.verdict import Check, judge
+from agent.checks.verdict import judge
 from agent.cli.bench import _bench_exit
 from agent.cluster.client import connect
 from agent.terminal import measured
 from collectives.bench.results import Bar, BenchResult, Measurement
+from contracts.finding import Finding
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
@@ -178,7 +179,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
         assert drawn(cut, 120).startswith(first)
         assert _bench_exit(cut, well=True) == code
     for status, stopped, code in (("pass", "SIGINT", 130), ("fail", "SIGINT", 130), ("pass", "SIGTERM", 75)):
-        assert judge([Check(id="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
+        assert judge([Finding(code="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
 
 
 def test_an_api_server_that_hangs_is_given_up_soon(tmp_path: Path) -> None:

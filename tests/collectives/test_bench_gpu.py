@@ -56,7 +56,7 @@ def test_two_ranks_on_one_gpu_are_held_to_no_link(tmp_path):
     result = bench.run(replace(spec, distinct_hosts=True, environment=one, lock_path=str(tmp_path / "lock")))
     assert result.complete, result.problems
     if default_ranks(found) == 1:  # else the two ranks may take a GPU each
-        (check, *_) = [check for check in checks_of_bars(result, found) if check.id == "bench.busbw.low"]
+        (check, *_) = [check for check in checks_of_bars(result, found) if check.code == "bench.busbw.low"]
         assert check.status == "unknown"
         assert any("two ranks on one GPU" in line for line in check.evidence) or "two ranks" in check.message
 
@@ -70,6 +70,6 @@ def test_the_gpus_of_this_host_carry_what_their_links_should(tmp_path):
     spec = preflight_spec(found, ranks, 20, force=True, backend="nccl")
     result = bench.run(replace(spec, lock_path=str(tmp_path / "lock")))
     assert result.complete, result.problems
-    judged = [check for check in checks_of_bars(result, found) if check.id == "bench.busbw.low"]
+    judged = [check for check in checks_of_bars(result, found) if check.code == "bench.busbw.low"]
     assert {check.subject for check in judged} >= {"all_gather", "reduce_scatter", "all_reduce"}
     assert all(check.status != "fail" for check in judged), judged

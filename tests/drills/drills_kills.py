@@ -141,7 +141,7 @@ def sigterm_of_a_preflight(ground: Ground) -> list[str]:
     lost += [] if (word, why) == ("unknown", "stopped by SIGTERM before it was done") else [f"{word}: {why}"]
     lost += [] if "not calibrated: stopped before it was done" in found["notes"] else [f"{found['notes']}"]
     lost += [f"no {name}" for name in ("snapshots", "bench", "recommendation") if not found[name]]
-    flown = {check["status"] for check in found["checks"] if check["id"].startswith(("flight.", "forecast."))}
+    flown = {check["status"] for check in found["checks"] if check["code"].startswith(("flight.", "forecast."))}
     lost += [] if flown == {"unknown"} else [f"the flight that was none is {flown}"]
     return [*lost, *ground.after(reports), *state_lost(ground.state)]
 

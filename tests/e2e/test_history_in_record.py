@@ -133,7 +133,7 @@ def test_the_third_time_this_week_is_the_third_for_the_pod_after(api: ApiServer,
     three = agents([newer], START + 5400)
     first = three.run(1)
     assert since_words(first, CODE, PORT) == words, "it holds with the first scan already"
-    assert CODE in {check.id for check in first.checks if check.status in ("fail", "warn")}
+    assert CODE in {check.code for check in first.checks if check.status in ("fail", "warn")}
     assert told_of((e.kind, e.code) for e in first.events) == [*twice, "version", "raised"]
     told = [one for one in record(api)["findings"] if one["code"] == CODE]
     assert [one["since"] for one in told] == [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 3600 + STEP))]

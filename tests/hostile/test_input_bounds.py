@@ -6,9 +6,12 @@ Bombs are read in a process of their own with 1.5 GiB of address space and a min
 from __future__ import annotations
 
 import gzip
+import io
+import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import pytest
 from readers import TARGETS
 
 from agent.advice.request import Request, model_of
+from agent.base.bundle_file import BundleError, unpacked
 from agent.base.inputs import RequestError
 from agent.base.result_store import MOST_RECORD_BYTES
 from agent.base.result_store import read as read_kept
@@ -25,6 +29,7 @@ from collectives.traces.calls import TraceError
 from collectives.traces.calls import read as read_trace
 from collectives.traces.ras import RasError
 from collectives.traces.ras import read as read_ras
+from contracts.bounded import TooLargeError, open_regular, tar_files
 from contracts.job_config import ConfigError, read_mapping
 from contracts.job_plan import read as read_plan
 from contracts.plain import PlainError
@@ -34,7 +39,7 @@ from contracts.rank_state import read as read_state
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, load_model
 from planner.lint.sources import EnvironmentTextError, read_environment
-from probes.host.recording import RecordingError, load
+from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
 from probes.wire import loads as load_snapshot
@@ -74,6 +79,8 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     )),
     ("flight recorder", lambda path: read_trace(path.read_bytes(), rank=0), TraceError, (
         DEEP, b"]r\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n(X\x02\0\0\0lstR.",
+        b"(" * 3_000_000, b"\x96" + b"\xff\xff\xff\xff\x0f\0\0\0", b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f.",
+        b"}" + b")" + b"\x85" * 900_000 + b"Ns.", b"}]Ns.", b"]q\x00}h\x00Ns.", b"0.", b"\x8d" + b"\xff" * 8,
     )),
     ("RAS", lambda path: read_ras(path.read_bytes()), RasError, (b'{"communicators": ' + DEEP, b"x" * MIB)),
     ("rank's file", read_state, StateError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
@@ -100,11 +107,121 @@ def test_too_much_is_refused_by_name(
         assert len(str(caught.value)) < 2000, (what, content[:40])
 
 
-@pytest.mark.long
-def test_a_flight_recorder_of_more_values_than_any_writes_is_refused() -> None:
-    """Nine million lists take a quarter of a minute."""
-    with pytest.raises(TraceError):
-        read_trace(b"]" * 9_000_000, rank=0)
+def test_a_pickle_costs_bounded_time_and_memory() -> None:
+    """Whatever stands in it: one byte may make a dict, and asks for 600 MiB in a file of 8 MB."""
+    code = """
+import resource, sys, time
+resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
+from collectives.traces.plain_pickle import PickleError, loads
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_000_000, b")" + b"\\x85" * 4_000_000):
+    began = time.process_time()
+    try:
+        loads(raw)
+    except PickleError as error:
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - before
+        print(raw[:2], round(time.process_time() - began, 1), grown, error)
+        assert grown < 300, grown
+    else:
+        raise AssertionError(raw[:9])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def tar_of(name: bytes, kind: bytes, size: int, content: bytes) -> bytes:
+    """One entry as it stands in an archive, whatever size it announces."""
+    entry = tarfile.TarInfo(name.decode())
+    entry.type, entry.size = kind, size
+    return entry.tobuf(tarfile.GNU_FORMAT) + content + b"\0" * (-len(content) % 512)
+
+
+class Counted(io.BytesIO):
+    """Counts the bytes that were read."""
+
+    taken = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As BytesIO does."""
+        got = super().read(size)
+        self.taken += len(got)
+        return got
+
+
+def test_an_archive_costs_no_more_than_its_files(tmp_path: Path) -> None:
+    """Headers are bounded too: Python's tarfile holds a PAX header or a long name of 6 GiB in memory."""
+    file = tar_of(b"h/recording.json", tarfile.REGTYPE, 2, b"{}")
+    long = b"h" * 150
+    pax = b"%d path=%s/recording.json\n" % (len(long) + 25, long)
+    zeros, huge = bytes(4 * MIB), 6 << 30
+    refused = {
+        "PAX header": tar_of(b"x", tarfile.XHDTYPE, huge, zeros), "long name": tar_of(b"x", b"L", huge, zeros),
+        "PAX that is none": tar_of(b"x", tarfile.XHDTYPE, 9, b"no header"),
+        "torn": tar_of(b"h/recording.json", b"0", 4096, b"{}"),
+        "large file": tar_of(b"h/recording.json", tarfile.REGTYPE, 40 * MIB, zeros), "no archive": b"x" * 2048,
+        "negative size": tar_of(b"x", tarfile.REGTYPE, -512, b""), "too much": tar_of(b"x", b"0", huge, zeros),
+    }  # fmt: skip
+    read = {
+        "plain": (file, "h"), "PAX": (tar_of(b"x", tarfile.XHDTYPE, len(pax), pax) + file, long.decode()),
+        "long": (tar_of(b"x", b"L", len(long) + 15, long + b"/recording.json") + file, long.decode()),
+        "others": (tar_of(b"h/recording.json", tarfile.SYMTYPE, 0, b"") + tar_of(b"h/d", b"5", 0, b"") + file, "h"),
+        "sparse": (tar_of(b"h/recording.json", tarfile.GNUTYPE_SPARSE, 4 * MIB, zeros) + file, "h"),
+    }  # fmt: skip
+    wrong = []
+    for what, raw in refused.items():
+        stream = Counted(raw + bytes(1024))
+        try:
+            list(tar_files(stream, 512 * MIB, 32 * MIB, lambda name: name.endswith("recording.json")))
+            wrong.append((what, "read"))
+        except (tarfile.TarError, TooLargeError):
+            pass
+        if stream.taken > 2 * MIB and what not in ("large file", "too much"):  # those read what is there
+            wrong.append((what, stream.taken))
+        (tmp_path / "b.tgz").write_bytes(gzip.compress(raw + bytes(1024), 1))
+        with pytest.raises(RecordingError):
+            load_all(tmp_path / "b.tgz")
+        with pytest.raises(BundleError):
+            unpacked((tmp_path / "b.tgz").read_bytes())
+    for what, (raw, host) in read.items():
+        found = unpacked(gzip.compress(raw + bytes(1024), 1))
+        if found != {host: {"recording.json": b"{}"}}:
+            wrong.append((what, list(found)))
+    assert not wrong, wrong
+
+
+READERS = [
+    "evidence {0}", "why {0}", "why --ras {0} {1}", "why --diag {0} {1}", "lint-env {0}", "topo --from {0}",
+    "scan --host {0}", "diff {0} {1}", "preflight --host {1} --expect-file {0}", "preflight --host {1} --baseline {0}",
+    "wrap {0}", "launch --config {0} --host {1} --dry-run", "recommend --host {1} --model {0}",
+    "recommend --host {1} --calibration {0}",
+]  # fmt: skip
+
+
+def test_a_pipe_or_a_device_given_as_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Opening a pipe waits for its writer; reading /dev/zero never ends. Standard input is the way for a pipe."""
+    machine = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
+    os.mkfifo(pipe := tmp_path / "pipe.json", 0o600)
+    (link := tmp_path / "link.json").symlink_to("/dev/zero")
+    rows = [[word.format(name, machine) for word in row.split()] for row in READERS for name in (pipe, link)]
+    code = """
+import json, sys
+from click.testing import CliRunner
+from agent.cli.main import cli
+for row in json.loads(sys.stdin.read()):
+    done = CliRunner().invoke(cli, row)
+    said = done.output + repr(done.exception)
+    fine = done.exit_code in (2, 3, 5) and "regular file" in said
+    print("" if fine else f"{row}: {done.exit_code} {said[-300:]}", flush=True)
+print("end")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, input=json.dumps(rows), capture_output=True,
+                          text=True, timeout=600, check=False)  # fmt: skip
+    assert done.returncode == 0 and done.stdout.split() == ["end"], done.stdout + done.stderr[-2000:]
+    with pytest.raises(OSError, match="regular files"):
+        open_regular(pipe)
+    given = subprocess.run([sys.executable, "-m", "agent.cli", "lint-env", "-"], cwd=ROOT, input="NCCL_DEBUG=INFO\n",
+                           capture_output=True, text=True, check=False)  # fmt: skip
+    assert given.returncode in (0, 3), given.stdout + given.stderr
 
 
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:

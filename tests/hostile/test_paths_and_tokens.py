@@ -289,3 +289,15 @@ def test_reads_under_a_foreign_name_are_refused(host: str, read: bool, monkeypat
     for path in ("/", "/findings", "/metrics", "/openapi.json"):
         assert client.get(path, headers={"Host": host}).status_code == (200 if read else 400), path
     assert client.post("/preflight", headers={"Host": host}).status_code == 403
+
+
+def test_a_namespace_named_like_a_top_level_domain_opens_no_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """evil.dev may be bound to the agent's address; SERVICE.NAMESPACE.svc is no public name."""
+    wrong = []
+    for namespace in ("dev", "com", "app", "xn--p1ai", "local", "monitoring", "gpu-nodes", "topoflight", "ml2"):
+        monkeypatch.setenv("POD_NAMESPACE", namespace)
+        names = serve._names("0.0.0.0", {"node_name": None, "allowed_hosts": ()})
+        short = namespace in ("gpu-nodes", "topoflight", "ml2")
+        wrong += [(namespace, names)] * ((f"*.{namespace}" in names) != short or f"*.{namespace}.svc" not in names)
+        wrong += [(namespace, "service")] * (not short and f"topoflight.{namespace}" in names)
+    assert not wrong, wrong

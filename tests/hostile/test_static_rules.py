@@ -14,6 +14,10 @@ ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("agent", "planner", "collectives", "topology", "probes", "finetune")
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
+ALLOWED = {
+    "collectives/traces/plain_pickle.py": ["import pickle"],  # Python's reader, without what makes a pickle code
+    "agent/jobs/script_rank.py": ["compile()", "exec()"],  # the user's own script
+}
 NAMES = {"eval", "exec", "compile", "__import__"}
 MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "xml.sax", "lxml", "telnetlib"}
 PIPED = {"multiprocessing", "multiprocessing.connection"}  # which unpickle, too: between the agent and its own worker
@@ -69,7 +73,8 @@ def test_only_the_worker_is_handed_objects() -> None:
 @each_row("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_text_becomes_code(path: Path) -> None:
     """No eval, pickle, shell, unsafe YAML or code of a model's own, in any module."""
-    assert list(wrongs(ast.parse(path.read_text(encoding="utf-8")))) == []
+    found = [wrong.partition(": ")[2] for wrong in wrongs(ast.parse(path.read_text(encoding="utf-8")))]
+    assert found == ALLOWED.get(str(path.relative_to(ROOT)), [])
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ from rigs.tables import each_row
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.checks.view import look
+from contracts.finding import Finding, Status
 from planner.advice import Recommendation
 from planner.forecast.faults import ENDS, RULES, THROUGH_HOST_SHARE
 from planner.forecast.links import TCP_CEILING_BYTES_PER_SECOND, links_of
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from probes.api import Finding, Ok, Severity, Snapshot
+from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
 from probes.interfaces.facts import InterfacesFacts
@@ -125,7 +126,7 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
     assert whole.network is not None and half.network is not None
     assert half.host.bytes_per_second == pytest.approx(whole.host.bytes_per_second / 2)
     assert half.network.bytes_per_second == pytest.approx(whole.network.bytes_per_second / 2)
-    found = Finding(code="gpu.pcie.width", severity=Severity.FAIL, subject="GPU2", message="runs x8 of x16")
+    found = Finding(code="gpu.pcie.width", status=Status.FAIL, subject="GPU2", message="runs x8 of x16")
     train = TrainSpec(method="full", sequence_length=2048)
     advice = recommend(
         pairs[1], (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": (found,), "b": (found,)}
@@ -210,7 +211,7 @@ def test_what_the_advised_environment_mends_or_leaves_out_costs_nothing() -> Non
 
     found = {
         "a": tuple(
-            Finding(code=code, severity=Severity.FAIL, subject=subject, message="")
+            Finding(code=code, status=Status.FAIL, subject=subject, message="")
             for code, subject in (
                 ("interfaces.choice.wrong", "eth0"), ("topology.gdr.path", "GPU0"), ("rdma.port.down", "mlx5_0:1"),
                 ("rdma.port.down", "mlx5_1:1"),
@@ -229,7 +230,7 @@ def test_what_the_advised_environment_mends_or_leaves_out_costs_nothing() -> Non
 def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_nodes() -> None:
     snapshot = host("gb200-nvl72-tray")
     pair = join([replace(build(snapshot), hostname=name) for name in ("a", "b")])
-    found = (Finding(code="imex.channel.missing", severity=Severity.FAIL, subject="", message=""),)
+    found = (Finding(code="imex.channel.missing", status=Status.FAIL, subject="", message=""),)
     train = TrainSpec(method="full", sequence_length=2048, global_batch=64)
     advice = recommend(pair, (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": found, "b": found})
     assert advice.slowed == ("imex.channel.missing: the network in place of NVLink between nodes",)

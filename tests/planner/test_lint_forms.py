@@ -358,10 +358,10 @@ def test_what_the_script_itself_reads_is_no_mistake() -> None:
     """An unknown name that is used elsewhere is a note; one that only hands on its own value is none the better."""
     helper = only(reading("export NCCL_ITERS=20\n./all_reduce_perf -n $NCCL_ITERS\n"))
     (note,) = lint(helper.environment, own=helper.used)
-    assert (note.code, note.severity.value) == ("env.name.unknown", "info")
+    assert (note.code, note.status) == ("env.name.unknown", "info")
     alone = only(reading("export NCCL_ITERS=${NCCL_ITERS:-20}\n./all_reduce_perf\n"))
     (warning,) = lint(alone.environment, own=alone.used)
-    assert warning.severity.value == "warn"
+    assert warning.status == "warn"
 
 
 @each_row(

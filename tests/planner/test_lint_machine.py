@@ -9,9 +9,10 @@ from typing import Any
 from nccl_env_hosts import host, interface, port, v2_gid
 from rigs.tables import each_row
 
+from contracts.finding import Finding, Status
 from planner.lint.environment import CODES, lint
 from planner.lint.machine import NameList
-from probes.api import Finding, Severity, Snapshot
+from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid
 from probes.scan import scan
@@ -82,7 +83,7 @@ def test_interface(value: str, expected: list[str]) -> None:
 def test_absent_interface_ends_the_job() -> None:
     """NCCL does not fall back: it ends with an error."""
     (finding,) = found({"NCCL_SOCKET_IFNAME": "ib0"}, host(interfaces=[ETH0]))
-    assert finding.severity is Severity.FAIL
+    assert finding.status is Status.FAIL
     assert "no socket interface found" in finding.message
     assert "running interfaces: eth0" in finding.evidence
 
@@ -120,19 +121,19 @@ def test_hca(value: str, expected: list[str]) -> None:
 def test_hca_that_matches_nothing_means_tcp() -> None:
     """FAIL where nothing is left, WARN where one entry is wrong."""
     (nothing,) = found({"NCCL_IB_HCA": "mlx4_0"}, host(rdma=TWELVE))
-    assert nothing.severity is Severity.FAIL
+    assert nothing.status is Status.FAIL
     assert "No device found" in nothing.message
     (partly,) = found({"NCCL_IB_HCA": "mlx5_2,mlx4_0"}, host(rdma=TWELVE))
-    assert partly.severity is Severity.WARN
+    assert partly.status is Status.WARN
 
 
 def test_hca_that_is_down() -> None:
     """One of several is a lost rail, the only one is TCP."""
     machine = host(rdma=[port("mlx5_0"), port("mlx5_1", state="DOWN")])
     (one,) = found({"NCCL_IB_HCA": "mlx5_0,mlx5_1"}, machine)
-    assert (one.code, one.severity) == ("env.hca.down", Severity.WARN)
+    assert (one.code, one.status) == ("env.hca.down", Status.WARN)
     (all_of_them,) = found({"NCCL_IB_HCA": "mlx5_1"}, machine)
-    assert (all_of_them.code, all_of_them.severity) == ("env.hca.down", Severity.FAIL)
+    assert (all_of_them.code, all_of_them.status) == ("env.hca.down", Status.FAIL)
 
 
 def test_efa_machine() -> None:
@@ -150,7 +151,7 @@ def test_efa_machine() -> None:
 def test_rdma_switched_off_on_an_rdma_machine() -> None:
     """One finding, the machine's, and not a second one about leftovers."""
     (finding,) = found({"NCCL_IB_DISABLE": "1"}, host(rdma=TWELVE))
-    assert (finding.code, finding.severity) == ("env.rdma.disabled", Severity.FAIL)
+    assert (finding.code, finding.status) == ("env.rdma.disabled", Status.FAIL)
     assert [f.code for f in found({"NCCL_IB_DISABLE": "true"}, host(rdma=TWELVE))] == ["env.value.ignored"]
     assert codes({"NCCL_IB_DISABLE": "1"}, host(rdma=[])) == ["env.debug.leftover"]
 
@@ -158,14 +159,14 @@ def test_rdma_switched_off_on_an_rdma_machine() -> None:
 def test_peer_access_switched_off_between_nvlinked_gpus() -> None:
     """The two-GPU experiment's NCCL_P2P_DISABLE=1."""
     (finding,) = found({"NCCL_P2P_DISABLE": "1"}, host(gpus=2))
-    assert (finding.code, finding.severity) == ("env.p2p.nvlink", Severity.FAIL)
+    assert (finding.code, finding.status) == ("env.p2p.nvlink", Status.FAIL)
     assert codes({"NCCL_P2P_DISABLE": "1"}, host(gpus=2, nvlink=False)) == ["env.debug.leftover"]
 
 
 def test_p2p_level_is_explained_for_this_machine() -> None:
     """In the pod with one GPU it has no effect at all."""
     (finding,) = found({"NCCL_P2P_LEVEL": "NVL"}, host(gpus=1))
-    assert (finding.code, finding.severity) == ("env.p2p.level", Severity.INFO)
+    assert (finding.code, finding.status) == ("env.p2p.level", Status.INFO)
     assert "No effect" in finding.message
 
 
@@ -175,7 +176,7 @@ def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> 
     (apart,) = found({"NCCL_PXN_DISABLE": "1"}, replay("l40s-4x-pcie"))
     (unknown,) = lint({"NCCL_PXN_DISABLE": "1"}, nccl_version=(2, 27, 7))
     assert {f.code for f in (joined, apart, unknown)} == {"env.debug.leftover"}
-    assert [f.severity for f in (joined, apart, unknown)] == [Severity.WARN, Severity.INFO, Severity.WARN]
+    assert [f.status for f in (joined, apart, unknown)] == [Status.WARN, Status.INFO, Status.WARN]
     assert "no two GPUs of this host are joined" in apart.message
     assert "gives up NVLink to the GPU beside the NIC" in joined.message == unknown.message
 
@@ -191,11 +192,9 @@ def test_gid_index_against_the_table() -> None:
         index: next(f for f in found({"NCCL_IB_GID_INDEX": index}, machine) if f.code == "env.gid.absent")
         for index in ("0", "1", "7")
     }
-    assert {each.severity for each in by_index.values()} == {Severity.FAIL}
+    assert {each.status for each in by_index.values()} == {Status.FAIL}
     assert "link-local" in by_index["1"].message and "RoCE v1" in by_index["0"].message
-    assert [f.severity for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [
-        Severity.WARN
-    ]
+    assert [f.status for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [Status.WARN]
 
 
 @each_row(
@@ -221,7 +220,7 @@ def test_a_class_that_flow_control_does_not_protect(
     """Only where the ports say what they protect, and neither way of marking lands there."""
     machine = host(rdma=[port("mlx5_0", layer="Ethernet", gids=[v2_gid(3)], **facts)])
     hits = [finding for finding in found(environment, machine) if finding.code == "env.class.unprotected"]
-    assert [finding.severity for finding in hits] == [Severity.WARN] * told
+    assert [finding.status for finding in hits] == [Status.WARN] * told
     if hits:
         assert any("mlx5_0" in line and "PFC on" in line for line in hits[0].evidence)
 
@@ -245,7 +244,7 @@ def test_slingshot_is_rdma_that_only_libfabric_reaches() -> None:
     machine = host(interfaces=[interface("nmn0", "host", "10.100.0.5/22"), *nics])
     for name, value in (("NCCL_NET", "Socket"), ("FI_PROVIDER", "tcp")):
         (each,) = found({name: value}, machine)
-        assert (each.code, each.severity) == ("env.rdma.tcp", Severity.FAIL) and "4 Slingshot NICs" in each.evidence
+        assert (each.code, each.status) == ("env.rdma.tcp", Status.FAIL) and "4 Slingshot NICs" in each.evidence
     assert codes({"NCCL_IB_HCA": "mlx5_0"}, machine) == ["env.hca.efa"]
     assert codes({"NCCL_NET": "IB"}, machine) == ["env.net.absent"]
     assert codes({"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "cxi"}, machine) == []

@@ -219,7 +219,7 @@ def test_environments_of_real_logs(corpus: Path) -> None:
 def of_the_text(text: str) -> list[tuple[str, str, str]]:
     """What is said of the text itself: subject, code, severity."""
     found = dict.fromkeys(each for named in read_environment(text, "yaml") for each in named.findings)
-    return [(each.subject, each.code, each.severity.value) for each in found]
+    return [(each.subject, each.code, each.status) for each in found]
 
 
 POD = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_NET, value: IB}\n"

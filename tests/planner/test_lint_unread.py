@@ -106,6 +106,12 @@ def test_line_numbers_after_continued_texts() -> None:
     assert each.lines == {"NCCL_NET": 10, "NCCL_ALGO": 12}
 
 
+def test_line_numbers_inside_a_here_document() -> None:
+    found = read_text("export NCCL_NET=IB\ncat > a.env <<E\nNCCL_ALGO=Ring\nno setting\nE\n", None, "a.sh")
+    assert [each.lines for each in found.environments] == [{"NCCL_NET": 1}, {"NCCL_ALGO": 3}]
+    assert [each.line for each in found.unread] == [4]
+
+
 def test_branches_of_a_template_do_not_shadow_each_other() -> None:
     for begin, other, end in (
         ("{{- if .a }}", "{{- else }}", "{{- end }}"),
@@ -140,7 +146,7 @@ def test_findings_about_settings_beside_others() -> None:
         ({"NCCL_SOCKET_IFNAME": " eth0"}, {"NCCL_SOCKET_IFNAME": ("env.value.blank", "warn")}),
     )  # fmt: skip
     for environment, wanted in rows:
-        found = {each.subject: (each.code, each.severity.value) for each in lint(environment, nccl_version=(2, 27, 7))}
+        found = {each.subject: (each.code, each.status) for each in lint(environment, nccl_version=(2, 27, 7))}
         assert found == wanted, environment
     (proto,) = lint({"NCCL_PROTO": "LL", **fastrak})
     assert "Unset" not in proto.remedy and "Simple,LL128" in proto.message

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rigs.tables import each_row
 
+from contracts.finding import Finding, Status
 from planner.lint.environment import CODES, lint
 from planner.lint.values import strtoll
-from probes.api import Finding, Severity
 
 
 def found(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27, 7), source: str = "") -> list[Finding]:
@@ -84,7 +84,7 @@ def test_names(environment: dict[str, str], version: tuple[int, ...] | None, exp
 def test_unknown_name_of_a_newer_nccl_is_not_called_wrong() -> None:
     """The table ends at the newest release that was read."""
     (finding,) = found({"NCCL_FROM_THE_FUTURE": "1"}, (2, 99, 0))
-    assert finding.severity is Severity.INFO
+    assert finding.status is Status.INFO
     assert "unknown" in finding.message
 
 
@@ -111,30 +111,30 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
     ("name", "value", "severity"),
     [
         # The number that NCCL then uses ends the job, or takes a transport from it.
-        ("NCCL_IB_QPS_PER_CONNECTION", "auto", Severity.FAIL),
-        ("NCCL_IB_TIMEOUT", "default", Severity.FAIL),
-        ("NCCL_MAX_NCHANNELS", "all", Severity.FAIL),
-        ("NCCL_BUFFSIZE", "auto", Severity.FAIL),
-        ("NCCL_NVLS_ENABLE", "true", Severity.FAIL),
-        ("NCCL_NVLS_ENABLE", "auto", Severity.FAIL),
-        ("NCCL_SOCKET_RETRY_CNT", "many", Severity.FAIL),
-        ("NCCL_DMABUF_ENABLE", "yes", Severity.FAIL),
+        ("NCCL_IB_QPS_PER_CONNECTION", "auto", Status.FAIL),
+        ("NCCL_IB_TIMEOUT", "default", Status.FAIL),
+        ("NCCL_MAX_NCHANNELS", "all", Status.FAIL),
+        ("NCCL_BUFFSIZE", "auto", Status.FAIL),
+        ("NCCL_NVLS_ENABLE", "true", Status.FAIL),
+        ("NCCL_NVLS_ENABLE", "auto", Status.FAIL),
+        ("NCCL_SOCKET_RETRY_CNT", "many", Status.FAIL),
+        ("NCCL_DMABUF_ENABLE", "yes", Status.FAIL),
         # It changes something, or a wish goes unheard.
-        ("NCCL_IB_DISABLE", "true", Severity.WARN),
-        ("NCCL_CROSS_NIC", "auto", Severity.WARN),
-        ("NCCL_IB_TIMEOUT", "22s", Severity.WARN),
-        ("NCCL_RAS_ENABLE", "true", Severity.WARN),
-        ("NCCL_NTHREADS", "auto", Severity.WARN),
-        ("NCCL_IB_TIMEOUT", "99999999999999999999", Severity.WARN),
+        ("NCCL_IB_DISABLE", "true", Status.WARN),
+        ("NCCL_CROSS_NIC", "auto", Status.WARN),
+        ("NCCL_IB_TIMEOUT", "22s", Status.WARN),
+        ("NCCL_RAS_ENABLE", "true", Status.WARN),
+        ("NCCL_NTHREADS", "auto", Status.WARN),
+        ("NCCL_IB_TIMEOUT", "99999999999999999999", Status.WARN),
         # It does what was meant.
-        ("NCCL_NVLS_ENABLE", "false", Severity.INFO),
-        ("NCCL_IB_DISABLE", "off", Severity.INFO),
+        ("NCCL_NVLS_ENABLE", "false", Status.INFO),
+        ("NCCL_IB_DISABLE", "off", Status.INFO),
     ],
 )
 def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
-    name: str, value: str, severity: Severity
+    name: str, value: str, severity: Status
 ) -> None:
-    assert [f.severity for f in found({name: value}) if f.code == "env.value.ignored"] == [severity]
+    assert [f.status for f in found({name: value}) if f.code == "env.value.ignored"] == [severity]
 
 
 @each_row(("name", "value"), [("NCCL_IB_RETRY_CNT", "10"), ("NCCL_IB_TC", "300"), ("NCCL_IB_TIMEOUT", "99")])
@@ -183,8 +183,8 @@ def test_old_level_number_is_translated() -> None:
 )
 def test_algorithms(value: str, version: tuple[int, ...], fails: bool) -> None:
     """Since 2.24 an unknown token, or a choice that leaves all-gather nothing, ends the job."""
-    severities = {finding.severity for finding in found({"NCCL_ALGO": value}, version)}
-    assert (Severity.FAIL in severities) == fails
+    severities = {finding.status for finding in found({"NCCL_ALGO": value}, version)}
+    assert (Status.FAIL in severities) == fails
 
 
 @each_row(
@@ -282,14 +282,14 @@ def test_debugging_of_torch_and_cuda() -> None:
 
 def test_worst_comes_first() -> None:
     """FAIL before WARN before INFO."""
-    severities = [f.severity for f in found({"NCCL_NVLS_ENABLE": "0", "NCCL_IB_HBA": "x", "NCCL_ALGO": "Rings"})]
-    assert severities == sorted(severities, key=(Severity.FAIL, Severity.WARN, Severity.INFO).index)
+    severities = [f.status for f in found({"NCCL_NVLS_ENABLE": "0", "NCCL_IB_HBA": "x", "NCCL_ALGO": "Rings"})]
+    assert severities == sorted(severities, key=(Status.FAIL, Status.WARN, Status.INFO).index)
 
 
 def test_release_unknown_is_no_verdict() -> None:
     """Where the NCCL in use is not known, what later releases do is told but does not fail."""
-    assert {finding.severity for finding in found({"NCCL_CREATE_THREAD_CONTEXT": "1"}, None)} == {Severity.INFO}
-    assert {finding.severity for finding in found({"NCCL_ALGO": "Tree"}, None)} == {Severity.WARN}
+    assert {finding.status for finding in found({"NCCL_CREATE_THREAD_CONTEXT": "1"}, None)} == {Status.INFO}
+    assert {finding.status for finding in found({"NCCL_ALGO": "Tree"}, None)} == {Status.WARN}
 
 
 @each_row(
@@ -378,23 +378,23 @@ def test_right_without_any_machine(name: str, value: str) -> None:
 @each_row(
     ("environment", "nodes", "severity"),
     [
-        ({"NCCL_SOCKET_IFNAME": "lo"}, 4, Severity.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "docker0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, None, Severity.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "=lo", "NNODES": "2"}, None, Severity.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8"}, None, Severity.WARN),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, 2, Severity.FAIL),
-        ({"NCCL_SOCKET_IFNAME": "lo"}, None, Severity.INFO),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, 4, Status.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "docker0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, None, Status.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "=lo", "NNODES": "2"}, None, Status.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8"}, None, Status.WARN),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, 2, Status.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, None, Status.INFO),
         ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, None, None),
         ({"NCCL_SOCKET_IFNAME": "lo"}, 1, None),
         ({"NCCL_SOCKET_IFNAME": "^lo,docker0"}, 4, None),
     ],
 )
 def test_an_interface_of_one_host_in_a_job_of_several(
-    environment: dict[str, str], nodes: int | None, severity: Severity | None
+    environment: dict[str, str], nodes: int | None, severity: Status | None
 ) -> None:
     """Loopback and bridges reach no other node; how bad that is follows from the job's size."""
     findings = [each for each in lint(environment, nodes=nodes) if each.code == "env.interface.unfit"]
-    assert [each.severity for each in findings] == ([] if severity is None else [severity])
+    assert [each.status for each in findings] == ([] if severity is None else [severity])
 
 
 @each_row("name", ["TUNER_CONFIG_PATH", "SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "FASTRAK_LLCM_DEVICE_DIRECTORY"])
@@ -427,7 +427,7 @@ def test_a_guess_is_a_question_without_a_value(name: str, value: str, meant: str
 def test_what_scripts_and_builds_keep_for_themselves(name: str) -> None:
     """A path or a release under such a name is no mistake: at most a note."""
     values = {"NCCL_VERSION": "2.27.7-1", "NCCL_REPO_URL": "https://github.com/NVIDIA/nccl"}
-    assert {each.severity for each in found({name: values.get(name, "/opt/x")}, None)} <= {Severity.INFO}
+    assert {each.status for each in found({name: values.get(name, "/opt/x")}, None)} <= {Status.INFO}
 
 
 @each_row("name", ["var_NCCL_DEBUG", "MY_NCCL_DIR", "nccl_path", "USE_NCCL", "SKIP_NCCL_TEST"])
@@ -443,7 +443,7 @@ def test_names_of_others_with_nccl_in_them(name: str) -> None:
 )  # fmt: skip
 def test_ib_disable_beside_a_network_plugin_sends_nothing_over_tcp(carried: dict[str, str]) -> None:
     found = [f for f in lint({"NCCL_IB_DISABLE": "1", **carried}) if f.subject == "NCCL_IB_DISABLE"]
-    assert [(f.code, f.severity) for f in found] == [("env.debug.leftover", Severity.INFO)] and "TCP" not in found[
+    assert [(f.code, f.status) for f in found] == [("env.debug.leftover", Status.INFO)] and "TCP" not in found[
         0
     ].message
 
@@ -451,7 +451,7 @@ def test_ib_disable_beside_a_network_plugin_sends_nothing_over_tcp(carried: dict
 @each_row("other", [{}, {"NCCL_NET": "IB"}, {"FI_PROVIDER": "tcp"}, {"NCCL_NET_PLUGIN": "none"}])
 def test_ib_disable_without_a_plugin_warns_of_tcp(other: dict[str, str]) -> None:
     (found,) = [f for f in lint({"NCCL_IB_DISABLE": "1", **other}) if f.subject == "NCCL_IB_DISABLE"]
-    assert found.severity is Severity.WARN and "TCP" in found.message
+    assert found.status is Status.WARN and "TCP" in found.message
 
 
 @each_row(
@@ -470,7 +470,7 @@ def test_launch_mode_is_compared_as_the_release_does(version: tuple[int, ...] | 
 
 def test_bytes_with_a_unit_are_a_failure_that_names_the_default() -> None:
     (found,) = [f for f in lint({"NCCL_BUFFSIZE": "8M"}) if f.code == "env.value.ignored"]
-    assert found.severity is Severity.FAIL and "4 MiB" in found.message and "8388608" in found.remedy
+    assert found.status is Status.FAIL and "4 MiB" in found.message and "8388608" in found.remedy
 
 
 @each_row("kind", ["NCHANNELS", "CTAS"])

@@ -344,10 +344,10 @@ def test_aws_instance_without_a_visible_efa_is_said_to_be_one() -> None:
 def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> None:
     """No pass over GPUs that nothing read, no layout over zero GPUs, and no setting of NCCL's own."""
     snapshot = built.snapshot("oci-mi300x")
-    (said,) = [one for one in checks_of_snapshot(snapshot) if one.id == "pci.gpu.unjudged" and one.status != "pass"]
+    (said,) = [one for one in checks_of_snapshot(snapshot) if one.code == "pci.gpu.unjudged" and one.status != "pass"]
     assert "AMD GPUs seen" in said.message
     checks = covered(snapshot, checks_of_snapshot(snapshot))
-    assert judge([one for one in checks if one.id.startswith("gpu.")]).word == "unknown"
+    assert judge([one for one in checks if one.code.startswith("gpu.")]).word == "unknown"
     found = of_cluster(Request.of(model="tiny-llama"), cluster_of(Request(), [snapshot]), [snapshot])
     assert found.backend == "rccl"
     assert found.chosen is None

@@ -6,7 +6,7 @@ from typing import Any
 
 from rigs.tables import each_row
 
-from probes.api import Severity
+from contracts.finding import Status
 from probes.gpu.bus import check_bus
 from probes.gpu.facts import BusGpu, GpuBus
 
@@ -34,36 +34,34 @@ def bus(
 POD = {"container": "kubernetes"}
 TWO, SEVEN = {0: True, 1: True}, dict.fromkeys(range(7), True)
 MISSING, NOT_GIVEN = "gpu.device.missing", "gpu.device.not_given"
-CASES: list[tuple[str, GpuBus, int, str, Severity | None]] = [
+CASES: list[tuple[str, GpuBus, int, str, Status | None]] = [
     # where, bus, GPUs that NVML lists, code, severity
     ("a whole host", bus(), 8, "", None),
-    ("a host, one short", bus(), 7, MISSING, Severity.FAIL),
-    ("a host, all gone", bus(), 0, MISSING, Severity.FAIL),
-    ("a host, one short and no node of it", bus(nodes=SEVEN), 7, MISSING, Severity.FAIL),
-    ("a host without the driver's /proc", bus(proc=False), 7, MISSING, Severity.FAIL),
-    ("a Slurm job that may open two", bus(nodes={n: n < 2 for n in range(8)}), 2, NOT_GIVEN, Severity.INFO),
-    ("a pod that was given two (device list)", bus(nodes=TWO, **POD), 2, NOT_GIVEN, Severity.INFO),
-    ("a pod given two (toolkit)", bus(nodes=TWO, proc={0, 1}, requested=2, **POD), 2, NOT_GIVEN, Severity.INFO),
-    ("the same without the variable", bus(nodes=TWO, proc={0, 1}, **POD), 2, NOT_GIVEN, Severity.INFO),
-    ("a pod that was given two and sees one", bus(nodes=TWO, **POD), 1, MISSING, Severity.FAIL),
-    ("the same by its variable", bus(nodes={0: True}, proc={0}, requested=2, **POD), 1, MISSING, Severity.FAIL),
-    ("a privileged pod, one short", bus(**POD), 7, MISSING, Severity.FAIL),
-    ("a pod without a GPU", bus(nodes={}, **POD), 0, NOT_GIVEN, Severity.UNKNOWN),
+    ("a host, one short", bus(), 7, MISSING, Status.FAIL),
+    ("a host, all gone", bus(), 0, MISSING, Status.FAIL),
+    ("a host, one short and no node of it", bus(nodes=SEVEN), 7, MISSING, Status.FAIL),
+    ("a host without the driver's /proc", bus(proc=False), 7, MISSING, Status.FAIL),
+    ("a Slurm job that may open two", bus(nodes={n: n < 2 for n in range(8)}), 2, NOT_GIVEN, Status.INFO),
+    ("a pod that was given two (device list)", bus(nodes=TWO, **POD), 2, NOT_GIVEN, Status.INFO),
+    ("a pod given two (toolkit)", bus(nodes=TWO, proc={0, 1}, requested=2, **POD), 2, NOT_GIVEN, Status.INFO),
+    ("the same without the variable", bus(nodes=TWO, proc={0, 1}, **POD), 2, NOT_GIVEN, Status.INFO),
+    ("a pod that was given two and sees one", bus(nodes=TWO, **POD), 1, MISSING, Status.FAIL),
+    ("the same by its variable", bus(nodes={0: True}, proc={0}, requested=2, **POD), 1, MISSING, Status.FAIL),
+    ("a privileged pod, one short", bus(**POD), 7, MISSING, Status.FAIL),
+    ("a pod without a GPU", bus(nodes={}, **POD), 0, NOT_GIVEN, Status.UNKNOWN),
     ("an agent's pod that asked for all, one without a node", bus(nodes=SEVEN, all_requested=True, **POD),
-     7, NOT_GIVEN, Severity.UNKNOWN),
+     7, NOT_GIVEN, Status.UNKNOWN),
     ("GPUs without a driver", bus(driver="nouveau"), 0, "", None),
 ]  # fmt: skip
 
 
 @each_row(("where", "found", "count", "code", "severity"), CASES, ids=[case[0] for case in CASES])
-def test_a_gpu_that_nvml_leaves_out(
-    where: str, found: GpuBus, count: int, code: str, severity: Severity | None
-) -> None:
+def test_a_gpu_that_nvml_leaves_out(where: str, found: GpuBus, count: int, code: str, severity: Status | None) -> None:
     """A missing one fails and is named; one that was given to others is told; none read is never fine."""
     findings = list(check_bus(found, set(EIGHT[:count]), count))
-    worst = [(f.code, f.severity) for f in findings if f.code == code]
+    worst = [(f.code, f.status) for f in findings if f.code == code]
     assert worst == ([(code, severity)] if code else []), (where, findings)
-    if severity is Severity.FAIL:
+    if severity is Status.FAIL:
         told = next(f for f in findings if f.code == code)
         assert EIGHT[count] in told.message and EIGHT[count] in told.subject
         assert "gpu.device.not_given" not in {f.code for f in findings} or "given two" in where or "variable" in where

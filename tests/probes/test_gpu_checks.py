@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.tables import each_row
 
-from probes.api import Finding, Severity
+from contracts.finding import Finding, Status
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
 from probes.gpu.probe import PROBE
 from probes.gpu.read import cpu_list
@@ -144,9 +144,9 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
 def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: str) -> None:
     """Exactly the code that belongs to it, with evidence, and a remedy unless it is a note."""
     found = _check(dataclasses.replace(HEALTHY, **changes))
-    assert [(f.code, f.severity.value) for f in found] == [(code, severity)]
+    assert [(f.code, f.status) for f in found] == [(code, severity)]
     assert found[0].evidence
-    assert found[0].remedy or found[0].severity is Severity.INFO
+    assert found[0].remedy or found[0].status is Status.INFO
     assert code in PROBE.codes
 
 
@@ -236,10 +236,10 @@ def test_refused_p2p_is_one_finding_a_reason() -> None:
     for ancestor, severity in (("PIX", "fail"), ("SYS", "warn")):  # across the CPU NCCL goes by itself
         pairs = tuple(GpuPair(a=a, b=b, p2p_read="chipset_not_supported", ancestor=ancestor) for a, b in ends)
         found = _check(pairs=pairs)
-        assert [(f.code, f.severity.value) for f in found] == [("gpu.p2p.refused", severity)]
+        assert [(f.code, f.status) for f in found] == [("gpu.p2p.refused", severity)]
     assert "and 24 more pairs" in found[0].message
     by_design = _check(pairs=(GpuPair(a=0, b=1, p2p_read="gpu_not_supported"), GpuPair(a=0, b=2, p2p_read=None)))
-    assert [f.severity.value for f in by_design] == ["info"]
+    assert [f.status for f in by_design] == ["info"]
 
 
 def test_a_lost_gpu_is_placed_by_what_is_left_on_the_bus() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from rigs.tables import each_row
 
-from probes.api import Ok, Severity, Snapshot
+from contracts.finding import Status
+from probes.api import Ok, Snapshot
 from probes.gpu import health as xid
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.health import xids_of
@@ -72,7 +73,7 @@ def test_each_field_of_the_fabrics_health_is_a_finding_of_its_own(
     answer["healthMask"] = WELL & ~(good << shift) | bad << shift
     facts = _gpus(content)
     assert facts.gpus[1].fabric_faults == ((name,) if name else ())
-    found = [f for f in PROBE.check(facts) if f.severity is not Severity.INFO]
+    found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
     assert [(f.code, f.subject) for f in found] == [("gpu.fabric.unhealthy" if name else "gpu.fabric.degraded", "GPU1")]
 
 
@@ -156,7 +157,7 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     content["answers"]["kernel_log"]["NVRM: Xid"] = [f"[8.1] NVRM: Xid (PCI:{place}): {number}, words of the driver"]
     facts = _gpus(content)
     found = [f for f in PROBE.check(facts) if f.code == "gpu.device.missing"]
-    assert [(f.subject, f.severity) for f in found] == [(subject, Severity.FAIL) for subject in told]
+    assert [(f.subject, f.status) for f in found] == [(subject, Status.FAIL) for subject in told]
     assert all(f"Xid {number}" in f.message and place in f.evidence[0] for f in found)
     lost = dataclasses.replace(facts.gpus[7], bus_id=None, error="GPU_IS_LOST (nvmlDeviceGetHandleByIndex)")
     gone = PROBE.check(dataclasses.replace(facts, gpus=(*facts.gpus[:7], lost), bus=None))
@@ -285,7 +286,7 @@ def test_pairs_that_a_mesh_does_not_join_are_a_note_without_advice(reason: str) 
     facts = _mesh()
     pairs = tuple(p if p.p2p_read == "ok" else dataclasses.replace(p, p2p_read=reason) for p in facts.pairs)
     found = list(PROBE.check(dataclasses.replace(facts, pairs=pairs)))
-    assert [(f.code, f.severity, f.remedy) for f in found] == [("gpu.p2p.refused", Severity.INFO, "")]
+    assert [(f.code, f.status, f.remedy) for f in found] == [("gpu.p2p.refused", Status.INFO, "")]
     assert "mesh" in found[0].message and "host memory" not in found[0].message
 
 
@@ -295,7 +296,7 @@ def test_p2p_that_is_switched_off_is_a_fault_on_a_mesh_too() -> None:
     pairs = tuple(dataclasses.replace(p, p2p_read="disabled_by_regkey") for p in facts.pairs)
     found = list(PROBE.check(dataclasses.replace(facts, pairs=pairs)))
     assert {f.code for f in found} == {"gpu.p2p.refused"}
-    assert {f.severity for f in found} == {Severity.FAIL, Severity.WARN}, "joined by NVLink, and through the CPU"
+    assert {f.status for f in found} == {Status.FAIL, Status.WARN}, "joined by NVLink, and through the CPU"
     assert not any("IOMMU" in f.remedy for f in found)
 
 
@@ -309,7 +310,7 @@ def test_a_narrow_link_is_as_severe_by_sysfs_as_by_nvml(code: str) -> None:
         device = PciDevice(bus_id="0000:1b:00.0", class_code=0x030200, vendor_id=0x10DE, device_id=0x2330,
                            driver="nvidia", link_width=8, link_width_max=16)  # fmt: skip
         found = [f for f in pci_check(PciFacts(devices=(device,), hypervisor="kvm")) if f.code == code]
-    assert [(f.code, f.severity) for f in found] == [(code, Severity.FAIL)]
+    assert [(f.code, f.status) for f in found] == [(code, Status.FAIL)]
 
 
 @each_row("text", ["", "0\n", "255\n", "Unknown\n"])
@@ -357,7 +358,7 @@ def test_no_rdma_device_is_never_said_beside_one() -> None:
     said = [f for f in findings(seen) if "no RDMA device" in f.message]
     assert said == []
     unknown = [f for f in findings(seen) if f.code == "pci.nic.no_rdma"]
-    assert {f.severity for f in unknown} == {Severity.UNKNOWN}
+    assert {f.status for f in unknown} == {Status.UNKNOWN}
 
 
 def _with(snapshot: Snapshot, **facts: Any) -> Snapshot:

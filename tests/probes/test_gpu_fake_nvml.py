@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rigs.tables import each_row
 
-from probes.api import Absent, Failed, Ok, Severity
+from contracts.finding import Status
+from probes.api import Absent, Failed, Ok
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import RecordedHost, load
 from probes.registry import BY_NAME
@@ -177,7 +178,7 @@ def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
     with scanner_of(H100, inject="nvmlInit=driver_not_loaded") as scanner:
         snapshot = scanner.scan()
     found = findings(snapshot)
-    assert [(f.code, f.severity.value) for f in found] == [("gpu.driver.unusable", "fail")]
+    assert [(f.code, f.status) for f in found] == [("gpu.driver.unusable", "fail")]
     assert "8 NVIDIA GPU(s)" in found[0].message
     bare = recording("cpu-only-vm")
     bare["answers"]["nvml"] = {"nvmlDeviceGetCount": {"": {"$nvml": "DRIVER_NOT_LOADED"}}}
@@ -232,7 +233,7 @@ def test_fewer_gpus_than_the_bus_has_is_a_failed_check(
     with scanner:
         snapshot = scanner.scan()
     (finding,) = [f for f in findings(snapshot) if f.code == "gpu.device.missing"]
-    assert finding.severity is Severity.FAIL
+    assert finding.status is Status.FAIL
     assert f"NVML lists {count} of the 8 GPUs" in finding.message
     for address in missing or [f"0000:{n}:00.0" for n in ("1b", "43", "52", "61", "9d", "c3", "d1", "df")]:
         assert address in finding.message
@@ -257,7 +258,7 @@ def test_two_gpus_of_eight_given_to_a_container_are_no_fault(
         (root / f"dev/nvidia{minor}").touch()
     with scanner:
         found = [f for f in findings(scanner.scan()) if f.code.startswith("gpu.device.")]
-    assert [(f.code, f.severity) for f in found] == [("gpu.device.not_given", Severity.INFO)]
+    assert [(f.code, f.status) for f in found] == [("gpu.device.not_given", Status.INFO)]
     assert "6 of the 8 GPUs on the PCI bus are not visible to this kubernetes container" in found[0].message
 
 
@@ -274,10 +275,10 @@ def test_the_library_is_found_where_the_node_has_it(
     assert len(_facts(made).gpus) == 8
 
 
-@pytest.mark.parametrize(("loaded", "error", "severity"), [(True, "NO_DEVICE_FILES", Severity.UNKNOWN),
-                                                           (False, "DRIVER_NOT_LOADED", Severity.FAIL)])  # fmt: skip
+@pytest.mark.parametrize(("loaded", "error", "severity"), [(True, "NO_DEVICE_FILES", Status.UNKNOWN),
+                                                           (False, "DRIVER_NOT_LOADED", Status.FAIL)])  # fmt: skip
 def test_a_container_without_device_files_is_no_broken_driver(
-    loaded: bool, error: str, severity: Severity, scanner_of: Callable[..., Scanner], tmp_path: Path
+    loaded: bool, error: str, severity: Status, scanner_of: Callable[..., Scanner], tmp_path: Path
 ) -> None:
     """NVML says "not loaded" of both; the kernel says which."""
     made = scanner_of(H100, inject="nvmlInit=driver_not_loaded")
@@ -287,4 +288,4 @@ def test_a_container_without_device_files_is_no_broken_driver(
     with made:
         found = made.scan()
     (one,) = [f for f in findings(found) if f.code == "gpu.driver.unusable"]
-    assert one.severity is severity and one.evidence == (f"nvmlInit = {error}",)
+    assert one.status is severity and one.evidence == (f"nvmlInit = {error}",)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rigs.tables import each_row
 
-from probes.api import Severity
+from contracts.finding import Status
 from probes.gpu.facts import GpuFacts, MigSlice
 from probes.scan import findings
 from probes.scanner import Scanner
@@ -55,9 +55,9 @@ def test_a_slice_that_is_not_read_leaves_all_unknown(error: str, scanner_of: Cal
     facts = snapshot.facts(GpuFacts)
     assert facts is not None and facts.gpus[2].mig_slices is None
     assert facts.gpus[2].unread == (f"nvmlDeviceGetMigDeviceHandleByIndex(1) = {error}",)
-    told = {(each.code, each.severity): each.message for each in findings(snapshot) if each.subject == "GPU2"}
-    assert "its slices were not read" in told["gpu.mig.enabled", Severity.FAIL]
-    assert ("gpu.device.unread", Severity.UNKNOWN) in told
+    told = {(each.code, each.status): each.message for each in findings(snapshot) if each.subject == "GPU2"}
+    assert "its slices were not read" in told["gpu.mig.enabled", Status.FAIL]
+    assert ("gpu.device.unread", Status.UNKNOWN) in told
 
 
 @each_row(("most", "found"), [(0, ()), (65, None), (4_000_000_000, None)])

@@ -10,7 +10,8 @@ from typing import Any
 
 from agent.checks.view import for_next_job, look
 from agent.metrics.families import _link_values as link_values
-from probes.api import Ok, Severity
+from contracts.finding import Status
+from probes.api import Ok
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE
 from probes.gpu.read import questions
@@ -32,7 +33,7 @@ def facts_of(*gpus: Gpu, **more: Any) -> GpuFacts:
 
 
 def told(facts: GpuFacts) -> list[tuple[str, str, str]]:
-    return [(f.code, f.severity.value, f.subject) for f in PROBE.check(facts)]
+    return [(f.code, f.status, f.subject) for f in PROBE.check(facts)]
 
 
 def test_one_gpu_unlike_its_twins_is_named_with_its_cost() -> None:
@@ -55,8 +56,8 @@ def test_one_gpu_unlike_its_twins_is_named_with_its_cost() -> None:
     wrong = []
     for changes, count, code, severity, words in rows:
         twins = [ALIKE, dataclasses.replace(ALIKE, **changes), *[ALIKE] * (count - 2)]
-        found = [f for f in PROBE.check(facts_of(*twins)) if f.severity is not Severity.INFO]
-        got = [(f.code, f.severity.value, f.subject) for f in found]
+        found = [f for f in PROBE.check(facts_of(*twins)) if f.status is not Status.INFO]
+        got = [(f.code, f.status, f.subject) for f in found]
         wanted = [(code, severity, "" if "different" in words else "GPU1")] if code else []
         if got != wanted or not all(words in f.message and f.remedy for f in found):
             wrong.append((changes, count, got, [f.message for f in found]))
@@ -87,8 +88,8 @@ def test_links_that_all_gpus_lack_count_by_their_share() -> None:
     for name, active, listed, kind, wanted in rows:
         gpu = Gpu(index=0, bus_id=None, name=name, **links(active, listed, kind))
         found = list(PROBE.check(facts_of(gpu, gpu, gpu, gpu)))
-        if [f.severity.value for f in found] != wanted or {f.code for f in found} - {"gpu.nvlink.missing"}:
-            wrong.append((name, active, listed, kind, [(f.code, f.severity.value) for f in found]))
+        if [f.status for f in found] != wanted or {f.code for f in found} - {"gpu.nvlink.missing"}:
+            wrong.append((name, active, listed, kind, [(f.code, f.status) for f in found]))
     assert not wrong, wrong
     message = next(iter(PROBE.check(facts_of(Gpu(index=0, bus_id=None, name=sxm, **links(16, 18, "nvswitch"))))))
     assert message.message == (
@@ -111,7 +112,7 @@ def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault() -
         gpu = Gpu(index=0, bus_id=None, name=name)
         pair = GpuPair(a=0, b=1, ancestor="PIX", p2p_read=status)
         (found,) = PROBE.check(facts_of(gpu, gpu, pairs=(pair,)))
-        if (found.code, found.severity.value, "ACS" in found.remedy) != ("gpu.p2p.refused", severity, acs):
+        if (found.code, found.status, "ACS" in found.remedy) != ("gpu.p2p.refused", severity, acs):
             wrong.append((name, status, found))
     assert not wrong, wrong
 
@@ -129,7 +130,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it() -> None:
     wrong = []
     for value, wanted in rows:
         found = [f for f in PROBE.check(facts_of(*gpus, visible=value)) if f.code == "gpu.device.hidden"]
-        got = [(f.severity.value, wanted is not None and wanted[1] in f.message) for f in found]
+        got = [(f.status, wanted is not None and wanted[1] in f.message) for f in found]
         if got != ([(wanted[0], True)] if wanted else []):
             wrong.append((value, wanted, found))
     assert not wrong, wrong
@@ -176,9 +177,9 @@ def test_a_number_that_is_impossible_is_unknown_and_claims_nothing() -> None:
         facts = scan(changed(symbol, "gpu3", answer), (PROBE,)).facts(GpuFacts)
         assert facts is not None, symbol
         found = list(PROBE.check(facts))
-        unknown = {f.code for f in found if f.severity is Severity.UNKNOWN}
+        unknown = {f.code for f in found if f.status is Status.UNKNOWN}
         if code not in unknown or len(unknown) != len({f.code for f in found}):
-            wrong.append((symbol, answer, [(f.code, f.severity.value, f.message) for f in found]))
+            wrong.append((symbol, answer, [(f.code, f.status, f.message) for f in found]))
     assert not wrong, wrong
     assert all(set(row) <= {"codes", "range", "items", "fields", "source"} for row in questions().values())
     assert {code for row in questions().values() for code in row.get("codes", ())} <= set(PROBE.codes)
@@ -214,11 +215,11 @@ def test_sentences_say_what_is_so_and_remedies_lift_what_they_name() -> None:
         worst = next(iter(f for f in PROBE.check(facts_of(dataclasses.replace(ALIKE, **changes)))
                           if f.code != "gpu.power.capped"), None)  # fmt: skip
         text = f"{worst.message} {worst.remedy}" if worst else ""
-        if worst is None or has not in text or lacks.lower() in text.lower() or worst.severity.value != severity:
+        if worst is None or has not in text or lacks.lower() in text.lower() or worst.status != severity:
             wrong.append((changes, worst))
     assert not wrong, wrong
     (secret,) = PROBE.check(facts_of(ALIKE, confidential=True))
-    assert (secret.code, secret.severity) == ("gpu.device.confidential", Severity.WARN)
+    assert (secret.code, secret.status) == ("gpu.device.confidential", Status.WARN)
 
 
 def test_full_memory_fails_the_next_job_whoever_holds_it() -> None:
@@ -236,8 +237,10 @@ def test_full_memory_fails_the_next_job_whoever_holds_it() -> None:
         full = dataclasses.replace(facts, gpus=(*facts.gpus[:2], gpu, *facts.gpus[3:]))
         now = dataclasses.replace(snapshot, outcomes={**snapshot.outcomes, "gpu": Ok(facts=full)})
         checks = look((now,)).checks
-        of = {c.status for c in checks if c.id == "gpu.memory.held" and c.subject == "GPU2"}
-        at_gate = {c.status for c in for_next_job(checks, (now,)) if c.id == "gpu.memory.held" and c.subject == "GPU2"}
+        of = {c.status for c in checks if c.code == "gpu.memory.held" and c.subject == "GPU2"}
+        at_gate = {
+            c.status for c in for_next_job(checks, (now,)) if c.code == "gpu.memory.held" and c.subject == "GPU2"
+        }
         assert (of, at_gate) == ({scanned}, {gate}), (share, busy)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from rigs.tables import each_row
 
 from agent.checks.verdict import checks_of_snapshot
-from probes.api import Ok, Severity, Snapshot
+from contracts.finding import Status
+from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.probe import PROBE
 from probes.gpu.read import LOST
@@ -108,8 +109,8 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
             name
         )
         assert all(gpu.error is None for gpu in facts.gpus), name
-        found = [f for f in PROBE.check(facts) if f.severity is not Severity.INFO]
-        assert {f.severity for f in found} <= {Severity.UNKNOWN}, [f.message for f in found]
+        found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
+        assert {f.status for f in found} <= {Status.UNKNOWN}, [f.message for f in found]
         lost, before = _fields(facts.gpus[SICK]), _fields(healthy.gpus[SICK])
         changed = {field for field in before if lost[field] != before[field]} - {"unread"}
         unread = [*facts.gpus[SICK].unread, *(q for pair in facts.pairs for q in pair.unread)]
@@ -121,7 +122,7 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
             said = {f.code: f for f in PROBE.check(facts) if f.code in codes}
             assert set(codes) <= said.keys(), question
             assert all(f"GPU{SICK}" in f.subject or f.code == "gpu.p2p.refused" for f in said.values())
-            by_code = {check.id: check.status for check in checks_of_snapshot(snapshot) if check.id in codes}
+            by_code = {check.code: check.status for check in checks_of_snapshot(snapshot) if check.code in codes}
             assert "pass" not in by_code.values(), question
         _nothing_claimed(snapshot, f"{symbol} = {name}")
 
@@ -139,7 +140,7 @@ def test_a_field_that_is_refused_with_all_others_leaves_its_own_check_unknown(nu
     unread = _facts(snapshot).gpus[SICK].unread
     mine = [q for q in unread if q.startswith(f"nvmlDeviceGetFieldValues({number}")]
     assert mine and set().union(*map(codes_of, mine)) == codes, unread
-    status = {check.id: check.status for check in checks_of_snapshot(snapshot)}
+    status = {check.code: check.status for check in checks_of_snapshot(snapshot)}
     assert {status[code] for code in codes} == {"unknown"}
 
 
@@ -177,7 +178,7 @@ def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(name
     for symbol in _symbols():
         facts = _facts(scan(FailingHost(content, symbol, name, gpu=1), (PROBE,)))
         found = {f.code: f for f in PROBE.check(facts) if f.code not in healthy}
-        assert {f.severity for f in found.values()} <= {Severity.UNKNOWN, Severity.INFO}, f"{symbol} = {name}: {found}"
+        assert {f.status for f in found.values()} <= {Status.UNKNOWN, Status.INFO}, f"{symbol} = {name}: {found}"
         assert facts.gpus[0].unread == () and facts.gpus[1].error is None
         for question in facts.gpus[1].unread:
             said = {f.code for f in PROBE.check(facts)}
@@ -203,7 +204,7 @@ def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, nam
     facts = _facts(scan(FailingHost(_content(), symbol, name), (PROBE,)))
     of_links = "NvLink" in symbol or symbol in ("nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor")
     assert (facts.gpus[SICK].error is not None) == (not of_links)
-    found = [f.code for f in PROBE.check(facts) if f.severity is Severity.FAIL]
+    found = [f.code for f in PROBE.check(facts) if f.status is Status.FAIL]
     assert found == ([] if of_links else ["gpu.device.lost"])
     assert [gpu.error for gpu in facts.gpus if gpu.index != SICK] == [None] * 7
 
@@ -226,8 +227,8 @@ def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: st
     """A job that device cgroups limit to some GPUs may not use the others: they are well, as far as anyone knows."""
     snapshot = scan(FailingHost(_content(), HANDLE, name))
     facts = _facts(snapshot)
-    found = [f for f in PROBE.check(facts) if f.severity is not Severity.INFO]
-    assert [(f.code, f.severity.value, f.subject) for f in found] == [(code, severity, f"GPU{SICK}")]
+    found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
+    assert [(f.code, f.status, f.subject) for f in found] == [(code, severity, f"GPU{SICK}")]
     assert HANDLE in found[0].evidence[0]
     assert facts.gpus[SICK].bus_id == "0000:52:00.0" or facts.gpus[SICK].bus_id is not None
     assert ("power-cycle" in found[0].remedy) == (name == "GPU_IS_LOST")
@@ -245,7 +246,7 @@ def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int
     facts = _facts(snapshot)
     states = {one.link: one.active for one in facts.gpus[SICK].nvlinks}
     assert states == {n: None if n == link else True for n in range(18)}
-    assert [f.code for f in PROBE.check(facts) if f.severity is Severity.FAIL] == []
+    assert [f.code for f in PROBE.check(facts) if f.status is Status.FAIL] == []
     node = build(snapshot)
     labels = {pair.label for pair in node.pairs if f"GPU{SICK}" in (pair.a, pair.b) and pair.nvlinks}
     assert labels == {"NV17"}, "the links that are known"
@@ -270,8 +271,8 @@ def test_a_count_that_fails_is_taken_from_the_bus() -> None:
     host = FailingHost(_content(), "nvmlDeviceGetCount", "TIMEOUT", gpu=None)
     facts = _facts(scan(host, (PROBE,)))
     assert [gpu.uuid for gpu in facts.gpus] == [gpu.uuid for gpu in _facts(HEALTHY).gpus]
-    found = [f for f in PROBE.check(facts) if f.severity is not Severity.INFO]
-    assert [(f.code, f.severity.value) for f in found] == [("gpu.driver.unusable", "unknown")]
+    found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
+    assert [(f.code, f.status) for f in found] == [("gpu.driver.unusable", "unknown")]
     assert found[0].evidence == ("nvmlDeviceGetCount = TIMEOUT",)
 
 
@@ -287,7 +288,7 @@ def test_the_evidence_names_the_function_that_failed(
     with scanner_of(H100, inject=f"{function}={kind}") as scanner:
         found = findings(scanner.scan())
     first = [f for f in found if f.code.startswith(("gpu.driver", "gpu.device"))]
-    assert {f.severity.value for f in first} == {severity}
+    assert {f.status for f in first} == {severity}
     assert all(function in f.evidence[0] for f in first)
 
 

@@ -39,7 +39,7 @@ def test_a_channel_in_a_domain_of_several_hosts_passes() -> None:
 )
 def test_a_rack_without_a_channel_fails(files: dict[str, Any], refused: tuple[str, ...], says: str) -> None:
     (finding,) = imex.check(facts(files, unusable=refused))
-    assert finding.severity.value == "fail" and says in finding.message and "names 2 hosts" in finding.message
+    assert finding.status == "fail" and says in finding.message and "names 2 hosts" in finding.message
 
 
 def test_what_shares_nvlink_with_nobody_needs_none() -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.tables import each_row
 
-from probes.api import Severity, UnavailableError
+from contracts.finding import Status
+from probes.api import UnavailableError
 from probes.interfaces import probe as interfaces
 from probes.interfaces.facts import Interface, nccl_choice
 from probes.interfaces.read import annotation, parse_network_status
@@ -102,8 +103,8 @@ def look(host: DictHost) -> dict[str, Interface]:
     return {interface.name: interface for interface in interfaces.read(host).interfaces}
 
 
-def found(host: DictHost) -> list[tuple[str, Severity, str]]:
-    return [(f.code, f.severity, f.subject) for f in interfaces.check(interfaces.read(host))]
+def found(host: DictHost) -> list[tuple[str, Status, str]]:
+    return [(f.code, f.status, f.subject) for f in interfaces.check(interfaces.read(host))]
 
 
 def test_a_host_with_a_fast_card_behind_docker() -> None:
@@ -136,26 +137,26 @@ def test_a_host_with_a_fast_card_behind_docker() -> None:
         1,
         "mlx5_core",
     )
-    assert found(host) == [("interfaces.choice.wrong", Severity.INFO, "eno1")]
+    assert found(host) == [("interfaces.choice.wrong", Status.INFO, "eno1")]
 
 
 def test_docker0_first_is_a_failure() -> None:
     network = Network().add("br-0123456789ab", "172.18.0.1", kind="bridge").add("ens1", "10.0.0.1", pci="0000:1a:00.0")
-    assert found(network.host()) == [("interfaces.choice.wrong", Severity.FAIL, "br-0123456789ab")]
+    assert found(network.host()) == [("interfaces.choice.wrong", Status.FAIL, "br-0123456789ab")]
 
 
 @each_row(
     ("network", "expected"),
     [
-        (Network().add("lo", "127.0.0.1").add("ens1", pci="0000:1a:00.0"), Severity.FAIL),
-        (Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0", flags=0), Severity.FAIL),
+        (Network().add("lo", "127.0.0.1").add("ens1", pci="0000:1a:00.0"), Status.FAIL),
+        (Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0", flags=0), Status.FAIL),
         (Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0"), None),
         (Network().add("lo", "127.0.0.1"), None),
         (Network().add("lo", "127.0.0.1").add("tunl0", kind="ipip"), None),
     ],
     ids=["no address", "down", "healthy", "no card", "a tunnel and no card"],
 )
-def test_only_loopback_on_a_host_with_a_card_is_no_choice(network: Network, expected: Severity | None) -> None:
+def test_only_loopback_on_a_host_with_a_card_is_no_choice(network: Network, expected: Status | None) -> None:
     chosen = [(code, severity) for code, severity, _ in found(network.host()) if code.startswith("interfaces.choice")]
     assert chosen == ([("interfaces.choice.none", expected)] if expected else [])
 
@@ -187,14 +188,14 @@ def test_network_status_in_a_file_of_all_annotations() -> None:
 @each_row("text", ["{", '{"name": 1}', "[" * 100_000, "null"])
 def test_a_broken_network_status_is_said(text: str) -> None:
     found_ = found(pod().host(files={"/etc/podinfo/network-status": text}))
-    assert ("interfaces.network_status.invalid", Severity.UNKNOWN, "") in found_
+    assert ("interfaces.network_status.invalid", Status.UNKNOWN, "") in found_
 
 
 def test_an_mtu_other_than_the_attachment_asked_for() -> None:
     network = pod()
     network.links[2]["IFLA_MTU"] = 1500
     host = network.host(files={"/etc/podinfo/network-status": json.dumps(STATUS)})
-    assert ("interfaces.mtu.mismatch", Severity.WARN, "net1") in found(host)
+    assert ("interfaces.mtu.mismatch", Status.WARN, "net1") in found(host)
 
 
 def test_networks_of_a_pod_that_differ() -> None:
@@ -202,10 +203,10 @@ def test_networks_of_a_pod_that_differ() -> None:
     probe's to compare, which knows their cards."""
     for rdma, rates, expected in (
         (True, [(400000, 9000), (400000, 9000), (100000, 1500)], []),
-        (False, [(400000, 9000), (400000, 9000), (100000, 9000)], [("interfaces.speed.low", Severity.FAIL, "net2")]),
-        (False, [(400000, 9000)] * 2 + [(400000, 1500)], [("interfaces.mtu.mismatch", Severity.FAIL, "net2")]),
-        (False, [(400000, 9000), (400000, 1500)], [("interfaces.mtu.mismatch", Severity.WARN, "")]),
-        (False, [(400000, 9000), (25000, 1500)], [("interfaces.speed.low", Severity.FAIL, "net1")]),
+        (False, [(400000, 9000), (400000, 9000), (100000, 9000)], [("interfaces.speed.low", Status.FAIL, "net2")]),
+        (False, [(400000, 9000)] * 2 + [(400000, 1500)], [("interfaces.mtu.mismatch", Status.FAIL, "net2")]),
+        (False, [(400000, 9000), (400000, 1500)], [("interfaces.mtu.mismatch", Status.WARN, "")]),
+        (False, [(400000, 9000), (25000, 1500)], [("interfaces.speed.low", Status.FAIL, "net1")]),
     ):
         network = Network().add("lo", "127.0.0.1")
         for number, (speed, mtu) in enumerate(rates):
@@ -222,7 +223,7 @@ def test_a_network_that_was_given_and_is_gone() -> None:
     """Multus lists net1 and net2, the pod has net1; a function that a VFIO driver holds has no interface by design."""
     gone = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
     status = {"/etc/podinfo/network-status": json.dumps([*STATUS, gone])}
-    assert ("interfaces.network.missing", Severity.FAIL, "net2") in found(pod().host(files=status))
+    assert ("interfaces.network.missing", Status.FAIL, "net2") in found(pod().host(files=status))
     network = pod()
     network.symlinks["/sys/bus/pci/devices/0000:3b:00.2/driver"] = "/sys/bus/pci/drivers/vfio-pci"
     network.files["/sys/bus/pci/drivers/vfio-pci/uevent"] = ""
@@ -294,11 +295,11 @@ def test_the_setting_as_nccl_reads_it(setting: str, choice: str | None) -> None:
 
 def test_a_setting_is_judged_by_what_it_takes() -> None:
     assert not found(pod().host(environment={"NCCL_SOCKET_IFNAME": "net1"}))
-    assert ("interfaces.choice.wrong", Severity.FAIL, "eth0") in found(
+    assert ("interfaces.choice.wrong", Status.FAIL, "eth0") in found(
         pod().host(environment={"NCCL_SOCKET_IFNAME": "eth0"})
     )
     assert found(pod().host(environment={"NCCL_SOCKET_IFNAME": "ens5"})) == [
-        ("interfaces.choice.setting", Severity.FAIL, "")
+        ("interfaces.choice.setting", Status.FAIL, "")
     ]
 
 
@@ -370,7 +371,7 @@ def test_remedy_names_every_equally_fast_interface() -> None:
     for index in range(4):
         network.add(f"ens{index}", f"192.168.{index}.5", speed=200000, pci=f"0000:1{index}:00.0")
     (finding,) = interfaces.check(interfaces.read(network.host()))
-    assert finding.severity is Severity.FAIL
+    assert finding.status is Status.FAIL
     assert finding.remedy == "Set NCCL_SOCKET_IFNAME=ens0,ens1,ens2,ens3 and GLOO_SOCKET_IFNAME=ens0."
 
 
@@ -381,8 +382,8 @@ def test_remedy_is_exact_where_a_name_begins_another() -> None:
     assert "NCCL_SOCKET_IFNAME==eth1 " in str(finding.remedy)
 
 
-@each_row(("driver", "severity"), [("cxi_core", Severity.INFO), ("mlx5_core", Severity.FAIL)])
-def test_sockets_beside_slingshot_are_for_the_start_only(driver: str, severity: Severity) -> None:
+@each_row(("driver", "severity"), [("cxi_core", Status.INFO), ("mlx5_core", Status.FAIL)])
+def test_sockets_beside_slingshot_are_for_the_start_only(driver: str, severity: Status) -> None:
     """libfabric carries the data there, by whatever name the interface has."""
     network = Network().add("ens1", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
     network.add("fast0", "172.28.0.5", speed=200000, pci="0000:1a:00.0")

@@ -7,7 +7,7 @@ from typing import Any
 from dicthost import DictHost
 from rigs.tables import each_row
 
-from probes.api import Finding, Severity
+from contracts.finding import Finding, Status
 from probes.limits import probe as limits
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -30,7 +30,7 @@ def findings(machine: DictHost) -> dict[str, Finding]:
 
 def test_memlock_too_small_for_one_nccl_buffer_fails_where_there_is_rdma() -> None:
     found = findings(host())["limits.memlock.low"]
-    assert found.severity is Severity.FAIL
+    assert found.status is Status.FAIL
     assert "64 KiB" in found.message
     assert any("pid 7, uid 1000" in line for line in found.evidence), "says whose limit it is"
 
@@ -38,27 +38,27 @@ def test_memlock_too_small_for_one_nccl_buffer_fails_where_there_is_rdma() -> No
 @each_row(
     ("status", "memlock", "severity"),
     [
-        (UNPRIVILEGED, (8 * MIB, 8 * MIB), Severity.FAIL),  # systemd's default, inherited by containers
-        (UNPRIVILEGED, (64 * GIB, None), Severity.WARN),  # not unlimited, as NCCL asks
+        (UNPRIVILEGED, (8 * MIB, 8 * MIB), Status.FAIL),  # systemd's default, inherited by containers
+        (UNPRIVILEGED, (64 * GIB, None), Status.WARN),  # not unlimited, as NCCL asks
         (UNPRIVILEGED, (None, None), None),
-        (ROOT, (65536, 65536), Severity.INFO),  # CAP_IPC_LOCK: the job may not have it
-        ("", (65536, 65536), Severity.FAIL),  # capabilities unknown are not a pass
+        (ROOT, (65536, 65536), Status.INFO),  # CAP_IPC_LOCK: the job may not have it
+        ("", (65536, 65536), Status.FAIL),  # capabilities unknown are not a pass
     ],
 )
-def test_memlock_is_judged_with_the_capability(status: str, memlock: Any, severity: Severity | None) -> None:
+def test_memlock_is_judged_with_the_capability(status: str, memlock: Any, severity: Status | None) -> None:
     found = findings(host(status, memlock)).get("limits.memlock.low")
-    assert (found.severity if found else None) == severity
+    assert (found.status if found else None) == severity
 
 
 def test_without_rdma_a_low_memlock_is_a_note() -> None:
     machine = DictHost({"/proc/self/status": UNPRIVILEGED}, limits={"MEMLOCK": (65536, 65536)})
-    assert findings(machine)["limits.memlock.low"].severity is Severity.INFO
+    assert findings(machine)["limits.memlock.low"].status is Status.INFO
 
 
 def test_an_unreadable_limit_is_unknown_and_no_pass() -> None:
     found = findings(DictHost())
-    assert found["limits.memlock.unknown"].severity is Severity.UNKNOWN
-    assert found["limits.shm.unknown"].severity is Severity.UNKNOWN
+    assert found["limits.memlock.unknown"].status is Status.UNKNOWN
+    assert found["limits.shm.unknown"].status is Status.UNKNOWN
     assert "limits.memlock.low" not in found
 
 

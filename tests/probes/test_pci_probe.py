@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.tables import each_row
 
-from probes.api import Finding, Severity, UnavailableError
+from contracts.finding import Finding, Status
+from probes.api import UnavailableError
 from probes.pci import probe as pci
 from probes.pci.probe import peer_ports
 from probes.pci.read import parse_config
@@ -128,7 +129,7 @@ def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
 
 def test_a_x16_gpu_at_x4_fails_and_an_idle_one_at_low_speed_does_not() -> None:
     narrow = findings(switch(width=4).host(**good()))
-    assert narrow["pci.link.width"].severity is Severity.FAIL
+    assert narrow["pci.link.width"].status is Status.FAIL
     assert narrow["pci.link.width"].subject == "0000:18:00.0"
     assert findings(switch(speed="2.5 GT/s PCIe").host(**good())) == {}
 
@@ -145,12 +146,12 @@ def test_a_nic_at_half_its_speed_warns() -> None:
     machine.add("pci0000:00/0000:00:01.0", BRIDGE)
     machine.add("pci0000:00/0000:00:01.0/0000:01:00.0", NIC, speed="16.0 GT/s PCIe")
     found = findings(machine.host(**good()))
-    assert found["pci.link.speed"].severity is Severity.WARN
+    assert found["pci.link.speed"].status is Status.WARN
 
 
 def test_acs_between_gpu_and_nic() -> None:
     on = findings(switch(acs=True).host(**good()))["pci.acs.on"]
-    assert on.severity is Severity.FAIL
+    assert on.status is Status.FAIL
     assert any("0000:17:00.0" in line for line in on.evidence)
     assert "pci.acs.on" not in findings(switch(acs=False).host(**good()))
 
@@ -162,7 +163,7 @@ def test_acs_of_a_non_root_user_is_unknown() -> None:
             assert isinstance(content, bytes)
             machine.files[path] = content[:64]
     found = findings(machine.host(**good()))
-    assert found["pci.acs.unknown"].severity is Severity.UNKNOWN
+    assert found["pci.acs.unknown"].status is Status.UNKNOWN
     assert "pci.acs.on" not in found
 
 
@@ -234,7 +235,7 @@ def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> 
     host = virtual(paths).host(files=azure)
     assert "Hyper-V" in str(pci.read(host).virtual_tree)
     found = findings(host)["pci.tree.virtual"]
-    assert found.severity is Severity.WARN
+    assert found.status is Status.WARN
     assert "NCCL_TOPO_FILE" in found.remedy
     assert "/opt/microsoft/ndv4-topo.xml" in found.remedy
     assert pci.read(virtual(paths).host()).virtual_tree is None, "bare metal may look like this"
@@ -242,31 +243,31 @@ def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> 
 
 def test_a_topology_file_that_nccl_reads_unasked_is_only_told() -> None:
     files = {"/proc/cpuinfo": "flags\t: hypervisor\n", "/var/run/nvidia-topologyd/virtualTopology.xml": "<system/>"}
-    assert findings(virtual(OWN_ROOTS).host(files=files))["pci.tree.virtual"].severity is Severity.INFO
+    assert findings(virtual(OWN_ROOTS).host(files=files))["pci.tree.virtual"].status is Status.INFO
 
 
 def test_a_lost_device_and_one_without_driver() -> None:
     found = findings(switch(config=b"\xff" * 4096, driver=None).host(**good()))
-    assert found["pci.device.lost"].severity is Severity.FAIL
+    assert found["pci.device.lost"].status is Status.FAIL
     assert found["pci.device.no_driver"].subject == "0000:18:00.0"
 
 
 @each_row(
     ("kind", "files", "severity"),
     [
-        (NIC, {}, Severity.FAIL),
-        (("0x020000", "0x15b3", "0x1021"), {}, Severity.WARN),
-        (("0x020000", "0x1d0f", "0xefa2"), {}, Severity.FAIL),
-        (NIC, {"/.dockerenv": ""}, Severity.UNKNOWN),
+        (NIC, {}, Status.FAIL),
+        (("0x020000", "0x15b3", "0x1021"), {}, Status.WARN),
+        (("0x020000", "0x1d0f", "0xefa2"), {}, Status.FAIL),
+        (NIC, {"/.dockerenv": ""}, Status.UNKNOWN),
         (("0x020000", "0x8086", "0x1533"), {}, None),
     ],
 )
-def test_a_nic_made_for_rdma_without_an_rdma_device(kind: Any, files: Any, severity: Severity | None) -> None:
+def test_a_nic_made_for_rdma_without_an_rdma_device(kind: Any, files: Any, severity: Status | None) -> None:
     machine = Machine()
     machine.add("pci0000:00/0000:00:02.0", kind)
     machine.files = {path: content for path, content in machine.files.items() if "/infiniband/" not in path}
     found = findings(machine.host(files=files)).get("pci.nic.no_rdma")
-    assert (found.severity if found else None) == severity
+    assert (found.status if found else None) == severity
 
 
 def test_resizable_bar() -> None:
@@ -280,15 +281,15 @@ def test_resizable_bar() -> None:
     ("space", "expected"),
     [
         (config(bar=(0b1_0000_0000_0000, 12)), None),
-        (config(bar=(0b1_0000_0000_0000, 8)), Severity.INFO),
+        (config(bar=(0b1_0000_0000_0000, 8)), Status.INFO),
         (config(), None),
         (config()[:64], None),
     ],
     ids=["largest", "smaller", "no capability", "not root"],
 )
-def test_a_gpu_with_less_bar_than_it_offers_is_a_note(space: bytes, expected: Severity | None) -> None:
+def test_a_gpu_with_less_bar_than_it_offers_is_a_note(space: bytes, expected: Status | None) -> None:
     found = findings(switch(config=space).host(**good())).get("pci.rebar.off")
-    assert (found.severity if found else None) == expected
+    assert (found.status if found else None) == expected
 
 
 def test_a_broken_chain_of_capabilities_ends() -> None:

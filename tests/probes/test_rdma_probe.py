@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.tables import each_row
 
-from probes.api import Finding, Severity, UnavailableError
+from contracts.finding import Finding, Status
+from probes.api import UnavailableError
 from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
@@ -130,10 +131,10 @@ def test_devices_are_in_the_order_of_their_numbers() -> None:
 def test_a_dead_port_among_live_ones_and_none_alive() -> None:
     down = {"state": "1: DOWN", "phys": "2: Polling"}
     one = findings(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, **down).host())
-    assert [(f.code, f.severity, f.subject) for f in one] == [("rdma.port.down", Severity.FAIL, "mlx5_1:1")]
+    assert [(f.code, f.status, f.subject) for f in one] == [("rdma.port.down", Status.FAIL, "mlx5_1:1")]
     assert "Polling" in one[0].message
-    none = {f.code: f.severity for f in findings(Fabric().add("mlx5_0", 0, **down).host())}
-    assert none["rdma.port.none_active"] is Severity.FAIL
+    none = {f.code: f.status for f in findings(Fabric().add("mlx5_0", 0, **down).host())}
+    assert none["rdma.port.none_active"] is Status.FAIL
 
 
 def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
@@ -141,17 +142,17 @@ def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
     facts = rdma.read(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, state="1: DOWN", phys="3: Disabled").host())
     whole, virtual = facts.devices
 
-    def severity(*devices: RdmaDevice) -> list[Severity]:
+    def severity(*devices: RdmaDevice) -> list[Status]:
         found = rdma.check(replace(facts, devices=devices))
-        return [f.severity for f in found if f.code == "rdma.port.down" and f.subject == "mlx5_1:1"]
+        return [f.status for f in found if f.code == "rdma.port.down" and f.subject == "mlx5_1:1"]
 
     unused = replace(virtual, is_vf=True, ports=(replace(virtual.ports[0], gids=()),))
     used = replace(virtual, is_vf=True, ports=(replace(virtual.ports[0], gids=whole.ports[0].gids),))
-    assert severity(whole, unused) == [Severity.INFO]
-    assert severity(whole, used) == [Severity.FAIL]
-    assert severity(whole, virtual) == [Severity.FAIL], "a physical port"
+    assert severity(whole, unused) == [Status.INFO]
+    assert severity(whole, used) == [Status.FAIL]
+    assert severity(whole, virtual) == [Status.FAIL], "a physical port"
     down = replace(whole, ports=(replace(whole.ports[0], state="DOWN"),))
-    assert Severity.INFO not in severity(down, unused), "with its own card down it may be the one that was to be used"
+    assert Status.INFO not in severity(down, unused), "with its own card down it may be the one that was to be used"
 
 
 def test_an_infiniband_port_without_subnet_manager() -> None:
@@ -162,24 +163,24 @@ def test_an_infiniband_port_without_subnet_manager() -> None:
 def test_an_unreadable_state_is_unknown() -> None:
     fabric = Fabric().add("mlx5_0", 0)
     fabric.files = {path: content for path, content in fabric.files.items() if not path.endswith("/state")}
-    found = {f.code: f.severity for f in findings(fabric.host())}
-    assert found["rdma.port.unknown"] is Severity.UNKNOWN
+    found = {f.code: f.status for f in findings(fabric.host())}
+    assert found["rdma.port.unknown"] is Status.UNKNOWN
     assert "rdma.port.none_active" not in found
 
 
 @each_row(
     ("table", "code", "severity"),
     [
-        ([(LINK_LOCAL, V1), (IPV4, V1)], "rdma.gid.missing_rocev2", Severity.FAIL),
-        ([], "rdma.gid.missing_rocev2", Severity.FAIL),
-        ([(IPV4, errno.EINVAL)], "rdma.gid.missing_rocev2", Severity.UNKNOWN),
-        ([(LINK_LOCAL, V1), (LINK_LOCAL, V2)], "rdma.gid.choice", Severity.WARN),
-        ([(LINK_LOCAL, V2)], "rdma.gid.no_ipv4", Severity.WARN),
+        ([(LINK_LOCAL, V1), (IPV4, V1)], "rdma.gid.missing_rocev2", Status.FAIL),
+        ([], "rdma.gid.missing_rocev2", Status.FAIL),
+        ([(IPV4, errno.EINVAL)], "rdma.gid.missing_rocev2", Status.UNKNOWN),
+        ([(LINK_LOCAL, V1), (LINK_LOCAL, V2)], "rdma.gid.choice", Status.WARN),
+        ([(LINK_LOCAL, V2)], "rdma.gid.no_ipv4", Status.WARN),
     ],
 )
-def test_gid_tables(table: list[tuple[str, Any]], code: str, severity: Severity) -> None:
+def test_gid_tables(table: list[tuple[str, Any]], code: str, severity: Status) -> None:
     found = findings(Fabric().add("mlx5_0", 0, gids=table).host())
-    assert [(f.code, f.severity) for f in found] == [(code, severity)]
+    assert [(f.code, f.status) for f in found] == [(code, severity)]
 
 
 def test_nccl_takes_the_first_ipv4_entry_of_version_two() -> None:
@@ -230,12 +231,12 @@ def test_a_port_below_what_its_driver_supports() -> None:
     """The port's own maximum replaces the guess by the card's family; a driver that does not answer proves nothing."""
     slow = Fabric().add("mlx5_0", 0, rate="100 Gb/sec (4X EDR)")
     found = findings(slow.host(port_links={"eth0": {**PFC_ON["eth0"], "speed_max_megabits": 400_000}}))
-    assert [(f.code, f.severity, f.subject) for f in found] == [("rdma.port.below_max", Severity.WARN, "mlx5_0:1")]
+    assert [(f.code, f.status, f.subject) for f in found] == [("rdma.port.below_max", Status.WARN, "mlx5_0:1")]
     assert "100 Gb/s" in found[0].message and "400 Gb/s" in found[0].message
     assert codes(slow.host(port_links={"eth0": {**PFC_ON["eth0"], "speed_max_megabits": 100_000}})) == set()
     assert codes(slow.host()) == {"rdma.port.family_rate"}
     (unknown,) = findings(Fabric().add("bnxt_re0", 0, type="BCM57608").host())
-    assert (unknown.code, unknown.severity) == ("rdma.port.below_max", Severity.UNKNOWN)
+    assert (unknown.code, unknown.status) == ("rdma.port.below_max", Status.UNKNOWN)
 
 
 @each_row(
@@ -266,14 +267,14 @@ def test_another_board_may_have_another_flow_control() -> None:
 
 def test_neither_pfc_nor_ecn_is_a_warning() -> None:
     """ECN that is on, or not known, leaves a note."""
-    for enabled, expected in (("0", Severity.WARN), ("1", Severity.INFO), (None, Severity.INFO)):
+    for enabled, expected in (("0", Status.WARN), ("1", Status.INFO), (None, Status.INFO)):
         fabric = Fabric().add("mlx5_0", 0)
         net = next(path for path in fabric.files if path.endswith("/eth0/mtu")).removesuffix("/mtu")
         if enabled is not None:
             fabric.files |= {f"{net}/ecn/roce_np/enable/{n}": f"{enabled}\n" for n in range(8)}
         (found,) = findings(fabric.host(port_links={"eth0": {"pfc_classes": 8, "pfc_mask": 0}}))
-        assert (found.code, found.severity) == ("rdma.pfc.off", expected)
-        assert bool(found.remedy) is (expected is Severity.WARN)
+        assert (found.code, found.status) == ("rdma.pfc.off", expected)
+        assert bool(found.remedy) is (expected is Status.WARN)
 
 
 def test_mixed_link_layers_and_firmware() -> None:
@@ -283,9 +284,9 @@ def test_mixed_link_layers_and_firmware() -> None:
 
 def test_permissions() -> None:
     denied = findings(Fabric().add("mlx5_0", 0).host(unusable=("/dev/infiniband/uverbs0",)))
-    assert [(f.code, f.severity) for f in denied] == [("rdma.uverbs.permission", Severity.FAIL)]
+    assert [(f.code, f.status) for f in denied] == [("rdma.uverbs.permission", Status.FAIL)]
     absent = findings(Fabric().add("mlx5_0", 0, node=False).host())
-    assert [(f.code, f.severity) for f in absent] == [("rdma.uverbs.missing", Severity.UNKNOWN)]
+    assert [(f.code, f.status) for f in absent] == [("rdma.uverbs.missing", Status.UNKNOWN)]
 
 
 def test_memlock_is_proven_by_registering() -> None:
@@ -293,7 +294,7 @@ def test_memlock_is_proven_by_registering() -> None:
     bound = rdma.read(fabric.host(register_limit_bytes=65536))
     assert bound.memlock_proof is not None
     assert (bound.memlock_proof.registered_bytes, bound.memlock_proof.failed_bytes) == (65536, 262144)
-    assert {f.code: f.severity for f in rdma.check(bound)} == {"rdma.memlock.registration": Severity.FAIL}
+    assert {f.code: f.status for f in rdma.check(bound)} == {"rdma.memlock.registration": Status.FAIL}
     free = rdma.read(fabric.host(register_limit_bytes=1 << 40))
     assert free.memlock_proof is not None
     assert (free.memlock_proof.registered_bytes, free.memlock_proof.failed_bytes) == (64 << 20, None)
@@ -343,8 +344,8 @@ def test_netlink_where_sysfs_is_not_mounted() -> None:
         ("rxe0", "rxe", "DOWN", "Disabled"),
     ]
     assert facts.devices[0].node_guid == "a088:c203:0012:3456"
-    found = {f.code: f.severity for f in rdma.check(facts)}
-    assert found["rdma.port.down"] is Severity.WARN
+    found = {f.code: f.status for f in rdma.check(facts)}
+    assert found["rdma.port.down"] is Status.WARN
     assert "rdma.gid.missing_rocev2" not in found, "netlink says nothing of GIDs, and nothing is no fault"
 
 
@@ -357,19 +358,19 @@ def counted(**counters: int) -> rdma.RdmaFacts:
     ("before", "after", "seconds", "severity"),
     [
         ({"link_downed": 7}, {"link_downed": 7}, 60, None),  # a high value is history
-        ({"link_downed": 7}, {"link_downed": 8}, 60, Severity.FAIL),
+        ({"link_downed": 7}, {"link_downed": 8}, 60, Status.FAIL),
         ({"symbol_error": 0}, {"symbol_error": 60}, 60, None),  # 120 an hour, counted over at least an hour's worth
-        ({"symbol_error": 0}, {"symbol_error": 121}, 60, Severity.FAIL),
+        ({"symbol_error": 0}, {"symbol_error": 121}, 60, Status.FAIL),
         ({"symbol_error": 0}, {"symbol_error": 200}, 7200, None),
         ({"port_xmit_discards": 0}, {"port_xmit_discards": 1000}, 60, None),
-        ({"port_xmit_discards": 0}, {"port_xmit_discards": 6001}, 60, Severity.WARN),
+        ({"port_xmit_discards": 0}, {"port_xmit_discards": 6001}, 60, Status.WARN),
         ({"link_downed": 8}, {"link_downed": 1}, 60, None),  # reset
         ({}, {"link_downed": 1}, 60, None),  # not known before
     ],
 )
-def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Severity | None) -> None:
+def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Status | None) -> None:
     found = list(rdma_increases(counted(**before), counted(**after), seconds))
-    assert [f.severity for f in found] == ([severity] if severity else [])
+    assert [f.status for f in found] == ([severity] if severity else [])
 
 
 def test_two_scans_at_one_time_have_no_rate() -> None:

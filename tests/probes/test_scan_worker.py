@@ -16,7 +16,8 @@ import psutil
 import pytest
 from rigs.tables import each_row
 
-from probes.api import Absent, Failed, Finding, Ok, Probe, Severity, UnavailableError
+from contracts.finding import Finding, Status
+from probes.api import Absent, Failed, Ok, Probe, UnavailableError
 from probes.host.live import LiveHost
 from probes.host.protocol import Host
 from probes.host.recording import load
@@ -86,7 +87,7 @@ def test_findings_use_declared_codes_only_and_samples_declared_families() -> Non
             assert finding.code in probe.codes, (path.name, finding)
             assert finding.message
             assert finding.evidence, (path.name, finding)
-            assert finding.remedy or finding.severity is Severity.INFO, (path.name, finding)
+            assert finding.remedy or finding.status is Status.INFO, (path.name, finding)
         for name, outcome in snapshot.outcomes.items():
             families = {metric.name: metric for metric in BY_NAME[name].metrics}
             for sample in BY_NAME[name].samples(outcome.facts) if isinstance(outcome, Ok) else ():
@@ -96,7 +97,7 @@ def test_findings_use_declared_codes_only_and_samples_declared_families() -> Non
 def test_a_failed_probe_is_an_unknown_finding() -> None:
     """The gate can require a probe."""
     snapshot = scan(load(RECORDINGS[0]), [_probe(lambda _host: 1 / 0)])
-    assert [(f.code, f.severity) for f in findings(snapshot)] == [("limits.probe.failed", Severity.UNKNOWN)]
+    assert [(f.code, f.status) for f in findings(snapshot)] == [("limits.probe.failed", Status.UNKNOWN)]
     assert isinstance(findings(snapshot)[0], Finding)
 
 

@@ -8,7 +8,8 @@ import pytest
 from rigs.tables import each_row
 from topo_machines import snapshot, topology
 
-from probes.api import Absent, Ok, Severity
+from contracts.finding import Status
+from probes.api import Absent, Ok
 from probes.gpu.facts import GpuFacts
 from probes.gpu.probe import PROBE as GPU_PROBE
 from probes.scan import findings_of
@@ -102,9 +103,9 @@ def test_narrowed_slot_in_words():
     facts = snapshot(HGX).facts(GpuFacts)
     gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 5 else gpu for gpu in facts.gpus)
     (difference,) = diff(snapshot(HGX), changed(HGX, "gpu", gpus=gpus))
-    assert (difference.message, difference.severity) == ("GPU5 x16 -> x8", Severity.FAIL)
+    assert (difference.message, difference.severity) == ("GPU5 x16 -> x8", Status.FAIL)
     (better,) = diff(changed(HGX, "gpu", gpus=gpus), snapshot(HGX))
-    assert better.severity is Severity.INFO
+    assert better.severity is Status.INFO
 
 
 def test_dead_port_in_words():
@@ -126,14 +127,12 @@ def test_memlock_in_words_here_and_there():
 def test_throttling_is_as_bad_as_the_scan_calls_it():
     """Heat at half the clock fails; the power cap of full load is no fault; that it ended is good news."""
     hot, cool = snapshot("sick-h100-thermal"), snapshot(HGX)
-    judged = {
-        f.severity for f in findings_of(hot, GPU_PROBE, hot.facts(GpuFacts)) if f.code.startswith("gpu.thermal.t")
-    }
+    judged = {f.status for f in findings_of(hot, GPU_PROBE, hot.facts(GpuFacts)) if f.code.startswith("gpu.thermal.t")}
     assert {d.severity for d in diff(cool, hot) if d.what == "held back by"} == judged
     ended = diff(hot, replace(cool, hostname=hot.hostname))
-    assert {d.severity for d in ended if d.what == "held back by"} == {Severity.INFO}
+    assert {d.severity for d in ended if d.what == "held back by"} == {Status.INFO}
     gpus = tuple(replace(gpu, throttle_reasons=("sw_power_cap",)) for gpu in cool.facts(GpuFacts).gpus)
-    assert {d.severity for d in diff(cool, changed(HGX, "gpu", gpus=gpus))} == {Severity.INFO}
+    assert {d.severity for d in diff(cool, changed(HGX, "gpu", gpus=gpus))} == {Status.INFO}
 
 
 def test_worst_first_and_a_vanished_device_once():
@@ -151,7 +150,7 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
     (family,) = view.families
     assert len(family.common.nodes) == 300
     assert {group.nodes[0] for group in family.odd} == {snapshot.hostname for snapshot in odd}
-    assert all(group.differences[0].severity is Severity.FAIL for group in family.odd)
+    assert all(group.differences[0].severity is Status.FAIL for group in family.odd)
     text = fleet_text(view)
     assert "GPU3 NVLinks 18 -> 16" in text
     assert "memlock unlimited -> 64 KiB" in text

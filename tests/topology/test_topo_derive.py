@@ -9,8 +9,8 @@ import pytest
 from rigs.tables import each_row
 from topo_machines import topology
 
+from contracts.finding import Status
 from hardware.machines import recognised
-from probes.api import Severity
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
 from topology.check import check
@@ -242,7 +242,7 @@ def test_pcie_cards_are_no_hgx():
 def test_hgx_without_any_nvlink_is_a_fault():
     made = node(8, {}, model="NVIDIA H100 80GB HBM3")
     (finding,) = [finding for finding in check(made) if finding.code == "topology.nvlink.down_hgx"]
-    assert finding.severity is Severity.FAIL
+    assert finding.status is Status.FAIL
     assert "fabricmanager" in finding.remedy
 
 
@@ -280,7 +280,7 @@ def test_nic_faster_than_its_link_as_it_runs(running: float | None, severity: st
         rate_bytes_per_second=50e9,
     )  # fmt: skip
     found = [f for f in check(replace(made, nics=(nic,))) if f.code == "topology.nic.pcie_bound"]
-    assert [(f.severity, "Gen3 of Gen5 x16" in f.message) for f in found] == ([(severity, True)] if severity else [])
+    assert [(f.status, "Gen3 of Gen5 x16" in f.message) for f in found] == ([(severity, True)] if severity else [])
     assert all(f.remedy.startswith("Reseat") for f in found)
 
 

@@ -10,7 +10,8 @@ import pytest
 from rigs.tables import each_row
 from topo_machines import NAMES, snapshot, topology
 
-from probes.api import Absent, Ok, Severity
+from contracts.finding import Status
+from probes.api import Absent, Ok
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
 from topology.build import build
@@ -73,7 +74,7 @@ def test_flat_guest_is_recognised_and_nothing_is_claimed():
     assert node.virtual
     assert not any(near.decidable for near in node.nearest_nic)
     found = {finding.code: finding for finding in check(node)}
-    assert found["topology.gpu_nic.undecidable"].severity is Severity.UNKNOWN
+    assert found["topology.gpu_nic.undecidable"].status is Status.UNKNOWN
     assert "NCCL_TOPO_FILE" in found["topology.virtual"].remedy
 
 
@@ -81,7 +82,7 @@ def test_missing_nvlinks_lower_the_plan_and_are_found():
     node = topology("sick-h100-nvlink-missing")
     assert node.pair("GPU0", "GPU3").label == "NV16"
     found = [finding for finding in check(node) if finding.code == "topology.nvlink.asymmetric"]
-    assert [(finding.subject, finding.severity) for finding in found] == [("GPU3", Severity.FAIL)]
+    assert [(finding.subject, finding.status) for finding in found] == [("GPU3", Status.FAIL)]
     (plan,) = [e for e in node.expectations if (e.scope, e.op) == ("island", "all_gather")]
     assert plan.busbw_bytes_per_second == pytest.approx(16 * 20.6e9)
 

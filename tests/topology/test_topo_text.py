@@ -144,13 +144,6 @@ def test_pairs_nobody_printed_are_left_out():
     assert parse(text).pair("NIC0", "NIC1") is None
 
 
-def test_cut_last_row_is_filled_from_the_others():
-    text = FOUR_GPUS_TWO_NICS.replace("NIC1\tSYS\tSYS\tNODE\tPIX\tSYS\t X ", "NIC1\tSYS\tSYS")
-    node = parse(text)
-    assert len(node.pairs) == 15
-    assert any("ends after 2 of 6 cells" in warning for warning in node.warnings)
-
-
 def test_overwritten_cell():
     text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPH0-115\t0-1\nGPU1\tPHB\t X \t0-115\t0-1\n"
     node = parse(text)
@@ -158,30 +151,10 @@ def test_overwritten_cell():
     assert node.gpus[0].cpu_affinity == "0-115"
 
 
-def test_glued_count_and_cpu_list_are_parted_by_the_clean_counts():
-    text = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV180-55\nGPU1\tNV18\t X \t0-55\n"
-    node = parse(text)
-    assert labels(node) == {("GPU0", "GPU1"): "NV18"}
-    assert node.gpus[0].cpu_affinity == "0-55"
-
-
-def test_empty_cell_between_tabs_is_filled_from_the_opposite_row():
-    text = TWO_SWITCH_PAIRS.replace("GPU0\t X \tPXB\tSYS", "GPU0\t X \t\tSYS")
-    node = parse(text)
-    assert labels(node)["GPU0", "GPU1"] == "PXB"
-
-
 def test_first_of_several_matrices_with_a_warning():
     node = parse(TWO_SWITCH_PAIRS + "\n\n" + OLD_SOC)
     assert [nic.name for nic in node.nics] == ["mlx5_0"]
     assert any("further matrix" in warning for warning in node.warnings)
-
-
-def test_a_p2p_table_before_the_matrix_is_passed_over():
-    p2p = " \tGPU0\tGPU1\t\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n\n  OK   = Status Ok\n\n"
-    node = parse(p2p + OLD_SOC)
-    assert len(node.gpus) == 4
-    assert any("P2P" in warning for warning in node.warnings)
 
 
 def test_one_gpu():
@@ -237,10 +210,16 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
         ("card\n\t   NPU0    NPU1\nNPU0    X       HCCS\nNPU1    HCCS    X\n", 2, "npu-smi"),
         ("| GPU 0/0 | GPU 0/1 |\n| S | MDF |\n", 1, "xpu-smi"),
         ("\tGPU0\tGPU1\nGPU0\t X \tFOO\nGPU1\tFOO\t X\n", 2, '"FOO" is no label'),
-        ("\nGPU0\t X \tSYS\nGPU1\tSYS\t X \n", 2, "without a header"),
+        ("\nGPU0\t X \tSYS\nGPU1\tSYS\t X \n", 2, "no header line with GPU0"),
         ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU2\tSYS\tSYS\n", 2, "has 2 cells, expected 3"),
         ("\tGPU0\tGPU1\nGPU0\tSYS\t X \nGPU1\tSYS\t X \n", 2, "X stands under GPU1"),
         ("\tGPU0\tGPU1\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU7\tSYS\tSYS\n", 4, "row GPU7 has no column"),
+        ("\tGPU0\tGPU1\nGPU0\t X \tNV180-55\nGPU1\tNV18\t X \t0-55\n", 2, '"NV180-55" is no label'),
+        ("\tGPU0\tGPU1\nGPU0\t X \tNV1\tSYS\nGPU1\tNV1\t X \tPIX\n", 2, 'goes on with "SYS" after its 2 cells'),
+        ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \t\tSYS\nGPU1\tSYS\t X \tSYS\nGPU2\tSYS\tSYS\t X \n", 2, "empty cells"),
+        ("  GPU0 GPU1\n  GPU2\nGPU0  X  SYS\n SYS\nGPU1 SYS  X\n SYS\n", 3, "row GPU0 has no column"),
+        ("  GPU0 GPU1 GPU2\nGPU0  X  SYS\n SYS\nGPU1 SYS  X\n SYS\n", 2, "Rows that a terminal wrapped"),
+        ("a:\tGPU0\tGPU1\nb:\tGPU0\tGPU1\na:GPU0\t X \tSYS\nb:GPU0\t X \tSYS\n", 4, "lines of one host alone"),
     ],
 )
 def test_what_cannot_be_read_names_its_line_and_what_was_expected(text, line, words):
@@ -250,10 +229,3 @@ def test_what_cannot_be_read_names_its_line_and_what_was_expected(text, line, wo
     assert caught.value.source == "file.txt"
     assert str(caught.value).startswith(f"line {line}: ")
     assert words in str(caught.value)
-
-
-def test_a_cut_header_is_rebuilt_from_whole_rows():
-    text = TWO_SWITCH_PAIRS.replace("\tGPU3\tmlx5_0\tCPU Affinity\tNUMA Affinity", "", 1)
-    node = parse(text)
-    assert [gpu.name for gpu in node.gpus] == ["GPU0", "GPU1", "GPU2", "GPU3"]
-    assert any("header is cut" in warning for warning in node.warnings)

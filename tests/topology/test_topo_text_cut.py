@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from click.testing import CliRunner
 from rigs.tables import each_row
 from topo_samples import OLD_SOC
 
+from agent.cli.topo import topo
 from topology.check import check
 from topology.formats.text import TopologyTextError, parse
 
@@ -49,19 +53,6 @@ def test_cells_that_are_unknown_are_no_missing_nvlink():
     assert [finding.code for finding in check(parse(text))] == []
     missing = check(parse(text.replace("ERR!", "SYS")))
     assert [(finding.code, finding.subject) for finding in missing] == [("topology.nvlink.missing", "GPU5")]
-
-
-def test_a_list_without_its_beginning_keeps_its_column_unknown():
-    node = parse("\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tNV8\t-31,64-95\t0\nGPU1\tNV8\t X \t32-63\t1\n")
-    assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [(None, "0"), ("32-63", "1")]
-    assert 'line 2: row GPU0: "-31,64-95" is no list of CPUs or NUMA nodes' in node.warnings
-
-
-def test_cells_beyond_the_header_are_told_or_refused():
-    node = parse("\tGPU0\tGPU1\nGPU0\t X \tNV1\tSYS\nGPU1\tNV1\t X \tPIX\n")
-    assert any('row GPU1 goes on with "PIX" after its 2 cells' in warning for warning in node.warnings)
-    with pytest.raises(TopologyTextError, match='line 2: row GPU0 goes on with "PIX" after its 3 cells'):
-        parse("\tGPU0\tGPU1\tNIC0\nGPU0\t X \tNV1\tSYS\tPIX\nGPU1\tNV1\t X \tPIX\tSYS\n")
 
 
 def test_a_markdown_table_with_bold_cells_and_a_short_numa_title():
@@ -109,24 +100,54 @@ def test_sys_beside_a_gpu_of_the_same_numa_node_that_is_near_is_not_called_anoth
     assert "no NIC on its own NUMA node" in far.message
 
 
-PAIR = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \t{link}\tPIX\nGPU1\t{link}\t X \tSYS\nNIC0\tPIX\tSYS\t X\n\n  NIC0: {nic}"
+HEADERS = {  # header -> columns that are read; the last cell of every row is SYS
+    "GPU0\tGPU1\tHSN": ["GPU0", "GPU1", "HSN"],
+    "GPU0\tGPU1\tNIC2 (vf0)": ["GPU0", "GPU1", "NIC2"],
+    "GPU0 [A100]\tGPU1 [A100]\tHSN (200G)\tCPU Affinity": ["GPU0", "GPU1", "HSN"],
+    "GPU0\tHSN\tGPU1": ["GPU0", "GPU1", "HSN"],
+    "GPU0\tGPU1\tModel": ["GPU0", "GPU1"],
+}
 
 
-@each_row("prefix", ["node1: ", "[1,0]<stdout>:", "[pod/a-0/main] ", "10.0.0.1 | "])
-@each_row("mixed", [False, True])
-def test_lines_of_two_hosts_are_not_mixed(prefix, mixed):
-    other = prefix.replace("1", "10").replace("a-0", "a-1")
-    first = [prefix + line for line in PAIR.format(link="NV4", nic="mlx5_0").split("\n")]
-    second = [other + line for line in PAIR.format(link="SYS", nic="mlx5_9").split("\n")]
-    lines = [line for both in zip(second, first, strict=True) for line in both] if mixed else first + second
-    node = parse("\n".join(lines))
-    assert [nic.name for nic in node.nics] == ["mlx5_9" if mixed else "mlx5_0"]
-    assert node.pairs[0].label == ("SYS" if mixed else "NV4")
-    assert any("lines of 2 hosts" in warning for warning in node.warnings)
-    row = next(
-        number for number, line in enumerate(lines, 1) if line.startswith(other if mixed else prefix) and "X" in line
-    )
-    assert node.pairs[0].evidence == f"line {row} of text"
+def test_a_header_word_is_a_column_where_the_rows_have_labels_for_it():
+    """A device without a digit in its name, or with a note; a column of other words is none."""
+    wrong = {}
+    for header, expected in HEADERS.items():
+        last = "card" if "Model" in header else "SYS"
+        middle = "GPU0\tX\tPHB\tNV4\nGPU1\tNV4\tSYS\tX\n"
+        rows = middle if "HSN\tGPU1" in header else f"GPU0\tX\tNV4\t{last}\nGPU1\tNV4\tX\t{last}\n"
+        node = parse(f"\t{header}\n{rows}")
+        found = [gpu.name for gpu in node.gpus] + [nic.name for nic in node.nics]
+        if found != expected or node.pair("GPU0", "GPU1").label != "NV4":
+            wrong[header] = found
+    assert not wrong
+
+
+LINES = ["\tGPU0\tGPU1\tCPU Affinity", "GPU0\tX\tNV4\t0-7", "GPU1\tNV4\tX\t0-7"]
+STRINGS = {
+    "JSON": json.dumps({"topology": LINES}),
+    "JSON, indented": json.dumps({"topology": LINES}, indent=1),
+    "JSON with blanks": json.dumps({"topology": [line.expandtabs() for line in LINES]}),
+    "a list alone": json.dumps(LINES),
+    "Python": f"topology: {LINES!r}",
+}
+
+
+def test_one_line_for_each_string_of_a_list(tmp_path):
+    wrong = {}
+    for form, text in STRINGS.items():
+        path = tmp_path / "topology.json"
+        path.write_text(text)
+        done = CliRunner().invoke(topo, ["--from", str(path), "-o", "json"])
+        found = json.loads(done.output) if done.exit_code == 0 else {"gpus": [], "pairs": done.output}
+        if [gpu["cpu_affinity"] for gpu in found["gpus"]] != ["0-7", "0-7"] or found["pairs"][0]["label"] != "NV4":
+            wrong[form] = found["pairs"]
+    assert not wrong
+
+
+def test_the_affinity_of_a_wrapped_row_is_unknown():
+    text = "  GPU0 GPU1  CPU Affinity  NUMA Affinity\nGPU0  X  SYS  0-31,64-9\n5  0\nGPU1 SYS  X   32-63  1\n"
+    assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in parse(text).gpus] == [(None, None), ("32-63", "1")]
 
 
 def test_disks_are_no_nics():
@@ -158,15 +179,6 @@ def test_the_last_word_of_a_text_that_breaks_off_is_not_believed(rest, expected)
     node = parse("\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t" + rest)
     assert (node.gpus[0].cpu_affinity, node.gpus[0].numa_affinity) == expected
     assert any("may be cut" in warning for warning in node.warnings) == (not rest.endswith("\n"))
-
-
-def test_affinity_columns_left_of_the_devices():
-    rows = (
-        "| 24-31,56-63 | 3 | GPU0 | X | NV4 | SYS |\n| 16-23 | 2 | GPU1 | NV4 | X | PHB |\n| | | mlx5_0 | SYS | PHB | X"
-    )
-    node = parse(f"| CPU Affinity | NUMA Affinity | | GPU0 | GPU1 | mlx5_0 |\n|---|---|---|---|---|---|\n{rows}\n")
-    assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [("24-31,56-63", "3"), ("16-23", "2")]
-    assert [pair.label for pair in node.pairs] == ["NV4", "SYS", "PHB"]
 
 
 def test_a_cut_matrix_expects_no_bandwidth():

@@ -11,7 +11,6 @@ import pytest
 
 from agent.advice.request import Request
 from agent.base.hosts import snapshots as replay
-from agent.checks.verdict import Check
 from agent.checks.view import look
 from agent.cluster.gate import checks_of, readable
 from agent.cluster.node_facts import unpublished
@@ -20,6 +19,7 @@ from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
+from contracts.finding import Finding, Status
 from contracts.rank_state import Mark, RankState
 from contracts.run_record import Measured, RunRecord
 from finetune.beside import phase_of
@@ -773,9 +773,11 @@ def test_a_size_of_the_job_that_cannot_be_true_costs_no_memory() -> None:
 
 
 def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
-    port = Check(id="rdma.port.down", status="fail", node="host-2", subject="mlx5_0", message="x", remedy="plug it in")
+    port = Finding(
+        code="rdma.port.down", status=Status.FAIL, node="host-2", subject="mlx5_0", message="x", remedy="plug it in"
+    )
     down = [port, replace(port, node="host-3", subject="mlx5_1")]
-    throttled = Check(id="gpu.clocks.throttled", status="fail", node="host-2", subject="GPU 3", message="hot")
+    throttled = Finding(code="gpu.clocks.throttled", status=Status.FAIL, node="host-2", subject="GPU 3", message="hot")
     cause = Cause(code="link.node", message="the network of host-2 carries nothing", nodes=("host-2",))
     cut = Verdict(state="stuck", line="stuck", nodes=("host-2",), causes=(cause,))
     found = gathered.with_nodes(cut, [*down, throttled])

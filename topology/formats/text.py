@@ -1,108 +1,471 @@
-"""Read what `nvidia-smi topo -m` (or `-mp`) printed, in whatever state it reached us.
+"""Read the matrix that `nvidia-smi topo -m` (or `-mp`) prints.
 
-Specification: `nvidia-smi topo --help` and the legend it prints. The rules on broken cells are in `text_lines`. The
-first matrix of the text is taken. Whatever cannot be read raises `TopologyTextError`, which names the line.
+Specification: `nvidia-smi topo --help` and the legend that it prints; drivers 361 to 580 print tabs between cells and
+``ESC[4m`` around the header. Read as well is what terminals, logs and pages do to it: escape codes, a prefix before
+each line, blanks in place of tabs, names or cells without a blank between them, Markdown and HTML, JSON and Python
+strings, and a text that ends early.
+
+Refused, with the line that shows it: lines that a terminal wrapped, empty cells, a header that lacks a column, lines of
+several hosts in turn. The first matrix of a text is read.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from topology.derive import complete, rails
 from topology.formats.matrix import render
-from topology.formats.text_lines import (
-    WRAPPED_LINES,
-    Affinity,
-    Cells,
-    Header,
-    Matrix,
-    Row,
-    find,
-    leading_columns,
-    lines_of,
-    names_gpu_first,
-    read_affinity,
-    read_cells,
-    read_header,
-    read_leading,
-    row_name,
-    tab_cells,
-)
-from topology.graph import (
-    NVLINK,
-    SELF,
-    UNKNOWN,
-    GpuNode,
-    NicNode,
-    NodeTopology,
-    Pair,
-    PathClass,
-    lower,
-    nvlinks,
-    path_class,
-)
+from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, lower, pair_of
 
 __all__ = ["TopologyTextError", "parse", "render"]
 
 MOST_BYTES = 16 * 2**20
+_MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
+_MOST_DEVICES = 256  # the largest node sold has 16 GPUs and 32 NICs
+_WIDEST_GAP = 32  # other lines that a log may put between two rows
+
+_ESCAPES = re.compile(
+    r"(?:\x1b|\^\[|\\(?:033|e|x1[bB]|u001[bB]))\[[0-9;?]*[A-Za-z]"  # real, and the ways it is spelled out
+    r"|\[\d{1,2}(?:;\d{1,2})*m"  # what is left where the escape character itself got lost
+)
+_TAGS = re.compile(r"</?[A-Za-z][^<>]{0,200}>")  # <br>, </pre>, and mpirun's <stdout>
+_NOTES = re.compile(r"[(\[][^()\[\]\"']*[)\]]")  # "NIC2 (vf0)"
+_SPELLED_BREAK = re.compile(r"(?:\\r)?\\n|([\"'])\s*,\s*\1")  # in a JSON or Python string, and between two of them
+
+_LABEL = r"(?:X(?!GMI)|NV\d{1,3}(?![\d,\-])|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!)"
+_NAME = re.compile(rf"(?<![\w.\-])([A-Za-z][\w.\-]{{0,80}})(?=\s{{1,64}}{_LABEL}(?![a-z]))")
+# A CPU list may stand where a terminal wrote over the end of a cell: "PH0-115".
+_CELL = re.compile(rf"\s*(?:({_LABEL})|(PH|PI|PX|SY|SO|NOD|NO)(?=\d))")
+_WHOLE_LABELS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
+_EXPECTED = "expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC"
+_DEVICE = r"(?:GPU|NIC)\d{1,4}|mlx\d_(?:bond_)?\d{1,4}"
+_WORD = re.compile(
+    rf"(?P<device>(?:{_DEVICE})(?=[^\w.\-]|$|GPU|NIC|mlx|CPU|NUMA))"
+    r"|(?P<cpu>(?i:CPU\s*Aff)[a-z]*)|(?P<gpu_numa_id>(?i:GPU\s*NUMA\s*)(?:ID?)?)"
+    r"|(?P<numa>(?i:(?:NUMA|Node)\s*Aff)[a-z]*|NUMA(?=\s*$))|(?P<title>Affinity)|(?P<other>[\w.][\w.\-/:]*)"
+)
+_AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
+_NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
+_P2P = ("OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
+_OTHER_TOOLS = (  # a word of their matrices, and who prints it
+    (re.compile(r"MX\d*"), "MetaX mx-smi"),
+    (re.compile(r"ICN\d*|PPU\d+"), "Alibaba ppu-smi"),
+    (re.compile(r"XGMI|PCIE"), "AMD rocm-smi"),
+    (re.compile(r"HCCS\w*|HCS|NPU\d+"), "Huawei npu-smi"),
+    (re.compile(r"XL\d*|\d/\d"), "Intel xpu-smi"),
+    (re.compile(r"MTL\w*"), "Moore Threads mthreads-gmi"),
+    (re.compile(r"[DH]CU\d+"), "Hygon hy-smi"),
+    (re.compile(r"PSB"), "DCGM's topology sample"),
+)
+
+
+class TopologyTextError(ValueError):
+    """The text holds no matrix that can be read; says in which line and what was expected."""
+
+    def __init__(self, source: str, line: int, message: str) -> None:
+        super().__init__(f"line {line}: {message}")
+        self.source = source
+        self.line = line
+        self.message = message
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row while it is read: its labels, and in `rest` the text after them."""
+
+    name: str
+    line: int
+    text: str  # after the name
+    below: str = ""  # the next line
+    labels: list[str] = field(default_factory=list)
+    rest: str = ""
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """One matrix while it is read."""
+
+    source: str
+    line: int  # of the header
+    devices: list[str]
+    columns: list[str]  # the affinity columns: "cpu", "numa", "gpu_numa_id"
+    sure: bool  # every device looks like one: no word of the header may be prose
+    rows: list[_Row] = field(default_factory=list)
+    end: int = 0  # position of the line after the last row
+    ends_text: bool = False  # nothing but blanks follows the last row
+    warnings: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)  # of the warnings, those of rows and cells that are not there
+
+    def lacks(self, what: str) -> None:
+        """Note a row, or cells, that the header promises and the text does not hold."""
+        self.warnings.append(what)
+        self.lacking.append(what)
+
+    def error(self, line: int, message: str) -> TopologyTextError:
+        """What to raise for a line."""
+        return TopologyTextError(self.source, line, message)
+
+
+_Lines = list[tuple[int, str]]
 
 
 def parse(text: str, source: str = "text") -> NodeTopology:
-    """The topology a matrix shows. Raises TopologyTextError."""
-    try:
-        return _parse(text, source)
-    except TopologyTextError:
-        if "\\n" not in text:
-            raise
-        # A matrix inside a JSON or Python string: its line breaks are spelled out.
-        return _parse(text.replace("\\r", "").replace("\\n", "\n"), source)
-
-
-def _parse(text: str, source: str) -> NodeTopology:
+    """The topology that a matrix shows. Raises TopologyTextError."""
     if len(text) > MOST_BYTES:
         raise TopologyTextError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
-    lines, others = lines_of(text)
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
         raise TopologyTextError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
-    first_error: TopologyTextError | None = None
-    found: NodeTopology | None = None
-    at = 0
-    while at < len(lines):
-        matrix = find(lines, at)
-        if matrix is None:
+    lines = list(_lines(text))
+    matrix = _find(lines, 0, source)
+    if matrix is None:
+        raise _no_matrix(lines, source)
+    _drop_columns_without_labels(matrix)
+    whole = text[-1:].isspace()
+    for row in matrix.rows:
+        _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
+    node = _node(matrix, lines, cut=matrix.ends_text and not whole)
+    try:
+        further = _find(lines, matrix.end, source)
+    except TopologyTextError:
+        further = None
+    if further is not None:
+        node = _with_warning(node, f"line {further.line}: a further matrix follows and is not read")
+    return _not_all_nics(node, text)
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines and their numbers, without what is no part of the matrix; a string's own line breaks part its line."""
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        for part in _SPELLED_BREAK.sub("\n", line).split("\n"):
+            kept = part[:_MOST_LINE].replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r")
+            kept = _TAGS.sub("", _ESCAPES.sub("", kept)).replace("\\t", "\t")
+            yield number, _NOTES.sub("", kept.replace("|", " ").replace("**", ""))  # Markdown's table and bold type
+
+
+def _header(number: int, line: str, source: str) -> _Matrix | None:
+    """The columns that a line names, None where it is no header."""
+    first = re.search(_DEVICE, line)
+    if first is None or not first[0].startswith("GPU"):
+        return None
+    made = _Matrix(source, number, [], [], sure=True)
+    for word in _WORD.finditer(line, first.start()):
+        if word.lastgroup in ("cpu", "numa", "gpu_numa_id"):
+            made.columns.append(word.lastgroup)
+        elif made.columns or word.lastgroup == "title":
+            continue  # a comment after the columns
+        elif re.fullmatch(_LABEL, word[0]):
+            return None
+        else:
+            made.devices.append(word[0])
+            made.sure = made.sure and _is_surely_a_device(word[0])
+    names = made.devices
+    return made if len(names) <= _MOST_DEVICES and len(set(names)) == len(names) else None
+
+
+def _is_surely_a_device(word: str) -> bool:
+    return word[0].isalpha() and any(map(str.isdigit, word))
+
+
+def _find(lines: _Lines, start: int, source: str) -> _Matrix | None:
+    """The next header that has rows, with its rows as text. Raises TopologyTextError where they do not fit it."""
+    header, at = None, 0
+    for position in range(start, len(lines)):
+        number, line = lines[position]
+        if header is not None and position - at <= _WIDEST_GAP and _row(line, number, header):
+            _collect(lines, position, header)
+            return header
+        found = _header(number, line, source) if "GPU" in line else None
+        if found and (header is None or found.sure or not header.sure or position - at > _WIDEST_GAP):
+            header, at = found, position
+    return None
+
+
+def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
+    """The row that a line holds, whatever stands before its name. Raises TopologyTextError for one without a column."""
+    for name in _NAME.finditer(line):
+        if name[1] in matrix.devices:
+            return _Row(name[1], number, line[name.end() :])
+        if re.fullmatch(_DEVICE, name[1]) and matrix.sure:
+            columns = " ".join(matrix.devices)
+            raise matrix.error(
+                number,
+                f"row {name[1]} has no column: the header in line {matrix.line} names {columns}. A header that is cut "
+                "or wrapped is not read",
+            )
+    return None
+
+
+def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
+    """Take the rows from `start` on into the matrix, up to the legend, the next header, or a row that comes again."""
+    seen: set[str] = set()
+    last = start
+    for position in range(start, len(lines)):
+        number, line = lines[position]
+        if "Legend" in line or position - last > _WIDEST_GAP:
             break
-        at = max(matrix.end, matrix.line)
-        if found is not None:
-            found = _not_all_nics(found, text)
-            return _with_warning(found, f"line {matrix.line}: a further matrix follows and is not read")
-        try:
-            found = _finish(matrix, lines, source)
-            found = _with_warning(found, others) if others else found
-        except TopologyTextError as error:
-            first_error = first_error or error
-    if found is not None:
-        found = _not_all_nics(found, text)
-        if first_error:
-            return _with_warning(found, f"line {first_error.line}: passed over: {first_error.message}")
-        return found
-    raise first_error or _no_matrix(lines, source)
+        other = _header(number, line, matrix.source) if "GPU" in line else None
+        if other is not None and other.sure and len(other.devices) > 1:
+            break
+        found = _row(line, number, matrix)
+        if found is None:
+            continue
+        if found.name in seen and len(seen) == len(matrix.devices):
+            break
+        if found.name in seen:
+            raise matrix.error(
+                number, f"row {found.name} comes again before the other rows: give the lines of one host alone"
+            )
+        seen.add(found.name)
+        found.below = lines[position + 1][1] if position + 1 < len(lines) else ""
+        matrix.rows.append(found)
+        last = position
+    matrix.end = last + 1
+    matrix.ends_text = not any(line.strip() for _, line in lines[matrix.end :])
 
 
-_NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
-_OTHER_DEVICES = (  # what begins the header of a matrix of devices that are not called GPU0
-    (re.compile(r"[\s|]*NPU\s?\d"), "Huawei npu-smi"),
-    (re.compile(r"[\s|]*(DCU|HCU)\s?\d"), "Hygon hy-smi"),
-    (re.compile(r"[\s|]*GPU \d+/\d"), "Intel xpu-smi"),
-    (re.compile(r"[\s|]*PPU\s?\d"), "Alibaba ppu-smi"),
-)
+def _no_matrix(lines: _Lines, source: str) -> TopologyTextError:
+    """What to raise where no header has rows: the first row, or a word of a foreign tool, gives the line."""
+    hints = (
+        (number, _tool(line.split())) for number, line in lines[:1024] if _NAME.search(line) or _tool(line.split())
+    )
+    number, tool = next(hints, (1, ""))
+    return TopologyTextError(
+        source,
+        number,
+        f"no header line with GPU0 and rows below it{tool}: expected the output of `nvidia-smi topo -m`",
+    )
+
+
+def _tool(words: list[str]) -> str:
+    """ "; this looks like AMD rocm-smi" where a word says so."""
+    found = next((tool for pattern, tool in _OTHER_TOOLS if any(map(pattern.fullmatch, words))), None)
+    return f"; this looks like {found}" if found else ""
+
+
+def _no_label(row: _Row, column: str, word: str) -> str:
+    where = f'row {row.name} under {column}: "{word[:40]}" is'
+    if word in _P2P:
+        return (
+            f"{where} a P2P status: this is `nvidia-smi topo -p2p`, which says what peers may do and not how they are "
+            "linked; expected the output of `nvidia-smi topo -m`"
+        )
+    return f"{where} no label of `nvidia-smi topo -m`{_tool(row.text.split())}; {_EXPECTED}"
+
+
+def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
+    """Up to `count` labels from the text after a row's name, what follows them, and what was amended."""
+    labels: list[str] = []
+    notes = []
+    at = 0
+    while len(labels) < count and (cell := _CELL.match(text, at)):
+        if cut := cell[2]:
+            labels.append(next(label for label in _WHOLE_LABELS if label.startswith(cut)))
+            notes.append(f'"{cut}" before a digit is read as {labels[-1]}: a terminal wrote over the cell')
+        else:
+            labels.append(UNKNOWN if cell[1] == "ERR!" else cell[1])
+        at = cell.end()
+    return labels, text[at:], notes
+
+
+def _drop_columns_without_labels(matrix: _Matrix) -> None:
+    """Leave out the last words of the header that no row has a label for, as "Model" in a table made by hand."""
+    widest = max(len(_cells(row.text, len(matrix.devices))[0]) for row in matrix.rows)
+    while len(matrix.devices) > widest and not _is_surely_a_device(matrix.devices[-1]):
+        matrix.warnings.append(f'line {matrix.line}: column "{matrix.devices.pop()[:40]}" holds no labels')
+    matrix.rows = [row for row in matrix.rows if row.name in matrix.devices]
+
+
+def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> None:
+    """Fill in the labels and the rest of one row; `whole`: the text's last word is. Raises TopologyTextError."""
+    devices, count = matrix.devices, len(matrix.devices)
+    labels, row.rest, notes = _cells(row.text, count)
+    own = devices.index(row.name)
+    word = row.rest.split()[:1]
+    short = len(labels) < count
+    cut = ends_text and short and any(label.startswith("".join(row.rest.split())) for label in ("NV#", *_WHOLE_LABELS))
+    if ends_text and not row.rest and not whole and labels[-1].startswith("NV") and (short or len(matrix.rows) < count):
+        labels.pop()  # "NV1" at the very end may have been NV18
+    if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
+        raise matrix.error(row.line, _no_label(row, devices[len(labels)], word[0]))
+    if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
+        where = devices[labels.index(SELF)] if SELF in labels else "no column"
+        raise matrix.error(
+            row.line, f"row {row.name}: X stands under {where}, expected under {row.name} (cells are missing?)"
+        )
+    if short and not cut:
+        raise matrix.error(
+            row.line,
+            f"row {row.name} has {len(labels)} cells, expected {count} as the header in line {matrix.line}. Rows that "
+            "a terminal wrapped and empty cells are not read: save the output to a file",
+        )
+    if len(labels) < count:
+        matrix.lacks(f"line {row.line}: row {row.name} ends after {len(labels)} of {count} cells")
+        row.rest = ""
+    if word and word[0] != UNKNOWN and re.fullmatch(_LABEL, word[0]):
+        raise matrix.error(
+            row.line,
+            f'row {row.name} goes on with "{word[0]}" after its {count} cells: the header in line {matrix.line} lacks '
+            "a column",
+        )
+    row.labels = labels
+    matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in notes)
+
+
+def _node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
+    """The node that a matrix shows; where the text is `cut`, its last word may be."""
+    below = "\n".join(line for _, line in lines[matrix.end : matrix.end + 2048])
+    below = re.split(r"\n(?=[^\n=]*GPU0\s+(?:GPU1|CPU))", below)[0]  # the next matrix has legends of its own
+    legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", below))
+    rows = {row.name: row for row in matrix.rows}
+    last = matrix.rows[-1]
+    if cut and last.rest.strip() and (len(rows) < len(matrix.devices) or len(_words(last)) < len(matrix.columns)):
+        matrix.lacks(f"line {last.line}: the text ends within row {last.name}: its last word may be cut")
+        last.rest = last.rest[: last.rest.rindex(last.rest.split()[-1])]
+    others = [name for name in matrix.devices if _NO_NIC.fullmatch(name)]
+    if others:
+        matrix.warnings.append(f"{', '.join(others)}: no network devices; their cells are not read")
+    gpus = tuple(_gpu(name, rows.get(name), matrix) for name in matrix.devices if re.fullmatch(r"GPU\d+", name))
+    names = {gpu.name for gpu in gpus}
+    nics = _nics([name for name in matrix.devices if name not in names and name not in others], legend)
+    pairs = _pairs(matrix, rows, {nic.label or nic.name: nic.name for nic in nics}, others)
+    kind = _kind([line for _, line in lines[: matrix.end]], below, pairs)
+    if kind == "-mp":
+        matrix.warnings.append("`topo -mp` hides NVLink: no NV# here says nothing about NVLink")
+    matrix.warnings += _affinity_warnings(gpus)
+    return complete(
+        NodeTopology(
+            hostname=matrix.source,
+            gpus=gpus,
+            nics=nics,
+            pairs=pairs,
+            numa_nodes=len({gpu.numa_node for gpu in gpus} - {None}) or None,
+            source=f"nvidia-smi topo {kind}",
+            nvlink_known=kind != "-mp",
+            warnings=tuple(matrix.warnings),
+            lacking=tuple(matrix.lacking),
+        )
+    )
+
+
+def _kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
+    """ "-m" or "-mp", by what the matrix shows, the command above it, or the legend: -mp prints it without NV#."""
+    if any(pair.nvlinks for pair in pairs):
+        return "-m"
+    options = re.findall(r"nvidia-smi\s+topo\s+(-mp|-m|--matrix)\b", "\n".join(above))
+    if options:
+        return "-mp" if options[-1] == "-mp" else "-m"
+    return "-mp" if re.search(r"\bPIX\s*=", below) and "NV#" not in below else "-m"
+
+
+def _gpu(name: str, row: _Row | None, matrix: _Matrix) -> GpuNode:
+    found = _affinity(row, matrix.columns) if row else {}
+    numa = found.get("numa")
+    return GpuNode(
+        name=name,
+        index=int(name[3:]),
+        numa_node=int(numa) if numa and numa.isdecimal() and len(numa) < 6 else None,
+        cpu_affinity=found.get("cpu"),
+        numa_affinity=numa,
+        gpu_numa_id=found.get("gpu_numa_id"),
+    )
+
+
+def _words(row: _Row) -> list[str]:
+    """The lists of CPUs and NUMA nodes after a row's cells, up to the first word that is none."""
+    words: list[str] = []
+    for word in re.sub(r",\s+", ",", row.rest).split():
+        stripped = word.strip("\"'`,;]})")
+        if not _AFFINITY.fullmatch(stripped):
+            break
+        words.append(stripped)
+    return words
+
+
+def _affinity(row: _Row, columns: list[str]) -> dict[str, str]:
+    """The words after a row's cells by column: "cpu", "numa", "gpu_numa_id".
+
+    nvidia-smi leaves a CPU list empty that its cpuset hides (Slurm). Where words are missing, single tabs say which;
+    without tabs the first columns are taken to be the empty ones, unless the first word can only be a CPU list.
+    """
+    words = _words(row)
+    missing = len(columns) - len(words)
+    if missing > 0 and words and re.fullmatch(r"[\s\d,\-]*\d[\s\d,\-]*(?:N/A\s*)?", row.below):
+        return {}  # a terminal wrapped the row: its last word may go on below
+    rest = row.rest.lstrip(" ")  # the last cell may be " X "
+    if missing > 0 and rest.startswith("\t") and not re.search(r"\t *\t", row.text.removesuffix(row.rest)):
+        cells = [cell.strip() for cell in rest.split("\t")[1:]]
+        last = len(columns) - 1
+        return {columns[min(at, last)]: cell for at, cell in enumerate(cells) if _AFFINITY.fullmatch(cell)}
+    if missing > 0 and words and columns[0] == "cpu" and _is_cpu_list(words[0]):
+        return dict(zip([columns[0], *columns[1 + missing :]], words, strict=True))
+    return dict(zip(columns[max(missing, 0) :], words, strict=False))
+
+
+def _is_cpu_list(word: str) -> bool:
+    """Whether a lone word is a CPU list rather than a NUMA list.
+
+    NUMA lists seen in the wild: single nodes up to 8 (POWER9), ranges up to 0-7, and "0,2-17" on GB200, whose GPU
+    memories and MIG partitions are nodes too.
+    """
+    most = max(map(int, re.findall(r"\d{1,9}", word)[:64]), default=0)
+    return most > 34 or (most > 8 and re.fullmatch(r"\d+,\d+-\d+", word) is None)
+
+
+def _affinity_warnings(gpus: tuple[GpuNode, ...]) -> Iterator[str]:
+    few = [gpu.name for gpu in gpus if (gpu.cpu_affinity or "").isdecimal() and set(gpu.numa_affinity or "") & {*"-,"}]
+    if few:
+        yield f"CPU affinity of {', '.join(few)} is one CPU while NUMA affinity spans several nodes: not credible"
+    cut = [gpu.name for gpu in gpus if re.fullmatch(r"\d+(,\d+){2,}", gpu.cpu_affinity or "")]
+    if cut:
+        yield f"CPU affinity of {', '.join(cut)} is a list of single CPUs: nvidia-smi cuts such lists short"
+
+
+def _nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
+    named = [legend.get(column, column) for column in columns]
+    return tuple(
+        NicNode(
+            name=name if named.count(name) == 1 else column,
+            label=column,
+            # Without a legend too: nvidia-smi gives columns to what a driver of Mellanox serves.
+            kind="hca" if re.match(r"mlx\d_|ib|roce|NIC\d+$", name) else "unknown",
+        )
+        for column, name in zip(columns, named, strict=True)
+    )
+
+
+def _pairs(matrix: _Matrix, rows: dict[str, _Row], names: dict[str, str], others: list[str]) -> tuple[Pair, ...]:
+    """Every pair of which one cell at least is there, by the names that a legend gives to NICs."""
+    devices = matrix.devices
+    for device in devices:
+        if device not in rows and device not in others:
+            matrix.lacks(f"row {device} is missing: its pairs are known from the other rows only")
+    made = []
+    for i, a in enumerate(devices):
+        for j, b in enumerate(devices[i + 1 :], i + 1):
+            seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
+            if seen and a not in others and b not in others:
+                row, label = _agreed(a, b, seen, matrix)
+                made.append(pair_of(names.get(a, a), names.get(b, b), label, f"line {row.line} of {matrix.source}"))
+    return tuple(made)
+
+
+def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
+    """The row and label to believe where both directions of a pair are there: the lower of two that differ."""
+    known = [each for each in seen if each[1] != UNKNOWN] or seen
+    labels = [label for _, label in known]
+    label = lower(*labels) if len(labels) == 2 else labels[0]
+    if len(set(labels)) == 2:
+        matrix.warnings.append(f"{a} to {b} is {labels[0]}, {b} to {a} is {labels[1]}: {label} is taken, the lower one")
+    return known[labels.index(label)][0], label
 
 
 def _with_warning(node: NodeTopology, warning: str) -> NodeTopology:
     return replace(node, warnings=(*node.warnings, warning))
 
 
-_CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found, only displaying (\d{1,6})\b")
+_CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found\b[^\n.;]{0,80}\bonly displaying (\d{1,6})\b")
 
 
 def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
@@ -120,366 +483,3 @@ def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
     )
     warning = f"{why}: those left out are in no verdict; virtual functions count, so fewer of them show all"
     return _with_warning(replace(node, nearest_nic=nearest, rails=rails(nearest)), warning)
-
-
-def _no_matrix(lines: list[str], source: str) -> TopologyTextError:
-    for number, line in enumerate(lines, 1):
-        name = row_name(line)
-        if name and name.startswith("GPU") and SELF in line.split():
-            return TopologyTextError(
-                source, number, f"row {name} without a header line above that names GPU0 and the other columns"
-            )
-    for number, line in enumerate(lines, 1):
-        header = read_header(line) if names_gpu_first(line) else None
-        below = next((other.split() for other in lines[number : number + 3] if other.split()), [""])
-        if header and len(header.devices) > 1 and below[0] == header.devices[0]:
-            words = " ".join(below[1:4])[:60]
-            return TopologyTextError(
-                source,
-                number + 1,
-                f'row {below[0]} begins with "{words}": expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC',
-            )
-    number, tool = next(
-        ((number, tool) for number, line in enumerate(lines, 1) for mark, tool in _OTHER_DEVICES if mark.match(line)),
-        (1, ""),
-    )
-    return TopologyTextError(
-        source,
-        number,
-        "no header line with GPU0 and rows below it"
-        + (f"; this looks like {tool}" if tool else "")
-        + ": expected the output of `nvidia-smi topo -m`",
-    )
-
-
-def _finish(matrix: Matrix, lines: list[str], source: str) -> NodeTopology:
-    check_names(matrix, source)
-    clean_nvlinks = frozenset(
-        word for row in matrix.rows for word in row.text.split() if NVLINK.fullmatch(word) and len(word) < 6
-    )
-    for row in matrix.rows:
-        read_row(row, matrix, clean_nvlinks, source)
-    devices = matrix.header.devices
-    below = _below(lines, matrix)
-    legend = dict(re.findall(r"(?<![\w.])(NIC\d{1,4})\s*:\s*([\w.\-]+)", "\n".join(below)))
-    affinities = _affinities(matrix, lines)
-    if cut := _cut_affinity(matrix, lines, affinities):
-        affinities[matrix.rows[-1].name] = cut
-    gpus = tuple(_gpu(name, affinities.get(name, Affinity())) for name in devices if _is_gpu(name))
-    no_nics = tuple(name for name in devices if _NO_NIC.fullmatch(name))
-    if no_nics:
-        matrix.warnings.append(f"{', '.join(no_nics)}: no network devices; their cells are not read")
-    nics = _nics(tuple(name for name in devices if not _is_gpu(name) and name not in no_nics), legend)
-    pairs = _pairs(matrix, {nic.label or nic.name: nic.name for nic in nics}, source)
-    kind = _kind(lines[: matrix.line], below, pairs)
-    if kind == "-mp":
-        matrix.warnings.append("`topo -mp` hides NVLink: no NV# here says nothing about NVLink")
-    matrix.warnings.extend(_affinity_warnings(gpus))
-    for row in matrix.rows:
-        if unread := affinities[row.name].unread:
-            matrix.warnings.append(f'line {row.line}: row {row.name}: "{unread[:60]}" is no list of CPUs or NUMA nodes')
-    numa = {gpu.numa_node for gpu in gpus if gpu.numa_node is not None}
-    return complete(
-        NodeTopology(
-            hostname=source,
-            gpus=gpus,
-            nics=nics,
-            pairs=pairs,
-            numa_nodes=len(numa) or None,
-            source=f"nvidia-smi topo {kind}",
-            nvlink_known=kind != "-mp",
-            warnings=tuple(matrix.warnings),
-            lacking=tuple(matrix.lacking),
-        )
-    )
-
-
-def _affinities(matrix: Matrix, lines: list[str]) -> dict[str, Affinity]:
-    columns = leading_columns(lines[matrix.line - 1])
-    if columns and not matrix.header.affinity_columns:
-        before = {row.name: lines[row.line - 1].partition(row.name)[0] for row in matrix.rows}
-        return {name: read_leading(text, columns) for name, text in before.items()}
-    return {row.name: read_affinity(row.cells, row.rest, matrix.header) for row in matrix.rows}
-
-
-def _cut_affinity(matrix: Matrix, lines: list[str], affinities: dict[str, Affinity]) -> Affinity | None:
-    """What the last row holds for sure where the text ends within its affinity; None where it does not."""
-    row, columns = matrix.rows[-1], ("gpu_numa_id", "numa", "cpu")  # last first
-    found = affinities[row.name]
-    filled = [column for column in columns if getattr(found, column)]
-    missing = matrix.unfinished or len(filled) < matrix.header.affinity_columns
-    if not (filled and missing and matrix.end == len(lines) and row.rest[-1:].strip()):
-        return None
-    matrix.lacks(f"line {row.line}: the text ends within row {row.name}: its last word may be cut")
-    return Affinity(
-        cpu=None if filled[0] == "cpu" else found.cpu,
-        numa=None if filled[0] == "numa" else found.numa,
-        unread=found.unread,
-    )
-
-
-def _is_gpu(name: str) -> bool:
-    return re.fullmatch(r"GPU\d+", name) is not None
-
-
-def _below(lines: list[str], matrix: Matrix) -> list[str]:
-    """Lines after the matrix, up to the next one: its legends."""
-    below: list[str] = []
-    for line in lines[matrix.end :]:
-        header = read_header(line)
-        if header and len(header.devices) > 1 and below:
-            break
-        below.append(line)
-    return below[:2048]
-
-
-def _kind(above: list[str], below: list[str], pairs: tuple[Pair, ...]) -> str:
-    if any(pair.nvlinks for pair in pairs):
-        return "-m"
-    options = re.findall(r"nvidia-smi\s+topo\s+(-mp|-m|--matrix)\b", "\n".join(above[-8:]))
-    if options:
-        return "-mp" if options[-1] == "-mp" else "-m"
-    legend = "\n".join(below)
-    # -mp prints the same legend without its last line.
-    return "-mp" if re.search(r"\bPIX\s*=", legend) and "NV#" not in legend else "-m"
-
-
-def _gpu(name: str, affinity: Affinity) -> GpuNode:
-    numa = affinity.numa
-    return GpuNode(
-        name=name,
-        index=int(name[3:]),
-        numa_node=int(numa) if numa and numa.isdecimal() and len(numa) < 6 else None,
-        cpu_affinity=affinity.cpu,
-        numa_affinity=numa,
-        gpu_numa_id=affinity.gpu_numa_id,
-    )
-
-
-def _nics(columns: tuple[str, ...], legend: dict[str, str]) -> tuple[NicNode, ...]:
-    named = [legend.get(column, column) for column in columns]
-    return tuple(
-        NicNode(
-            name=name if named.count(name) == 1 else column,
-            label=column,
-            # Without a legend too: nvidia-smi gives columns to what a driver of Mellanox serves.
-            kind="hca" if re.match(r"mlx\d_|ib|roce|NIC\d+$", name) else "unknown",
-        )
-        for column, name in zip(columns, named, strict=True)
-    )
-
-
-def _pairs(matrix: Matrix, names: dict[str, str], source: str) -> tuple[Pair, ...]:
-    devices = matrix.header.devices
-    rows = {row.name: row for row in matrix.rows}
-    for device in devices:
-        if device not in rows and not _NO_NIC.fullmatch(device):
-            matrix.lacks(f"row {device} is missing: its pairs are known from the other rows only")
-    made = []
-    for i, a in enumerate(devices):
-        for j in range(i + 1, len(devices)):
-            b = devices[j]
-            if _NO_NIC.fullmatch(a) or _NO_NIC.fullmatch(b):
-                continue
-            seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
-            known = [(row, label) for row, label in seen if label != UNKNOWN] or seen
-            if not known:
-                continue
-            made.append(_pair(a, b, known, matrix, names, source))
-    return tuple(made)
-
-
-def _pair(a: str, b: str, seen: list[tuple[Row, str]], matrix: Matrix, names: dict[str, str], source: str) -> Pair:
-    row, label = seen[0]
-    if len(seen) == 2 and seen[1][1] != label:
-        other = seen[1][1]
-        label = lower(label, other)
-        matrix.warnings.append(f"{a} to {b} is {seen[0][1]}, {b} to {a} is {other}: {label} is taken, the lower one")
-        row = seen[0][0] if seen[0][1] == label else seen[1][0]
-    return Pair(
-        a=names.get(a, a),
-        b=names.get(b, b),
-        label=label,
-        path=path_class(label),
-        nvlinks=nvlinks(label),
-        evidence=f"line {row.line} of {source}",
-    )
-
-
-def _affinity_warnings(gpus: tuple[GpuNode, ...]) -> list[str]:
-    warnings = []
-    spans = [gpu for gpu in gpus if gpu.numa_affinity and re.search(r"[-,]", gpu.numa_affinity)]
-    few = [gpu.name for gpu in spans if gpu.cpu_affinity and gpu.cpu_affinity.isdecimal()]
-    if few:
-        warnings.append(
-            f"CPU affinity of {', '.join(few)} is one CPU while NUMA affinity spans several nodes: not credible"
-        )
-    cut = [gpu.name for gpu in gpus if re.fullmatch(r"\d+(,\d+){2,}", gpu.cpu_affinity or "")]
-    if cut:
-        warnings.append(f"CPU affinity of {', '.join(cut)} is a list of single CPUs: nvidia-smi cuts such lists short")
-    return warnings
-
-
-_P2P = {"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}
-_OTHER_VENDORS = (
-    (re.compile(r"MX\d*"), "MetaX mx-smi"),
-    (re.compile(r"ICN\d*"), "Alibaba PPU"),
-    (re.compile(r"XGMI|PCIE"), "AMD rocm-smi"),
-    (re.compile(r"HCCS\w*|HCS"), "Huawei npu-smi"),
-    (re.compile(r"XL\d*"), "Intel xpu-smi"),
-    (re.compile(r"MTL\w*"), "Moore Threads mthreads-gmi"),
-    (re.compile(r"PSB"), "DCGM's topology sample"),
-)
-
-_WORDS = ("NV#", "PIX", "PXB", "PHB", "NODE", "SYS", "SOC", "N/A")
-_LABEL = re.compile(r"\s*(X|NV\d{1,2}|PIX|PXB|PHB|NODE|SYS|SOC)(?=\s|$)")
-_AFFINITY_LINE = re.compile(r"[\s\d,\-]*(?:N/A|/A|A)?\s*")  # a wrap may cut N/A itself
-
-
-class TopologyTextError(ValueError):
-    """The text holds no matrix that can be read; says in which line and what was expected."""
-
-    def __init__(self, source: str, line: int, message: str) -> None:
-        super().__init__(f"line {line}: {message}")
-        self.source = source
-        self.line = line
-        self.message = message
-
-
-def check_names(matrix: Matrix, source: str) -> None:
-    """Rows the header does not name mean that the header is cut: the rows then are the columns."""
-    strangers = [row for row in matrix.rows if row.name not in matrix.header.devices]
-    if not strangers:
-        return
-    names = tuple(row.name for row in matrix.rows)
-    whole = all(len(read_cells(row.text, len(names)).labels) == len(names) for row in matrix.rows)
-    if not whole or names[: len(matrix.header.devices)] != matrix.header.devices:
-        row = strangers[0]
-        columns = " ".join(matrix.header.devices)
-        raise TopologyTextError(
-            source, row.line, f"row {row.name} has no column: the header in line {matrix.line} names {columns}"
-        )
-    header = matrix.header
-    matrix.header = Header(devices=names, cpu=header.cpu, numa=header.numa, gpu_numa_id=header.gpu_numa_id)
-    matrix.warnings.append(f"line {matrix.line}: the header is cut; the rows name the columns {' '.join(names)}")
-
-
-def read_row(row: Row, matrix: Matrix, clean_nvlinks: frozenset[str], source: str) -> None:
-    """Fill in the labels and the rest of one row. Raises TopologyTextError."""
-    devices = matrix.header.devices
-    count, own = len(devices), devices.index(row.name)
-    cells, used = _best_cells(row.text, count, own, clean_nvlinks)
-    labels = cells.labels
-    diagonal = labels[own] if own < len(labels) else None
-    cut = _cut_off(row, cells, matrix)
-    if (len(labels) < count or diagonal != SELF) and not cut and _tabbed(matrix):
-        by_tabs = tab_cells(row.text.split("\n")[0], count)
-        if by_tabs and by_tabs[0][own] == SELF:
-            row.labels, row.rest = by_tabs
-            matrix.warnings.append(f"line {row.line}: row {row.name} has empty cells; the opposite rows fill them")
-            return
-    if cut and labels and NVLINK.fullmatch(labels[-1]) and not cells.stuck:
-        labels = labels[:-1]  # "NV1" at the very end may have been NV18
-    if cells.stuck and not cut and (not labels or not re.match(r"[\d\"'`]", cells.stuck)):
-        _refuse(row, devices[len(labels)], cells.stuck, source)
-    if diagonal not in (SELF, None) or SELF in labels[:own] or SELF in labels[own + 1 :]:
-        where = devices[labels.index(SELF)] if SELF in labels else "no column"
-        raise TopologyTextError(
-            source, row.line, f"row {row.name}: X stands under {where}, expected under {row.name} (cells are missing?)"
-        )
-    if len(labels) < count:
-        _short_row(row, labels, matrix, source, cut=cut)
-    row.cells = row.text.split("\n")[0].removesuffix(cells.rest)
-    row.labels, row.rest = labels, _rest(cells, row.text.split("\n")[used:]) if len(labels) == count else ""
-    matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in cells.notes)
-    if row.rest and (surplus := _LABEL.match(row.rest)):
-        _surplus(row, surplus[1], matrix, source)
-
-
-def _tabbed(matrix: Matrix) -> bool:
-    """Whether one tab parts two cells, as nvidia-smi prints: a whole row read by tabs alone is the same."""
-    count = len(matrix.header.devices)
-    for row in matrix.rows:
-        labels, by_tabs = read_cells(row.text, count).labels, tab_cells(row.text.split("\n")[0], count)
-        if by_tabs and len(labels) == count:
-            return by_tabs[0] == labels
-    return False
-
-
-def _cut_off(row: Row, cells: Cells, matrix: Matrix) -> bool:
-    """Whether the text itself ends within this row: what stands there may be the beginning of a cell."""
-    ends = row is matrix.rows[-1] and matrix.at_end and not cells.rest.removeprefix(cells.stuck).strip()
-    if len(cells.labels) == len(matrix.header.devices):
-        return ends and matrix.unfinished and NVLINK.fullmatch(cells.labels[-1]) is not None
-    return ends and any(word.startswith(cells.stuck) for word in _WORDS)
-
-
-def _surplus(row: Row, word: str, matrix: Matrix, source: str) -> None:
-    """A row with more cells than the header has columns: without NICs X proves which column is which."""
-    devices = matrix.header.devices
-    message = f'row {row.name} goes on with "{word}" after its {len(devices)} cells'
-    if any(not name.startswith("GPU") for name in devices):
-        raise TopologyTextError(
-            source, row.line, f"{message}: the header in line {matrix.line} misses a column, which one is not known"
-        )
-    matrix.lacks(f"line {row.line}: {message}: the header misses columns, which are not read")
-
-
-def _best_cells(text: str, count: int, own: int, clean_nvlinks: frozenset[str]) -> tuple[Cells, int]:
-    """The cells of the first line, or of that line and those it was wrapped into, and how many lines that took."""
-    first, *following = text.split("\n")
-    best, used = read_cells(first, count, clean_nvlinks), 1
-    tight = loose = first
-    for number, line in enumerate(following[: WRAPPED_LINES - 1], 2):
-        if len(best.labels) == count:
-            break
-        tight, loose = tight + line, loose + " " + line
-        for joined in (tight, loose):
-            tried = read_cells(joined, count, clean_nvlinks)
-            if len(tried.labels) > len(best.labels) and (own >= len(tried.labels) or tried.labels[own] == SELF):
-                best, used = tried, number
-    return best, used
-
-
-def _rest(cells: Cells, following: list[str]) -> str:
-    """What follows the cells, with the lines below where a terminal wrapped the affinity columns onto them."""
-    rest = cells.rest
-    for line in following:
-        if not _AFFINITY_LINE.fullmatch(line):
-            break
-        rest += line
-    return rest
-
-
-def _refuse(row: Row, column: str, word: str, source: str) -> None:
-    where = f"row {row.name} under {column}"
-    if word in _P2P:
-        raise TopologyTextError(
-            source,
-            row.line,
-            f'{where}: "{word}" is a P2P status: this is `nvidia-smi topo -p2p`, which says what peers may do and '
-            "not how they are linked; expected the output of `nvidia-smi topo -m`",
-        )
-    words = row.text.split()
-    vendor = next((name for pattern, name in _OTHER_VENDORS if any(map(pattern.fullmatch, words))), None)
-    raise TopologyTextError(
-        source,
-        row.line,
-        f'{where}: "{word[:40]}" is no label of `nvidia-smi topo -m`'
-        + (f"; this looks like {vendor}" if vendor else "")
-        + "; expected X, NV#, PIX, PXB, PHB, NODE, SYS or SOC",
-    )
-
-
-def _short_row(row: Row, labels: tuple[str, ...], matrix: Matrix, source: str, *, cut: bool) -> None:
-    """A row that ends early is bearable where the text ends with it, or every missing pair has its opposite cell."""
-    devices = matrix.header.devices
-    whole = {other.name for other in matrix.rows if len(read_cells(other.text, len(devices)).labels) == len(devices)}
-    missing = [name for name in devices[len(labels) :] if name != row.name and name not in whole]
-    if missing and not cut:
-        raise TopologyTextError(
-            source,
-            row.line,
-            f"row {row.name} has {len(labels)} cells, expected {len(devices)} as the header in line {matrix.line}",
-        )
-    matrix.lacks(f"line {row.line}: row {row.name} ends after {len(labels)} of {len(devices)} cells")

@@ -1,0 +1,167 @@
+"""The same finding on several subjects, or several of one trouble of one device, as one thing to read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from agent.checks.order import MANY_CODES, places, worst_first
+from contracts.finding import Finding, Status
+
+# Checks that read one trouble of one device, each from another side, and the trouble's name.
+_TROUBLES = (
+    ("too hot", ("gpu.thermal.hot", "gpu.thermal.throttling")),
+    ("short of power", ("gpu.power.brake", "gpu.power.capped", "gpu.power.limit")),
+    ("short of NVLinks", ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing")),
+)
+_TROUBLE_OF = {code: trouble for trouble, codes in _TROUBLES for code in codes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The same finding on several subjects, or several of one trouble of one device: one thing to read and to mend."""
+
+    id: str  # of the first; `codes` has all
+    status: Status
+    message: str  # of the first; the others differ by their subject or not at all
+    remedy: str
+    checks: tuple[Finding, ...]  # worst first
+    trouble: str = ""  # "too hot", where several checks tell of it
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Every finding code in it, once."""
+        return tuple(dict.fromkeys(check.code for check in self.checks))
+
+    @property
+    def title(self) -> str:
+        """Its codes in a few words: many of one family are named by it."""
+        families = list(dict.fromkeys(code.split(".")[0] for code in self.codes))
+        if len(self.codes) <= MANY_CODES:
+            return ", ".join(self.codes)
+        return ", ".join(f"{family}.*" for family in families) + f" ({len(self.codes)} checks)"
+
+    @property
+    def places(self) -> str:
+        """On how many nodes or devices it was found: "on 10 devices"; empty where it is one."""
+        return places(self.checks)
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What it is about, in order and each once."""
+        return tuple(dict.fromkeys(check.subject for check in self.checks if check.subject))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes it was found on."""
+        return tuple(dict.fromkeys(check.node for check in self.checks if check.node))
+
+    @property
+    def by_node(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Each node with what it is about there, in order."""
+        found: dict[str, dict[str, None]] = {}
+        for check in self.checks:
+            subjects = found.setdefault(check.node, {})
+            if check.subject:
+                subjects[check.subject] = None
+        return tuple((node, tuple(subjects)) for node, subjects in found.items() if node)
+
+    @property
+    def size(self) -> int:
+        """How many checks it stands for."""
+        return len(self.checks)
+
+    @property
+    def required(self) -> bool:
+        """Whether the gate was told to insist on one of them."""
+        return any(check.required for check in self.checks)
+
+    @property
+    def alike(self) -> bool:
+        """Whether every check says the same words."""
+        return len({check.message for check in self.checks}) == 1
+
+
+def grouped(checks: Iterable[Finding]) -> tuple[Group, ...]:
+    """Findings that share code, status and remedy (but for its GPU's number) as one, worst first; so are pass and info.
+
+    What several checks tell of one trouble of one device is one group, at the place of the worst of them; devices
+    with the same trouble, told by the same checks, share it.
+    """
+    checks = worst_first(checks)
+    together = _of_one_trouble(checks)
+    found: dict[tuple[object, ...], list[Finding]] = {}
+    for check in checks:
+        bad = together.get(_device(check)) if check.status in ("fail", "warn") else None
+        # one reason that kept many required checks from being measured is one thing to read
+        unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
+        found.setdefault(bad or unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
+    return tuple(_group(same, shared=key in together.values()) for key, same in found.items())
+
+
+def _group(same: list[Finding], *, shared: bool) -> Group:
+    first = same[0]
+    if shared:  # device by device, each from its worst reading on
+        same = sorted(same, key=lambda check: (check.node, check.subject))
+    return Group(
+        id=first.code, status=first.status, message=first.message, remedy=_remedies(same), checks=tuple(same),
+        trouble=_TROUBLE_OF[first.code] if shared else "",
+    )  # fmt: skip
+
+
+def _device(check: Finding) -> tuple[str, str, str]:
+    """Node, device and trouble of a check; no trouble where the check stands for itself."""
+    return check.node, check.subject, _TROUBLE_OF.get(check.code, "")
+
+
+def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
+    """Devices of which more than one check tells the same trouble, each with what tells it and what mends it."""
+    told: dict[tuple[str, str, str], list[Finding]] = {}
+    for check in checks:
+        if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:
+            told.setdefault(_device(check), []).append(check)
+    return {
+        device: (device[2], *((check.status, check.code, _of_any(check)) for check in found))
+        for device, found in told.items()
+        if len({check.code for check in found}) > 1
+    }
+
+
+def _of_any(check: Finding) -> str:
+    """Its remedy, with N for the GPU's own number: what mends GPU0 and GPU1 in the same words is one thing to do."""
+    number = check.subject.removeprefix("GPU")
+    return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
+
+
+def _remedies(checks: Sequence[Finding]) -> str:
+    """Each remedy once, and none that another says too; one GPU's number where it is about that GPU only."""
+    several = len({check.subject for check in checks}) > 1
+    remedies = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
+    return " ".join(
+        one for one in remedies if not any(one is not other and one.rstrip(".") in other for other in remedies)
+    )
+
+
+def passed_ids(groups: Iterable[Group]) -> tuple[str, ...]:
+    """Checks that passed wherever they judged: on another node or device the same one may have had a worse result."""
+    groups = tuple(groups)
+    worse = {code for group in groups if group.status != "pass" for code in group.codes}
+    return tuple(dict.fromkeys(group.id for group in groups if group.status == "pass" and group.id not in worse))
+
+
+def unknown_ids(groups: Iterable[Group]) -> tuple[str, ...]:
+    """Checks that were not measured somewhere, and failed or warned nowhere: as the verdict counts them."""
+    groups = tuple(groups)
+    worse = {code for group in groups if group.status in ("fail", "warn") for code in group.codes}
+    unknown = dict.fromkeys(code for group in groups if group.status == "unknown" for code in group.codes)
+    return tuple(code for code in unknown if code not in worse)
+
+
+def reasons(unknown: Iterable[Group]) -> dict[str, tuple[str, ...]]:
+    """Checks that were not measured, by what kept them from it."""
+    found: dict[str, dict[str, None]] = {}
+    for group in unknown:
+        for check in group.checks:
+            found.setdefault(check.message.rstrip("."), {})[check.code] = None
+    return {why: tuple(codes) for why, codes in found.items()}
