@@ -40,7 +40,7 @@ def documents(kind: str, name: str) -> tuple[dict[str, object], ...]:
 
 @each_row("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
-    """A real server's judgement is in test_real_jobs."""
+    """A real server admits manifests in test_real_overlays."""
     lines = list(cluster_job.create(client_of(api), documents(kind, f"e2e-{uuid.uuid4().hex[:8]}"), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
