@@ -28,7 +28,17 @@ from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
-SNAPSHOTS = {path.stem: scan(load(path)) for path in MACHINES}
+
+
+class Scanned(dict[str, Snapshot]):
+    """The scan of each recorded machine, made when it is first asked for."""
+
+    def __missing__(self, name: str) -> Snapshot:
+        self[name] = scan(load(MACHINES[0].with_name(f"{name}.json")))
+        return self[name]
+
+
+SNAPSHOTS = Scanned()
 ROOT = Path(__file__).parent.parent.parent
 ROLLOUT = Path(__file__).parent / "rollout"
 OF_OTHERS = {
@@ -37,7 +47,7 @@ OF_OTHERS = {
     "Gpu.uuid",  # compared with the graph's, which does not travel either
     "Gpu.processes",  # named beside the memory that they hold
 }  # fmt: skip
-every_machine = pytest.mark.parametrize("machine", SNAPSHOTS)
+every_machine = pytest.mark.parametrize("machine", [path.stem for path in MACHINES])
 QUESTIONS: tuple[dict[str, Any], ...] = (
     {}, {"model": "Llama-3.1-8B"}, {"model": "Qwen2.5-0.5B", "ranks_per_node": 1}, {"nccl_version": "2.18.5"},
     {"model": "Llama-3.1-8B", "nccl_version": "2.27.7", "steps": 100},

@@ -293,7 +293,7 @@ def claims_token(node: str, uid: str) -> str:
     return ".".join(base64.urlsafe_b64encode(word.encode()).decode().rstrip("=") for word in words)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("token", "uid"), [(claims_token("n1", "u-7"), "u-7"), (claims_token("n2", "u-8"), None), ("agent-token", None)]
 )
 def test_a_record_ends_with_its_node(api: ApiServer, token: str, uid: str | None) -> None:
@@ -410,7 +410,7 @@ def test_lists_come_in_pages(api: ApiServer) -> None:
     assert pages == [["n0", "n1"], ["n2", "n3"], ["n4"]]
 
 
-@each_row(("status", "headers"), [(429, {"Retry-After": "1"}), (500, {}), (503, {}), (504, {})])
+@pytest.mark.parametrize(("status", "headers"), [(429, {"Retry-After": "1"}), (500, {}), (503, {}), (504, {})])
 def test_a_busy_server_is_asked_again(api: ApiServer, status: int, headers: dict[str, str]) -> None:
     """And not before it said."""
     api.faults = [(status, headers)] * 2

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from api_server import ApiServer, write_kubeconfig
 from e2e_client import MACHINES, client_of
-from rigs.tables import each_row
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
@@ -188,7 +187,7 @@ def test_one_read_is_all_that_it_costs(api: ApiServer, agents: Any, tray: Snapsh
     assert [path for method, path in api.requests if method == "GET"] == [f"{NODES}/n1"]
 
 
-@each_row("status", [403, 404, 500])
+@pytest.mark.parametrize("status", [403, 404, 500])
 def test_who_may_not_read_begins_anew_and_who_could_not_asks_again(api: ApiServer, status: int) -> None:
     handed_out: list[Any] = ["a view of before"]
     left = LeftBehind(client_of(api), "n1", lambda: handed_out[0])

@@ -38,7 +38,7 @@ def documents(kind: str, name: str) -> tuple[dict[str, object], ...]:
     return cluster_job.documents(cluster_job.spec_of(advice, given), kind, cluster_job.plan_of(advice, given, found))
 
 
-@each_row("kind", ["trainjob", "pytorchjob", "job"])
+@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
     """A real server admits manifests in test_real_overlays."""
     lines = list(cluster_job.create(client_of(api), documents(kind, f"e2e-{uuid.uuid4().hex[:8]}"), dry_run=True))

@@ -109,7 +109,7 @@ def ask(
     every()
 
 
-@each_row("endpoint", endpoints())
+@each_row("endpoint", endpoints)
 def test_an_endpoint_with_open_reads(open_agent: str, endpoint: str) -> None:
     """What makes load is closed to all, with and without a token; nothing is a 5xx."""
 
@@ -119,7 +119,7 @@ def test_an_endpoint_with_open_reads(open_agent: str, endpoint: str) -> None:
     ask(open_agent, endpoint, {}, judge)
 
 
-@each_row("endpoint", endpoints())
+@each_row("endpoint", endpoints)
 def test_an_endpoint_with_a_token(closed_agent: str, endpoint: str) -> None:
     """Everything is behind a token, and this one opens it."""
 
@@ -130,7 +130,7 @@ def test_an_endpoint_with_a_token(closed_agent: str, endpoint: str) -> None:
     ask(closed_agent, endpoint, {"Authorization": f"Bearer {TOKEN}"}, judge)
 
 
-@each_row("endpoint", endpoints())
+@each_row("endpoint", endpoints)
 @each_row("token", ["", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}"], ids=["none", "empty", "wrong", "basic"])
 def test_an_endpoint_without_the_token(closed_agent: str, endpoint: str, token: str) -> None:
     """Nothing but the kubelet's two probes answers."""

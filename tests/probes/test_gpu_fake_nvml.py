@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.tables import each_row
 
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok
@@ -36,7 +35,7 @@ def _without_xids(facts: GpuFacts) -> GpuFacts:
     return dataclasses.replace(facts, gpus=tuple(dataclasses.replace(gpu, xids=None) for gpu in facts.gpus))
 
 
-@each_row(
+@pytest.mark.parametrize(
     "name",
     [H100, "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "l40s-4x-pcie", "titan-rtx-2x-nv2", "polaris-4xA100-nv4",
      "sick-h100-thermal", "sick-h100-nvlink-missing"],
@@ -69,7 +68,7 @@ def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of: Callable[..., Sca
     assert facts.pairs[-1].p2p_read == "ok"
 
 
-@each_row("kind", ["not_supported", "no_permission", "timeout", "unknown"])
+@pytest.mark.parametrize("kind", ["not_supported", "no_permission", "timeout", "unknown"])
 def test_a_refused_call_is_unknown_and_everything_else_stays(kind: str, scanner_of: Callable[..., Scanner]) -> None:
     """One missing answer costs one field of one GPU."""
     facts = _facts(scanner_of(H100, inject=f"nvmlDeviceGetTemperature@gpu2={kind}"))
@@ -78,7 +77,7 @@ def test_a_refused_call_is_unknown_and_everything_else_stays(kind: str, scanner_
     assert facts.gpus[2].power_watts == 105.0
 
 
-@each_row("symbol", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo", "*"])
+@pytest.mark.parametrize("symbol", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo", "*"])
 def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Callable[..., Scanner]) -> None:
     """Whichever call finds out that it is lost."""
     with scanner_of(H100, inject=f"{symbol}@gpu5=gpu_lost") as scanner:
@@ -90,7 +89,7 @@ def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Cal
     assert [(f.code, f.subject) for f in findings(snapshot)] == [("gpu.device.lost", "GPU5")]
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("inject", "words"),
     [
         ("nvmlInit=hang", "no answer after"),
@@ -114,7 +113,7 @@ def test_a_hang_crash_or_nonsense_costs_only_the_gpu_probe(
     assert next(f.code for f in findings(snapshot)) == "gpu.probe.failed"
 
 
-@each_row(
+@pytest.mark.parametrize(
     "symbol",
     ["nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetPciInfo", "nvmlDeviceGetFieldValues",
      "nvmlDeviceGetNvLinkState", "nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetP2PStatus", "nvmlDeviceGetMigMode",
@@ -185,7 +184,7 @@ def test_without_driver_a_host_with_gpus_fails_and_one_without_is_absent(
     assert isinstance(scan(RecordedHost(bare)).outcomes["gpu"], Absent)
 
 
-@each_row("kind", ["unknown", "no_permission", "timeout"])
+@pytest.mark.parametrize("kind", ["unknown", "no_permission", "timeout"])
 def test_a_driver_that_refuses_to_start_is_not_an_absent_one(kind: str, scanner_of: Callable[..., Scanner]) -> None:
     """Only "no library" and "no driver" on a host without GPUs are nothing."""
     with scanner_of(H100, inject=f"nvmlInit={kind}") as scanner:

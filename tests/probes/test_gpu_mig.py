@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rigs.tables import each_row
+import pytest
 
 from contracts.finding import Status
 from probes.gpu.facts import GpuFacts, MigSlice
@@ -48,7 +48,7 @@ def test_each_slice_is_listed_and_an_empty_place_is_none(scanner_of: Callable[..
     assert "MIG-b 1c.3g.40gb (GPU instance 2, compute instance 1)" in found.evidence[0]
 
 
-@each_row("error", ["NO_PERMISSION", "TIMEOUT", "UNKNOWN"])
+@pytest.mark.parametrize("error", ["NO_PERMISSION", "TIMEOUT", "UNKNOWN"])
 def test_a_slice_that_is_not_read_leaves_all_unknown(error: str, scanner_of: Callable[..., Scanner]) -> None:
     with scanner_of(H100, nvml=slices(THREE[0], error)) as scanner:
         snapshot = scanner.scan()
@@ -60,7 +60,7 @@ def test_a_slice_that_is_not_read_leaves_all_unknown(error: str, scanner_of: Cal
     assert ("gpu.device.unread", Status.UNKNOWN) in told
 
 
-@each_row(("most", "found"), [(0, ()), (65, None), (4_000_000_000, None)])
+@pytest.mark.parametrize(("most", "found"), [(0, ()), (65, None), (4_000_000_000, None)])
 def test_how_many_are_asked_for_is_bounded(most: int, found: Any, scanner_of: Callable[..., Scanner]) -> None:
     with scanner_of(H100, nvml={**ON, "nvmlDeviceGetMaxMigDeviceCount": {"gpu2": most}}) as scanner:
         facts = scanner.scan().facts(GpuFacts)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rigs.tables import each_row
 
 from agent.checks.verdict import checks_of_snapshot
@@ -276,7 +277,7 @@ def test_a_count_that_fails_is_taken_from_the_bus() -> None:
     assert found[0].evidence == ("nvmlDeviceGetCount = TIMEOUT",)
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("function", "kind", "severity"),
     [(INIT, "driver_not_loaded", "fail"), (INIT, "no_permission", "unknown"), (INIT, "unknown", "unknown"),
      ("nvmlDeviceGetHandleByIndex", "no_permission", "unknown")],

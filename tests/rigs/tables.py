@@ -15,17 +15,22 @@ import pytest
 
 
 def each_row(
-    names: str | Sequence[str], values: Iterable[Any], ids: Sequence[str] | Callable[[Any], object] | None = None
+    names: str | Sequence[str],
+    values: Iterable[Any] | Callable[[], Iterable[Any]],
+    ids: Sequence[str] | Callable[[Any], object] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the test for each row, and raise all failures at once, each with a note of its row."""
+    """Run the test for each row, and raise all failures at once, each with a note of its row.
+
+    `values` may be a function that makes the rows when the test runs, where that takes long.
+    """
     words = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    table = list(values)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         taken = inspect.signature(test)
 
         @functools.wraps(test)
         def every(**fixtures: Any) -> None:
+            table = list(values() if callable(values) else values)
             assert table, "a table without rows"
             failures: list[BaseException] = []
             for number, row in enumerate(table):
