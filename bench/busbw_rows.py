@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from contracts.interval import Interval
 from hardware.gpus import Gpu, gpu_named
 from hardware.machines import catalogue
 from hardware.units import GIGA
+from topology.expected import Paths, span
 from topology.nccl import nvlink_bytes_per_second, pcie_bytes_per_second
-from topology.reach import Paths, Span, span
-from topology.reach_paths import pcie_generations
+from topology.paths import pcie_generations
 
 MIB = 1 << 20
 _DOMAIN = 72  # GPUs of an NVL72
@@ -158,7 +159,6 @@ def place(row: Row) -> Paths:
     groups, wire = _groups(row, text, gpu, wire)
     capability = gpu.compute_capability if gpu else None
     return Paths(
-        ranks=ranks,
         groups=groups,
         inside=inside,
         link=link,
@@ -198,7 +198,7 @@ def _instances() -> tuple[_Instance, ...]:
     )  # fmt: skip
 
 
-def _groups(row: Row, text: str, gpu: Gpu | None, wire: Span | None) -> tuple[int, Span | None]:
+def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tuple[int, Interval | None]:
     """An NVLink domain of several hosts is one group; "no domain seen" is a plain host with NICs."""
     plain = re.search(r"no domain|no mnnvl|\bib\b|infiniband|roce|\btcp\b|ethernet|socket|racks? to rack", text)
     racked = gpu is not None and gpu.of_a_rack and (not plain or "mnnvl off" in text)
@@ -206,12 +206,12 @@ def _groups(row: Row, text: str, gpu: Gpu | None, wire: Span | None) -> tuple[in
         return row.nodes, wire
     groups = -(-row.gpus_per_node * row.nodes // _DOMAIN)
     hosts = -(-row.nodes // groups)
-    return groups, Span(low=wire.low * hosts, high=wire.high * hosts) if wire else None
+    return groups, span(wire.mid * hosts) if wire else None
 
 
 def _inside(
-    row: Row, text: str, gpu: Gpu | None, instance: _Instance | None, wire: Span | None
-) -> tuple[str | None, Span | None]:
+    row: Row, text: str, gpu: Gpu | None, instance: _Instance | None, wire: Interval | None
+) -> tuple[str | None, Interval | None]:
     if row.gpus_per_node < 2 and not (gpu and gpu.of_a_rack):
         return None, None
     pair = re.search(r"\bnv(\d+)\b", text)
@@ -242,7 +242,7 @@ def _mesh(gpus: int, links: int) -> int:
     return {2: 2, 3: 2, 4: 4}.get(gpus, links)
 
 
-def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Span]:
+def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Interval]:
     """One host's NICs together, in bytes per second, and what runs over them."""
     kind = instance.network if instance else "RDMA"
     plain = re.search(r"\btcp\b|ethernet|socket|\dgbe\b|\d gbe\b", row.machine.lower()) and "roce" not in text

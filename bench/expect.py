@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from busbw_rows import MIB, PlaceError, Row, place, read
 
 from hardware.units import GIGA
-from topology.reach import FACTORS, Factors, Interval, Paths, expect, judge, nvls_share
+from topology.expected import FACTORS, Expected, Factors, Paths, expected, nvls_share
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
@@ -32,6 +32,11 @@ class Placed:
 
     row: Row
     paths: Paths
+
+    @property
+    def ranks(self) -> int:
+        """Of all its nodes."""
+        return self.row.gpus_per_node * self.row.nodes
 
     @property
     def kind(self) -> str:
@@ -52,22 +57,22 @@ def efficiency(each: Placed, factors: Factors) -> float | None:
     paths, row = each.paths, each.row
     plan = paths.link if paths.groups == 1 else paths.wire
     passes = 2 if row.op == "all_reduce" else 1
-    moved = row.bytes * passes * (paths.ranks - 1) / paths.ranks
+    moved = row.bytes * passes * (each.ranks - 1) / each.ranks
     if plan is None or not moved:
         return None
-    steps = passes * (paths.ranks - 1)
+    steps = passes * (each.ranks - 1)
     usual = factors.step_seconds if paths.groups == 1 else factors.step_seconds_between
     latency = factors.start_seconds[1] + steps * usual[1]
     if _by_nvls(each):
-        latency = paths.ranks * factors.nvls_rank_seconds[1]
-        moved /= nvls_share(paths.ranks_per_group)
+        latency = each.ranks * factors.nvls_rank_seconds[1]
+        moved /= nvls_share(paths.ranks_per_group(each.ranks))
     left = moved / row.busbw - latency
-    return moved / left / plan.middle if left > 0 and plan.middle > 0 else None
+    return moved / left / plan.mid if left > 0 and plan.mid > 0 else None
 
 
 def _by_nvls(each: Placed) -> bool:
-    found = expect(each.paths, each.row.op, each.row.bytes)
-    return isinstance(found, Interval) and found.algorithm == "NVLS"
+    found = expected(each.paths, each.row.op, each.row.bytes, each.ranks)
+    return isinstance(found, Expected) and found.algorithm == "NVLS"
 
 
 def fit(rows: Sequence[Placed]) -> Factors:
@@ -127,7 +132,7 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
     for each in rows:
         found = efficiency(each, PRIOR)
         if found:
-            by_ranks.setdefault(each.paths.ranks, []).append(found)
+            by_ranks.setdefault(each.ranks, []).append(found)
     points = [(1 / (n - 1), 1 / statistics.median(values)) for n, values in by_ranks.items()]
     if len(points) < 3:  # two unknowns, and one point more that could contradict them
         return prior
@@ -137,7 +142,7 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
 
 def _against(rows: Sequence[Placed], factors: Factors) -> list[float]:
     return [
-        found / factors.ring(each.row.op, each.paths.ranks)
+        found / factors.ring(each.row.op, each.ranks)
         for each in rows
         if (found := efficiency(each, factors)) is not None
     ]
@@ -173,8 +178,8 @@ def _wire_bound(each: Placed) -> bool:
     """Whether the wire, and not what is inside the hosts, decides; all-reduce of two groups may take a tree."""
     paths, row = each.paths, each.row
     inside = paths.link.low if paths.link and paths.inside in ("NVSwitch", "NVLink") else 0.0
-    wide = paths.ranks_per_group == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
-    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * paths.ranks
+    wide = paths.ranks_per_group(each.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
+    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * each.ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -232,17 +237,18 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     wrong = []
     for one in rows:
         tally = tallies.setdefault(one.kind, Tally(ratios=[]))
-        found = expect(one.paths, one.row.op, one.row.bytes, factors.get(one.row.source, FACTORS))
+        by = factors.get(one.row.source, FACTORS)
+        found = expected(one.paths, one.row.op, one.row.bytes, one.ranks, factors=by)
         healthy = one.row.healthy
         tally.unclear += healthy not in ("yes", "no")
-        if not isinstance(found, Interval):
+        if not isinstance(found, Expected):
             tally.unknown += 1
             tally.missed += healthy == "no"
             wrong.append(f"{one.row.machine}, {one.row.op}: {found.words()}")
             continue
-        low = judge(one.row.busbw, found).status != "pass"
+        low = one.row.busbw < found.interval.low
         if healthy == "yes":
-            tally.ratios.append(one.row.busbw / found.typical)
+            tally.ratios.append(one.row.busbw / found.interval.mid)
         tally.false_alarms += low and healthy == "yes"
         tally.caught += low and healthy == "no"
         tally.missed += not low and healthy == "no"
@@ -265,7 +271,7 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     print(f"\nratios: measured over expected (usual value), of healthy rows. Not placed: {len(unplaced)}")
     for line in [*unplaced, *(wrong if each else wrong[:20])]:
         print(f"- {line}")
-    how = "every source by factors fitted to the other sources" if factors else "by the factors of topology/reach.py"
+    how = "every source by factors fitted to the other sources" if factors else "by the factors of topology/expected.py"
     print(f"\n{how}")
 
 

@@ -30,7 +30,7 @@ from planner.forecast.links import (
     Speed,
 )
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-from topology.reach import FACTORS
+from topology.expected import FACTORS
 
 Raw = dict[str, str]
 

@@ -12,9 +12,9 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import TypeVar
 
-from topology.expect import OPS, for_cluster, gigabytes, node_plan, usable_rate
 from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, rank
-from topology.reach_paths import with_cluster_reach
+from topology.paths import cluster_expectations
+from topology.plan import Plan, gigabytes, node_plan, usable_rate
 
 T = TypeVar("T")
 _OF_GPU = attrgetter(*(field.name for field in fields(GpuNode) if field.name != "uuid"))
@@ -32,15 +32,14 @@ def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopolog
     value, steps = _between(nodes, models, transport)
     if value is None:
         warnings.append(steps[-1])
-    plan, plan_steps = _cluster_plan(nodes, models, value, steps)
-    made = ClusterTopology(
+    plan = _cluster_plan(nodes, models, value, steps)
+    return ClusterTopology(
         nodes=nodes,
         inter_node_bytes_per_second=value,
         inter_node_transport=transport,
-        expectations=for_cluster(plan, plan_steps, nodes),
+        expectations=cluster_expectations(plan, nodes, models),
         warnings=tuple(warnings),
     )
-    return with_cluster_reach(made, models)
 
 
 def _kinds(node: NodeTopology) -> list[str]:
@@ -77,9 +76,7 @@ def _nics_of(node: NodeTopology, transport: str | None) -> tuple[NicNode, ...]:
     return tuple(nic for nic in offered if nic.name in near) or offered
 
 
-def _between(
-    nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], transport: str | None
-) -> tuple[float | None, tuple[str, ...]]:
+def _between(nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], transport: str | None) -> Plan:
     if transport == "nvlink":
         plans = _each(models, lambda node: node_plan(node)[0])
         values = [value for value in plans if value is not None]
@@ -103,7 +100,9 @@ def _between(
 def _rate_of(node: NodeTopology, transport: str) -> float | None:
     """Together; where each GPU has a rail, as many as there are at the pace of the slowest: channels share evenly."""
     nics = _nics_of(node, transport)
-    plans = [each.busbw_bytes_per_second for each in node.expectations if each.scope == "rail" and each.op == OPS[0]]
+    plans = [
+        each.busbw_bytes_per_second for each in node.expectations if each.scope == "rail" and each.op == "all_gather"
+    ]
     if plans and {nic.name for nic in nics} == {name for rail in node.rails for name in rail.nics}:
         known_plans = [plan for plan in plans if plan]
         return len(plans) * min(known_plans) if len(known_plans) == len(plans) else None
@@ -114,7 +113,7 @@ def _rate_of(node: NodeTopology, transport: str) -> float | None:
 
 def _cluster_plan(
     nodes: Sequence[NodeTopology], models: Sequence[NodeTopology], between: float | None, steps: tuple[str, ...]
-) -> tuple[float | None, tuple[str, ...]]:
+) -> Plan:
     """A flat ring over all GPUs: the weaker of what is inside a node and what is between nodes."""
     if between is None:
         return None, steps

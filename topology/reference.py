@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from hardware.machines import Machine, recognised
-from topology.graph import UNKNOWN, NodeTopology, nvlinks
+from topology.graph import UNKNOWN, NodeTopology
 
 
 def reference_of(node: NodeTopology) -> Machine | None:
@@ -39,15 +39,14 @@ def candidates(node: NodeTopology) -> tuple[str, ...]:
         return ()
     gpu_names = {gpu.name for gpu in node.gpus}
     pairs = [pair for pair in node.pairs if pair.a in gpu_names and pair.b in gpu_names]
-    labels = {pair.label for pair in pairs if pair.nvlinks}
-    most = max(labels, key=nvlinks, default="")
+    most = max((pair.nvlinks for pair in pairs), default=0)
     near = {entry.label for entry in node.nearest_nic}
     return tuple(
         row.called
         for row in recognised()
         if row.gpus == len(node.gpus)
         and row.links_per_pair
-        and f"NV{max(row.links_per_pair)}" == most
+        and max(row.links_per_pair) == most
         and (not row.all_to_all or all(pair.nvlinks for pair in pairs))
         and (row.gpu_nic is None or not near or not near.isdisjoint((row.gpu_nic, row.gpu_nic_farthest)))
         and (row.devices is None or len(node.nics) in (0, row.devices))

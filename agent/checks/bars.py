@@ -17,10 +17,11 @@ from collectives.bench.plan import Expect
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 from topology.build import build
+from topology.expected import Expected
+from topology.expected import expected as bandwidth
 from topology.graph import NodeTopology
-from topology.reach import Interval, expect, ring
-from topology.reach_paths import Bar as BarName
-from topology.reach_paths import Due, HostLinks, host_links, joined
+from topology.paths import Bar as BarName
+from topology.paths import Due, HostLinks, host_links, joined
 
 BARS: tuple[BarName, ...] = ("as it should be", "as it is")
 JUDGED_BYTES_PER_RANK = 64 << 20
@@ -83,12 +84,14 @@ def _bar(
     if any(each is None for each in hosts):
         return Bar(name=name, why=("the links of a host are not known: its ranks did not tell them",))
     paths = joined([each for each in hosts if each is not None], len(ranks), nvls=nvls)
-    found = expect(paths, op, size_bytes)
-    if not isinstance(found, Interval):
+    found = bandwidth(paths, op, size_bytes, len(ranks))
+    if not isinstance(found, Expected):
         return Bar(name=name, why=tuple(dict.fromkeys((found.words(), *paths.words))))
-    other = ring(paths, op, size_bytes).high if found.algorithm == "NVLS" else None
+    ring = bandwidth(paths, op, size_bytes, len(ranks), ring=True) if found.algorithm == "NVLS" else None
+    other = ring.interval.high if isinstance(ring, Expected) else None
+    known = found.interval
     return Bar(
-        name=name, low=found.low, typical=found.typical, high=found.high, algorithm=found.algorithm, ring_high=other,
+        name=name, low=known.low, typical=known.mid, high=known.high, algorithm=found.algorithm, ring_high=other,
         why=(*words, *found.derivation),
     )  # fmt: skip
 

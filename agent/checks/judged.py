@@ -11,7 +11,7 @@ from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from topology.build import build
-from topology.reach import FAILS_BELOW
+from topology.expected import FAILS_BELOW
 from topology.reference import departures
 
 BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"

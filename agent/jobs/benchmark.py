@@ -27,7 +27,7 @@ from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
 from topology.cluster import join
-from topology.reach_paths import Due
+from topology.paths import Due
 
 # What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
 EMBEDDED_REQUEST: dict[str, Any] = {

@@ -36,7 +36,7 @@ from contracts.run_record import RunRecord
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from probes.api import Snapshot
-from topology.reach_paths import Due
+from topology.paths import Due
 
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation

@@ -12,10 +12,9 @@ from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from topology.derive import islands, through_neighbours, with_gpus
-from topology.expect import node_expectations
 from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass
 from topology.nccl import nvlink_bytes_per_second
-from topology.reach_paths import with_reach
+from topology.paths import node_expectations
 
 
 class MachineError(ValueError):
@@ -124,7 +123,7 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         source=f"catalogue: {row.source}",
     )
     # what RCCL makes of xGMI is not judged, so nothing is expected of it
-    return with_reach(replace(node, expectations=node_expectations(node))) if nvidia else node
+    return replace(node, expectations=node_expectations(node)) if nvidia else node
 
 
 _NETWORK = re.compile(r"(?:(\d{1,2})x)?(\d{1,6}(?:\.\d{1,3})?)([GMT])(?:b/s|bps|bit)?", re.IGNORECASE)

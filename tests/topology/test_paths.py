@@ -12,10 +12,10 @@ from agent.base.hosts import snapshots
 from planner.forecast import machines
 from topology.build import build
 from topology.cluster import join
+from topology.expected import Expected, Unknown, expected
 from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
-from topology.reach import Interval, Unknown, expect
-from topology.reach_paths import Bar, HostLinks, host_links, joined
+from topology.paths import Bar, HostLinks, host_links, joined
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9
@@ -90,7 +90,7 @@ def test_a_host_without_its_rdma_devices_is_held_to_no_socket() -> None:
 def test_more_ranks_than_gpus_have_no_link_that_is_known() -> None:
     """Two ranks on one GPU meet in its memory."""
     one = replace(node("hgx-h100-8xH100-8hca"), gpus=node("hgx-h100-8xH100-8hca").gpus[:1])
-    found = expect(joined([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30)
+    found = expected(joined([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30, 2)
     assert isinstance(found, Unknown)
     assert any("two ranks on one GPU" in word for word in links(one, 2).words)
 
@@ -110,9 +110,9 @@ def test_hosts_of_one_nvlink_domain_are_one_group() -> None:
     assert inside.groups == 1
     apart = joined([tray, replace(tray, host="other", domain="elsewhere.1")], 8, nvls=True)
     assert apart.groups == 2
-    domain, wire = expect(inside, "all_gather", 8 << 30), expect(apart, "all_gather", 8 << 30)
-    assert isinstance(domain, Interval) and isinstance(wire, Interval)
-    assert domain.low > 2 * wire.high
+    domain, wire = expected(inside, "all_gather", 8 << 30, 8), expected(apart, "all_gather", 8 << 30, 8)
+    assert isinstance(domain, Expected) and isinstance(wire, Expected)
+    assert domain.interval.low > 2 * wire.interval.high
 
 
 def test_geforce_goes_through_the_hosts_memory() -> None:
@@ -130,7 +130,7 @@ def test_a_matrix_without_a_model_gives_a_range() -> None:
     """`nvidia-smi topo -m` names no GPU: 18 links are Hopper's or Blackwell's."""
     rows = "\n".join(f"GPU{i}\t" + "\t".join(" X " if i == j else "NV18" for j in range(8)) for i in range(8))
     text = "\t" + "\t".join(f"GPU{i}" for i in range(8)) + "\n" + rows + "\n"
-    found = expect(joined([links(parse(text), 8)], 8, nvls=None), "all_gather", 8 << 30)
+    found = expected(joined([links(parse(text), 8)], 8, nvls=None), "all_gather", 8 << 30, 8)
     assert isinstance(found, Unknown) and found.range is not None
     assert found.range.low < 336 * GB < 617 * GB < found.range.high
     assert PathClass.NVL in {pair.path for pair in parse(text).pairs}

@@ -1,4 +1,4 @@
-"""Bandwidth a group of GPUs should reach, derived from the links found with NCCL's planning constants.
+"""The bandwidth that NCCL plans for a group of GPUs, derived from the links found with its planning constants.
 
 Specification: NCCL src/graph/topo.h and search.cc; the ring algorithm moves (n-1)/n of the data over every link, so its
 bus bandwidth is the slowest link of the ring (nccl-tests doc/PERFORMANCE.md). These are plans, not measurements: on
@@ -11,21 +11,11 @@ from collections.abc import Iterable
 
 from hardware.links import most_links
 from hardware.units import GIGA
-from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs, Rail
+from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pair, Pairs, Rail
 from topology.nccl import nvlink_bytes_per_second
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce")
+Plan = tuple[float | None, tuple[str, ...]]  # bytes per second, each way, and its derivation; None: not derivable
 _LARGEST_RING = 16  # GPUs: the search for a ring through NVLink alone stays small; no node sold has more
-
-SMALL_SIZES = (
-    "holds for messages of about 1 GiB and more: at 64 MiB a healthy 4-node p6-b200 reaches 41 % of its 16 GiB value "
-    "(stas00/ml-engineering network/README)"
-)
-_NVLS = (
-    "all_reduce may exceed this where NVSwitch reduces in the switch (NVLS, compute capability 9.0 and later); "
-    "all_gather and reduce_scatter do not"
-)
-_TWO_NODES = "on two nodes all_reduce by tree may exceed this: the wire carries about half of its bus bandwidth"
 
 
 def gigabytes(value: float | None) -> str:
@@ -33,60 +23,8 @@ def gigabytes(value: float | None) -> str:
     return "unknown" if value is None else f"{value / GIGA:.4g} GB/s"
 
 
-def node_expectations(node: NodeTopology) -> tuple[Expectation, ...]:
-    """For every NVLink island, for the node, and for every rail."""
-    made: list[Expectation] = []
-    for island in node.islands:
-        value, steps = _island_plan(node, island)
-        made += _for_ops("island", value, steps, island.gpus, node)
-    usable = tuple(gpu.name for gpu in node.gpus if gpu.usable)
-    if len(usable) > 1:
-        value, steps = node_plan(node)
-        made += _for_ops("node", value, steps, usable, node)
-    for rail in node.rails:
-        value, steps = _rail_plan(node, rail)
-        made += _for_ops("rail", value, steps, (*rail.nics, *rail.gpus), node)
-    return tuple(made)
-
-
-def _for_ops(
-    scope: str, value: float | None, steps: tuple[str, ...], members: tuple[str, ...], node: NodeTopology
-) -> list[Expectation]:
-    made = []
-    for op in OPS:
-        more = [SMALL_SIZES] if value is not None else []
-        if op == "all_reduce" and value is not None:
-            if scope in ("island", "node") and _has_nvswitch(node.gpus):
-                more.append(_NVLS)
-            if scope in ("rail", "cluster"):
-                more.append(_TWO_NODES)
-        made.append(
-            Expectation(
-                scope=scope,
-                op=op,
-                busbw_bytes_per_second=value,
-                derivation=(*steps, *more),
-                members=members,
-            )
-        )
-    return made
-
-
-def for_cluster(
-    value: float | None, steps: tuple[str, ...], nodes: tuple[NodeTopology, ...]
-) -> tuple[Expectation, ...]:
-    """The expectations of a group over all nodes, given its plan."""
-    return tuple(_for_ops("cluster", value, steps, tuple(node.hostname for node in nodes), nodes[0]))
-
-
-def _has_nvswitch(gpus: Iterable[GpuNode]) -> bool:
-    return any(
-        (gpu.compute_capability or (0, 0)) >= (9, 0) and any(link.kind == "nvswitch" for link in gpu.nvlinks)
-        for gpu in gpus
-    )
-
-
-def _island_plan(node: NodeTopology, island: Island) -> tuple[float | None, tuple[str, ...]]:
+def island_plan(node: NodeTopology, island: Island) -> Plan:
+    """Bus bandwidth of a ring through an island's NVLinks."""
     members = [gpu for gpu in node.gpus if gpu.name in island.gpus]
     per_link = {nvlink_bytes_per_second(gpu.compute_capability) for gpu in members}
     if None in per_link or len(per_link) != 1:
@@ -145,7 +83,7 @@ def has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
     return walk([gpus[0]], set(gpus[1:]))
 
 
-def node_plan(node: NodeTopology) -> tuple[float | None, tuple[str, ...]]:
+def node_plan(node: NodeTopology) -> Plan:
     """Bus bandwidth of a ring through every GPU of the node that answers, and how it comes about."""
     names = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     if len(names) < 2:
@@ -154,38 +92,35 @@ def node_plan(node: NodeTopology) -> tuple[float | None, tuple[str, ...]]:
         return None, ("no plan: the source says nothing about NVLink",)
     whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
     if whole:
-        return _island_plan(node, whole)
+        return island_plan(node, whole)
     pair = _weakest_needed(names, Pairs(node.pairs))
     if pair is None:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
-    a, b, label, value = pair
-    slowed = [gpu for gpu in node.gpus if gpu.name in (a, b) and gpu.pcie_running_bytes_per_second]
-    return value, (
+    slowed = [gpu for gpu in node.gpus if gpu.name in (pair.a, pair.b) and gpu.pcie_running_bytes_per_second]
+    return _running(pair), (
         f"no NVLink island holds all {len(names)} GPUs, so every ring crosses PCIe or the CPUs",
-        f"the best ring still crosses {label} ({a} to {b}): {gigabytes(value)} each way "
+        f"the best ring still crosses {pair.label} ({pair.a} to {pair.b}): {gigabytes(_running(pair))} each way "
         "(NCCL src/graph/topo.h: PCIe lanes, CPU to CPU)",
         *(f"{gpu.name} runs at {gpu.pcie_link}: NCCL plans by the slot, the data goes by the link" for gpu in slowed),
         "upper bound: ranks that share one PCIe uplink or one CPU link share this too",
     )
 
 
-def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str, float] | None:
-    """The slowest edge of the maximum spanning tree: no ring can avoid one as slow as that."""
-    reached, weakest = [names[0]], None
+def _weakest_needed(names: tuple[str, ...], known: Pairs) -> Pair | None:
+    """The slowest edge of the maximum spanning tree: no ring avoids one as slow. None where one is unknown."""
+    reached, taken = {names[0]}, []
     while len(reached) < len(names):
-        best: tuple[str, str, str, float] | None = None
-        for a in reached:
-            for b in names:
-                pair = known.get(a, b) if b not in reached else None
-                value = (pair.running_bytes_per_second or pair.bytes_per_second) if pair else None
-                if pair and value is not None and (best is None or value > best[3]):
-                    best = (pair.a, pair.b, pair.label, value)
+        edges = [known.get(a, b) for a in names if a in reached for b in names if b not in reached]
+        best = max((pair for pair in edges if pair and _running(pair)), key=_running, default=None)
         if best is None:
             return None
-        reached += [name for name in best[:2] if name not in reached]
-        if weakest is None or best[3] < weakest[3]:
-            weakest = best
-    return weakest
+        reached |= {best.a, best.b}
+        taken.append(best)
+    return min(taken, key=_running)
+
+
+def _running(pair: Pair) -> float:
+    return pair.running_bytes_per_second or pair.bytes_per_second or 0.0
 
 
 _RATE_800G = 90 * GIGA  # and above: ports of 800 Gb/s
@@ -211,7 +146,8 @@ def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
     return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
 
 
-def _rail_plan(node: NodeTopology, rail: Rail) -> tuple[float | None, tuple[str, ...]]:
+def rail_plan(node: NodeTopology, rail: Rail) -> Plan:
+    """What a rail's NICs carry together from one node to the next."""
     rates = []
     steps = []
     for nic in (nic for nic in node.nics if nic.name in rail.nics):

@@ -7,21 +7,32 @@ GPUs in their order, one each, as torchrun's local ranks do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from contracts.interval import Interval
 from hardware.gpus import refuses_peers
 from hardware.links import most_links
 from hardware.units import GIGA
-from topology.expect import has_nvlink_ring, is_behind_own_switch, links_into, usable_rate
-from topology.graph import ClusterTopology, Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
+from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
+from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
 from topology.nccl import nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
-from topology.reach import Interval, Paths, Span, expect, span
+from topology.plan import (
+    Plan,
+    has_nvlink_ring,
+    is_behind_own_switch,
+    island_plan,
+    links_into,
+    node_plan,
+    rail_plan,
+    usable_rate,
+)
 from topology.reference import reference_of
 
 Bar = Literal["as it is", "as it should be"]
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
+Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # by what, bytes per second each way, and why
 _KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
 
 
@@ -31,10 +42,10 @@ class HostLinks:
 
     host: str
     inside: str | None = None
-    link: Span | None = None
+    link: Interval | None = None
     capability: tuple[int, int] | None = None
     between: str | None = None
-    wire: Span | None = None
+    wire: Interval | None = None
     domain: str | None = None  # NVLink domain that the host's GPUs share with other hosts
     words: tuple[str, ...] = ()
 
@@ -81,12 +92,15 @@ def joined(hosts: Sequence[HostLinks], ranks: int, *, nvls: bool | None) -> Path
     domains = {each.domain for each in hosts}
     one_domain = len(hosts) > 1 and None not in domains and len(domains) == 1
     groups = 1 if one_domain else len(hosts)
-    words = tuple(dict.fromkeys(word for each in (weakest,) for word in each.words))
+    words = tuple(dict.fromkeys(weakest.words))
     paths = Paths(
-        ranks=ranks, groups=groups, inside=weakest.inside if local or one_domain else None,
-        link=weakest.link if local or one_domain else None, capability=weakest.capability,
-        nvls=nvls if switch else False, words=words,
-    )  # fmt: skip
+        groups=groups,
+        inside=weakest.inside if local or one_domain else None,
+        link=weakest.link if local or one_domain else None,
+        capability=weakest.capability,
+        nvls=nvls if switch else False,
+        words=words,
+    )
     if one_domain:
         return replace(paths, words=(*words, f"one NVLink domain holds all {len(hosts)} hosts"))
     if groups == 1:
@@ -104,52 +118,81 @@ def joined(hosts: Sequence[HostLinks], ranks: int, *, nvls: bool | None) -> Path
     )
 
 
-def with_reach(node: NodeTopology) -> NodeTopology:
-    """The node, its expectations within it with what healthy machines with its links reach, by the GPUs that answer."""
-    order = [gpu.name for gpu in node.gpus if gpu.usable]
-    known: dict[tuple[str, ...], Paths] = {}
-    made = []
-    for each in node.expectations:
-        if each.scope in ("island", "node") and len(each.members) > 1 and set(each.members) <= set(order):
-            if each.members not in known:
-                places = [order.index(name) for name in each.members]
-                known[each.members] = joined([host_links(node, places, "as it is")], len(places), nvls=None)
-            each = _reached(each, known[each.members], each.scope)
-        made.append(each)
-    return replace(node, expectations=tuple(made))
-
-
-def with_cluster_reach(cluster: ClusterTopology, models: Sequence[NodeTopology]) -> ClusterTopology:
-    """The same over all hosts, where each has as many GPUs that answer; `models` has for every node one made alike."""
-    distinct = {id(model): model for model in models}
-    counts = {sum(gpu.usable for gpu in model.gpus) for model in distinct.values()}
-    ranks = counts.pop() if len(counts) == 1 else 0
-    if len(cluster.nodes) < 2 or not ranks:
-        return cluster
-    links = {number: host_links(model, range(ranks), "as it is") for number, model in distinct.items()}
-    paths = joined([links[id(model)] for model in models], ranks * len(models), nvls=None)
-    return replace(cluster, expectations=tuple(_reached(each, paths, "cluster") for each in cluster.expectations))
+SMALL_SIZES = (
+    "holds for messages of about 1 GiB and more: at 64 MiB a healthy 4-node p6-b200 reaches 41 % of its 16 GiB value "
+    "(stas00/ml-engineering network/README)"
+)
+_NVLS = (
+    "all_reduce may exceed this where NVSwitch reduces in the switch (NVLS, compute capability 9.0 and later); "
+    "all_gather and reduce_scatter do not"
+)
+_TWO_NODES = "on two nodes all_reduce by tree may exceed this: the wire carries about half of its bus bandwidth"
 
 
 _LARGE_BYTES = 1 << 30  # of every rank: latency no longer counts
 
 
-def _reached(expectation: Expectation, paths: Paths, scope: str) -> Expectation:
-    if expectation.scope != scope:
-        return expectation
-    found = expect(paths, expectation.op, _LARGE_BYTES * paths.ranks)
-    known = found if isinstance(found, Interval) else found.range
-    return replace(
-        expectation,
-        least_bytes_per_second=known.low if known else None,
-        usual_bytes_per_second=found.typical if isinstance(found, Interval) else None,
-        most_bytes_per_second=known.high if known else None,
+def node_expectations(node: NodeTopology) -> tuple[Expectation, ...]:
+    """For every NVLink island and for the node, among the GPUs that answer, and for every rail."""
+    usable = tuple(gpu.name for gpu in node.gpus if gpu.usable)
+    made: list[Expectation] = []
+    for island in node.islands:
+        paths = _among(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
+        made += _expectations("island", island_plan(node, island), island.gpus, node, paths, len(island.gpus))
+    if len(usable) > 1:
+        made += _expectations("node", node_plan(node), usable, node, _among(node, usable, usable), len(usable))
+    for rail in node.rails:
+        made += _expectations("rail", rail_plan(node, rail), (*rail.nics, *rail.gpus), node)
+    return tuple(made)
+
+
+def cluster_expectations(
+    plan: Plan, nodes: Sequence[NodeTopology], models: Sequence[NodeTopology]
+) -> tuple[Expectation, ...]:
+    """For all nodes together; `models` has for every node one that is made alike."""
+    distinct = {id(model): model for model in models}
+    counts = {sum(gpu.usable for gpu in model.gpus) for model in distinct.values()}
+    per_node = counts.pop() if len(counts) == 1 else 0
+    paths, ranks = None, per_node * len(models)
+    if per_node:
+        links = {number: host_links(model, range(per_node), "as it is") for number, model in distinct.items()}
+        paths = joined([links[id(model)] for model in models], ranks, nvls=None)
+    return tuple(_expectations("cluster", plan, tuple(node.hostname for node in nodes), nodes[0], paths, ranks))
+
+
+def _among(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
+    places = [usable.index(name) for name in members]
+    return joined([host_links(node, places, "as it is")], len(places), nvls=None)
+
+
+def _expectations(
+    scope: str, plan: Plan, members: tuple[str, ...], node: NodeTopology, paths: Paths | None = None, ranks: int = 0
+) -> Iterator[Expectation]:
+    """NCCL's plan for each operation, and what healthy machines reach over the paths of these members."""
+    value, steps = plan
+    nvls = any(
+        (gpu.compute_capability or (0, 0)) >= (9, 0) and any(link.kind == "nvswitch" for link in gpu.nvlinks)
+        for gpu in node.gpus
     )
+    for op in OPS:
+        notes = [SMALL_SIZES] if value is not None else []
+        if op == "all_reduce" and notes:
+            notes += [_NVLS] * (nvls and scope in ("island", "node")) + [_TWO_NODES] * (scope in ("rail", "cluster"))
+        found = expected(paths, op, _LARGE_BYTES * ranks, ranks) if paths else Unknown(why="")
+        known = found.interval if isinstance(found, Expected) else found.range
+        yield Expectation(
+            scope=scope,
+            op=op,
+            busbw_bytes_per_second=value,
+            derivation=(*steps, *notes),
+            members=members,
+            least_bytes_per_second=known.low if known else None,
+            usual_bytes_per_second=known.mid if known and isinstance(found, Expected) else None,
+            most_bytes_per_second=known.high if known else None,
+        )
 
 
-def _inside(
-    node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due
-) -> tuple[str | None, Span | None, tuple[str, ...]]:
+def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
     row = reference_of(node) if bar == "as it should be" else None
     names = tuple(gpu.name for gpu in gpus)
     if due.nvlinks is not None:
@@ -174,9 +217,7 @@ def _inside(
     return _pcie(node, gpus, known, bar)
 
 
-def _nvlink(
-    gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str
-) -> tuple[str | None, Span | None, tuple[str, ...]]:
+def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str) -> Carried:
     capability = gpus[0].compute_capability
     value = nvlink_bytes_per_second(capability)
     kind = "NVSwitch" if switched else "NVLink"
@@ -184,12 +225,10 @@ def _nvlink(
         return kind, span(count * value), (words, f"one NVLink carries {value / GIGA:g} GB/s in NCCL's plan")
     low, high = nvlink_candidates(count)
     assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
-    return kind, Span(low=count * low, high=count * high), (words, assumption)
+    return kind, between(count * low, count * high), (words, assumption)
 
 
-def _pcie(
-    node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar
-) -> tuple[str | None, Span | None, tuple[str, ...]]:
+def _pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar) -> Carried:
     running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     slots = [gpu.pcie_bytes_per_second for gpu in gpus]
     rates = [rate for rate in (slots if bar == "as it should be" else running) if rate is not None]
@@ -200,7 +239,7 @@ def _pcie(
         words.append(f"the slowest PCIe link carries {min(rates) / GIGA:.3g} GB/s in NCCL's plan")
     else:
         least, most = pcie_generations(gpus[0].compute_capability)
-        link = Span(low=_X16[least], high=_X16[most])
+        link = between(_X16[least], _X16[most])
         words.append(f"the speed of their PCIe links is not known: 16 lanes of generation {least} to {most}")
     peers = [known.get(a.name, b.name) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
     refused = any(pair is not None and pair.peer_access is False for pair in peers)
@@ -219,9 +258,7 @@ def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
     return max(3, own - 1), own
 
 
-def _network(
-    node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar
-) -> tuple[str | None, Span | None, tuple[str, ...]]:
+def _network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
     """The NICs nearest to these GPUs; all of the kind where that cannot be told."""
     for name, kinds in _KINDS:
         offered = [nic for nic in node.nics if nic.kind in kinds]
@@ -235,9 +272,7 @@ def _network(
     return None, None, ()
 
 
-def _wire(
-    node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode], bar: Bar, name: str
-) -> tuple[str | None, Span | None, tuple[str, ...]]:
+def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode], bar: Bar, name: str) -> Carried:
     names = {gpu.name for gpu in gpus}
     nearest = [each for each in node.nearest_nic if each.decidable and each.gpu in names]
     # a NIC that is down is nearest to no GPU, and should be; `why` marks what a GPU borrows in its place
@@ -250,7 +285,7 @@ def _wire(
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
     words = f"{len(used)} {used[0].kind} devices carry {sum(known) / GIGA:.4g} GB/s together"
     if name == "sockets":
-        return name, Span(low=min(known), high=sum(known)), (f"{words}; NCCL chooses which of them it takes",)
+        return name, between(min(known), sum(known)), (f"{words}; NCCL chooses which of them it takes",)
     # one GPU that borrows a far NIC sends through its neighbours; where most are far, that is how the board is made
     far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
     return (f"{name} without GPUDirect" if far else name), span(sum(known)), (words,)

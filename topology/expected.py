@@ -1,0 +1,362 @@
+"""The bus bandwidth that a collective of healthy machines reaches over given paths, as an interval with its sources.
+
+One model for every fabric: t = W / (B x e) + start + steps x step, with W the bytes that each rank sends, B what the
+slowest link on the way carries and e the part of it that healthy machines were measured to reach. bus bandwidth is W
+/ t (nccl-tests doc/PERFORMANCE.md). The low end takes the least e and the slowest steps, the high end the other way
+about. The figures of e stand first, with their sources; `make expect` holds them against results that they were not
+made from, and says how often they are wrong. "aic" is ai-dynamo/aiconfigurator@095f58a51, nccl_perf.parquet, 2, 4 and
+8 GPUs to 512 MiB; the other sources are named by repository.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from contracts.interval import Interval
+from hardware.units import GIGA
+
+MICROSECOND = 1e-6
+Three = tuple[float, float, float]  # least, usual, most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """Parts of NCCL's plan, and seconds of latency.
+
+    `bench/expect.py --fit` prints these from the rows; what is not fitted says where it is from.
+    """
+
+    # 1 / e = a + b / (n - 1): b is the copy of a rank's own part, which a ring of two feels most.
+    # aic: A100, H100, H200, B200, B300, GB200, GB300, by 2, 4, 8 ranks: all-gather 0.64, 0.82, 0.90 of plan.
+    gather: tuple[float, float] = (1.05, 0.56)
+    # aic: 0.79, 0.93, 0.93; Blackwell and Hopper with 8 ranks take NVLS and are not counted.
+    reduce: tuple[float, float] = (0.99, 0.34)
+    ring_margin: tuple[float, float] = (0.85, 1.29)  # of e: least, most
+    # NVLink 2 reaches more of NCCL's 20 GB/s than later ones do of theirs: Panlichen/nccl-tests v100_8card_para, 126 to
+    # 135 of 120.
+    volta: float = 1.18
+    # Of e, as ring_margin's least. Not fitted: Azure/azurehpc-health-checks accepts 110 of 8 x V100 (ND40rs_v2), which
+    # are hybrid cube meshes; usual is 136.
+    volta_least: float = 0.80
+    # aic 445 to 461 at 512 MiB, NVIDIA/nccl#2140 480, #1221 430, of 370.8; without NVLS 330 to 370.
+    nvls_hopper: Three = (1.13, 1.27, 1.43)
+    # aic 684 to 704 at 512 MiB; NVIDIA/nccl#2140 845; cluster-readiness-engine 838 to 923, of 721.8; without 695.
+    nvls_blackwell: Three = (0.98, 1.11, 1.32)
+    # Not fitted. At 8 GiB and more every source has 835 and more of 721.8: NVIDIA/nccl#2140, coreweave/nccl-tests,
+    # cluster-readiness-engine, stas00/ml-engineering, whose sweep on one node reads 723, 741, 846 at 1, 4, 16 GiB.
+    nvls_blackwell_large: Three = (1.03, 1.17, 1.32)
+    # Not fitted. Two nodes of 8 x H100: 430 to 488 (aws-do-eks, NVIDIA/nccl#1221), without NVLS 330.
+    nvls_tree_least: float = 1.04
+    # Panlichen/nccl-tests a100_8card, aic rtx_pro_6000_server, JingchaoZhang NC96ads, l40s with 2 GPUs.
+    pcie: Three = (0.45, 0.67, 1.35)
+    # GeForce without peer access: Panlichen/nccl-tests 4090_2card_para 0.37, NVIDIA/nccl#1639 0.58 and 0.73.
+    shared_memory: Three = (0.30, 0.51, 0.92)
+    # cluster-readiness-engine 191 of 200 and 376 of 400; 80 % is what AICR and others ask for (facts of peers).
+    rdma: Three = (0.80, 0.95, 1.03)
+    # Not fitted. NVIDIA/nccl#412: 16 GB/s of 24 with the NIC at the CPU; g4dn.metal (aws-do-eks) 3.1 of 12.5.
+    rdma_host: Three = (0.20, 0.45, 1.00)
+    # Of all-gather and reduce-scatter over a wire, by 1 / (n - 1). Not fitted: A4, one GPU and NIC a pod
+    # (kubernetes-sigs/dranet): 36.7 out of place, 45.1 in place.
+    own_copy: float = 0.30
+    # (share, streams) least and usual; most. Not fitted: one stream of TCP carries 2 GB/s and more on servers of today;
+    # NVIDIA/nccl#209: 60 % of 32 Gb/s.
+    sockets: tuple[tuple[float, float], tuple[float, float], float] = ((0.60, 2.0 * GIGA), (0.92, 10.0 * GIGA), 0.98)
+    # Slow and usual: kernel launch and first synchronisation, each step of a ring in one host, and where hosts are
+    # crossed. Not fitted: aic, the difference between 8 MiB and 512 MiB: 12 us and 5 us a step; NVIDIA/nccl#1218 (256
+    # GPUs): 19 us a step.
+    start_seconds: tuple[float, float] = (20 * MICROSECOND, 12 * MICROSECOND)
+    step_seconds: tuple[float, float] = (8 * MICROSECOND, 5 * MICROSECOND)
+    step_seconds_between: tuple[float, float] = (16 * MICROSECOND, 8 * MICROSECOND)
+    # Slow and usual, of NVLS, by rank: aic; coreweave/nccl-tests, 72 and 144 GPUs.
+    nvls_rank_seconds: tuple[float, float] = (20 * MICROSECOND, 11 * MICROSECOND)
+    source: str = "factors: topology/expected.py; `make expect` holds them against published results"
+
+    def ring(self, op: str, ranks: int) -> float:
+        """The usual part of NCCL's NVLink plan that a ring of so many ranks reaches."""
+        a, b = self.reduce if op == "all_reduce" else self.gather
+        return 1 / (a + b / (ranks - 1))
+
+    def generation(self, capability: tuple[int, int] | None) -> float:
+        """A generation of NVLink whose plan is further from the wire than the others'."""
+        return self.volta if capability is not None and (7, 0) <= capability < (7, 5) else 1.0
+
+
+FACTORS = Factors()
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times that a ring passes every byte on
+NVLS_LEAST_RANKS = 5  # four GPUs of a tray and fewer take the ring: 0.86 to 0.94 of it, aiconfigurator, 4 ranks
+_LARGE_NVLS = 8 << 30  # bytes
+_CLOSE = 0.95  # the slower of ring and NVLS over the faster one: nearer than this, tuners take either
+_WAITS = 2 / 3  # of a ring's rate: below this latency takes so much that NCCL's own model leaves the ring
+_ENDLESS = 1 << 60  # bytes, of which latency takes no part
+_LOOSEST = 1.2  # a link known less well than this gives no typical value: NVLink 4 or 5 differ by 1.9
+FAILS_BELOW = 0.5  # of the low end: the job waits twice as long as the slowest healthy machine makes it
+
+
+def nvls_share(ranks: int) -> float:
+    """Bus bandwidth of NVLS with so many GPUs, as a part of what eight reach.
+
+    Each GPU sends its S to the switch, and the sum of its own part, S / n, back to all: S (n + 1) / n through its
+    links, for which bus bandwidth counts 2 S (n - 1) / n. NVIDIA's measurements on H200 follow it: 414, 436, 460 and
+    480 GB/s of 5, 6, 7 and 8 GPUs (stas00/ml-engineering). Beyond eight no more is seen (coreweave/nccl-tests, 72).
+    """
+    return min(1.0, (2 * (ranks - 1) / (ranks + 1)) / (2 * 7 / 9))
+
+
+def between(low: float, high: float) -> Interval:
+    """A rate of which only the two ends are known, in bytes per second; the middle is taken by ratio."""
+    return Interval(low=low, mid=math.sqrt(low * high), high=high)
+
+
+def span(value: float) -> Interval:
+    """A rate that is known, in bytes per second."""
+    return Interval(low=value, mid=value, high=value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """What joins the ranks of one collective; rates are bytes per second, each way.
+
+    A group is what `inside` joins: the GPUs of a host, or of an NVLink domain that spans hosts.
+    """
+
+    groups: int = 1
+    inside: str | None = None  # "NVSwitch", "NVLink", "PCIe", "shared memory", "PCIe or shared memory"; None: unknown
+    link: Interval | None = None  # of each GPU into its group: NCCL's plan of its NVLinks, or of its PCIe link
+    capability: tuple[int, int] | None = None
+    nvls: bool | None = False  # the switch can reduce: capability 9.0 and NCCL 2.17; None: not known
+    between: str | None = None  # "RDMA", "RDMA without GPUDirect", "sockets"; None: one group, or unknown
+    wire: Interval | None = None  # one group to the others, all NICs of its ranks together
+    words: tuple[str, ...] = ()  # where these come from
+
+    def ranks_per_group(self, ranks: int) -> int:
+        """Of the fullest group."""
+        return -(-ranks // self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The bus bandwidth of a healthy run in bytes per second, and what it follows from."""
+
+    interval: Interval
+    algorithm: str  # "ring", "NVLS", "NVLS tree or ring"
+    derivation: tuple[str, ...] = ()
+
+    def words(self) -> str:
+        """ "332 GB/s (278 to 385)"."""
+        known = self.interval
+        return f"{known.mid / GIGA:.4g} GB/s ({known.low / GIGA:.4g} to {known.high / GIGA:.4g})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """No interval, and why; with the range that the links leave, where there is one."""
+
+    why: str
+    range: Interval | None = None
+
+    def words(self) -> str:
+        """ "unknown, between 9 and 53 GB/s: the speed of one NVLink is not known"."""
+        between = f", between {self.range.low / GIGA:.3g} and {self.range.high / GIGA:.3g} GB/s" if self.range else ""
+        return f"unknown{between}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One collective: everything that its bandwidth follows from."""
+
+    paths: Paths
+    op: str
+    size_bytes: int
+    ranks: int
+    factors: Factors
+
+    @property
+    def per_group(self) -> int:
+        return self.paths.ranks_per_group(self.ranks)
+
+
+def expected(
+    paths: Paths, operation: str, size_bytes: int, ranks: int, *, factors: Factors = FACTORS, ring: bool = False
+) -> Expected | Unknown:
+    """What `operation` of so many ranks reaches over these paths.
+
+    NCCL's plan of the links is in `paths`; `size_bytes` is S as nccl-tests counts it. With `ring`, what it reaches
+    where NCCL takes the ring, whatever else it might take.
+    """
+    if operation not in _PASSES:
+        return Unknown(why=f"no model for {operation}")
+    if ranks < 2:
+        return Unknown(why="one rank alone sends nothing")
+    run = _Run(paths, operation, size_bytes, ranks, factors)
+    if run.per_group > 1 and (paths.link is None or paths.link.low <= 0):
+        return Unknown(why="what the GPUs of a host carry among themselves is not known")
+    if paths.groups > 1 and (paths.between is None or paths.wire is None or paths.wire.low <= 0):
+        return Unknown(why="what joins the hosts is not known")
+    found = _ring(run) if ring or operation != "all_reduce" else _all_reduce(run)
+    if any(rate is not None and rate.high > _LOOSEST * rate.low for rate in (paths.link, paths.wire)):
+        return Unknown(why="; ".join(paths.words), range=found.interval)
+    return found
+
+
+def _all_reduce(run: _Run) -> Expected:
+    paths, plain = run.paths, _ring(run)
+    switch = paths.nvls is not False and run.per_group >= NVLS_LEAST_RANKS
+    if paths.groups == 1 and not switch:
+        return plain
+    other = _nvls(run) if paths.groups == 1 else _tree(run, switch=switch)
+    # Two nodes with NVLS: every published pair of Hopper takes its tree; of Blackwell none is known.
+    alone = paths.groups == 1 and plain.interval.mid < _CLOSE * other.interval.mid
+    sure = alone or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
+    if sure and (not switch or paths.nvls):
+        return other
+    # NCCL chooses by its own model of all; which one it takes is in no fact that we have. A ring of hundreds of ranks
+    # waits for its latency and a tree does not: that much the model sees (src/graph/tuning.cc).
+    found = [plain, other]
+    if paths.groups > 1 and switch and not paths.nvls:
+        found.append(_tree(run, switch=False))
+    unhurried = _ring(_Run(paths, run.op, _ENDLESS, run.ranks, run.factors))
+    if paths.groups > 1 and plain.interval.mid < min(_WAITS * unhurried.interval.mid, other.interval.mid):
+        del found[0]
+    usual = [each.interval.mid for each in found]
+    return Expected(
+        interval=Interval(
+            low=min(each.interval.low for each in found),
+            mid=max(usual) if sure else usual[0],
+            high=max(each.interval.high for each in found),
+        ),
+        algorithm=" or ".join(each.algorithm for each in found),
+        derivation=tuple(dict.fromkeys(words for each in found for words in each.derivation)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What one stretch of the way lets through, before latency."""
+
+    rate: Interval
+    words: str
+
+
+def _part(name: str, rate: Interval, least: float, usual: float, most: float) -> _Bound:
+    """The part of a link's rate that healthy machines were measured to reach."""
+    return _Bound(
+        Interval(low=rate.low * least, mid=rate.mid * usual, high=rate.high * most),
+        f"{name}: {_rate(rate)} x {least:.2f} to {most:.2f}, usually {usual:.2f}",
+    )
+
+
+def _rate(rate: Interval) -> str:
+    return f"{rate.low / GIGA:.4g}" + (f" to {rate.high / GIGA:.4g}" if rate.high > rate.low else "") + " GB/s"
+
+
+def _ring(run: _Run) -> Expected:
+    bounds = []
+    if run.per_group > 1 and run.paths.link:
+        bounds.append(_inside(run, run.paths.link))
+    if run.paths.groups > 1 and run.paths.wire:
+        bounds.append(_between(run, run.paths.wire))
+    slow, usual = run.factors.step_seconds if run.paths.groups == 1 else run.factors.step_seconds_between
+    start, steps = run.factors.start_seconds, _PASSES[run.op] * (run.ranks - 1)
+    return _timed(run, bounds, "ring", (start[0] + steps * slow, start[1] + steps * usual))
+
+
+def _inside(run: _Run, link: Interval) -> _Bound:
+    factors, inside = run.factors, run.paths.inside
+    if inside in ("NVSwitch", "NVLink"):
+        generation = factors.generation(run.paths.capability)
+        e = factors.ring(run.op, run.ranks) * generation
+        least, most = factors.ring_margin
+        least = least if generation == 1.0 else min(least, factors.volta_least)
+        return _part(inside, link, e * least, e, e * most)
+    if inside in ("PCIe", "shared memory"):
+        return _part(inside, link, *(factors.pcie if inside == "PCIe" else factors.shared_memory))
+    (least, slow, _), (_, fast, most) = factors.shared_memory, factors.pcie  # either of them
+    return _part(str(inside), link, least, math.sqrt(slow * fast), most)
+
+
+def _between(run: _Run, wire: Interval) -> _Bound:
+    if run.paths.between == "sockets":
+        return _sockets(wire, run.factors)
+    least, e, most = run.factors.rdma_host if run.paths.between == "RDMA without GPUDirect" else run.factors.rdma
+    if run.op != "all_reduce":  # out of place, each rank copies its own part as well
+        least /= 1 + run.factors.own_copy / (run.ranks - 1)
+    return _part(str(run.paths.between), wire, least, e, most)
+
+
+def _sockets(wire: Interval, factors: Factors) -> _Bound:
+    """By what one or several streams of TCP carry: few of them fill a slow wire and not a fast one."""
+
+    def carried(line: float, share: float, streams: float) -> float:
+        return 1 / (1 / (share * line) + 1 / streams)
+
+    least, usual, most = factors.sockets
+    return _Bound(
+        Interval(low=carried(wire.low, *least), mid=carried(wire.mid, *usual), high=wire.high * most),
+        f"sockets: {_rate(wire)} of wire, streams carry {least[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
+    )
+
+
+def _nvls(run: _Run) -> Expected:
+    slow, usual = run.factors.nvls_rank_seconds
+    return _timed(run, [_nvls_bound(run)], "NVLS", (run.ranks * slow, run.ranks * usual))
+
+
+def _nvls_bound(run: _Run) -> _Bound:
+    share = nvls_share(run.per_group)
+    three = run.factors.nvls_hopper
+    if (run.paths.capability or (0, 0)) >= (10, 0):
+        large = run.size_bytes >= _LARGE_NVLS
+        three = run.factors.nvls_blackwell_large if large else run.factors.nvls_blackwell
+    least, usual, most = (each * share for each in three)
+    return _part("NVLS", run.paths.link or span(0.0), least, usual, most)
+
+
+def _tree(run: _Run, *, switch: bool) -> Expected:
+    """All-reduce by a tree over the groups: the wire carries S each way once for two groups, twice for more."""
+    paths, factors, bounds = run.paths, run.factors, []
+    link = paths.link or span(0.0)
+    if switch:
+        bound = _nvls_bound(run)
+        low = min(bound.rate.low, link.low * factors.nvls_tree_least)
+        bounds.append(_Bound(Interval(low=low, mid=bound.rate.mid, high=bound.rate.high), bound.words))
+    elif run.per_group > 1 and paths.link:
+        bounds.append(_inside(run, link))
+    wire = _between(run, paths.wire or span(0.0))
+    once = 2 * (run.ranks - 1) / run.ranks if paths.groups == 2 else 1.0
+    bounds.append(
+        _Bound(
+            Interval(low=wire.rate.low * once, mid=wire.rate.mid * once, high=wire.rate.high * once),
+            f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S",
+        )
+    )
+    # up and down the tree over the groups, and along the ranks of a group
+    depth, along = 2 * math.ceil(math.log2(paths.groups)), 2 * (run.per_group - 1)
+    late, soon = (
+        factors.start_seconds[at] + depth * factors.step_seconds_between[at] + along * factors.step_seconds[at]
+        for at in (0, 1)
+    )
+    return _timed(run, bounds, "NVLS tree" if switch else "tree", (late, soon))
+
+
+def _timed(run: _Run, bounds: list[_Bound], algorithm: str, latency: tuple[float, float]) -> Expected:
+    """The weakest of the bounds, with the latency (slow, usual) in seconds of the start and of every step."""
+    moved = run.size_bytes * _PASSES[run.op] * (run.ranks - 1) / run.ranks
+    (late, soon), rates = latency, [bound.rate for bound in bounds]
+
+    def reached(rate: float, seconds: float) -> float:
+        return moved / (moved / rate + seconds) if rate > 0 and moved else 0.0
+
+    usual = min(rate.mid for rate in rates)
+    made = Expected(
+        interval=Interval(
+            low=reached(min(rate.low for rate in rates), late),
+            mid=reached(usual, soon),
+            high=min(rate.high for rate in rates),
+        ),
+        algorithm=algorithm,
+    )
+    waits = f"latency {soon * 1e6:.0f} to {late * 1e6:.0f} us of {moved / usual * 1e6:.0f} us"
+    words = (*run.paths.words, *(bound.words for bound in bounds), waits, f"by {algorithm}: {made.words()}")
+    return Expected(interval=made.interval, algorithm=algorithm, derivation=(*words, run.factors.source))
