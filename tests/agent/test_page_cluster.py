@@ -73,7 +73,7 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     seen = shown(held)
     failed = {check.node for check in seen.checks if check.status == "fail"}
     assert len(failed) == seen.counts["fail"] == 3 and seen.counts["unknown"] == 1
-    assert {fault.group.status for fault in seen.faults if "silent" in fault.group.code} == {"unknown"}
+    assert {fault.group.status for fault in seen.faults if "silent" in fault.group.id} == {"unknown"}
     assert re.search(r"silent for 2(\.0\d)? h", html.lower())  # and what this test has taken since
     assert "source: kubernetes" in html
 

@@ -31,6 +31,7 @@ SNAPSHOTS = {path.stem: scan(load(path)) for path in MACHINES}
 ROOT = Path(__file__).parent.parent.parent
 ROLLOUT = Path(__file__).parent / "rollout"
 OF_OTHERS = {
+    "LimitsFacts.gpus",  # set for the judgement on the host itself; a cluster has `gpus` of its own
     "GpuFacts.unread", "Gpu.unread", "GpuPair.unread",  # a situation's, which asks how a probe ended
     "HostinfoFacts.load",  # a forecast's engine has a method of that name
     "Gpu.uuid",  # compared with the graph's, which does not travel either
