@@ -30,8 +30,9 @@ _ABOUT = re.compile(
     re.IGNORECASE,
 )
 _HARMLESS = re.compile(
-    r"|null|nil|none|true|false|yes|no|on|off|unset|required|optional|enabled|disabled|anonymous|basic|bearer|token"
-    r"|webhook|oidc|ldap|tls|mtls|x509|iam|unknown|\*+|\(left out\)|<[^<>]*>|[\[{|>]+[+-]?|\$.*|\{\{.*",
+    r"(?:(?:bearer|basic|token)[ \t]+)?"
+    r"(?:|null|nil|none|true|false|yes|no|on|off|unset|required|optional|enabled|disabled|anonymous|basic|bearer"
+    r"|token|webhook|oidc|ldap|tls|mtls|x509|iam|unknown|\*+|\(left out\)|<[^<>]*>|[\[{|>]+[+-]?|\$.*|\{\{.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _NUMBER = re.compile(r"[\d.,_]+(?:e[+-]?\d+)?[kmgbt]?\w?", re.IGNORECASE)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -304,7 +304,7 @@ class Pod:
     # pod 0
 
     def _lead(self) -> Verdict:
-        """One start, of pod 0: gather, run, and tell the others what follows."""
+        """Make one start as pod 0: gather the pods, run the ranks, and send what follows."""
         settings = self.settings
         if self.listener is None:
             self._end_record("interrupted", RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
@@ -329,11 +329,13 @@ class Pod:
             verdict = verdict._replace(why=f"{verdict.why}. The last error in pod 0: {error}")
         if measuring and not verdict.again:
             self.measured = here
-            return self._close_measured(verdict, wires.values())
+            verdict = verdict._replace(why=f"not started: measured before the job: {verdict.why}")
+            if not verdict.code:  # passed: all pods start again, to train
+                verdict = Verdict(again=True, code=0, why="measured: no result fails; the ranks train")
         return self._close(verdict, wires.values())
 
     def _gather(self, seconds: float) -> None:
-        """Until all other pods are here."""
+        """Wait until all other pods are connected. Raises RendezvousTimeout and Terminated."""
         until, news = time.monotonic() + seconds, time.monotonic() + 1.0
         while missing := [index for index in range(1, self.settings.nodes) if index not in self.peers]:
             if self.terminating:
@@ -353,7 +355,7 @@ class Pod:
                     del self.peers[index]
 
     def _accept(self) -> None:
-        """Those that came; each says first which pod it is."""
+        """Accept one pod that connects; it sends first which one it is."""
         assert self.listener is not None  # noqa: S101 - `_lead` has made it
         with contextlib.suppress(OSError):
             connection, _ = self.listener.accept()
@@ -372,7 +374,7 @@ class Pod:
             wire.close()
 
     def _watch(self, ranks: Ranks, wires: Mapping[int, Wire]) -> tuple[dict[int, int], set[int]]:
-        """The code of each pod once all have ended, and the pods that were lost before they did."""
+        """Return the exit code of each pod once all have ended, and the pods that were lost before."""
         codes: dict[int, int] = {}
         lost: set[int] = set()
         troubled_at = 0.0
@@ -400,7 +402,7 @@ class Pod:
         return ranks.poll(terminating=self.terminating, troubled=troubled)
 
     def judge(self, codes: Mapping[int, int], lost: set[int]) -> Verdict:
-        """What follows. A lost pod, or ranks that were told to end, make all others fail: these come first."""
+        """Decide what follows. A lost pod, or ranks that saved and ended, make all others fail: these come first."""
         saved = [index for index, code in codes.items() if code in (RESUMABLE, -signal.SIGTERM)]
         killed = [index for index, code in codes.items() if code == -signal.SIGKILL]
         failed = {
@@ -423,43 +425,28 @@ class Pod:
         if self.terminating or self.restarts < self.settings.restarts:
             self.restarts += 1
             return Verdict(again=True, code=RESUMABLE, why=why)
-        return self._used_up(why)
-
-    def _used_up(self, why: str) -> Verdict:
         done = f"{why}; restart {self.settings.restarts} of {self.settings.restarts} is used up"
         return Verdict(again=False, code=UNAVAILABLE, why=f"{done}: launched again it goes on from the last checkpoint")
 
-    def _close_measured(self, verdict: Verdict, wires: Any) -> Verdict:
-        """The measurement was passed, and all start again to train; or it was not, and none trains."""
-        if verdict.code:
-            return self._close(verdict._replace(why=f"not started: measured before the job: {verdict.why}"), wires)
-        verdict = Verdict(again=True, code=0, why="measured: no result fails; the ranks train")
-        for wire in wires:
-            wire.send(again=True, code=0, why=verdict.why)
-            wire.close()
-        self._log(verdict.why)
-        return verdict
-
-    def _close(self, verdict: Verdict, wires: Any) -> Verdict:
-        """Tell everyone, and the record."""
+    def _close(self, verdict: Verdict, wires: Iterable[Wire]) -> Verdict:
+        """Send the verdict to all pods, and end the record where the ranks could not."""
         for wire in wires:
             wire.send(again=verdict.again, code=verdict.code, why=verdict.why)
             wire.close()
-        if verdict.again:
-            self._log(f"{verdict.why}; restart {self.restarts} of {self.settings.restarts}")
-        elif verdict.why:
-            self.why = verdict.why
-            self._log(verdict.why)
+        count = f"; restart {self.restarts} of {self.settings.restarts}" if verdict.again and verdict.code else ""
+        if verdict.why:
+            self._log(f"{verdict.why}{count}")
+        self.why = "" if verdict.again else verdict.why
         interrupted = verdict.again or verdict.code == UNAVAILABLE
-        code = RESUMABLE if interrupted else verdict.code
+        code = RESUMABLE if interrupted and verdict.code else verdict.code
         self._end_record("interrupted" if interrupted else "failed", code, verdict.why, self.before)
         return verdict
 
     # the others
 
     def _follow(self) -> Verdict:
-        """One start, of another pod: come to pod 0, run, and do as it says."""
-        wire, port, measuring = self._come()
+        """Make one start as another pod: connect to pod 0, run the ranks, and follow its verdict."""
+        wire, port, measuring = self._connect()
         ranks = Ranks(self.settings, self.settings.meet[0], port, measuring=measuring)
         ended, troubled = False, False
         try:
@@ -467,7 +454,7 @@ class Pod:
                 time.sleep(_POLL_SECONDS)
                 for message in wire.receive():
                     if isinstance(message.get("code"), int):
-                        return self._obey(message)
+                        return self._take_verdict(message)
                     troubled = troubled or bool(message.get("troubled"))
                 if wire.closed:
                     why = "pod 0 was lost"
@@ -482,8 +469,8 @@ class Pod:
             ranks.end()
             wire.close()
 
-    def _come(self) -> tuple[Wire, int, bool]:
-        """The connection to pod 0, the port at which torchrun meets, and whether this start is the measurement."""
+    def _connect(self) -> tuple[Wire, int, bool]:
+        """Return the connection to pod 0, torchrun's port, and whether this start is the measurement."""
         host, port = self.settings.meet
         until, news, why = time.monotonic() + self.settings.wait_seconds, time.monotonic() + 1.0, ""
         while True:
@@ -514,8 +501,8 @@ class Pod:
                 time.sleep(_POLL_SECONDS)
             wire.close()
 
-    def _obey(self, message: Mapping[str, Any]) -> Verdict:
-        """Pod 0 has ended the start; where it ended the job, it goes first."""
+    def _take_verdict(self, message: Mapping[str, Any]) -> Verdict:
+        """Return pod 0's verdict; where the job failed, after pod 0 has had time to end first."""
         verdict = Verdict(again=bool(message.get("again")), code=message["code"], why=str(message.get("why", "")))
         if not verdict.again:
             self._log(verdict.why or "done")
@@ -523,7 +510,7 @@ class Pod:
         return verdict
 
     def _end_record(self, status: str, code: int, why: str, began: float) -> None:
-        """End the record that its ranks could not end, and tell the agent of it."""
+        """End the record that its ranks could not end, and upload it."""
         if self.settings.output is None or not code:
             return
         path = self.settings.output / "flight.json"

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contracts.job_config import ConfigError, JobConfig
+from contracts.job_config import ConfigError, JobConfig, parse_mapping
 from finetune import hub
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
@@ -86,6 +86,7 @@ def files_of_split(folder: Path, part: str | None, split: str, where: str) -> li
     """Paths in a folder of one split, of the part `part` (dataset_config), by `datasets`' rules. Raises ConfigError."""
     import datasets
 
+    _check_card(folder / "README.md", where)
     subfolder = part if part and (folder / part).is_dir() else None
     try:
         parts = datasets.get_dataset_config_names(str(folder))
@@ -110,6 +111,15 @@ def files_of_split(folder: Path, part: str | None, split: str, where: str) -> li
     if part is None and not has_card and len(tops) > 1:
         raise ConfigError(f"{where}: several folders hold {split!r}; dataset_config must be one of {', '.join(tops)}")
     return names
+
+
+def _check_card(card: Path, where: str) -> None:
+    """Refuse front matter that is no YAML mapping, or whose aliases multiply: `datasets` reads it without bounds."""
+    if card.is_file():
+        with card.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(1 << 20)
+        if text.startswith("---"):
+            parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
 
 
 def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:

@@ -428,7 +428,7 @@ def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
                 raise
             return "was there: left as it is"
         return "created"
-    new = client.applied(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
+    new, _ = client.applied(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
     return "created" if new else "was there: updated"
 
 

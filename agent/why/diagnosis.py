@@ -531,7 +531,7 @@ def with_manifest(
         raise WhyError(f"--manifest {path}: {error}") from None
     text = raw.decode("utf-8", errors="replace")
     try:
-        linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+        linted = lint_text(text, "auto", nccl_version=None, machine=None, name=path.name)
     except InputError:
         if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE) or not _is_read(text, path.name):
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-import pytest
+from rigs.tables import each_row
 
 from contracts.redaction import redact, without_secrets
 
@@ -47,6 +47,7 @@ HARMLESS = [
     "cookiecutter: x", "GPU-1b2c3d4e-aaaa-bbbb-cccc-0123456789ab", "sha256:" + "ab12" * 16, "signature: valid",
     "Unauthorized: the token names no node", "--token-review --publish", "token_type: bearer", "secret_type: Opaque",
     "authorization:\n  mode: Webhook", "password:\n  secretKeyRef: x", "--secret-count 3", "AIza",
+    "as Authorization: Bearer TOKEN", "Authorization: Bearer $TOKEN", "Authorization: Basic <token>",
 ]  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_names_count_for_the_values_beside_them() -> None:
     assert made["args"][2:] == ["--steps", "8"] and made["env"][1] == {"name": "NCCL_DEBUG", "value": "INFO"}
 
 
-@pytest.mark.parametrize("part", ["a", "=", "a=", '"', "-", "name:", "token", 'password="', "x ", "eyJ", "a://", "\\",
+@each_row("part", ["a", "=", "a=", '"', "-", "name:", "token", 'password="', "x ", "eyJ", "a://", "\\",
                                   "authorization:", "-u a", "-a ", "name: x\n"])  # fmt: skip
 def test_no_text_takes_long(part: str) -> None:
     """Time grows with the length, not with its square: ten times the text takes far less than a hundred times."""

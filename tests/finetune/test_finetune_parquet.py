@@ -124,7 +124,9 @@ def test_the_card_says_which_files_a_split_has(tmp_path):
         with pytest.raises(ConfigError, match=word):
             load_rows(job(tmp_path, **settings), split)
     split = "configs: [{config_name: a, data_files: [{split: x}]}]"  # without its path
-    for broken in ("configs: [1]", "configs: 5", split, "a: [", "- 1"):
+    bomb = "a: &a [x, x]\nb: &b [*a, *a]\n" + "".join(f"c{n}: [*b, *b]\n" for n in range(20))
+    number = "configs: [{config_name: a, data_files: [{split: train, path: [1]}]}]"
+    for broken in ("configs: [1]", number, "configs: 5", split, "a: [", "- 1", bomb):
         (tmp_path / "README.md").write_text(f"---\n{broken}\n---\n")
         with pytest.raises(ConfigError, match=r"README\.md"):
             load_rows(job(tmp_path), "train")

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from nccl_env_hosts import host, interface, port, v2_gid
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import CODES, lint
-from planner.lint.machine import NameList
+from planner.lint.machine import machine_of
+from planner.lint.values import NameList
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid
@@ -26,7 +27,7 @@ TWELVE = [port(f"mlx5_{i}") for i in range(12)]
 
 def found(environment: dict[str, str], machine: Snapshot, version: tuple[int, ...] = (2, 27, 7)) -> list[Finding]:
     """All findings; each code is announced."""
-    findings = lint(environment, nccl_version=version, snapshot=machine)
+    findings = lint(environment, nccl_version=version, machine=machine_of(machine))
     assert {finding.code for finding in findings} <= set(CODES)
     return list(findings)
 
@@ -41,7 +42,7 @@ def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
     return [finding.code for finding in found(environment, machine)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "takes", "leaves"),
     [
         ("mlx5_1", ["mlx5_1", "mlx5_10"], ["mlx5_2"]),
@@ -64,7 +65,7 @@ def test_name_list_ports() -> None:
     assert names.takes("mlx5_0", 1) and not names.takes("mlx5_0", 2) and names.takes("mlx5_1", 2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         ("net1", []),
@@ -101,7 +102,7 @@ def test_interface_prefix() -> None:
     assert codes({"NCCL_SOCKET_IFNAME": "=eth1"}, machine) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         ("mlx5_2", []),
@@ -197,7 +198,7 @@ def test_gid_index_against_the_table() -> None:
     assert [f.status for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [Status.WARN]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "facts", "told"),
     [
         ({"NCCL_IB_TC": "106"}, {"pfc_priorities": (3,)}, False),

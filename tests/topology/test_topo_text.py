@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rigs.tables import each_row
 from topo_samples import FOUR_GPUS_TWO_NICS, LEGEND, NVSWITCH8, OLD_SOC, TITLES, TWO_SWITCH_PAIRS, matrix
 
 from topology.formats.text import TopologyTextError, parse
@@ -78,7 +79,7 @@ def test_no_legend_is_plain_m():
     assert parse(OLD_SOC).source == "nvidia-smi topo -m"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tail", "expected"),
     [
         ("0-31\t0\t\tN/A", ("0-31", "0", "N/A")),
@@ -196,7 +197,7 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
     assert all(not near.decidable and "nothing tells" in near.why for near in node.nearest_nic)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "line", "words"),
     [
         ("", 1, "no header line"),
@@ -211,7 +212,7 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
         ("\tGPU0\tGPU1\nGPU0\t X \tFOO\nGPU1\tFOO\t X\n", 2, '"FOO" is no label'),
         ("\nGPU0\t X \tSYS\nGPU1\tSYS\t X \n", 2, "no header line with GPU0"),
         ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU2\tSYS\tSYS\n", 2, "has 2 cells, expected 3"),
-        ("\tGPU0\tGPU1\nGPU0\tSYS\t X \nGPU1\tSYS\t X \n", 2, "X stands under GPU1"),
+        ("\tGPU0\tGPU1\nGPU0\tSYS\t X \nGPU1\tSYS\t X \n", 2, "has its X under GPU1"),
         ("\tGPU0\tGPU1\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU7\tSYS\tSYS\n", 4, "row GPU7 has no column"),
         ("\tGPU0\tGPU1\nGPU0\t X \tNV180-55\nGPU1\tNV18\t X \t0-55\n", 2, '"NV180-55" is no label'),
         ("\tGPU0\tGPU1\nGPU0\t X \tNV1\tSYS\nGPU1\tNV1\t X \tPIX\n", 2, 'goes on with "SYS" after its 2 cells'),
