@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from hardware.machines import Machine, recognised
-from topology.graph import UNKNOWN, NodeTopology
+from topology.graph import UNKNOWN, NodeTopology, rank
 
 
 def reference_of(node: NodeTopology) -> Machine | None:
@@ -89,16 +89,10 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         decided = [near for near in node.nearest_nic if near.gpu not in lost]
         farthest = row.gpu_nic_farthest or row.gpu_nic
-        far = [near.gpu for near in decided if not _at_least(near.label, farthest)]
+        far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" of XML
         if far:
             found.append(f"nearest NIC of {', '.join(far)} is farther than {farthest}, which {row.called} has")
     return tuple(found)
-
-
-def _at_least(label: str, wanted: str) -> bool:
-    order = ("PIX", "PXB", "PHB", "NODE", "SYS")
-    label = label.partition("/")[0]  # "PHB/NODE" of NCCL XML
-    return label in order and order.index(label) <= order.index(wanted)
 
 
 def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
