@@ -33,8 +33,6 @@ class PciDevice:
     relaxed_ordering: bool | None = None
     iommu_group: int | None = None
     physical_function: str | None = None  # bus id of the PF where this is an SR-IOV VF
-    sriov_vfs: int | None = None
-    sriov_vfs_max: int | None = None
     resizable_bar: bool | None = None  # True where every resizable BAR is as large as it can be
     bar_sizes_offered: bool | None = None  # the resizable BAR capability is there
     rdma: bool | None = None  # a NIC's infiniband/ folder; None for other classes
@@ -47,7 +45,6 @@ class PciFacts:
 
     devices: tuple[PciDevice, ...]
     iommu_mode: str | None = None  # "off", "passthrough", "translated"; None unknown
-    peermem_version: str | None = None  # /sys/module/nvidia_peermem/version
     peermem_loaded: bool | None = None
     nvidia_open_module: bool | None = None  # open kernel modules export DMA-BUF
     dmabuf_possible: bool | None = None  # open module and kernel >= 5.12; possible, not proven

@@ -63,7 +63,6 @@ def read(host: Host) -> PciFacts:
     return PciFacts(
         devices=devices,
         iommu_mode=_iommu_mode(host, devices),
-        peermem_version=next((v for path in PEERMEM if (v := sysfs.text(host, f"{path}/version"))), None),
         peermem_loaded=any(host.exists(path) for path in PEERMEM) if host.exists("/sys/module") else None,
         nvidia_open_module=opened,
         dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
@@ -105,8 +104,6 @@ def read_device(host: Host, address: str) -> PciDevice | None:
         link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
         iommu_group=sysfs.parse_number(group),
         physical_function=None if is_bridge(code) else sysfs.target_name(host, f"{folder}/physfn"),
-        sriov_vfs=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_numvfs"),
-        sriov_vfs_max=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_totalvfs"),
         rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
     )
 
