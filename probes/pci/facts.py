@@ -7,6 +7,7 @@ Documentation/driver-api/vfio.rst (a device that a VFIO driver holds belongs to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hardware.gpus import NVIDIA
@@ -52,6 +53,19 @@ class PciFacts:
     hypervisor: str | None = None  # None bare metal or unknown: ACS and IOMMU matter there only
     container: str | None = None  # "kubernetes", ...: in a pod, a NIC's RDMA device may be another namespace's
     topology_files: tuple[str, ...] = ()  # NCCL topology XML the provider put on this host
+
+
+DEPTH_MAX = 64  # a chain of bridges that leads back to itself ends here
+
+
+def ancestors(parents: Mapping[str, str | None], device: PciDevice) -> list[str]:
+    """The bus ids of the bridges above a device, the nearest first."""
+    found: list[str] = []
+    above = device.parent
+    while above is not None and len(found) < DEPTH_MAX:
+        found.append(above)
+        above = parents.get(above)
+    return found
 
 
 def is_bridge(class_code: int) -> bool:
