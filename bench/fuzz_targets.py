@@ -204,15 +204,6 @@ JOB = {
     "fsdp": "full_shard auto_wrap", "fsdp_config": {"backward_prefetch": "backward_pre"}, "report_to": ["tensorboard"],
     "trust_remote_code": False, "layout": {"dp_shard": 2}, "gradient_checkpointing": True,
 }  # fmt: skip
-CARD = {
-    "license": "mit", "task_categories": ["text-generation"],
-    "configs": [
-        {"config_name": "main", "data_files": [{"split": "train", "path": "main/train-*"},
-                                               {"split": "test", "path": ["main/test-*", "./main/more/*.jsonl"]}]},
-        {"config_name": "socratic", "data_files": {"train": "socratic/train-*"}, "default": True},
-        {"config_name": "plain", "data_files": "data/*.parquet"}, {"config_name": "none"},
-    ],
-}  # fmt: skip
 POD = {
     "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train"},
     "spec": {"containers": [{"name": "worker", "command": ["bash", "-c", "NCCL_DEBUG=INFO torchrun x.py"], "env": [
@@ -321,20 +312,6 @@ def job_plan(data: bytes) -> object:
     from contracts.job_plan import read
 
     return read(_scratch().file("plan.json", _json(lambda: PLAN, data)))
-
-
-def dataset_card(data: bytes) -> object:
-    """A hub's data set: which of its files its README.md calls the train split, of each part."""
-    from contracts.job_config import ConfigError
-    from finetune.sources import choose_files
-
-    text = data[1:] if data[:1] and data[0] % 2 else b"---\n" + _json(lambda: CARD, b"\0" + data[1:]) + b"\n---\n"
-    card = _scratch().file("README.md", text)
-    paths = ("main/train-0.parquet", "main/test-0.parquet", "main/more/1.jsonl", "data/train.parquet", "train.jsonl")
-    for part in (None, "socratic", "plain"):
-        with contextlib.suppress(ConfigError):
-            choose_files(paths, card, part, "train", "data set")
-    return choose_files(paths, card, "main", "train", "data set")
 
 
 def environment(data: bytes) -> object:
@@ -668,16 +645,6 @@ def targets() -> Mapping[str, Target]:
             run=job_config, errors=jobs, seeds=_with_steps((ROOT / "contracts/default.yaml").read_bytes(), BOMB)
         ),
         "job_plan": Target(run=job_plan, errors=jobs, seeds=_with_steps(dumped(PLAN).encode())),
-        "dataset_card": Target(
-            run=dataset_card,
-            errors=jobs,
-            seeds=_with_steps(
-                b"---\n" + dumped(CARD).encode() + b"\n---\n# Sums\n",
-                b"---\nconfigs: []\n---\n",
-                b"# Sums\n",
-                b"---\n" + BOMB + b"---\n",
-            ),
-        ),
         "environment": Target(
             run=environment, errors=lints, seeds=lambda: [*_kinds(ENVIRONMENT), *_kinds(BOMB), *_kinds(NCCL_LOG)]
         ),

@@ -161,8 +161,9 @@ def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict
         except YamlTextError as error:
             raise ConfigError(f"override {text!r}: {error}") from None
         if not parents:  # an older name of the same setting, in the file
-            today = trl.RENAMED.get(key, key)
-            for name in [other for other in raw if other != key and trl.RENAMED.get(other, other) == today]:
+            renamed = trl.option_names().renamed
+            today = renamed.get(key, key)
+            for name in [other for other in raw if other != key and renamed.get(other, other) == today]:
                 del raw[name]
         target[last] = documents[0] if documents else None
     return raw
@@ -215,7 +216,7 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], lis
     raw = trl.model_words({str(key): value for key, value in raw.items()}, note)
     values: dict[str, Any] = {}
     layout = _layout(raw.get("layout"))
-    written = {trl.RENAMED.get(name, name): name for name in raw}
+    written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
         first, *more = unknown
@@ -261,7 +262,7 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note) -> dict[str, Any]:
     """The file under today's names, and what transformers spells in another way."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
-        new = trl.RENAMED.get(name, name)
+        new = trl.option_names().renamed.get(name, name)
         if new != name:
             if raw.get(new) is not None and value is not None and new != "activation_checkpointing":
                 raise ConfigError(f"{name} is the old name of {new}: both are set")
@@ -318,7 +319,7 @@ def _member(member: str, value: Any, name: str) -> Any:
 
 
 def _refuse_others(raw: Mapping[str, Any]) -> None:
-    for trainer, names in trl.OTHERS.items():
+    for trainer, names in trl.option_names().other_trainers.items():
         if all(name in raw for name in names):
             own = "deepspeed: FILE is the setting that names it, or " if trainer == "DeepSpeed" else ""
             raise ConfigError(
@@ -368,7 +369,8 @@ def _put(values: dict[str, Any], name: str, value: Any, note: trl.Note, label: s
 
 def known_settings() -> frozenset[str]:
     """Every name that a file may hold, older ones and those without effect among them."""
-    return frozenset([*_types(), *trl.RENAMED, *trl.IN_LAYOUT, *trl.NO_EFFECT, *trl.ONLY, *_APART, *_REWRITTEN])
+    names = trl.option_names()
+    return frozenset([*_types(), *names.renamed, *trl.IN_LAYOUT, *names.no_effect, *names.only, *_APART, *_REWRITTEN])
 
 
 def _default(name: str) -> Any:

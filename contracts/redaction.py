@@ -8,6 +8,8 @@ Forms: what GitHub, GitLab, Slack, npm, Google, OpenAI, Hugging Face, AWS and Az
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 from typing import Any
 
@@ -28,8 +30,9 @@ _ABOUT = re.compile(
     re.IGNORECASE,
 )
 _HARMLESS = re.compile(
-    r"|null|nil|none|true|false|yes|no|on|off|unset|required|optional|enabled|disabled|anonymous|basic|bearer|token"
-    r"|webhook|oidc|ldap|tls|mtls|x509|iam|unknown|\*+|\(left out\)|<[^<>]*>|[\[{|>]+[+-]?|\$.*|\{\{.*",
+    r"(?:(?:bearer|basic|token)[ \t]+)?"
+    r"(?:|null|nil|none|true|false|yes|no|on|off|unset|required|optional|enabled|disabled|anonymous|basic|bearer"
+    r"|token|webhook|oidc|ldap|tls|mtls|x509|iam|unknown|\*+|\(left out\)|<[^<>]*>|[\[{|>]+[+-]?|\$.*|\{\{.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _NUMBER = re.compile(r"[\d.,_]+(?:e[+-]?\d+)?[kmgbt]?\w?", re.IGNORECASE)
@@ -74,14 +77,22 @@ def redact(text: str) -> str:
     return _FORMS.sub(LEFT_OUT, text)
 
 
+class RedactedFormatter(logging.Formatter):
+    """Leaves secrets out of whole lines of a log: message, arguments and traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format as usual, then redact."""
+        return redact(super().format(record))
+
+
 def without_secrets(value: Any) -> Any:
-    """A document of plain values (dict, list, text, numbers) with every secret in it left out.
+    """A document of plain values (dict, list, text, numbers), or a dataclass of such, with every secret left out.
 
     A name counts for the value beside it: a member of a mapping, `{"name": "API_KEY", "value": ...}` of a manifest, and
     an option before its word in a list of arguments.
     """
     if isinstance(value, str):
-        return redact(value)
+        return redact(value) if type(value) is str else value  # a member of an Enum is a word of ours
     if isinstance(value, dict):
         variable = value.get("name") if isinstance(value.get("value"), str) else None
         return {
@@ -90,7 +101,13 @@ def without_secrets(value: Any) -> Any:
         }  # fmt: skip
     if isinstance(value, list | tuple):
         options = ["", *(one if isinstance(one, str) and re.fullmatch(r"--?[\w-]+", one) else "" for one in value)]
-        return [_of_member(option, one) for option, one in zip(options, value, strict=False)]
+        found = [_of_member(option, one) for option, one in zip(options, value, strict=False)]
+        return tuple(found) if type(value) is tuple else found
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        members = {name: getattr(value, name) for name in fields}
+        changed = {name: made for name, one in members.items() if (made := _of_member(name, one)) != one}
+        return dataclasses.replace(value, **changed) if changed else value
     return value
 
 

@@ -1,15 +1,21 @@
-"""TRL's and transformers' settings in this job's words: what each asks for here, or why it asks for nothing.
+"""Translate the options of TRL and transformers to this job's settings, or say why an option asks for nothing.
 
-Surface: the fields of TrainingArguments (transformers 4.46 to 5.23), of SFTConfig, ModelConfig and ScriptArguments (TRL
-0.9 to 1.16); `fsdp_config` as transformers and accelerate spell its members; DeepSpeed's JSON. Each is taken over into
-a setting or into the layout, or named in a note because nothing depends on it, or refused with what is allowed.
+Surface: `trl.toml` beside this module names the options and their sources. `fsdp_config` is read as transformers and
+accelerate spell its members, and DeepSpeed's JSON as DeepSpeed does. Each option becomes a setting or a member of the
+layout, or is named in a note because nothing depends on it, or is refused with what is allowed.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+Note = Callable[[str], None]
 
 
 class EndedError(Exception):
@@ -25,19 +31,30 @@ class ConfigError(EndedError, ValueError):
     code, status = 2, "refused"
 
 
-# Other names of a setting: of older releases, and transformers' of one that is the job's own.
-RENAMED = {
-    "max_seq_length": "max_length",
-    "torch_dtype": "dtype",
-    "evaluation_strategy": "eval_strategy",
-    "assistant_only_loss": "completion_only_loss",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-    "use_liger": "fused_cross_entropy",
-    "use_liger_kernel": "fused_cross_entropy",
-    "torch_compile": "compile",
-    "gradient_checkpointing": "activation_checkpointing",
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionNames:
+    """The tables of trl.toml."""
+
+    renamed: Mapping[str, str]  # older name -> today's
+    no_effect: Mapping[str, str]  # name -> why
+    only: Mapping[str, tuple[list[Any], str]]  # name -> allowed values, why
+    elsewhere: Mapping[str, str]  # another trainer's name -> ours
+    other_trainers: Mapping[str, list[str]]  # trainer -> names that only its files have together
+    fsdp: Mapping[str, list[str]]
+    deepspeed: Mapping[str, Any]
+    parallelism: Mapping[str, str]  # member of accelerate's ParallelismConfig -> member of the layout
+    model_init: Mapping[str, str]  # member of model_init_kwargs -> setting
+
+
+@functools.cache
+def option_names() -> OptionNames:
+    """Read trl.toml, once."""
+    data = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    no_effect = {name: row["why"] for row in data.pop("no_effect") for name in row["names"]}
+    only = {name: (row["allowed"], row["why"]) for row in data.pop("only") for name in row["names"]}
+    return OptionNames(no_effect=no_effect, only=only, **data)
+
+
 MOST_SHOWN = 80  # characters of a value that is refused: lists of data sets run over pages
 # Settings that are members of the layout.
 IN_LAYOUT = {
@@ -69,130 +86,8 @@ def _yaml(value: Any) -> str:
     )
 
 
-# Nothing depends on them, whatever their value: why -> names.
-_WITHOUT_EFFECT = {
-    "eval_strategy decides": "do_eval",
-    "checkpoints are named by step and never overwritten": "overwrite_output_dir save_on_each_node save_safetensors",
-    "columns that the job does not need are never loaded": "remove_unused_columns label_names length_column_name",
-    "rows are read and tokenised once, before the first step":
-        "dataset_num_proc dataset_batch_size num_of_sequences chars_per_token dataloader_num_workers "
-        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
-        "dataloader_in_order",
-    "rows that fill no whole batch wait for another epoch": "dataloader_drop_last",
-    "batches are pinned where there is a GPU": "dataloader_pin_memory",
-    "rows are shuffled anew in each epoch, as seed says": "shuffle_dataset",
-    "padding takes no part in the loss": "pad_to_multiple_of padding_free",
-    "rows of both splits are treated alike": "eval_packing",
-    "logs and record go to output_dir, which names the run":
-        "logging_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
-    "nothing is uploaded":
-        "hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision push_to_hub_model_id "
-        "push_to_hub_organization push_to_hub_token",
-    "the bar is drawn on a terminal only": "disable_tqdm",
-    "tokens/s and tokens are always reported": "include_tokens_per_second include_num_input_tokens_seen",
-    "rank 0 reports": "log_on_each_node log_level_replica logging_nan_inf_filter logging_first_step",
-    "GPUs are used where there are any": "no_cuda use_cpu use_mps_device use_ipex",
-    "torchrun says who is which rank": "local_rank ddp_backend ddp_timeout _n_gpu mp_parameters",
-    "gradients are averaged over the tokens of the whole batch":
-        "average_tokens_across_devices accelerator_config split_batches dispatch_batches",
-    "the wrapper of the layout sees to it":
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ignore_bias_buffers "
-        "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
-    "recomputation is never reentrant":
-        "gradient_checkpointing_kwargs gradient_checkpointing_use_reentrant activation_checkpointing_kwargs",
-    "evaluation reports the loss":
-        "prediction_loss_only eval_accumulation_steps eval_do_concat_batches eval_use_gather_object eval_on_start "
-        "eval_delay include_for_metrics include_inputs_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval",
-    "no checkpoint is chosen by a metric": "metric_for_best_model greater_is_better",
-    "checkpoints hold what trains and its optimizer":
-        "save_only_model ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint",
-    "the job keeps no cache of keys": "use_cache",
-    "memory is always measured": "skip_memory_metrics torch_empty_cache_steps debug tpu_metrics_debug tpu_num_cores",
-    "bf16 says the precision": "fp16_opt_level fp16_backend half_precision_backend",
-    "4-bit scales are quantised too, and blocks kept in 16 bits":
-        "use_bnb_nested_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype bnb_4bit_use_double_quant",
-    "torch's own compiler in its own mode": "torch_compile_mode",
-    "of Liger's kernels the job uses the fused cross-entropy alone": "liger_kernel_config",
-    "of another kind of model or run": "router_aux_loss_coef past_index ray_scope dataset_kwargs",
-}  # fmt: skip
-NO_EFFECT = {name: why for why, names in _WITHOUT_EFFECT.items() for name in names.split()}
-# One value of them, or a few, asks for what the job does: allowed, why.
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "do_train": ((True,), "the job trains"),
-    "do_predict": ((False,), "the job trains"),
-    "trust_remote_code": ((False,), "code from a model folder is not run"),
-    "optim": (("adamw_torch", "adamw_torch_fused"), "the optimizer is torch's fused AdamW"),
-    "optim_args": (("", {}), "the optimizer takes adam_beta1, adam_beta2, adam_epsilon and weight_decay"),
-    "optim_target_modules": ((), "the optimizer is torch's fused AdamW"),
-    "adafactor": ((False,), "the optimizer is torch's fused AdamW"),
-    "lr_scheduler_kwargs": (("", {}), "schedules have no further parameters"),
-    "push_to_hub": ((False,), "nothing is uploaded"),
-    "load_in_8bit": ((False,), "weights are kept in 32, 16 or, with load_in_4bit, 4 bits"),
-    "bnb_4bit_quant_type": (("nf4",), "4-bit weights are NF4"),
-    "use_rslora": ((False,), "adapters are LoRA's own"),
-    "use_dora": ((False,), "adapters are LoRA's own"),
-    "lora_task_type": (("CAUSAL_LM",), "the job trains causal language models"),
-    "lora_target_parameters": (([],), "adapters stand beside modules: lora_target_modules"),
-    "dataset_streaming": ((False,), "rows are read once, before the first step"),
-    **dict.fromkeys(
-        ("datasets", "dataset_mixture", "dataset_mixer", "dataset_splits", "dataset_configs"),
-        ((), "the job trains on one data set: dataset_name, dataset_config, dataset_train_split"),
-    ),
-    "packing_strategy": (("bfd", "ffd"), "rows are packed whole, longest first"),
-    "truncation_mode": (("keep_start",), "longer rows are cut at their end"),
-    "chat_template_path": ((), "a Jinja file (.jinja) that is there; chat_template holds the template itself"),
-    "eos_token": ((), "the tokenizer's own is used"),
-    "pad_token": ((), "the tokenizer's own is used"),
-    "loss_type": (("nll", "chunked_nll"), "the loss is the cross-entropy; fused_cross_entropy makes it in parts"),
-    "label_smoothing_factor": ((0,), "the loss is the plain cross-entropy"),
-    "neftune_noise_alpha": ((), "embeddings are trained without noise"),
-    "activation_offloading": ((False,), "activations stay where they are: gradient_checkpointing makes them again"),
-    "auto_find_batch_size": ((False,), "the plan chooses per_device_train_batch_size where it is left away"),
-    "load_best_model_at_end": ((False,), "the last checkpoint is what is exported"),
-    "full_determinism": ((False,), "the fastest kernels are used"),
-    "torch_compile_backend": (("inductor",), "layers are compiled by torch's inductor"),
-    "torchdynamo": (("inductor",), "layers are compiled by torch's inductor"),
-    "jit_mode_eval": ((False,), "evaluation runs the model that trains"),
-    "use_legacy_prediction_loop": ((False,), "evaluation runs the model that trains"),
-}
-# Names of other trainers' files (axolotl, LLaMA-Factory, torchtune), for the hint beside an unknown name.
-ELSEWHERE = {
-    "base_model": "model_name_or_path", "model": "model_name_or_path", "sequence_len": "max_length",
-    "cutoff_len": "max_length", "max_seq_len": "max_length", "micro_batch_size": "per_device_train_batch_size",
-    "batch_size": "per_device_train_batch_size", "num_epochs": "num_train_epochs", "epochs": "num_train_epochs",
-    "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "sample_packing": "packing", "adapter": "use_peft",
-    "finetuning_type": "use_peft", "lora_rank": "lora_r", "lora_target": "lora_target_modules",
-    "lora_target_linear": "lora_target_modules", "dataset": "dataset_name", "dataset_path": "dataset_name",
-    "flash_attention": "attn_implementation", "flash_attn": "attn_implementation", "template": "chat_template",
-    "val_set_size": "dataset_test_split", "saves_per_epoch": "save_strategy", "optimizer": "optim",
-}  # fmt: skip
-
-# what only the files of these have together, by their published examples
-OTHERS = {
-    "axolotl": ("base_model", "datasets"), "LLaMA-Factory": ("stage", "finetuning_type"),
-    "torchtune": ("tokenizer", "checkpointer"), "NeMo": ("trainer", "exp_manager"),
-    "nanotron": ("parallelism", "tokens"), "verl": ("actor_rollout_ref",),
-    "accelerate": ("distributed_type",), "DeepSpeed": ("zero_optimization",),
-}  # fmt: skip
-
-_FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload")
-# accelerate counts the strategies of torch's ShardingStrategy from 1
-_FSDP_NUMBERS = dict(enumerate(("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"), 1))
-_FSDP_MEMBERS = (
-    "reshard_after_forward", "activation_checkpointing", "cpu_offload", "offload_params", "sharding_strategy",
-)  # fmt: skip
-# What fully_shard does by itself, or in one way only.
-_FSDP_NO_EFFECT = frozenset({
-    "backward_prefetch", "backward_prefetch_policy", "forward_prefetch", "use_orig_params", "sync_module_states",
-    "limit_all_gathers", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "state_dict_type",
-    "cpu_ram_efficient_loading", "min_num_params", "mixed_precision_policy", "ignored_modules",
-})  # fmt: skip
 _ONE_RANK_GROUPS = {"tp": 1, "pp": 1, "cp": 1}  # every rank is a data-parallel one, unless the layout says otherwise
 NODE = "node"  # of layout.dp_shard: the ranks of a node, however many the job comes to have
-
-Note = Callable[[str], None]
-
-
 # transformers' string_to_bool, which reads the texts of a file's truths
 _TRUTHS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 
@@ -202,22 +97,31 @@ def truth(value: Any) -> Any:
     return _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def flag(name: str, value: Any) -> bool | None:
+    """Read a value as true, false or not set. Raises ConfigError that names the option."""
+    found = truth(value)
+    if not isinstance(found, bool | None):
+        raise ConfigError(f"{name}={value!r}: must be true or false")
+    return found
+
+
 def hint(name: str, known: Iterable[str]) -> str:
     """The names nearest to an unknown one, as the end of a sentence."""
-    if name in ELSEWHERE:
-        return f"; here it is {ELSEWHERE[name]}"
+    if here := option_names().elsewhere.get(name):
+        return f"; here it is {here}"
     close = difflib.get_close_matches(name, [*known], n=3)
     return f"; close: {', '.join(close)}" if close else ""
 
 
 def without_effect(name: str, value: Any, note: Note) -> bool:
     """Whether a setting asks for nothing; a note says so, and a value that would ask for something is refused."""
-    if name in NO_EFFECT:
-        note(f"{name}: no effect, {NO_EFFECT[name]}")
+    names = option_names()
+    if name in names.no_effect:
+        note(f"{name}: no effect, {names.no_effect[name]}")
         return True
-    if name not in ONLY:
+    if name not in names.only:
         return False
-    allowed, why = ONLY[name]
+    allowed, why = names.only[name]
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
     if value is not None and not any(value == one and isinstance(value, bool) == isinstance(one, bool)
@@ -232,12 +136,7 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
 
 def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     """bf16 and fp16 of the file as the layout's precision; neither says nothing."""
-    flags = {}
-    for name in ("bf16", "fp16"):
-        value = truth(raw.get(name))
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"{name}={value!r}: must be true or false")
-        flags[name] = value
+    flags = {name: flag(name, raw.get(name)) for name in ("bf16", "fp16")}
     if flags["fp16"]:
         raise ConfigError("fp16=true: not supported, allowed are bf16 and fp32; set bf16: true or bf16: false")
     if flags["bf16"] is not None:
@@ -260,10 +159,7 @@ def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
     for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         if isinstance(inside, dict) and name in inside:
             places[f"fsdp_config.{name}"] = inside[name]
-    flags = {name: truth(value) for name, value in places.items() if value is not None}
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: must be true or false")
+    flags = {name: flag(name, value) for name, value in places.items() if value is not None}
     if flags and not (any(flags.values()) and layout.get("checkpointing") == "selective"):
         put(layout, "checkpointing", "full" if any(flags.values()) else "none", next(iter(flags)))
 
@@ -277,10 +173,10 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     options = {str(key).removeprefix("fsdp_"): each for key, each in (inside or {}).items()}
     strategy = options.get("sharding_strategy")
     if strategy is not None and truth(value) is not False:
-        strategy = _FSDP_NUMBERS.get(strategy, strategy)
-        if not isinstance(strategy, str) or strategy.lower() not in _FSDP_NUMBERS.values():
-            allowed = ", ".join(_FSDP_NUMBERS.values())
-            raise ConfigError(f"fsdp_config.sharding_strategy={strategy!r}: allowed are {allowed}")
+        allowed = option_names().fsdp["strategies"]
+        strategy = dict(enumerate(allowed, 1)).get(strategy, strategy)
+        if not isinstance(strategy, str) or strategy.lower() not in allowed:
+            raise ConfigError(f"fsdp_config.sharding_strategy={strategy!r}: allowed are {', '.join(allowed)}")
         words = [*(words or []), strategy.lower()]
     if words is not None:
         _sharded(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
@@ -302,10 +198,10 @@ def _fsdp_words(value: Any) -> list[str] | None:
     words = value.split() if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"fsdp={value!r}: must be true, false, or words such as full_shard auto_wrap")
-    words = [word.lower() for word in words]
+    words, known = [word.lower() for word in words], option_names().fsdp["words"]
     for word in words:
-        if word not in _FSDP_WORDS:
-            raise ConfigError(f"fsdp={value!r}: {word!r} is none of {', '.join(_FSDP_WORDS)}")
+        if word not in known:
+            raise ConfigError(f"fsdp={value!r}: {word!r} is none of {', '.join(known)}")
     return words or None
 
 
@@ -337,8 +233,8 @@ def _only_data_parallel(layout: dict[str, Any]) -> None:
 
 
 def _fsdp_member(name: str, value: Any, layout: dict[str, Any], note: Note) -> None:
-    where = f"fsdp_config.{name}"
-    if name in _FSDP_NO_EFFECT:
+    where, known = f"fsdp_config.{name}", option_names().fsdp
+    if name in known["no_effect"]:
         note(f"{where}: no effect with fully_shard")
     elif name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
         if truth(value):
@@ -346,22 +242,13 @@ def _fsdp_member(name: str, value: Any, layout: dict[str, Any], note: Note) -> N
     elif name == "reshard_after_forward" and isinstance(truth(value), str):  # accelerate's FSDP1 names its strategy so
         _sharded(_fsdp_words(value) or [], layout, note, where)
     elif name in ("reshard_after_forward", "cpu_offload", "offload_params"):
-        value = truth(value)
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"{where}={value!r}: must be true or false")
+        value = flag(where, value)
         if value is not None and name == "reshard_after_forward":
             put(layout, name, value, where)
         elif value is not None and not (value is False and layout.get("offload") == "all"):  # "offload" among the words
             put(layout, "offload", "all" if value else "none", where)
-    elif name not in _FSDP_MEMBERS:
-        raise ConfigError(f"unknown setting {where!r}{hint(name, [*_FSDP_MEMBERS, *_FSDP_NO_EFFECT])}")
-
-
-_ZERO_NO_EFFECT = "DeepSpeed's own buffers and logs"
-_DEEPSPEED_SECTIONS = (
-    "zero_optimization", "bf16", "fp16", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "train_batch_size", "gradient_clipping", "optimizer", "scheduler",
-)  # fmt: skip
+    elif name not in known["members"]:
+        raise ConfigError(f"unknown setting {where!r}{hint(name, [*known['members'], *known['no_effect']])}")
 
 
 def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, Any], note: Note) -> None:
@@ -403,25 +290,17 @@ def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, 
     _deepspeed_optimizer(config, where)
     _deepspeed_scheduler(config, raw, values, where, note)
     _deepspeed_alone({**config, **{f"zero_optimization.{name}": value for name, value in zero.items()}}, where)
-    passed = sorted(set(config) - set(_DEEPSPEED_SECTIONS))
+    passed = sorted(set(config) - set(option_names().deepspeed["sections"]))
     note(f"{where}: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
-         + (f"; no effect: {', '.join(passed)} ({_ZERO_NO_EFFECT})" if passed else ""))  # fmt: skip
-
-
-# What only DeepSpeed does, and memory or messages depend on; by the values that ask for nothing.
-_DEEPSPEED_ALONE: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel": ({}, {"autotp_size": 0}, {"autotp_size": 1}), "sequence_parallel_size": (1,),
-    "amp": ({}, {"enabled": False}), "elasticity": ({}, {"enabled": False}), "compression_training": ({},),
-    "data_types": ({}, {"grad_accum_dtype": None}),
-    "zero_optimization.zero_hpz_partition_size": (1,), "zero_optimization.mics_shard_size": (-1,),
-    "zero_optimization.zero_quantized_weights": (False,), "zero_optimization.zero_quantized_gradients": (False,),
-}  # fmt: skip
+         + (f"; no effect: {', '.join(passed)} (DeepSpeed's own buffers and logs)" if passed else ""))  # fmt: skip
 
 
 def _deepspeed_alone(config: Mapping[str, Any], where: str) -> None:
-    for name, nothing in _DEEPSPEED_ALONE.items():
-        if config.get(name) is not None and config[name] not in nothing:
-            raise ConfigError(f"{where}.{name}={config[name]!r}: only {nothing[-1]!r} is allowed: torch's fully_shard, "
+    for name, nothing in option_names().deepspeed["alone"].items():
+        value = config.get(name)
+        plain = {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else value
+        if plain is not None and plain not in nothing:
+            raise ConfigError(f"{where}.{name}={value!r}: only {nothing[-1]!r} is allowed: torch's fully_shard, "
                               "which runs in place of ZeRO, has nothing of it")  # fmt: skip
 
 
@@ -464,28 +343,22 @@ def _deepspeed_optimizer(config: Mapping[str, Any], where: str) -> None:
                           "adam_beta1, weight_decay ... decide")  # fmt: skip
 
 
-# DeepSpeed's schedules by transformers' names of them (its DeepSpeed page: "Scheduler")
-_SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear"}
-
-
 def _deepspeed_scheduler(
     config: Mapping[str, Any], raw: Mapping[str, Any], values: dict[str, Any], where: str, note: Note
 ) -> None:
     kind, automatic = _section(config, "scheduler")
+    schedules = option_names().deepspeed["schedules"]
     if kind is None:
         return
-    if kind not in _SCHEDULES or not automatic:
-        raise ConfigError(f"{where}.scheduler: only {' or '.join(_SCHEDULES)} with each parameter 'auto' is allowed: "
+    if kind not in schedules or not automatic:
+        raise ConfigError(f"{where}.scheduler: only {' or '.join(schedules)} with each parameter 'auto' is allowed: "
                           "learning_rate and warmup_steps decide")  # fmt: skip
-    schedule = _SCHEDULES[kind]
+    schedule = schedules[kind]
     if raw.get("lr_scheduler_type", schedule) != schedule:
         raise ConfigError(f"{where}.scheduler={kind}: is {schedule}, and lr_scheduler_type says "
                           f"{raw['lr_scheduler_type']!r}")  # fmt: skip
     values["lr_scheduler_type"] = schedule
     note(f"{where}.scheduler: {kind} is lr_scheduler_type: {schedule}, with a linear warm-up")
-
-
-_PARALLELISM = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_size": "tp", "cp_size": "cp"}
 
 
 def parallelism(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
@@ -495,20 +368,17 @@ def parallelism(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> N
         return
     if not isinstance(config, dict):
         raise ConfigError(f"parallelism_config={config!r}: must be a mapping")
+    members = option_names().parallelism
     for key, value in config.items():
         name = str(key).removeprefix("parallelism_config_")
-        if name in _PARALLELISM:
-            put(layout, _PARALLELISM[name], value, f"parallelism_config.{name}")
+        if name in members:
+            put(layout, members[name], value, f"parallelism_config.{name}")
         elif name in ("sp_size",) and value not in (None, 1):
             raise ConfigError(f"parallelism_config.{name}={value!r}: only 1 is allowed; cp_size splits the sequence")
         elif name in ("sp_size", "sp_backend", "cp_backend", "cp_handler", "sp_handler", "tp_handler"):
             note(f"parallelism_config.{name}: no effect")
         else:
-            raise ConfigError(f"unknown setting 'parallelism_config.{name}'{hint(name, _PARALLELISM)}")
-
-
-_MODEL_WORDS = {"dtype": "dtype", "torch_dtype": "dtype", "attn_implementation": "attn_implementation",
-                "revision": "model_revision"}  # fmt: skip
+            raise ConfigError(f"unknown setting 'parallelism_config.{name}'{hint(name, members)}")
 
 
 def model_words(raw: dict[str, Any], note: Note) -> dict[str, Any]:
@@ -519,13 +389,14 @@ def model_words(raw: dict[str, Any], note: Note) -> dict[str, Any]:
         return rest
     if not isinstance(config, dict):
         raise ConfigError(f"model_init_kwargs={config!r}: must be a mapping")
+    settings = option_names().model_init
     for name, value in config.items():
         if name in ("use_cache", "low_cpu_mem_usage", "device_map", "use_safetensors"):
             note(f"model_init_kwargs.{name}: no effect, the layout says where weights are")
         elif name == "trust_remote_code":
             without_effect(name, value, note)
-        elif name not in _MODEL_WORDS:
-            raise ConfigError(f"unknown setting 'model_init_kwargs.{name}'{hint(str(name), _MODEL_WORDS)}")
-        elif rest.setdefault(_MODEL_WORDS[name], value) != value:
-            raise ConfigError(f"model_init_kwargs.{name}={value!r}: {_MODEL_WORDS[name]} says another")
+        elif name not in settings:
+            raise ConfigError(f"unknown setting 'model_init_kwargs.{name}'{hint(str(name), settings)}")
+        elif rest.setdefault(settings[name], value) != value:
+            raise ConfigError(f"model_init_kwargs.{name}={value!r}: {settings[name]} says another")
     return rest

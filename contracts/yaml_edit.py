@@ -1,14 +1,13 @@
-"""Changes of a YAML text that leave every other character where it stands: comments, order, anchors, quotes.
+"""Add keys and list items to a YAML text and leave every other character where it is: comments, order, quotes.
 
-Specification: YAML 1.1 as PyYAML marks its events. A text is read, its data are changed by the caller, and what is new
-in them is put in as lines of its own; the result is read again and must be what was wanted.
+Specification: YAML 1.1 as PyYAML marks its nodes. A text is read, its data are changed by the caller, and what is new
+in them is inserted as lines of its own; the result is read again and must be what was wanted. ruamel.yaml was tried in
+its place (docs/decisions/0031).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -22,18 +21,22 @@ class EditError(ValueError):
     """An addition for which the text has no place; the message names the way to it."""
 
 
-@dataclass(slots=True)
-class _Node:
-    """One value of the text: where it begins and ends in characters, and what lies in it."""
+class _Alias(yaml.ScalarNode):
+    """An alias at its own place in the text; PyYAML composes it as the anchor's node."""
 
-    kind: str  # "mapping", "sequence", "scalar"
-    start: int
-    end: int
-    flow: bool = False
-    pairs: list[tuple[_Node, _Node]] = field(default_factory=list)
-    items: list[_Node] = field(default_factory=list)
-    text: str = ""  # of a scalar
-    target: _Node | None = None  # of an alias
+    def __init__(self, target: yaml.Node, event: Any) -> None:
+        super().__init__("", "", event.start_mark, event.end_mark)
+        self.target = target
+
+
+class _Composer(yaml.SafeLoader):
+    """Composes nodes with the place of every alias."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As PyYAML's, but for aliases."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        return _Alias(node, event) if isinstance(event, yaml.AliasEvent) and node is not None else node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -62,7 +65,7 @@ def extended(text: str, wanted: list[Any]) -> str:
     Raises EditError where `wanted` differs in another way, or has something new where no line can be put in.
     """
     edits = _Edits(_whole(text))
-    for node, old, new in zip(_trees(_whole(text)), documents(text), wanted, strict=True):
+    for node, old, new in zip(yaml.compose_all(_whole(text), _Composer), documents(text), wanted, strict=True):
         edits.compare(node, old, new, "")
     if not edits:
         return text
@@ -82,7 +85,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _Edits:
-    """What is put in, by the character that it comes before, what lies deeper first."""
+    """The insertions, by the character that they come before, the deepest first."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -93,16 +96,16 @@ class _Edits:
         return bool(self._lines)
 
     def made(self) -> str:
-        """The text with all of it."""
+        """Return the text with all insertions."""
         newline = "\r\n" if "\r\n" in self._text else "\n"
         made = self._text
         for at, lines in sorted(self._lines.items(), reverse=True):
             made = made[:at] + "".join(lines).replace("\n", newline) + made[at:]
         return made
 
-    def compare(self, node: _Node, old: Any, new: Any, way: str) -> None:
-        """Note what `new` has more than `old`, which stands at `node`."""
-        node = node.target or node
+    def compare(self, node: yaml.Node, old: Any, new: Any, way: str) -> None:
+        """Insert what `new` has more than `old`, whose text is at `node`."""
+        node = _target(node)
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
@@ -115,37 +118,37 @@ class _Edits:
             if added := {key: value for key, value in new.items() if key not in old}:
                 self._add_keys(node, added, way)
         elif isinstance(old, list) and isinstance(new, list) and len(old) <= len(new):
-            for number, (inside, before) in enumerate(zip(node.items, old, strict=True)):
+            for number, (inside, before) in enumerate(zip(node.value, old, strict=True)):
                 self.compare(inside, before, new[number], f"{way}[{number}]")
             if len(new) > len(old):
                 self._add_items(node, new[len(old) :], way)
-        elif old is None and isinstance(new, dict | list) and not node.text:  # `metadata:` with nothing after it
-            self._put(_line_end(self._text, node.end), _block(new, _indent(self._text, node.start) + 2))
+        elif old is None and isinstance(new, dict | list) and not node.value:  # `metadata:` with nothing after it
+            self._put(_line_end(self._text, _stop(node)), _block(new, _indent(self._text, _start(node)) + 2))
         elif old != new:
             raise EditError(f"{way or 'document'}: {old!r} is the user's, and would become {new!r}")
 
-    def _add_keys(self, node: _Node, added: dict[str, Any], way: str) -> None:
-        if node.flow:
+    def _add_keys(self, node: Any, added: dict[str, Any], way: str) -> None:
+        if node.flow_style:
             words = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in added.items())
             self._in_brackets(node, words)
-        elif node.pairs:
-            first = node.pairs[0][0].start
+        elif node.value:
+            first = _start(node.value[0][0])
             self._put(_end(self._text, node), _block(added, first - _line_start(self._text, first)))
         else:
             raise EditError(f"{way}: is written in a way that takes no more keys")
 
-    def _add_items(self, node: _Node, added: list[Any], way: str) -> None:
-        if node.flow:
+    def _add_items(self, node: Any, added: list[Any], way: str) -> None:
+        if node.flow_style:
             self._in_brackets(node, ", ".join(map(json.dumps, added)))
-        elif node.items:
-            dash = self._text.rfind("-", 0, node.items[0].start)
+        elif node.value:
+            dash = self._text.rfind("-", 0, _start(node.value[0]))
             self._put(_end(self._text, node), _block(added, dash - _line_start(self._text, dash)))
         else:
             raise EditError(f"{way}: is written in a way that takes no more items")
 
-    def _in_brackets(self, node: _Node, words: str) -> None:
-        last = len(self._text[: node.end - 1].rstrip())
-        lead = "" if not (node.pairs or node.items) else " " if self._text[last - 1] == "," else ", "
+    def _in_brackets(self, node: Any, words: str) -> None:
+        last = len(self._text[: _stop(node) - 1].rstrip())
+        lead = "" if not node.value else " " if self._text[last - 1] == "," else ", "
         self._lines.setdefault(last, []).append(lead + words)
 
     def _put(self, where: int, lines: str) -> None:
@@ -158,15 +161,33 @@ def _block(value: Any, indent: int) -> str:
     return "".join(f"{' ' * indent if line else ''}{line}\n" for line in made.splitlines())
 
 
-def _end(text: str, node: _Node) -> int:
+def _start(node: yaml.Node) -> int:
+    """The node's first character."""
+    mark: Any = node.start_mark
+    return int(mark.index)
+
+
+def _stop(node: yaml.Node) -> int:
+    """The character after the node; after a block collection that of the next token."""
+    mark: Any = node.end_mark
+    return int(mark.index)
+
+
+def _target(node: yaml.Node) -> yaml.Node:
+    return node.target if isinstance(node, _Alias) else node
+
+
+def _end(text: str, node: yaml.Node) -> int:
     """Where the line after a block mapping or sequence begins."""
-    last = node
-    while not last.flow and (last.pairs or last.items):
-        last = last.pairs[-1][1] if last.pairs else last.items[-1]
-    if last.end and text[last.end - 1] == "\n":  # a block scalar: its last line is over
-        keeps = "+" in text[last.start : last.start + 3]
-        return last.end if keeps else _line_end(text, len(text[: last.end].rstrip()))
-    return _line_end(text, last.end)
+    last: Any = node
+    while isinstance(last, yaml.CollectionNode) and not last.flow_style and last.value:
+        last = last.value[-1]
+        last = last[1] if isinstance(last, tuple) else last
+    start, stop = _start(last), _stop(last)
+    if stop and text[stop - 1] == "\n":  # a block scalar: its last line is over
+        keeps = "+" in text[start : start + 3]
+        return stop if keeps else _line_end(text, len(text[:stop].rstrip()))
+    return _line_end(text, stop)
 
 
 def _line_start(text: str, where: int) -> int:
@@ -186,18 +207,16 @@ def _indent(text: str, where: int) -> int:
     return len(line) - len(line.lstrip(" -"))
 
 
-def _value(node: _Node, key: Any) -> _Node | None:
+def _value(node: yaml.Node, key: Any) -> yaml.Node | None:
     """The value of a key in a mapping, or in what is merged into it."""
-    merged = []
-    for name, value in reversed(node.pairs):  # the last of two is what a reader gets
-        if name.text == str(key) or (name.kind == "scalar" and _plain(name.text) == key):
-            return value
-        if name.text == "<<":
-            merged += (value.target or value).items or [value]
-    for each in merged:
-        if (found := _value(each.target or each, key)) is not None:
-            return found
-    return None
+    merged: list[yaml.Node] = []
+    for name, value in reversed(node.value if isinstance(node, yaml.MappingNode) else ()):  # a reader gets the last
+        if name.value == str(key) or (isinstance(name, yaml.ScalarNode) and _plain(name.value) == key):
+            return value  # type: ignore[no-any-return]
+        if name.value == "<<":
+            mapping = _target(value)
+            merged += mapping.value if isinstance(mapping, yaml.SequenceNode) else [value]
+    return next((found for each in merged if (found := _value(_target(each), key)) is not None), None)
 
 
 def _plain(text: str) -> Any:
@@ -205,42 +224,3 @@ def _plain(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def _trees(text: str) -> list[_Node]:
-    """Each document's values with their places."""
-    found: list[_Node] = []
-    events = yaml.parse(text, Loader=yaml.SafeLoader)
-    anchors: dict[str, _Node] = {}
-    for event in events:
-        if isinstance(event, yaml.DocumentStartEvent):
-            anchors = {}
-            found.append(_node(next(events), events, anchors))
-    return found
-
-
-def _node(event: Any, events: Iterator[Any], anchors: dict[str, _Node]) -> _Node:
-    start, end, anchor = event.start_mark.index, event.end_mark.index, event.anchor
-    if isinstance(event, yaml.AliasEvent):
-        return _Node("alias", start, end, target=anchors[anchor])
-    if isinstance(event, yaml.ScalarEvent):
-        made = _Node("scalar", start, end, text=event.value)
-    else:
-        made = _Node("sequence", start, end, flow=bool(event.flow_style))
-        if isinstance(event, yaml.MappingStartEvent):
-            made.kind = "mapping"
-    if anchor:
-        anchors[anchor] = made
-    if made.kind == "scalar":
-        return made
-    for inner in events:
-        if isinstance(inner, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            mark: Any = inner.end_mark
-            made.end = mark.index if made.flow else made.end
-            break
-        first = _node(inner, events, anchors)
-        if made.kind == "mapping":
-            made.pairs.append((first, _node(next(events), events, anchors)))
-        else:
-            made.items.append(first)
-    return made

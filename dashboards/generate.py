@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import alerts  # noqa: E402 - found by the path above
 
-from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, Family  # noqa: E402 - found by the path above
+from agent.metrics.catalogue import BY_SOURCE, FORBIDDEN_LABELS, LABELS, SYMBOLS  # noqa: E402 - found by the path above
+from probes.api import Metric  # noqa: E402
 
 
 def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | None = None) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _tables() -> str:
     never = ", ".join(f"`{name}`" for name in sorted(FORBIDDEN_LABELS))
     symbols = "; ".join(f"{symbol} {meaning}" for symbol, meaning in SYMBOLS.items())
     lines = ["## Families", ""]
-    for source, families in groupby(CATALOGUE, key=lambda family: family.source):
+    for source, families in BY_SOURCE.items():
         lines += [f"### {source}", "", *(_line(family) for family in families), ""]
     lines += [
         "## Labels", "",
@@ -125,7 +125,7 @@ def _tables() -> str:
     return "\n".join(lines)
 
 
-def _line(family: Family) -> str:
+def _line(family: Metric) -> str:
     labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
     return f"- `{family.exposed}{labels}`: {family.help}"
 

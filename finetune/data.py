@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from contracts.job_config import ConfigError, JobConfig
-from finetune.rows import IGNORED, Example, encode
+from finetune.rows import IGNORED, Example, encode_row
 from finetune.sources import load_rows
 
 LENGTH_POOL = 50  # global batches that are sorted by length together: order stays random beyond them
@@ -177,7 +177,7 @@ class Loader:
 def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example], dict[str, int]]:
     """The examples of a split, packed where asked, and how many rows were dropped or cut."""
     rows = load_rows(config, split)
-    encoded = [encode(row, tokenizer, config) for row in rows]
+    encoded = [encode_row(row, tokenizer, config) for row in rows]
     kept = [e for e in encoded if e is not None]
     if not kept:
         raise ConfigError(f"dataset_name={config.dataset_name!r}: no row of {split!r} has a token that counts")

@@ -17,7 +17,6 @@ from typing import Any
 from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 
-CONVERTED = "refs/convert/parquet"  # the branch of a data set that the hub's own converter writes
 MAX_FILES = 10_000  # of a data set's listing
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 _gone: list[str] = []  # why no more questions are asked
@@ -104,30 +103,22 @@ def is_id(setting: str, name: str) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         raise ConfigError(f"{setting}={name!r}: no such file or folder, and not a hub id (org/name)") from None
-    return not name.endswith((".json", ".jsonl", ".parquet"))
+    return not name.endswith((".json", ".jsonl", ".parquet", ".csv"))
 
 
-def list_files(name: str, revision: str, absent: str | None = None) -> dict[str, int]:
-    """Path -> bytes of a data set at a commit; offline, of what the cache holds. `absent`: what to say without it."""
+def list_files(name: str, revision: str) -> dict[str, int]:
+    """Path -> bytes of a data set at a commit; offline, of what the cache holds."""
     import httpx2
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
+    from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.hf_api import RepoFile
 
+    where = {"repo_type": "dataset", "revision": revision}
     with asking("dataset_name", name, f"dataset_revision={revision!r}"):
         try:
-            tree = HfApi().list_repo_tree(name, repo_type="dataset", revision=revision, recursive=True)
-            listed = list(islice(tree, MAX_FILES + 1))
-        except RevisionNotFoundError:
-            if absent is None:
-                raise
-            raise ConfigError(absent) from None
+            listed = list(islice(HfApi().list_repo_tree(name, recursive=True, **where), MAX_FILES + 1))
         except (OfflineModeIsEnabled, httpx2.TransportError):
-            folder = Path(
-                snapshot_download(
-                    name, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=["README.md"]
-                )
-            )
+            folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=["README.md"], **where))
             return {f.relative_to(folder).as_posix(): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
     if len(listed) > MAX_FILES:
         raise ConfigError(f"dataset_name={name!r}: more than {MAX_FILES} files")

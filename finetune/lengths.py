@@ -15,8 +15,8 @@ from typing import Any
 
 from contracts.job_config import ConfigError, JobConfig, parse_config
 from finetune import hub
-from finetune.rows import encode, load_tokenizer
-from finetune.sources import load_rows
+from finetune.rows import encode_row, load_tokenizer
+from finetune.sources import Row, load_rows
 
 WRONG_ROWS = 3  # exit code, as agent.advice.dataset knows it
 MEASURED_ROWS = 4000  # the mean of rows whose lengths scatter by their own mean is then known to 1.6 %
@@ -47,7 +47,7 @@ def measure(config: JobConfig) -> dict[str, Any]:
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
     whole = replace(config, max_length=LONGEST)
     try:
-        encoded = [encode(row, tokenizer, whole) for row in picked]
+        encoded = [encode_row(row, tokenizer, whole) for row in picked]
     except ConfigError as error:
         raise RowsError(str(error)) from None
     counts = Counter(len(one.tokens) for one in encoded if one is not None)
@@ -57,7 +57,7 @@ def measure(config: JobConfig) -> dict[str, Any]:
     return {"rows": kept, "measured": len(picked), "histogram": sorted(_scaled(counts, kept).items())}
 
 
-def _here(config: JobConfig) -> list[dict[str, Any]] | None:
+def _here(config: JobConfig) -> list[Row] | None:
     """Rows of a file or folder of this host; None where there is none of that name."""
     if not Path(config.dataset_name).expanduser().exists():
         return None

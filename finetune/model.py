@@ -44,7 +44,8 @@ def load_libraries(config: JobConfig) -> None:
     How much code PEFT brings depends on what else is installed: 61 MiB where bitsandbytes is, which it then imports.
     """
     names = ("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
-    for name in (*names, *(("peft",) if config.use_peft else ())):
+    data = () if config.dataset_name.startswith("synthetic:") else ("datasets",)
+    for name in (*names, *data, *(("peft",) if config.use_peft else ())):
         importlib.import_module(name)
 
 

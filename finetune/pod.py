@@ -1,13 +1,14 @@
-"""One pod of a job on a cluster: waits for the others, runs its ranks, and starts again what was interrupted.
+"""Run the ranks of one pod of a job on a cluster, and in an Indexed Job start again what was interrupted.
 
 `python -m finetune.pod --index 1 --nodes 2 --ranks 8 --meet sft-0.sft:29400 -- torchrun -m finetune.train ...`
 
-Pod 0 listens at `--meet`; the others come to it whenever their image is there, and torchrun starts when all have come.
-The connections stay open while the ranks run, so that each pod knows of every other whether it lives and how it ended:
-all start again together (a rank was told to save and end, a pod was lost), or all end with the code of the one that
-failed. With `--measure` pods that have not been measured together are so before their ranks train; a result that fails
-is such a failure. Surface: TCP, one JSON object a line; SIGTERM; stdout, which is copied to `<output_dir>/pods/`;
-restarts.json in the output folder, which counts starts of one launch. No torch in this process.
+With `--once` the pod starts torchrun once and ends with the job's own exit code: JobSet's and Kubeflow's operators
+restart pods by their own policies. Without it, in a bare Indexed Job, pod 0 listens at `--meet`; the other pods connect
+whenever their image is there, and torchrun starts when all have come. The connections stay open while the ranks run, so
+that each pod knows of every other whether it lives and how it ended: all start again together (a rank saved and ended,
+a pod was lost), or all end with the code of the one that failed. With `--measure` the pods are first measured together;
+a result that fails is such a failure. Surface: TCP, one JSON object a line; SIGTERM; stdout, which is copied to
+`<output_dir>/pods/`. No torch in this process.
 """
 
 from __future__ import annotations
@@ -23,40 +24,40 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from collectives.bench import processes
-from contracts import bounded, job_plan, run_record
+from contracts import job_plan, run_record
 from contracts.job_config import ConfigError
 from finetune import post
 
 RESUMABLE = run_record.RESUMABLE
 UNAVAILABLE = 69  # EX_UNAVAILABLE: another pod did not come, or the restarts are used up
-TOLD_TO_GO = 128 + signal.SIGTERM  # this pod was deleted or its node drained: its replacement goes on
-WAIT_SECONDS = 3600.0  # for the others: as long as an image may take
+TERMINATED = 128 + signal.SIGTERM  # this pod was deleted or its node drained: its replacement goes on
+WAIT_SECONDS = 3600.0  # for the other pods: as long as an image may take to be pulled
 RESTARTS = 3
-BEAT_SECONDS, UNHEARD_SECONDS = 5.0, 30.0  # a pod whose node is gone sends no FIN
-LOST_GRACE_SECONDS = 25.0  # for ranks whose peers are gone: most end by themselves, and tell the agent (20 s)
+BEAT_SECONDS, SILENCE_SECONDS = 5.0, 30.0  # a pod whose node is gone sends no FIN
+LOST_GRACE_SECONDS = 25.0  # for ranks whose peers are gone: most end by themselves and upload their record (20 s)
 SAVE_SECONDS = 100.0  # for a checkpoint after SIGTERM; the pod's terminationGracePeriodSeconds must be more
-LINGER_SECONDS = 5.0  # the others end after pod 0, whose log is then kept by the job's controller
+LINGER_SECONDS = 5.0  # the others end after pod 0, whose log the job's controller then keeps
 NEWS_SECONDS = 30.0
-_ENDED_HERE = -1000  # in place of an exit code: ranks that this pod had to end say nothing of why
+TERMINATION_LOG = Path("/dev/termination-log")  # the kubelet takes 4096 bytes of it into the pod's status
+_ENDED_HERE = -1000  # in place of an exit code: ranks that this pod ended do not say why the job failed
 _POLL_SECONDS = 0.05
 _LINE_BYTES = 4096
 _TAIL_BYTES = 65536  # of torchrun's output: its report of the failure is at the end
 _MOST_NCCL_BYTES = 16 << 20  # of each rank's log in the pod's: channels are at the beginning
-_MOST_FILE_BYTES = 1 << 20
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 
 
-class GivenUpError(Exception):
-    """The pods do not come together; the message says who is missing."""
+class RendezvousTimeout(Exception):  # noqa: N818 - as TimeoutError's kin in torch
+    """The pods did not come together; the message says who is missing."""
 
 
-class ToldToGoError(Exception):
+class Terminated(Exception):  # noqa: N818 - no error: the pod was told to end
     """SIGTERM came while no rank ran."""
 
 
@@ -81,55 +82,53 @@ class Settings:
     restarts: int = RESTARTS
     wait_seconds: float = WAIT_SECONDS
     save_seconds: float = SAVE_SECONDS
-    measure: bool = False  # pods that have not been measured together are so before the ranks train
-    launched: str = ""  # of the launch that made the job's objects: another one counts its restarts anew
+    measure: bool = False  # pods that have not been measured together are, before the ranks train
+    once: bool = False  # an operator restarts the pods
 
 
 class Wire:
-    """One connection between two pods: JSON objects, one a line, and silence is an end too."""
+    """One connection between two pods: JSON objects, one a line. Silence ends it as a closed connection does."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.closed = False
         self.mark = ""  # of the pod at the other end
         self._left = b""
-        self._heard = self._last_sent = time.monotonic()
+        self._received_at = self._sent_at = time.monotonic()
 
-    def say(self, **message: Any) -> None:
-        """Send one object; a connection that takes none is closed."""
+    def send(self, **message: Any) -> None:
+        """Send one object. A peer that takes none closes the connection."""
         try:
             self.connection.settimeout(BEAT_SECONDS)
             self.connection.sendall(json.dumps(message).encode() + b"\n")
-            self._last_sent = time.monotonic()
+            self._sent_at = time.monotonic()
         except OSError:
             self.close()
 
-    def hear(self) -> list[dict[str, Any]]:
-        """What has come since; a beat of our own goes out where it is time for it."""
-        if self.closed:
-            return []
-        now = time.monotonic()
-        if now - self._last_sent > BEAT_SECONDS:
-            self.say()
+    def receive(self) -> list[dict[str, Any]]:
+        """Return what has come since the last call, and send a beat where it is time for one."""
         found: list[dict[str, Any]] = []
+        now = time.monotonic()
+        if not self.closed and now - self._sent_at > BEAT_SECONDS:
+            self.send()
         try:
             self.connection.setblocking(False)
             while raw := self.connection.recv(65536):
-                self._heard = now
+                self._received_at = now
                 *lines, self._left = (self._left + raw).split(b"\n")
                 found += [value for line in lines if isinstance(value := json.loads(line), dict)]
                 if len(self._left) > _LINE_BYTES:
                     raise ValueError("a line that does not end")
             self.close()
         except BlockingIOError:
-            if now - self._heard > UNHEARD_SECONDS:
+            if now - self._received_at > SILENCE_SECONDS:
                 self.close()
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # closed by one of the two, or no JSON
             self.close()
         return found
 
     def close(self) -> None:
-        """No more of it."""
+        """End the connection."""
         self.closed = True
         self.connection.close()
 
@@ -138,41 +137,55 @@ class Ranks:
     """This pod's ranks under torchrun, or the benchmark with ranks of its own, and what they print."""
 
     def __init__(
-        self, settings: Settings, address: str, port: int, restarts: int, *, measuring: bool = False
+        self, settings: Settings, address: str, port: int, *, restarts: int | None = None, measuring: bool = False
     ) -> None:  # fmt: skip
         self.measuring = measuring
+        self._save_seconds = settings.save_seconds
+        self._save_by = self._end_by = 0.0  # when these ranks are ended; 0.0: not decided
         self._tail = b""
         self._log = _open_log(settings)
-        nccl = _NcclLogs(settings.output)
         words = measurement(settings, address, port) if measuring else [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={settings.nodes}",
             f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
             f"--master-port={port}", f"--rdzv-conf=timeout={settings.wait_seconds:.0f}", *settings.words,
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOPOFLIGHT_RESTARTS": str(restarts)}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if restarts is not None:  # else an operator's count is in the environment already
+            environment["TOPOFLIGHT_RESTARTS"] = str(restarts)
+        earlier = frozenset(_nccl_logs(settings.output))
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb") as stream:
             self._tree = processes.Tree(words, environment, stream)
-        self.process = self._tree.process
         self._over = threading.Event()
-        # beside the loop that answers the other pods: the folder may be on a file server that does not answer
-        self._telling = threading.Thread(target=self._tell_nccl, args=(nccl,), name="NCCL's lines", daemon=True)
-        self._telling.start()
-        self._copying = threading.Thread(target=self._copy, args=(reading,), name="the ranks' output", daemon=True)
-        self._copying.start()
-
-    def _tell_nccl(self, nccl: _NcclLogs) -> None:
-        over = False
-        while not over:
-            over = self._over.wait(1.0)
-            for raw in nccl.fresh():
-                self._write(raw)
+        # threads apart from the loop that answers the other pods: the folder's file server may not answer
+        self._threads = [
+            threading.Thread(target=self._copy, args=(reading,), name="the ranks' output", daemon=True),
+            threading.Thread(target=self._copy_nccl, args=(settings.output, earlier), name="NCCL's log", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _copy(self, reading: int) -> None:
         with os.fdopen(reading, "rb") as stream:
             while raw := stream.read1(65536):
                 self._tail = (self._tail + raw)[-_TAIL_BYTES:]
                 self._write(raw)
+
+    def _copy_nccl(self, output: Path | None, earlier: frozenset[Path]) -> None:
+        """Copy whole lines of this pod's NCCL logs, one file a rank, which the pod's log would not hold otherwise."""
+        read: dict[Path, int] = {}
+        over = False
+        while not over:
+            over = self._over.wait(1.0)
+            for path in _nccl_logs(output):
+                at = read.get(path, 0)
+                if path in earlier or at > _MOST_NCCL_BYTES:
+                    continue
+                with contextlib.suppress(OSError), path.open("rb") as stream:
+                    stream.seek(at)
+                    whole = stream.read(1 << 20).rpartition(b"\n")
+                    read[path] = at + len(whole[0] + whole[1])
+                    self._write(whole[0] + whole[1])
 
     def _write(self, raw: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -185,75 +198,51 @@ class Ranks:
             except OSError:  # the disk is full: the pod's own log goes on
                 self._log = None
 
-    def look(self) -> int | None:
-        """The code these ranks ended with; None while they run."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        self._copying.join(5.0)
-        if self.measuring:
-            return code
-        first = run_record.first_ended(self._tail.decode(errors="replace")) if code else 0
-        return code if first is None else first
+    def poll(self, *, terminating: bool, troubled: bool) -> int | None:
+        """Return the code that these ranks ended with; None while they run.
 
-    def raised(self) -> str:
+        Ranks of a pod that is terminating are asked to save and have `save_seconds` for it; ranks whose peers are in
+        trouble have LOST_GRACE_SECONDS. Then they are ended.
+        """
+        code, now = self._tree.process.poll(), time.monotonic()
+        if code is not None:
+            self._threads[0].join(5.0)
+            if self.measuring:  # a measurement that was told to end has measured nothing
+                return RESUMABLE if terminating else code
+            first = run_record.first_ended(self._tail.decode(errors="replace")) if code else 0
+            return code if first is None else first
+        if terminating and not self._save_by:
+            self._save_by = now + self._save_seconds
+            self._ask_to_save()
+        if troubled and not self._end_by:
+            self._end_by = now + LOST_GRACE_SECONDS
+        if any(by and now > by for by in (self._save_by, self._end_by)):
+            self.end()
+            return RESUMABLE if terminating else _ENDED_HERE
+        return None
+
+    def last_error(self) -> str:
         """Return the error that a rank of this pod printed last; "" where none did."""
         return run_record.raised(self._tail.decode(errors="replace"))
 
-    def ask_to_save(self) -> None:
-        """SIGTERM to the ranks and not to torchrun, which would kill them 30 s later."""
+    def _ask_to_save(self) -> None:
+        """Send SIGTERM to the ranks and not to torchrun, which would kill them 30 s later."""
         import psutil
 
         with contextlib.suppress(psutil.Error):
-            for rank in psutil.Process(self.process.pid).children():
+            for rank in psutil.Process(self._tree.process.pid).children():
                 with contextlib.suppress(psutil.Error):
                     rank.terminate()
 
     def end(self) -> None:
-        """Nothing of them is left after this."""
+        """End every process of these ranks."""
         self._tree.end(1.0)
         self._over.set()
-        self._copying.join(5.0)
-        self._telling.join(5.0)
+        for thread in self._threads:
+            thread.join(5.0)
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.close()
-
-
-class _NcclLogs:
-    """What NCCL writes into this pod's files of the output folder, for the pod's log.
-
-    The job has NCCL log into files, one a rank, which it holds against its plan (docs/finetune.md); without this the
-    log of a pod would hold no line of NCCL's.
-    """
-
-    def __init__(self, output: Path | None) -> None:
-        self._folder = output / "nccl" if output else None
-        self._pattern = f"nccl.{os.uname().nodename.partition('.')[0]}.*.log"
-        self._read = frozenset(self._paths())  # of earlier starts
-        self._at: dict[Path, int] = {}
-
-    def _paths(self) -> list[Path]:
-        try:
-            return sorted(self._folder.glob(self._pattern)) if self._folder else []
-        except OSError:
-            return []
-
-    def fresh(self) -> list[bytes]:
-        """Whole lines that came since."""
-        found = []
-        for path in self._paths():
-            at = self._at.get(path, 0)
-            if path in self._read or at > _MOST_NCCL_BYTES:
-                continue
-            with contextlib.suppress(OSError), path.open("rb") as stream:
-                stream.seek(at)
-                raw = stream.read(1 << 20)
-                whole = raw[: raw.rfind(b"\n") + 1]
-                self._at[path] = at + len(whole)
-                if whole:
-                    found.append(whole)
-        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -270,90 +259,110 @@ class Pod:
     why: str = ""  # why the job ended, in pod 0; "" while it runs and where it is done
     before: float = 0.0  # when flight.json of an earlier start was written, by the file system's own clock
 
-    def live(self) -> int:
-        """Until the job is done or cannot go on; returns the pod's exit code."""
+    def run(self) -> int:
+        """Run the job until it is done or cannot go on. Return the pod's exit code."""
+        if self.settings.once:
+            return self._run_once()
         try:
             while True:
                 verdict = self._lead() if self.settings.index == 0 else self._follow()
                 if self.terminating and verdict.again:
-                    return TOLD_TO_GO
+                    return TERMINATED
                 if not verdict.again:
                     return verdict.code
-        except ToldToGoError:
-            return TOLD_TO_GO
-        except GivenUpError as error:
-            self._tell(str(error))
+        except Terminated:
+            return TERMINATED
+        except RendezvousTimeout as error:
+            self._log(str(error))
             for wire in self.peers.values():
-                wire.say(again=False, code=UNAVAILABLE, why=str(error))
+                wire.send(again=False, code=UNAVAILABLE, why=str(error))
             self._end_record("failed", UNAVAILABLE, str(error), 0.0)
             return UNAVAILABLE
+
+    def _run_once(self) -> int:
+        """Measure where asked, then train, each once; an operator restarts what fails. Return the exit code."""
+        host, port = self.settings.meet
+        address = host if self.settings.index else "127.0.0.1"
+        self.before = _written_at(self.settings.output)
+        for measuring in (True, False) if self.settings.measure else (False,):
+            ranks = Ranks(self.settings, address, port + measuring, measuring=measuring)
+            try:
+                while (ended := self._poll(ranks, troubled=False)) is None:
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                ranks.end()
+            code = TERMINATED if self.terminating else ended
+            if code:
+                break
+        code = code if code >= 0 else run_record.KILLED - code
+        if code and self.settings.index == 0:
+            self.why = f"the ranks of pod 0 ended with exit code {code}. {ranks.last_error()}".strip()
+            interrupted = code in (RESUMABLE, TERMINATED)
+            self._end_record("interrupted" if interrupted else "failed", code, self.why, self.before)
+        return code
 
     # pod 0
 
     def _lead(self) -> Verdict:
-        """One start, of pod 0: gather, run, and tell the others what follows."""
+        """Make one start as pod 0: gather the pods, run the ranks, and send what follows."""
         settings = self.settings
         if self.listener is None:
-            self.restarts = _restarts_before(settings)
             self._end_record("interrupted", RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
             self.listener = _listen(settings.meet[1])
-            if self.restarts > settings.restarts:
-                with contextlib.suppress(GivenUpError):
-                    self._gather(min(UNHEARD_SECONDS, settings.wait_seconds))
-                return self._close(self._used_up("the last start was interrupted"), self.peers.values())
         self._gather(settings.wait_seconds)
-        _count(settings, self.restarts)
         self.before = _written_at(settings.output)
         port, wires = _free_port(), dict(self.peers)
         self.peers = {}
         here = frozenset({(0, self.mark), *((index, wire.mark) for index, wire in wires.items())})
         measuring = settings.measure and here != self.measured
         for wire in wires.values():
-            wire.say(go=port, measure=measuring)
+            wire.send(go=port, measure=measuring)
         if measuring:
-            self._tell("measuring what the ranks will use, before they train")
-        ranks = Ranks(settings, "127.0.0.1", port, self.restarts, measuring=measuring)
+            self._log("measuring what the ranks will use, before they train")
+        ranks = Ranks(settings, "127.0.0.1", port, restarts=self.restarts, measuring=measuring)
         try:
             codes, lost = self._watch(ranks, wires)
         finally:
             ranks.end()
         verdict = self.judge(codes, lost)
-        if not verdict.again and verdict.code and (error := ranks.raised()):
+        if not verdict.again and verdict.code and (error := ranks.last_error()):
             verdict = verdict._replace(why=f"{verdict.why}. The last error in pod 0: {error}")
         if measuring and not verdict.again:
             self.measured = here
-            return self._close_measured(verdict, wires.values())
+            verdict = verdict._replace(why=f"not started: measured before the job: {verdict.why}")
+            if not verdict.code:  # passed: all pods start again, to train
+                verdict = Verdict(again=True, code=0, why="measured: no result fails; the ranks train")
         return self._close(verdict, wires.values())
 
     def _gather(self, seconds: float) -> None:
-        """Until all other pods are here."""
+        """Wait until all other pods are connected. Raises RendezvousTimeout and Terminated."""
         until, news = time.monotonic() + seconds, time.monotonic() + 1.0
         while missing := [index for index in range(1, self.settings.nodes) if index not in self.peers]:
             if self.terminating:
-                raise ToldToGoError
+                raise Terminated
             now = time.monotonic()
             words = f"pod{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.settings.nodes}"
             if now > until:
-                raise GivenUpError(f"{words} did not come within {seconds:.0f} s")
+                raise RendezvousTimeout(f"{words} did not come within {seconds:.0f} s")
             if now > news:
-                self._tell(f"waiting for {words}, {until - now:.0f} s at most")
+                self._log(f"waiting for {words}, {until - now:.0f} s at most")
                 news = now + NEWS_SECONDS
             time.sleep(_POLL_SECONDS)
             self._accept()
             for index, wire in list(self.peers.items()):
-                wire.hear()
+                wire.receive()
                 if wire.closed:
                     del self.peers[index]
 
     def _accept(self) -> None:
-        """Those that came; each says first which pod it is."""
+        """Accept one pod that connects; it sends first which one it is."""
         assert self.listener is not None  # noqa: S101 - `_lead` has made it
         with contextlib.suppress(OSError):
             connection, _ = self.listener.accept()
             wire = Wire(connection)
             until = time.monotonic() + 1.0
             while not wire.closed and time.monotonic() < until:
-                for message in wire.hear():
+                for message in wire.receive():
                     index = message.get("index")
                     if isinstance(index, int) and 0 < index < self.settings.nodes:
                         if index in self.peers:
@@ -365,42 +374,35 @@ class Pod:
             wire.close()
 
     def _watch(self, ranks: Ranks, wires: Mapping[int, Wire]) -> tuple[dict[int, int], set[int]]:
-        """The code of each pod once all have ended, and the pods that were lost before they did."""
+        """Return the exit code of each pod once all have ended, and the pods that were lost before."""
         codes: dict[int, int] = {}
         lost: set[int] = set()
-        patience, troubled_at = _Patience(self.settings.save_seconds), 0.0
+        troubled_at = 0.0
         while len(codes) + len(lost) < self.settings.nodes:
             time.sleep(_POLL_SECONDS)
             self._accept()
             for index, wire in wires.items():
-                for message in wire.hear():
+                for message in wire.receive():
                     if isinstance(message.get("ended"), int):
                         codes[index] = message["ended"]
                 gone = wire.closed or index in self.peers  # it has come anew: the one that ran is gone
                 gone = gone or bool(troubled_at and time.monotonic() - troubled_at > 2 * self.settings.save_seconds)
                 if gone and index not in codes and index not in lost:
-                    self._tell(f"pod {index} of {self.settings.nodes} was lost")
+                    self._log(f"pod {index} of {self.settings.nodes} was lost")
                     lost.add(index)
             if not troubled_at and (lost or any(codes.values())):
                 troubled_at = time.monotonic()
                 for wire in wires.values():
-                    wire.say(troubled=True)
-            self._run(ranks, codes, patience, troubled=bool(troubled_at))
+                    wire.send(troubled=True)
+            if 0 not in codes and (code := self._poll(ranks, troubled=bool(troubled_at))) is not None:
+                codes[0] = code
         return codes, lost
 
-    def _run(self, ranks: Ranks, codes: dict[int, int], patience: _Patience, *, troubled: bool) -> None:
-        """Note how this pod's ranks ended; ask them to save, or end them, where they must."""
-        index = self.settings.index
-        if index in codes:
-            return
-        if (code := ranks.look()) is not None:  # a measurement that was told to end has measured nothing
-            codes[index] = RESUMABLE if ranks.measuring and self.terminating else code
-        elif patience.over(terminating=self.terminating, troubled=troubled, ask=ranks.ask_to_save):
-            ranks.end()
-            codes[index] = RESUMABLE if self.terminating else _ENDED_HERE
+    def _poll(self, ranks: Ranks, *, troubled: bool) -> int | None:
+        return ranks.poll(terminating=self.terminating, troubled=troubled)
 
     def judge(self, codes: Mapping[int, int], lost: set[int]) -> Verdict:
-        """What follows. A lost pod, or ranks that were told to end, make all others fail: these come first."""
+        """Decide what follows. A lost pod, or ranks that saved and ended, make all others fail: these come first."""
         saved = [index for index, code in codes.items() if code in (RESUMABLE, -signal.SIGTERM)]
         killed = [index for index, code in codes.items() if code == -signal.SIGKILL]
         failed = {
@@ -423,83 +425,64 @@ class Pod:
         if self.terminating or self.restarts < self.settings.restarts:
             self.restarts += 1
             return Verdict(again=True, code=RESUMABLE, why=why)
-        return self._used_up(why)
-
-    def _used_up(self, why: str) -> Verdict:
         done = f"{why}; restart {self.settings.restarts} of {self.settings.restarts} is used up"
         return Verdict(again=False, code=UNAVAILABLE, why=f"{done}: launched again it goes on from the last checkpoint")
 
-    def _close_measured(self, verdict: Verdict, wires: Any) -> Verdict:
-        """The measurement was passed, and all start again to train; or it was not, and none trains."""
-        if verdict.code:
-            return self._close(verdict._replace(why=f"not started: measured before the job: {verdict.why}"), wires)
-        verdict = Verdict(again=True, code=0, why="measured: no result fails; the ranks train")
+    def _close(self, verdict: Verdict, wires: Iterable[Wire]) -> Verdict:
+        """Send the verdict to all pods, and end the record where the ranks could not."""
         for wire in wires:
-            wire.say(again=True, code=0, why=verdict.why)
+            wire.send(again=verdict.again, code=verdict.code, why=verdict.why)
             wire.close()
-        self._tell(verdict.why)
-        return verdict
-
-    def _close(self, verdict: Verdict, wires: Any) -> Verdict:
-        """Tell everyone, and the record."""
-        for wire in wires:
-            wire.say(again=verdict.again, code=verdict.code, why=verdict.why)
-            wire.close()
-        if verdict.again:
-            self._tell(f"{verdict.why}; restart {self.restarts} of {self.settings.restarts}")
-        elif verdict.why:
-            self.why = verdict.why
-            self._tell(verdict.why)
+        count = f"; restart {self.restarts} of {self.settings.restarts}" if verdict.again and verdict.code else ""
+        if verdict.why:
+            self._log(f"{verdict.why}{count}")
+        self.why = "" if verdict.again else verdict.why
         interrupted = verdict.again or verdict.code == UNAVAILABLE
-        code = RESUMABLE if interrupted else verdict.code
+        code = RESUMABLE if interrupted and verdict.code else verdict.code
         self._end_record("interrupted" if interrupted else "failed", code, verdict.why, self.before)
-        if not verdict.again:
-            _forget(self.settings)
         return verdict
 
     # the others
 
     def _follow(self) -> Verdict:
-        """One start, of another pod: come to pod 0, run, and do as it says."""
-        wire, port, measuring = self._come()
-        ranks = Ranks(self.settings, self.settings.meet[0], port, 0, measuring=measuring)
-        codes: dict[int, int] = {}
-        patience, reported, troubled = _Patience(self.settings.save_seconds), False, False
+        """Make one start as another pod: connect to pod 0, run the ranks, and follow its verdict."""
+        wire, port, measuring = self._connect()
+        ranks = Ranks(self.settings, self.settings.meet[0], port, measuring=measuring)
+        ended, troubled = False, False
         try:
             while True:
                 time.sleep(_POLL_SECONDS)
-                for message in wire.hear():
+                for message in wire.receive():
                     if isinstance(message.get("code"), int):
-                        return self._obey(message)
+                        return self._take_verdict(message)
                     troubled = troubled or bool(message.get("troubled"))
                 if wire.closed:
                     why = "pod 0 was lost"
-                    self._tell(f"{why}; waiting for the next")
+                    self._log(f"{why}; waiting for the next")
                     ranks.end()  # the next pod 0 starts others
                     self._end_record("interrupted", RESUMABLE, why, 0.0)
                     return Verdict(again=True, code=RESUMABLE, why=why)
-                self._run(ranks, codes, patience, troubled=troubled)
-                if codes and not reported:
-                    wire.say(ended=codes[self.settings.index])
-                    reported = True
+                if not ended and (code := self._poll(ranks, troubled=troubled)) is not None:
+                    wire.send(ended=code)
+                    ended = True
         finally:
             ranks.end()
             wire.close()
 
-    def _come(self) -> tuple[Wire, int, bool]:
-        """The connection to pod 0, the port at which torchrun meets, and whether this start is the measurement."""
+    def _connect(self) -> tuple[Wire, int, bool]:
+        """Return the connection to pod 0, torchrun's port, and whether this start is the measurement."""
         host, port = self.settings.meet
         until, news, why = time.monotonic() + self.settings.wait_seconds, time.monotonic() + 1.0, ""
         while True:
             if self.terminating:
-                raise ToldToGoError
+                raise Terminated
             now = time.monotonic()
             if now > until:
-                raise GivenUpError(
+                raise RendezvousTimeout(
                     f"pod 0 at {host}:{port} did not come within {self.settings.wait_seconds:.0f} s: {why}"
                 )
             if now > news:
-                self._tell(f"waiting for pod 0 at {host}:{port} ({why or 'others are not there yet'})")
+                self._log(f"waiting for pod 0 at {host}:{port} ({why or 'others are not there yet'})")
                 news = now + NEWS_SECONDS
             try:
                 wire = Wire(socket.create_connection((host, port), timeout=BEAT_SECONDS))
@@ -507,10 +490,10 @@ class Pod:
                 why = str(error)
                 time.sleep(1.0)
                 continue
-            wire.say(index=self.settings.index, mark=self.mark)
+            wire.send(index=self.settings.index, mark=self.mark)
             why = ""
             while not wire.closed and not self.terminating:
-                for message in wire.hear():
+                for message in wire.receive():
                     if isinstance(message.get("go"), int):
                         return wire, message["go"], bool(message.get("measure"))
                 if time.monotonic() > until + BEAT_SECONDS:
@@ -518,16 +501,16 @@ class Pod:
                 time.sleep(_POLL_SECONDS)
             wire.close()
 
-    def _obey(self, message: Mapping[str, Any]) -> Verdict:
-        """Pod 0 has ended the start; where it ended the job, it goes first."""
+    def _take_verdict(self, message: Mapping[str, Any]) -> Verdict:
+        """Return pod 0's verdict; where the job failed, after pod 0 has had time to end first."""
         verdict = Verdict(again=bool(message.get("again")), code=message["code"], why=str(message.get("why", "")))
         if not verdict.again:
-            self._tell(verdict.why or "done")
+            self._log(verdict.why or "done")
             time.sleep(LINGER_SECONDS if verdict.code else 0.0)
         return verdict
 
     def _end_record(self, status: str, code: int, why: str, began: float) -> None:
-        """End the record that its ranks could not end, and tell the agent of it."""
+        """End the record that its ranks could not end, and upload it."""
         if self.settings.output is None or not code:
             return
         path = self.settings.output / "flight.json"
@@ -536,29 +519,18 @@ class Pod:
         if record is None or before is None or before.status != "running":
             return
         if text := post.send(run_record.dumps(record).encode(), post.ONE_SECONDS):
-            self._tell(f"the agent does not have this run's record: {text}")
+            self._log(f"the agent does not have this run's record: {text}")
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         print(f"pod {self.settings.index}: {text}", flush=True)  # noqa: T201 - the pod's log
 
 
-class _Patience:
-    """How long ranks that must end are waited for."""
-
-    def __init__(self, save_seconds: float) -> None:
-        self.save_seconds = save_seconds
-        self.save_requested_at = self.troubled = 0.0  # when
-
-    def over(self, *, terminating: bool, troubled: bool, ask: Any) -> bool:
-        """Whether they are to be ended; asks them to save once, where this pod was told to go."""
-        now = time.monotonic()
-        if terminating and not self.save_requested_at:
-            self.save_requested_at = now
-            ask()
-        if troubled and not self.troubled:
-            self.troubled = now
-        save_expired = self.save_requested_at and now - self.save_requested_at > self.save_seconds
-        return bool(save_expired or (self.troubled and now - self.troubled > LOST_GRACE_SECONDS))
+def _nccl_logs(output: Path | None) -> list[Path]:
+    """Return the log files of NCCL that the ranks of this host have written into the output folder."""
+    try:
+        return sorted((output / "nccl").glob(f"nccl.{os.uname().nodename.partition('.')[0]}.*.log")) if output else []
+    except OSError:
+        return []
 
 
 def _listen(port: int) -> socket.socket:
@@ -596,32 +568,6 @@ def measurement(settings: Settings, address: str, port: int) -> list[str]:
     return [*words, f"--nodes={settings.nodes}", f"--node-rank={settings.index}", f"--rendezvous={address}:{port}"]
 
 
-def _restarts_before(settings: Settings) -> int:
-    """How many starts of this launch were interrupted before this pod came: one more than the last one counted."""
-    if settings.output is None:
-        return 0
-    try:
-        found = json.loads(bounded.read_text(settings.output / "restarts.json", _MOST_FILE_BYTES))
-        same = found["launched"] == settings.launched
-        return int(found["restarts"]) + 1 if same else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-
-
-def _count(settings: Settings, restarts: int) -> None:
-    if settings.output is not None:
-        with contextlib.suppress(OSError):
-            settings.output.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"launched": settings.launched, "restarts": restarts})
-            (settings.output / "restarts.json").write_text(text)
-
-
-def _forget(settings: Settings) -> None:
-    if settings.output is not None:
-        with contextlib.suppress(OSError):
-            (settings.output / "restarts.json").unlink()
-
-
 def _open_log(settings: Settings) -> IO[bytes] | None:
     """The pod's output beside the run: it outlives the pod."""
     if settings.output is None:
@@ -645,18 +591,8 @@ def output_of(words: Sequence[str]) -> Path | None:
         return None
 
 
-def gate_code(path: Path | None) -> int:
-    """What the gate of an init container ended with, as it left that in a file; 0 where no gate was asked for."""
-    if path is None:
-        return 0
-    try:
-        return int(bounded.read_text(path, _MOST_FILE_BYTES))
-    except (OSError, ValueError):
-        return UNAVAILABLE  # not known is no pass
-
-
-def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, Path | None]:
-    """The command line, with what the job's controller says; the second is the gate's file."""
+def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """Read the command line, and the pod's index where the job's controller sets it."""
     parser = argparse.ArgumentParser(prog="finetune.pod", description="One pod of a fine-tune job on a cluster.")
     numbers = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")  # Kubeflow's operators; an Indexed Job
     index = next((environment[name] for name in numbers if environment.get(name)), "0")
@@ -667,48 +603,37 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[
     parser.add_argument("--restarts", type=int, default=RESTARTS, help="times that an interrupted job starts again")
     parser.add_argument("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help="for the other pods")
     parser.add_argument("--save", type=float, default=SAVE_SECONDS, metavar="SECONDS", help="for it after SIGTERM")
-    parser.add_argument("--launched", type=Path, help="a file that differs from launch to launch")
     parser.add_argument(
         "--measure", action="store_true", help="first measure, all pods together; a failure is the job's"
     )
-    parser.add_argument("--gate", type=Path, help="file with the exit code of the gate that ran before")
+    parser.add_argument("--once", action="store_true", help="start torchrun once: an operator restarts the pods")
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
     arguments = parser.parse_args(argv)
     host, _, port = arguments.meet.rpartition(":")
     words = tuple(arguments.words[1:] if arguments.words[0] == "torchrun" else arguments.words)
-    launched = ""
-    with contextlib.suppress(OSError, ValueError):
-        launched = bounded.read_text(arguments.launched, _MOST_FILE_BYTES).strip() if arguments.launched else ""
-    settings = Settings(
+    return Settings(
         index=arguments.index, nodes=arguments.nodes, ranks=arguments.ranks, meet=(host, int(port)), words=words,
-        output=output_of(words), restarts=arguments.restarts, wait_seconds=arguments.wait, launched=launched,
-        measure=arguments.measure, save_seconds=arguments.save,
+        output=output_of(words), restarts=arguments.restarts, wait_seconds=arguments.wait,
+        measure=arguments.measure, once=arguments.once, save_seconds=arguments.save,
     )  # fmt: skip
-    return settings, arguments.gate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Live as one pod; returns its exit code."""
-    settings, gate = read_settings(sys.argv[1:] if argv is None else argv, os.environ)
-    if code := gate_code(gate):
-        print(f"pod {settings.index}: the gate before this job ended with {code}", flush=True)  # noqa: T201
-        return code
+    """Run one pod. Return its exit code."""
+    settings = read_settings(sys.argv[1:] if argv is None else argv, os.environ)
     pod = Pod(settings=settings)
 
     def stop(_signal: int, _frame: Any) -> None:
         pod.terminating = True
 
     signal.signal(signal.SIGTERM, stop)  # process 1 of a container has no default for it
-    code = pod.live()
+    code = pod.run()
     if settings.index == 0 and settings.output is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        leave_word(settings.output / "flight.json", TERMINATION_LOG, pod.why, pod.before)
+        write_termination_message(settings.output / "flight.json", TERMINATION_LOG, pod.why, pod.before)
     return code
 
 
-TERMINATION_LOG = Path("/dev/termination-log")  # the kubelet takes 4096 bytes of it into the pod's status
-
-
-def leave_word(record: Path, place: Path, why: str = "", began: float = 0.0) -> None:
+def write_termination_message(record: Path, place: Path, why: str = "", began: float = 0.0) -> None:
     """Write the record in short as this container's termination message: kubectl shows it, compare-networks reads it.
 
     `why` is the reason where the ranks failed before they could write a record; one from before `began` is not theirs.

@@ -1,15 +1,15 @@
-"""Tells the agent of this node how the run went: POST /flights (docs/http.md), by rank 0, at its end.
+"""Upload a run record to the agent of this node: POST /flights (docs/http.md), by rank 0 at the end of the job.
 
-`python -m finetune.post FLIGHT.JSON` does it for a job that was killed before it could: its launcher's to run.
-Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, a bearer token,
-read at the end because the kubelet renews it. The record stands in the output folder whatever happens here: what goes
-wrong is a line of the log and of the record, and no exit code. The token goes to that URL alone: no proxy, no redirect.
+`python -m finetune.post FLIGHT.JSON` uploads the record of a job that was killed before it could upload its own.
+Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, the file of a
+bearer token, read at the end because the kubelet renews it. The record is in the output folder in any case, so a failed
+upload is a line of the log and a note of the record, and changes no exit code. The token is sent to that URL only:
+proxies are not used and redirects are not followed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
 import os
@@ -17,10 +17,10 @@ import re
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import urllib3
 
 from contracts import bounded
 from contracts.run_record import MOST_RECORD_BYTES, dumps
@@ -33,20 +33,20 @@ log = logging.getLogger(__name__)
 WHOLE_SECONDS = 20.0  # a pod that is told to end has 30 s by default
 ONE_SECONDS = 5.0
 TRIES = 3
-PAUSE_SECONDS = 2.0  # an agent that restarts, or has no scan yet
-AGAIN = (429, 503)
+PAUSE_SECONDS = 2.0  # for an agent that restarts or has not scanned yet
+BUSY = (429, 503)
 _MOST_TOKEN_BYTES = 16384
 _MOST_ANSWER_BYTES = 4096
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750; anything else, a line's end say, would be another header
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750; a line break, for example, would start another header
 
 
-class _UntoldError(Exception):
-    """The agent has not got the record; says why, and never holds the token."""
+class UploadError(Exception):
+    """The agent does not have the record. The message says why and never holds the token."""
 
 
-def tell(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
-    """Send the record as it ended, where an agent is named; returns within `seconds`, and raises nothing."""
+def upload_run_record(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
+    """Send the finished record where an agent is configured. Return within `seconds`; raise nothing."""
     if not recorder.writes:
         return
     if text := send(dumps(recorder.record).encode(), seconds):
@@ -57,30 +57,30 @@ def tell(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
 
 
 def send(body: bytes, seconds: float) -> str:
-    """Send a record, where an agent is named. Returns within `seconds` why the agent does not have it, else nothing."""
+    """Send a record where an agent is configured. Return within `seconds` why the agent does not have it, or ""."""
     url = os.environ.get("TOPOFLIGHT_AGENT", "")
     if not url:
         return ""
     why = [f"no answer within {seconds:.0f} s"]
 
-    def once() -> None:
+    def send_once() -> None:
         try:
             _send(url, body)
             why.clear()
-        except _UntoldError as error:
+        except UploadError as error:
             why[:] = [str(error)]
 
-    # a thread, because neither looking a name up nor an answer that comes byte by byte has a time limit of its own
-    thread = threading.Thread(target=once, name="tell the agent", daemon=True)
+    # a thread, because neither name resolution nor an answer that arrives byte by byte has a time limit of its own
+    thread = threading.Thread(target=send_once, name="run record upload", daemon=True)
     thread.start()
     thread.join(seconds)
     return "".join(tuple(why))
 
 
 def main(path: str) -> int:
-    """Send the record in this file; 1 and a line on stderr where the agent does not have it then."""
+    """Send the record in this file. Return 1, with a line on stderr, where the agent does not have it afterwards."""
     try:
-        why = send(bounded.read(path, MOST_RECORD_BYTES), ONE_SECONDS)  # its launcher may have been told to end too
+        why = send(bounded.read(path, MOST_RECORD_BYTES), ONE_SECONDS)  # the launcher may be about to be ended too
     except (OSError, ValueError) as error:
         why = str(error)
     if why:
@@ -90,61 +90,53 @@ def main(path: str) -> int:
 
 def _send(url: str, body: bytes) -> None:
     if not _URL.fullmatch(url):
-        raise _UntoldError("TOPOFLIGHT_AGENT must be http://HOST:PORT or https://HOST:PORT")
-    token = _token()
+        raise UploadError("TOPOFLIGHT_AGENT must be http://HOST:PORT or https://HOST:PORT")
+    token = _read_token()
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    request = urllib.request.Request(f"{url.rstrip('/')}/flights", data=body, headers=headers, method="POST")  # noqa: S310 - judged above
     for left in reversed(range(TRIES)):
         try:
-            with _opener().open(request, timeout=ONE_SECONDS):
+            # urllib3's own retries log what the peer answered, in which a peer may repeat the token
+            answer = urllib3.PoolManager().request(
+                "POST", f"{url.rstrip('/')}/flights", body=body, headers=headers, timeout=ONE_SECONDS, retries=False,
+                preload_content=False,
+            )  # fmt: skip
+            if answer.status < 300:
                 return
-        except urllib.error.HTTPError as error:
-            if not left or error.code not in AGAIN:
-                raise _UntoldError(_line(f"it answered {error.code}{_detail(error)}", token)) from None
-        except (ValueError, OverflowError) as error:  # a name or a port that cannot be
-            raise _UntoldError(_line(str(error), token)) from None
-        except (OSError, http.client.HTTPException) as error:
-            if not left:
-                why = str(getattr(error, "reason", error)) or type(error).__name__
-                raise _UntoldError(_line(why, token)) from None
+            why = f"it answered {answer.status}{_detail_of(answer)}"
+            last = not left or answer.status not in BUSY
+        except urllib3.exceptions.HTTPError as error:
+            why, last = str(error), not left
+        if last:
+            raise UploadError(_printable(why, token))
         time.sleep(PAUSE_SECONDS)
 
 
-def _opener() -> urllib.request.OpenerDirector:
-    """Speaks HTTP to the address given and follows nothing: 3xx is an error as any other."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(),
-                    urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()):  # fmt: skip
-        opener.add_handler(handler)
-    return opener
-
-
-def _token() -> str:
+def _read_token() -> str:
     path = os.environ.get("TOPOFLIGHT_AGENT_TOKEN_FILE")
     if not path:
         return ""
     try:
         token = bounded.read(Path(path), _MOST_TOKEN_BYTES).decode("ascii").strip()
     except OSError as error:
-        raise _UntoldError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {error}") from None
+        raise UploadError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {error}") from None
     except ValueError:
         token = ""
     if not _TOKEN.fullmatch(token):
-        raise _UntoldError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {path} holds no bearer token")
+        raise UploadError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {path} holds no bearer token")
     return token
 
 
-def _detail(error: urllib.error.HTTPError) -> str:
-    """What the problem document says; nothing where the answer is none."""
-    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-        document = json.loads(error.read(_MOST_ANSWER_BYTES))
+def _detail_of(answer: urllib3.BaseHTTPResponse) -> str:
+    """The `detail` of a problem document (RFC 9457), or "" where the answer is none."""
+    with contextlib.suppress(ValueError, urllib3.exceptions.HTTPError):
+        document = json.loads(answer.read(_MOST_ANSWER_BYTES))
         if isinstance(document, dict) and isinstance(document.get("detail"), str):
             return f": {document['detail']}"
     return ""
 
 
-def _line(text: str, token: str) -> str:
-    """What another said, as a line of a log: cut, printable, and without the token where it gives that back."""
+def _printable(text: str, token: str) -> str:
+    """Text of another program as one line of a log: at most 400 characters, printable, and without the token."""
     hidden = text.replace(token, "TOKEN") if token else text
     return "".join(c if c.isprintable() else " " for c in hidden[:400])
 

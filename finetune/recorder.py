@@ -116,7 +116,7 @@ class Recorder:
         self.profiled: set[int] = set()
         self.record = RunRecord(
             status="running", started_at=_now(), host=os.uname().nodename,
-            restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS", "0")), steps_done=0,
+            restarts=int(os.environ.get("TOPOFLIGHT_RESTARTS") or 0), steps_done=0,
             plan=plan, layout=RunLayout(family=layout.family), notes=list(plan.notes),
         )  # fmt: skip
         self.ranks = layout.world_size

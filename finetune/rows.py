@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig
 from finetune import hub
+from finetune.sources import Row
 
 IGNORED = -100  # torch's cross_entropy ignore_index
 CHAT_TEMPLATE = (
@@ -75,6 +76,14 @@ def _byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")  # noqa: S106
+
+
+def encode_row(row: Row, tokenizer: Any, config: JobConfig) -> Example | None:
+    """Encode a row of a data set. Raises ConfigError that names its file and its number."""
+    try:
+        return encode(row.members, tokenizer, config)
+    except ConfigError as error:
+        raise ConfigError(f"{row.file}: row {row.number}: {error}") from None
 
 
 def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | None:

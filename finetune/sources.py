@@ -1,212 +1,201 @@
-"""Where rows come from: JSON lines, JSON and parquet files, folders of them, data sets of a hub, one built-in set.
+"""Load the rows of a data set: JSON, JSON lines, parquet and CSV files, folders of them, hub ids, one built-in set.
 
-Surface: the files, laid out and named as data sets of the hub are: `train.jsonl`, `main/train-00000-of-00001.parquet`,
-or as the `configs` in the front matter of README.md say. Parquet is read by pyarrow.
+Surface: `datasets` finds the files of a split, by their names or by the `configs` in the front matter of README.md, and
+reads them as a stream. Nothing is written into its cache, and it never asks the hub: files come through `finetune.hub`.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import csv
 import json
+import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.job_config import ConfigError, JobConfig, parse_mapping
 from finetune import hub
 
-FORMATS = (".jsonl", ".json", ".parquet")
-# Every rank keeps its rows in memory, as tokens some thirty times their bytes: more than this is the wrong file.
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
+# Every rank holds its rows in memory, as tokens about thirty times their bytes: more than this is the wrong file.
 MAX_BYTES = 4 << 30
 BATCH = 1024  # parquet rows that are unpacked at a time
 COLUMNS = ("messages", "prompt", "completion", "question", "answer")  # and dataset_text_field
+MOST_LEVELS = 8  # messages hold lists of mappings of text: nothing is nested as deep
 
 
-def load_rows(config: JobConfig, split: str) -> list[dict[str, Any]]:
-    """The rows of one split, at most dataset_rows."""
-    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
-    if name == "synthetic:arithmetic":
-        rows = _sums(config.dataset_rows or 1024, split)
-    else:
-        if path.is_file():
-            files = [path]
-        elif path.is_dir():
-            files = _in_folder(path, config.dataset_config, split)
-        elif path.suffix in FORMATS:
-            raise ConfigError(f"dataset_name={name!r}: no such file")
-        else:
-            files = _on_hub(config, split)
-        found = (_whole(row, file) for file in files for row in _read_file(file, config))
-        rows = list(islice(found, config.dataset_rows))
+class Row(NamedTuple):
+    """One row of a data set, without null members, and where it comes from."""
+
+    file: str
+    number: int  # within the file, from 1
+    members: dict[str, Any]
+
+
+def load_rows(config: JobConfig, split: str) -> list[Row]:
+    """Return the rows of one split, at most dataset_rows. Raises ConfigError that names the file and the row."""
+    if config.dataset_name == "synthetic:arithmetic":
+        sums = enumerate(_make_sums(config.dataset_rows or 1024, split), 1)
+        return [Row(config.dataset_name, number, members) for number, members in sums]
+    found = (row for path in find_files(config, split) for row in _read_file(path, config))
+    rows, size = [], 0
+    for row in islice(found, config.dataset_rows):
+        size += len(repr(row.members))
+        _check_size(size, row.file)
+        rows.append(row)
     if not rows:
-        raise ConfigError(f"dataset_name={name!r}: split {split!r} holds no rows")
+        raise ConfigError(f"dataset_name={config.dataset_name!r}: split {split!r} holds no rows")
     return rows
 
 
-def _sums(count: int, split: str) -> list[dict[str, Any]]:
+def _make_sums(count: int, split: str) -> list[dict[str, Any]]:
     """Sums of two numbers below 100; train and test draw from different streams."""
     draw = random.Random(f"sums {split}")  # noqa: S311  a data set, not a secret
     pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
     return [{"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}"} for a, b in pairs]
 
 
-def _in_folder(folder: Path, part: str | None, split: str) -> list[Path]:
-    files = {f.relative_to(folder).as_posix(): f for f in folder.rglob("*") if f.suffix in FORMATS and f.is_file()}
-    card = folder / "README.md"
-    return [
-        files[name] for name in choose_files(list(files), card if card.is_file() else None, part, split, str(folder))
-    ]
-
-
-def _on_hub(config: JobConfig, split: str) -> list[Path]:
-    name, revision = config.dataset_name, config.dataset_revision
+def find_files(config: JobConfig, split: str) -> list[Path]:
+    """Return the files of one split, fetched from the hub where the name is an id. Raises ConfigError."""
+    name, path = config.dataset_name, Path(config.dataset_name).expanduser()
     where = f"dataset_name={name!r}"
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return [path / one for one in files_of_split(path, config.dataset_config, split, where)]
+    if path.suffix in READERS:
+        raise ConfigError(f"{where}: no such file")
+    revision = config.dataset_revision
     sizes = hub.list_files(name, revision)
-    if not any(path.endswith(FORMATS) for path in sizes):
-        revision = hub.CONVERTED  # what the hub itself made of CSV, text and the like
-        sizes = hub.list_files(name, revision, absent=f"{where}: holds no {', '.join(FORMATS)} file")
-    card = hub.fetch(name, "README.md", revision) if "README.md" in sizes else None
-    chosen = choose_files([p for p in sizes if p.endswith(FORMATS)], card, config.dataset_config, split, where)
-    _bound(sum(sizes[path] for path in chosen), where)
-    return [hub.fetch(name, path, revision) for path in chosen]
+    with tempfile.TemporaryDirectory() as folder:  # `datasets` looks at names only: empty files show it the repository
+        for one in sizes:
+            place = Path(folder) / one
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+        if "README.md" in sizes:
+            (Path(folder) / "README.md").write_bytes(hub.fetch(name, "README.md", revision).read_bytes())
+        chosen = files_of_split(Path(folder), config.dataset_config, split, where)
+    _check_size(sum(sizes[one] for one in chosen), where)
+    return [hub.fetch(name, one, revision) for one in chosen]
 
 
-def choose_files(paths: Sequence[str], card: Path | None, part: str | None, split: str, where: str) -> list[str]:
-    """The files of one split, of the named part of the data set (dataset_config) where it has several."""
-    if card and (parts := _parts(card, where)):
-        return _of_card(parts, paths, part, split, where)
-    return _by_name(paths, part, split, where)
+def files_of_split(folder: Path, part: str | None, split: str, where: str) -> list[str]:
+    """Paths in a folder of one split, of the part `part` (dataset_config), by `datasets`' rules. Raises ConfigError."""
+    import datasets
 
-
-def _of_card(
-    parts: dict[str, dict[str, list[str]]], paths: Sequence[str], part: str | None, split: str, where: str
-) -> list[str]:
-    if part is None and len(parts) > 1 and "default" not in parts:
-        raise ConfigError(f"{where}: dataset_config must be one of {', '.join(sorted(parts))}")
-    part = part or ("default" if "default" in parts else next(iter(parts)))
-    if part not in parts:
-        raise ConfigError(f"{where}: dataset_config={part!r}: must be one of {', '.join(sorted(parts))}")
-    if split not in parts[part]:
-        raise ConfigError(f"{where}: no split {split!r}: {part} has {', '.join(sorted(parts[part]))}")
-    wanted = parts[part][split]
-    found = sorted(p for p in paths if any(fnmatch.fnmatchcase(p, w.removeprefix("./")) for w in wanted))
-    if not found:
-        raise ConfigError(f"{where}: no {', '.join(FORMATS)} file matches {', '.join(wanted)} (README.md)")
-    return found
-
-
-def _by_name(paths: Sequence[str], part: str | None, split: str, where: str) -> list[str]:
-    if part is not None and any(part in path.split("/")[:-1] for path in paths):
-        paths = [path for path in paths if part in path.split("/")[:-1]]
-    named = [p for p in paths if Path(p).stem.split("-")[0] == split or split in p.split("/")[:-1]]
-    if not named and split == "train" and len(paths) == 1:
-        return list(paths)
-    if not named:
-        raise ConfigError(f"{where}: no {', '.join(FORMATS)} file named after the split {split!r}")
-    if part is None and len({str(Path(p).parent) for p in named if split not in p.split("/")[:-1]}) > 1:
-        folders = sorted({Path(p).parts[0] for p in named if "/" in p})
-        raise ConfigError(
-            f"{where}: several folders hold {split!r}; dataset_config must be one of {', '.join(folders)}"
-        )
-    return sorted(named)
-
-
-def _parts(card: Path, where: str) -> dict[str, dict[str, list[str]]]:
-    """Part -> split -> patterns, from the card's `configs`; empty where it says nothing of files."""
-    with card.open(encoding="utf-8", errors="replace") as file:
-        text = file.read(1 << 20)
-    if not text.startswith("---"):
-        return {}
-    metadata = parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
-    parts: dict[str, dict[str, list[str]]] = {}
+    _check_card(folder / "README.md", where)
+    subfolder = part if part and (folder / part).is_dir() else None
     try:
-        for one in metadata.get("configs") or ():
-            files = one.get("data_files")
-            if files is None:
-                continue
-            if isinstance(files, str) or all(isinstance(item, str) for item in files):
-                files = {"train": files} if not isinstance(files, dict) else files
-            pairs = files.items() if isinstance(files, dict) else ((item["split"], item["path"]) for item in files)
-            parts[str(one["config_name"])] = {str(at): _patterns(p) for at, p in pairs}
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{where}: README.md: configs: {type(error).__name__}: {error}") from None
-    return parts
+        parts = datasets.get_dataset_config_names(str(folder))
+        has_card = parts != ["default"]
+        if has_card and part not in parts and (part is not None or (len(parts) > 1 and "default" not in parts)):
+            wrong = "dataset_config" if part is None else f"dataset_config={part!r}:"
+            raise ConfigError(f"{where}: {wrong} must be one of {', '.join(sorted(parts))}")
+        with tempfile.TemporaryDirectory() as cache:
+            options = {"name": part} if has_card else {"data_dir": subfolder}
+            found = datasets.load_dataset_builder(str(folder), cache_dir=cache, **options).config.data_files or {}
+    except ConfigError:
+        raise
+    except Exception as error:  # any kind: `datasets` passes on what YAML, pyarrow and its own code raise
+        in_card = "README.md: " if (folder / "README.md").is_file() else ""
+        raise ConfigError(f"{where}: {in_card}{_first_line(error).replace(f'{folder}/', '')}") from error
+    if split not in found:
+        raise ConfigError(f"{where}: no split {split!r}: {part or 'it'} has {', '.join(sorted(map(str, found)))}")
+    names = [Path(one).relative_to(folder).as_posix() for one in found[split] if Path(one).suffix in READERS]
+    if not names:
+        raise ConfigError(f"{where}: no {', '.join(READERS)} file in split {split!r}")
+    tops = sorted({one.partition("/")[0] for one in names if "/" in one})
+    if part is None and not has_card and len(tops) > 1:
+        raise ConfigError(f"{where}: several folders hold {split!r}; dataset_config must be one of {', '.join(tops)}")
+    return names
 
 
-def _patterns(value: object) -> list[str]:
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-        raise TypeError(f"path must be text or a list of text, is {str(value)[:80]!r}")
-    return listed
+def _check_card(card: Path, where: str) -> None:
+    """Refuse front matter that is no YAML mapping, or whose aliases multiply: `datasets` reads it without bounds."""
+    if card.is_file():
+        with card.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(1 << 20)
+        if text.startswith("---"):
+            parse_mapping(text[3:].split("\n---", 1)[0].strip() or "{}", f"{where}: README.md")
 
 
-def _read_file(path: Path, config: JobConfig) -> Iterator[dict[str, Any]]:
-    reader: Callable[..., Iterable[Any]] = _parquet if path.suffix == ".parquet" else _json
-    for number, row in enumerate(reader(path, (*COLUMNS, config.dataset_text_field)), 1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}: row {number}: every row must be a mapping, this is {type(row).__name__}")
-        yield row
+def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
+    """Stream the rows of one file; of parquet only the columns that the job reads."""
+    import datasets
+    import pyarrow.parquet
 
-
-def _json(path: Path, _columns: Sequence[str]) -> Iterator[Any]:
-    """JSON lines, or one list."""
-    number = 0
+    kind, number = READERS.get(path.suffix), 0
+    if kind is None:
+        raise ConfigError(f"{path}: must be one of {', '.join(READERS)}")
+    options: dict[str, Any] = {}
+    datasets.logging.set_verbosity(logging.CRITICAL)  # its lines say less than the ConfigError
     try:
-        with path.open(encoding="utf-8") as file:
-            if file.read(1) == "[":
-                _bound(path.stat().st_size, path)
-                yield from json.loads("[" + file.read())
-                return
-            file.seek(0)
-            size = 0
-            for number, line in enumerate(file, 1):  # noqa: B007  told below
-                size += len(line)
-                _bound(size, path)
-                if line.strip():
-                    yield json.loads(line)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
+        if kind == "csv":  # every cell is text, also "2" and "NA"
+            with path.open(encoding="utf-8", newline="") as file:
+                names = next(csv.reader(file), [])
+            features = datasets.Features({name: datasets.Value("string") for name in names})
+            options = {"features": features, "keep_default_na": False}
+        if kind == "parquet":
+            names = pyarrow.parquet.read_schema(path).names
+            wanted = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
+            options = {"columns": wanted or None, "batch_size": BATCH}
+        if kind == "json" and _starts_with_list(path):  # which `datasets` reads whole
+            _check_size(path.stat().st_size, path)
+        if kind != "parquet" and not path.stat().st_size:
+            return
+        with tempfile.TemporaryDirectory() as cache:
+            rows = datasets.load_dataset(
+                kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options
+            )
+            for number, members in enumerate(rows, 1):
+                yield Row(str(path), number, _without_nulls(members, f"{path}: row {number}"))
+    except ConfigError:
+        raise
+    except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
+        if isinstance(error, OSError) and error.errno in hub.DISK_ERRORS:
             raise
-        raise ConfigError(f"{path}: not JSON lines: {f'line {number}: ' if number else ''}{error}") from None
+        if kind == "json":
+            _check_json(path)
+        raise ConfigError(f"{path}: not {kind}, after row {number}: {_first_line(error)}") from error
 
 
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """Only the columns that the job reads, a batch at a time."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(
-            f"{path}: parquet needs pyarrow: pip install 'topoflight[parquet]' (.jsonl needs nothing)"
-        ) from None
-    size = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            kept = [name for name in names if name in columns] or names  # none: let encode name what there is
-            for batch in file.iter_batches(batch_size=BATCH, columns=kept):
-                size += batch.nbytes
-                _bound(size, path)
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path}: not parquet: {str(error).splitlines()[0]}") from None
-
-
-def _bound(size: int, where: object) -> None:
+def _check_size(size: int, where: object) -> None:
     if size > MAX_BYTES:
         raise ConfigError(f"{where}: more than {MAX_BYTES >> 30} GiB of rows in one split: set dataset_rows, or cut it")
 
 
-def _whole(value: Any, path: Path, depth: int = 0) -> Any:
-    """Without the nulls that a table puts where a row says nothing."""
-    if depth > 8:  # messages hold lists of mappings of text: nothing is as deep
-        raise ConfigError(f"{path}: a row is nested more than 8 deep")
+def _without_nulls(value: Any, where: str, level: int = 0) -> Any:
+    """A value without the nulls that a table has where a row says nothing."""
+    if level > MOST_LEVELS:
+        raise ConfigError(f"{where}: nested more than {MOST_LEVELS} deep")
     if isinstance(value, dict):
-        return {key: _whole(one, path, depth + 1) for key, one in value.items() if one is not None}
+        return {key: _without_nulls(one, where, level + 1) for key, one in value.items() if one is not None}
     if isinstance(value, list):
-        return [_whole(one, path, depth + 1) for one in value]
+        return [_without_nulls(one, where, level + 1) for one in value]
     return value
+
+
+def _starts_with_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1) == b"["
+
+
+def _check_json(path: Path) -> None:
+    """Raise ConfigError that names the line of JSON lines which is no mapping: `datasets` names none."""
+    if _starts_with_list(path):
+        return
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007  named in the error
+                if line.strip() and not isinstance(row := json.loads(line), dict):
+                    raise ValueError(f"every row must be a mapping, this is {type(row).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON lines: line {number}: {error}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]

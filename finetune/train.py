@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if recorder is not None:
         with contextlib.suppress(OSError):  # the disk may be what is full
             recorder.end(ended.status if ended else "complete", code, str(ended) if ended else None)
-        post.tell(recorder)
+        post.upload_run_record(recorder)
     if code in (0, RESUMABLE):  # all ranks end alike: leave together; else torchrun ends the others
         dist.barrier()
     if (

@@ -11,8 +11,7 @@ compile() {
         --custom-compile-command "make lock" --override locks/without-torch.txt --output-file "$out" "$@"
 }
 compile locks/dev.txt pyproject.toml locks/torch-needs.in --extra finetune --extra dev "$@"
-compile locks/image.txt pyproject.toml locks/torch-needs.in --extra finetune --extra parquet --extra qlora \
-    --constraint locks/dev.txt
+compile locks/image.txt pyproject.toml locks/torch-needs.in --extra finetune --extra qlora --constraint locks/dev.txt
 compile locks/finetune.txt pyproject.toml locks/torch-needs.in --extra finetune --constraint locks/image.txt
 compile locks/agent.txt pyproject.toml --constraint locks/finetune.txt
 printf 'hatchling\neditables\n' | compile locks/build.txt - --constraint locks/dev.txt

@@ -49,12 +49,20 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric family a probe may export, without the ``topoflight_`` prefix."""
+    """A metric family that a probe or the agent may export.
 
-    name: str  # "rdma_port_rate_bytes_per_second": base units, no `_total` on gauges
+    Naming: https://prometheus.io/docs/practices/naming/.
+    """
+
+    name: str  # without the prefix: "rdma_port_rate_bytes_per_second"; base units, no `_total` on gauges
     help: str
     labels: tuple[str, ...] = ()
     kind: Literal["gauge", "counter", "info"] = "gauge"
+
+    @property
+    def exposed(self) -> str:
+        """The name that a query uses."""
+        return f"topoflight_{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,24 @@ class _Worker:
         package_parent = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(p for p in (package_parent, os.environ.get("PYTHONPATH")) if p)
         self._call_file = os.memfd_create("topoflight-driver-call")
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "probes.worker", root, str(self._call_file)],
-            pass_fds=(self._call_file,),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": path},
-        )
+        self._ended = threading.Event()
+
+        def start() -> None:
+            """Start the child in a thread that lives as long: the kernel kills the child when this thread ends."""
+            try:
+                started.set_result(subprocess.Popen(
+                    [sys.executable, "-P", "-m", "probes.worker", root, str(self._call_file), str(os.getpid())],
+                    pass_fds=(self._call_file,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+                    start_new_session=True, env=os.environ | {"PYTHONPATH": path},
+                ))  # fmt: skip
+            except OSError as error:
+                started.set_exception(error)
+            else:
+                self._ended.wait()
+
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(target=start, name="probe child", daemon=True).start()
+        self.process = started.result()
         self._requests = 0
         self._buffer = bytearray()
         try:
@@ -132,6 +142,7 @@ class _Worker:
         os.close(self._call_file)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_REAP_SECONDS)
+        self._ended.set()
         return self.process.returncode is not None
 
 

@@ -6,19 +6,24 @@ itself as soon as the pipe from the parent closes, even while a call hangs, beca
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from typing import IO, Any, cast
 
+from contracts.redaction import without_secrets
 from probes.host.live import LiveHost
 from probes.host.protocol import Host, Json
 from probes.host.recording import RecordingHost
 from probes.registry import BY_NAME
 from probes.scan import run
 from probes.wire import outcome_to_json
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def answer(host: LiveHost, request: dict[str, Json]) -> dict[str, Json]:
@@ -30,10 +35,10 @@ def answer(host: LiveHost, request: dict[str, Json]) -> dict[str, Json]:
     if request.get("begin"):
         host.begin_scan()
     if not request.get("record"):
-        return {"id": request["id"], "outcome": outcome_to_json(run(probe, host))}
+        return {"id": request["id"], "outcome": without_secrets(outcome_to_json(run(probe, host)))}
     recorder = RecordingHost(host)
     outcome = run(probe, cast("Host", recorder))
-    return {"id": request["id"], "outcome": outcome_to_json(outcome), "answers": recorder.answers}
+    return {"id": request["id"], "outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
 
 
 def _listen(requests: queue.Queue[dict[str, Json]]) -> None:
@@ -54,8 +59,16 @@ def _send(pipe: IO[bytes], message: dict[str, Json]) -> None:
     pipe.flush()
 
 
-def main(root: str, call_file: int) -> None:
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the parent ends; one that is stopped (SIGSTOP) reads no closed pipe."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def main(root: str, call_file: int, parent: int) -> None:
     """Answer requests until the parent goes; `call_file` is the descriptor for `LiveHost.name_driver_calls_in`."""
+    _die_with(parent)
     pipe = _private_stdout()
     host = LiveHost(root)
     host.name_driver_calls_in(call_file)
@@ -67,4 +80,4 @@ def main(root: str, call_file: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -14,22 +14,11 @@ from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.pci.facts import PciDevice, PciFacts
+from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts
 from topology.derive import complete
-from topology.graph import (
-    UNKNOWN,
-    CpuNode,
-    GpuNode,
-    NicNode,
-    NodeTopology,
-    NvLinkTarget,
-    Pair,
-    PathClass,
-    PciNode,
-    path_class,
-)
-from topology.links import NvLinks, PciTree, active_targets, joined, plan
+from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
+from topology.links import NvLinks, PciTree, active_targets, joined, pcie_pair
 from topology.reference import recognise
 
 _GPU_CLASSES = (0x0300, 0x0302)  # VGA and 3D controller
@@ -44,13 +33,12 @@ def build(snapshot: Snapshot) -> NodeTopology:
     warnings: list[str] = []
     gpus = _gpus(facts, tree, warnings)
     nics = nics_of(snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts), tree)
-    cpus = _cpus(host)
     node = complete(
         NodeTopology(
             hostname=snapshot.hostname,
             gpus=gpus,
             nics=nics,
-            pairs=_pairs(gpus, nics, facts, tree, cpus[0] if cpus else None, warnings),
+            pairs=_pairs(gpus, nics, facts, tree, _cpu(host), warnings),
             cpu_count=host.threads if host else None,
             numa_nodes=(len(host.numa) or None) if host else None,
             virtual=pci.virtual_tree if pci else None,
@@ -58,8 +46,6 @@ def build(snapshot: Snapshot) -> NodeTopology:
             nvlink_known=facts is not None and any(gpu.nvlinks_known for gpu in facts.gpus),
             topology_files=pci.topology_files if pci else (),
             product=host.product if host else None,
-            cpus=cpus,
-            pci=_pci_nodes(tree, gpus, nics),
         )
     )
     return recognise(node)
@@ -68,11 +54,8 @@ def build(snapshot: Snapshot) -> NodeTopology:
 def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[GpuNode, ...]:
     if facts is not None and (facts.gpus or not facts.driver_error):
         return tuple(_gpu(gpu, tree) for gpu in facts.gpus)
-    seen = sorted(
-        bus_id
-        for bus_id, device in tree.devices.items()
-        if device.vendor_id == NVIDIA and device.class_code >> 8 in _GPU_CLASSES
-    )
+    on_bus = (d for d in tree.devices.values() if d.vendor_id == NVIDIA and d.class_code >> 8 in _GPU_CLASSES)
+    seen = sorted(on_bus, key=lambda device: device.bus_id)
     if seen:
         why = f" ({facts.driver_error})" if facts is not None else ""
         warnings.append(
@@ -82,15 +65,13 @@ def _gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> tuple[G
         GpuNode(
             name=f"GPU{index}",
             index=index,
-            bus_id=bus_id,
-            model=model_of(NVIDIA, tree.devices[bus_id].device_id)[0],
-            compute_capability=model_of(NVIDIA, tree.devices[bus_id].device_id)[1],
-            numa_node=tree.devices[bus_id].numa_node,
-            pcie_bytes_per_second=tree.slot_bytes_per_second(bus_id),
-            pcie_running_bytes_per_second=tree.running_bytes_per_second(bus_id),
-            pcie_link=tree.link(bus_id),
+            bus_id=device.bus_id,
+            model=model_of(NVIDIA, device.device_id)[0],
+            compute_capability=model_of(NVIDIA, device.device_id)[1],
+            numa_node=device.numa_node,
+            **tree.links_of(device.bus_id),
         )
-        for index, bus_id in enumerate(seen)
+        for index, device in enumerate(seen)
     )
 
 
@@ -115,9 +96,7 @@ def _gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
         nvlinks=tuple(
             NvLinkTarget(bus_id=bus_id, count=count, kind=kind) for (kind, bus_id), count in active_targets(gpu)
         ),
-        pcie_bytes_per_second=tree.slot_bytes_per_second(gpu.bus_id),
-        pcie_running_bytes_per_second=tree.running_bytes_per_second(gpu.bus_id),
-        pcie_link=tree.link(gpu.bus_id),
+        **tree.links_of(gpu.bus_id),
     )
 
 
@@ -126,7 +105,7 @@ def _pairs(
     nics: tuple[NicNode, ...],
     facts: GpuFacts | None,
     tree: PciTree,
-    cpu: CpuNode | None,
+    cpu: Cpu | None,
     warnings: list[str],
 ) -> tuple[Pair, ...]:
     links = NvLinks(facts)
@@ -136,12 +115,14 @@ def _pairs(
         if isinstance(a, GpuNode) and isinstance(b, GpuNode):
             made.append(_gpu_pair(a, b, links, tree, cpu))
         else:
-            made.append(_nic_pair(a, b, tree, cpu))
+            label = tree.label(a.bus_id, b.bus_id) or UNKNOWN
+            evidence = "sysfs" if label != UNKNOWN else "not in the PCIe tree"
+            made.append(pcie_pair(a, b, label, tree, cpu, evidence=evidence))
     warnings.extend(links.warnings)
     return tuple(made)
 
 
-def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNode | None) -> Pair:
+def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Pair:
     count, evidence = links.between(a.index, b.index)
     if count:
         return joined(a, b, count, evidence, unread=links.unread_between(a.index, b.index))
@@ -151,16 +132,8 @@ def _gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: CpuNod
     if ancestor == "INTERNAL":  # two GPUs of one board: at most the bridge between them
         ancestor = "PIX"
     label = ancestor or tree.label(a.bus_id, b.bus_id) or UNKNOWN
-    return Pair(
-        a=a.name,
-        b=b.name,
-        label=label,
-        path=path_class(label),
-        bytes_per_second=_plan(a, b, label, tree, cpu),
-        running_bytes_per_second=_slowed(a, b, label, tree, cpu),
-        peer_access=links.peer_access(a.index, b.index),
-        evidence="nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered"),
-    )
+    evidence = "nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered")
+    return pcie_pair(a, b, label, tree, cpu, evidence=evidence, peer_access=links.peer_access(a.index, b.index))
 
 
 def _never_linked(model: str | None) -> bool:
@@ -169,77 +142,14 @@ def _never_linked(model: str | None) -> bool:
     return known is not None and not known.links
 
 
-def _nic_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, tree: PciTree, cpu: CpuNode | None) -> Pair:
-    label = tree.label(a.bus_id, b.bus_id) or UNKNOWN
-    path = path_class(label)
-    if isinstance(a, GpuNode) and a.c2c and label in ("PHB", "NODE"):
-        path = PathClass.P2C  # GPU, C2C, Grace, PCIe, NIC
-    return Pair(
-        a=a.name,
-        b=b.name,
-        label=label,
-        path=path,
-        bytes_per_second=_plan(a, b, label, tree, cpu),
-        running_bytes_per_second=_slowed(a, b, label, tree, cpu),
-        evidence="sysfs" if label != UNKNOWN else "not in the PCIe tree",
-    )
-
-
-def _plan(
-    a: GpuNode | NicNode,
-    b: GpuNode | NicNode,
-    label: str,
-    tree: PciTree,
-    cpu: CpuNode | None,
-    *,
-    running: bool = False,
-) -> float | None:
-    if label == UNKNOWN or not a.bus_id or not b.bus_id:
+def _cpu(host: HostinfoFacts | None) -> Cpu | None:
+    if host is None or not host.numa:
         return None
-    return plan(tree, a.bus_id, b.bus_id, label, cpu, gpu_to_gpu=isinstance(b, GpuNode), running=running)
-
-
-def _slowed(a: GpuNode | NicNode, b: GpuNode | NicNode, label: str, tree: PciTree, cpu: CpuNode | None) -> float | None:
-    """What the pair's PCIe links carry as they run now, None where that is what NCCL plans."""
-    now, planned = _plan(a, b, label, tree, cpu, running=True), _plan(a, b, label, tree, cpu)
-    return now if now is not None and planned is not None and now < planned else None
-
-
-def _cpus(host: HostinfoFacts | None) -> tuple[CpuNode, ...]:
-    if host is None:
-        return ()
-    return tuple(
-        CpuNode(
-            numa_node=numa.node,
-            arch={"aarch64": "arm64", "ppc64le": "ppc64"}.get(host.architecture or "", host.architecture),
-            vendor=host.cpu_vendor,
-            family=host.cpu_family,
-            model=host.cpu_model,
-        )
-        for numa in host.numa
-    )
-
-
-def _pci_nodes(tree: PciTree, gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...]) -> tuple[PciNode, ...]:
-    """The part of the tree that GPUs and NICs hang from, parents before children."""
-    wanted: dict[str, None] = {}
-    devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
-    for bus_id in (device.bus_id for device in devices):
-        if bus_id and bus_id in tree.devices:
-            wanted.update(dict.fromkeys((*tree.above(bus_id), bus_id)))
-    return tuple(_pci_node(tree.devices[bus_id]) for bus_id in wanted if bus_id in tree.devices)
-
-
-def _pci_node(device: PciDevice) -> PciNode:
-    return PciNode(
-        bus_id=device.bus_id,
-        parent=device.parent,
-        numa_node=device.numa_node,
-        class_code=device.class_code,
-        vendor_id=device.vendor_id,
-        device_id=device.device_id,
-        link_transfers_per_second=device.link_transfers_per_second_max or device.link_transfers_per_second,
-        link_width=device.link_width_max or device.link_width,
+    return Cpu(
+        arch={"aarch64": "arm64", "ppc64le": "ppc64"}.get(host.architecture or "", host.architecture),
+        vendor=host.cpu_vendor,
+        family=host.cpu_family,
+        model=host.cpu_model,
     )
 
 
@@ -277,9 +187,7 @@ def _rdma(device: RdmaDevice, interfaces: tuple[Interface, ...], tree: PciTree) 
         link_layer=layers.pop() if len(layers) == 1 else None,
         active=bool(active) if known else None,
         ports=len(device.ports) or None,
-        pcie_bytes_per_second=tree.slot_bytes_per_second(bus_id),
-        pcie_running_bytes_per_second=tree.running_bytes_per_second(bus_id),
-        pcie_link=tree.link(bus_id),
+        **tree.links_of(bus_id),
     )
 
 
@@ -294,7 +202,5 @@ def _ethernet(interface: Interface, tree: PciTree) -> NicNode:
         link_layer="Ethernet",
         active=interface.running,
         ports=1,
-        pcie_bytes_per_second=tree.slot_bytes_per_second(interface.bus_id),
-        pcie_running_bytes_per_second=tree.running_bytes_per_second(interface.bus_id),
-        pcie_link=tree.link(interface.bus_id),
+        **tree.links_of(interface.bus_id),
     )

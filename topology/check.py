@@ -3,51 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import without_gdr
 from hardware.links import most_links
 from hardware.series import is_of
-from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs, PathClass, nvlinks, rank
+from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 from topology.reference import departures, reference_of
 
-MISSING = "topology.nvlink.missing"
-ASYMMETRIC = "topology.nvlink.asymmetric"
-DOWN_HGX = "topology.nvlink.down_hgx"
-FAR = "topology.gpu_nic.far"
-NEAREST_DOWN = "topology.gpu_nic.down"
-UNDECIDABLE = "topology.gpu_nic.undecidable"
-GDR_PATH = "topology.gdr.path"
-VIRTUAL = "topology.virtual"
-RAIL_UNEVEN = "topology.rail.uneven"
-GDR_REFUSED = "topology.gdr.refused"
-PCIE_BOUND = "topology.nic.pcie_bound"
-GPU_PCIE_BOUND = "topology.gpu.pcie_bound"
-NIC_MISSING = "topology.nic.missing"
-REFERENCE = "topology.reference.departs"
-
 CODES = (
-    MISSING,
-    ASYMMETRIC,
-    DOWN_HGX,
-    FAR,
-    NEAREST_DOWN,
-    UNDECIDABLE,
-    GDR_PATH,
-    GDR_REFUSED,
-    VIRTUAL,
-    RAIL_UNEVEN,
-    PCIE_BOUND,
-    GPU_PCIE_BOUND,
-    NIC_MISSING,
-    REFERENCE,
+    "topology.nvlink.missing",
+    "topology.nvlink.asymmetric",
+    "topology.nvlink.down_hgx",
+    "topology.gpu_nic.far",
+    "topology.gpu_nic.down",
+    "topology.gpu_nic.undecidable",
+    "topology.gdr.path",
+    "topology.gdr.refused",
+    "topology.virtual",
+    "topology.rail.uneven",
+    "topology.nic.pcie_bound",
+    "topology.gpu.pcie_bound",
+    "topology.nic.missing",
+    "topology.reference.departs",
 )
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
-XML = "NCCL XML"
 _GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
@@ -91,19 +75,23 @@ def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     return near.path is not None and near.path <= farthest
 
 
-def _gpu_labels(node: NodeTopology) -> list[tuple[str, str, str]]:
+def _gpu_pairs(node: NodeTopology) -> list[Pair]:
     names = {gpu.name for gpu in node.gpus}
-    return [(pair.a, pair.b, pair.label) for pair in node.pairs if pair.a in names and pair.b in names]
+    return [pair for pair in node.pairs if pair.a in names and pair.b in names]
+
+
+def _shown(pairs: Iterable[Pair]) -> tuple[str, ...]:
+    """Pairs as evidence."""
+    return tuple(f"{pair.a} to {pair.b}: {pair.label}" for pair in pairs)
 
 
 def _switched(node: NodeTopology) -> int:
     """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
-    most = max((nvlinks(label) for _, _, label in _gpu_labels(node)), default=0)
-    most = max((most, *(_to_switches(gpu) for gpu in node.gpus)))  # a pair shows the fewer of its two GPUs
+    linked = [pair for pair in _gpu_pairs(node) if pair.nvlinks]
+    most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair shows the fewer of two
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
-    joined = [name for a, b, label in _gpu_labels(node) if nvlinks(label) for name in (a, b)]
-    if not ends and len(set(joined)) == len(joined):  # pairs, none joined to another:
-        return 0  # bridges between PCIe cards, which a card may well be without
+    if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
+        return 0  # bridges between PCIe cards, none joined to another, which a card may well be without
     return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
 
 
@@ -113,75 +101,65 @@ def _to_switches(gpu: GpuNode) -> int:
 
 def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     row = reference_of(node)
-    pairs = _gpu_labels(node)
-    pairs = [pair for pair in pairs if pair[2] != UNKNOWN]
-    if not any(nvlinks(label) for _, _, label in pairs) or not (_switched(node) or (row and row.all_to_all)):
+    pairs = [pair for pair in _gpu_pairs(node) if pair.label != UNKNOWN]
+    if not any(pair.nvlinks for pair in pairs) or not (_switched(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
-        mine = [(a, b, label) for a, b, label in pairs if gpu.name in (a, b)]
-        without = [label for _, _, label in mine if not nvlinks(label)]
-        if mine and len(without) == len(mine):
+        mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
+        if mine and not any(pair.nvlinks for pair in mine):
             yield Finding(
-                code=MISSING,
+                code="topology.nvlink.missing",
                 status=Status.FAIL,
                 subject=gpu.name,
                 message=f"{gpu.name} reaches no other GPU over NVLink, while the others reach each other",
-                evidence=tuple(f"{a} to {b}: {label}" for a, b, label in mine[:3]),
+                evidence=_shown(mine[:3]),
                 remedy="Drain the node, read `nvidia-smi nvlink -s` and the fabric manager's log, and reset the GPU.",
             )
 
 
 def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
-    full = _switched(node)
-    pairs = _gpu_labels(node)
+    full, pairs = _switched(node), _gpu_pairs(node)
     if not full:
-        yield from _bridges_differ(pairs)
+        yield from _bridges_differ([pair for pair in pairs if pair.nvlinks])
         return
     for gpu in node.gpus:
-        mine = [pair for pair in node.pairs if gpu.name in (pair.a, pair.b) and pair.nvlinks]
-        counts = {pair.nvlinks for pair in mine}
-        if counts and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in mine)) < full:
+        mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
+        linked = [pair for pair in mine if pair.nvlinks]
+        if linked and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
+            most = max(pair.nvlinks for pair in linked)
+            warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
             yield Finding(
-                code=ASYMMETRIC,
+                code="topology.nvlink.asymmetric",
                 status=Status.FAIL,
                 subject=gpu.name,
-                message=f"{gpu.name} has {max(counts)} NVLinks up, other GPUs of this node have {full}",
-                evidence=_asymmetry_evidence(node, gpu.name, pairs),
+                message=f"{gpu.name} has {most} NVLinks up, other GPUs of this node have {full}",
+                evidence=(*_shown(mine[:2]), *warnings[:2]),
                 remedy="Read `nvidia-smi nvlink -s` on this GPU; a link that stays down needs a reset or repair.",
             )
 
 
-def _bridges_differ(pairs: list[tuple[str, str, str]]) -> Iterator[Finding]:
+def _bridges_differ(linked: list[Pair]) -> Iterator[Finding]:
     """Pairs of cards with a bridge of their own, of which one has fewer links."""
-    joined = [(a, b, label) for a, b, label in pairs if nvlinks(label)]
-    most = max((nvlinks(label) for _, _, label in joined), default=0)
-    if len({name for a, b, _ in joined for name in (a, b)}) < 2 * len(joined):
+    most = max((pair.nvlinks for pair in linked), default=0)
+    if len({name for pair in linked for name in (pair.a, pair.b)}) < 2 * len(linked):
         return  # a mesh, which joins its GPUs by different numbers of links
-    for a, b, label in joined:
-        if nvlinks(label) < most:
-            yield Finding(
-                code=ASYMMETRIC,
-                status=Status.WARN,
-                subject=a,
-                message=f"{a} and {b} are joined by {nvlinks(label)} NVLinks, another pair by {most}: a bridge is not "
-                "fitted, or links are down",
-                evidence=(f"{a} to {b}: {label}", *(f"{c} to {d}: {own}" for c, d, own in joined if own != label)),
-                remedy="Read `nvidia-smi nvlink -s` on both; count and reseat the bridges.",
-            )
-
-
-def _asymmetry_evidence(node: NodeTopology, gpu: str, pairs: list[tuple[str, str, str]]) -> tuple[str, ...]:
-    labels = [f"{a} to {b}: {label}" for a, b, label in pairs if gpu in (a, b)]
-    warnings = [warning for warning in node.warnings if gpu in warning.split()]
-    return tuple(labels[:2] + warnings[:2])
+    for pair in (pair for pair in linked if pair.nvlinks < most):
+        yield Finding(
+            code="topology.nvlink.asymmetric",
+            status=Status.WARN,
+            subject=pair.a,
+            message=f"{pair.a} and {pair.b} are joined by {pair.nvlinks} NVLinks, another pair by {most}: a bridge is "
+            "not fitted, or links are down",
+            evidence=_shown((pair, *(other for other in linked if other.label != pair.label))),
+            remedy="Read `nvidia-smi nvlink -s` on both; count and reseat the bridges.",
+        )
 
 
 def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     """A board built for NVLink whose GPUs show none: a fault, and no PCIe server."""
-    pairs = _gpu_labels(node)
-    if not pairs or not node.nvlink_known:
-        return
-    if any(label not in ("SYS", "NODE", "PHB") for _, _, label in pairs):
+    pairs = _gpu_pairs(node)
+    labels = {pair.label for pair in pairs}
+    if not pairs or not node.nvlink_known or labels - {"SYS", "NODE", "PHB"}:
         return
     row = reference_of(node)
     sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
@@ -193,11 +171,10 @@ def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     else:
         return
     yield Finding(
-        code=DOWN_HGX,
+        code="topology.nvlink.down_hgx",
         status=status,
-        subject="",
-        message=f"no GPU pair shows NVLink ({', '.join(sorted({label for _, _, label in pairs}))} only), yet {what}",
-        evidence=tuple(f"{a} to {b}: {label}" for a, b, label in pairs[:2]),
+        message=f"no GPU pair shows NVLink ({', '.join(sorted(labels))} only), yet {what}",
+        evidence=_shown(pairs[:2]),
         remedy="Check that nvidia-fabricmanager runs in the driver's version and that no NVLink is disabled.",
     )
 
@@ -216,7 +193,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             continue
         if near.why:
             yield Finding(
-                code=NEAREST_DOWN,
+                code="topology.gpu_nic.down",
                 status=Status.FAIL,
                 subject=near.gpu,
                 message=f"{near.gpu} must use {', '.join(near.nics)} ({near.label}): {near.why}",
@@ -231,7 +208,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
             relay, beside = _relay(node, near), _same_numa_but_near(node, near)
             where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
             yield Finding(
-                code=FAR,
+                code="topology.gpu_nic.far",
                 status=_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
                 subject=near.gpu,
                 message=f"{near.gpu} has no NIC {where}: {', '.join(near.nics[:4])} "
@@ -242,7 +219,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
             designed = _by_design(node, near)
             yield Finding(
-                code=GDR_PATH,
+                code="topology.gdr.path",
                 status=designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
                 subject=near.gpu,
                 message=f"{near.gpu} reaches its nearest NIC {', '.join(near.nics[:4])} over {near.label}: NCCL does "
@@ -274,7 +251,7 @@ def _without_own_nic(node: NodeTopology) -> set[str]:
 def _no_own_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
     rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
     return Finding(
-        code=NIC_MISSING,
+        code="topology.nic.missing",
         status=Status.FAIL,
         subject=near.gpu,
         message=f"{near.gpu} has no HCA behind its PCIe switch, {len(node.nearest_nic) - missing} other GPUs of this "
@@ -301,10 +278,16 @@ def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     """
     known = Pairs(node.pairs)
     for other in node.nearest_nic:
-        joined = nvlinks(known.label(near.gpu, other.gpu))
-        if joined and other.path is not None and other.path <= PathClass.P2C and _rdma_nics(node, other):
+        joined = known.get(near.gpu, other.gpu)
+        if (
+            joined
+            and joined.nvlinks
+            and other.path is not None
+            and other.path <= PathClass.P2C
+            and _rdma_nics(node, other)
+        ):
             return (
-                f"{near.gpu} to {other.gpu}: {known.label(near.gpu, other.gpu)}",
+                f"{near.gpu} to {other.gpu}: {joined.label}",
                 f"{other.gpu} to {other.nics[0]}: {other.label}",
             )
     return ()
@@ -332,7 +315,7 @@ def _undecidable(node: NodeTopology) -> Iterator[Finding]:
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
         yield Finding(
-            code=UNDECIDABLE,
+            code="topology.gpu_nic.undecidable",
             status=Status.UNKNOWN,
             subject=", ".join(near.gpu for near in undecided),
             message=f"the nearest NIC cannot be told: {undecided[0].why}",
@@ -344,9 +327,8 @@ def _undecidable(node: NodeTopology) -> Iterator[Finding]:
 def _virtual(node: NodeTopology) -> Iterator[Finding]:
     if node.virtual and len(node.gpus) > 1:
         yield Finding(
-            code=VIRTUAL,
+            code="topology.virtual",
             status=Status.WARN,
-            subject="",
             # one host bridge, as a workstation's, gives the same matrix: then nothing but the matrix speaks for it
             message="the PCIe tree seen here "
             f"{'may not be' if ' or one ' in node.virtual else 'is not'} the machine's: {node.virtual}",
@@ -381,9 +363,8 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
         if not lost:
             return
         yield Finding(
-            code=RAIL_UNEVEN,
+            code="topology.rail.uneven",
             status=by_loss(lost),
-            subject="",
             message="rails are uneven: "
             + "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails)
             + _fewer_nics(node),
@@ -416,7 +397,7 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
                 continue
             what = f"link, {nic.pcie_link}," if trained_down else "slot"
             yield Finding(
-                code=PCIE_BOUND,
+                code="topology.nic.pcie_bound",
                 status=by_loss(1.0 - carried * RAW_OVER_PLAN / rate),
                 subject=nic.name,
                 message=f"{nic.name} links at {gigabytes(rate)}, "
@@ -434,17 +415,15 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
     The file has the lesser of card and slot (NCCL src/graph/xml.cc), by which NCCL plans. A scan tells the two apart:
     there probes.pci judges.
     """
-    known = {device.bus_id: device for device in node.pci}
     for gpu in node.gpus:
-        device = known.get(gpu.bus_id or "")
-        if node.source != XML or device is None or not device.link_width or not gpu.pcie_bytes_per_second:
+        lanes, slot = gpu.pcie_lanes, gpu.pcie_bytes_per_second
+        if not lanes or not slot:
             continue
-        above, slot = known.get(device.parent or ""), gpu.pcie_bytes_per_second
         alike = [other for other in node.gpus if other.model == gpu.model and other.pcie_bytes_per_second]
         best = max(alike, key=lambda other: other.pcie_bytes_per_second or 0.0)
-        if above is not None and above.link_width and device.link_width < above.link_width:
-            share = device.link_width / above.link_width
-            than = f"{above.link_width} of the bridge above, {above.bus_id}"
+        bridge, most = gpu.bridge_lanes or ("", 0)
+        if lanes < most:
+            share, than = lanes / most, f"{most} of the bridge above, {bridge}"
         elif best.pcie_bytes_per_second and slot < best.pcie_bytes_per_second:
             share = slot / best.pcie_bytes_per_second
             than = f"{best.name}'s {best.pcie_link}"
@@ -455,12 +434,12 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
         by_nvlink = any(link.count for link in gpu.nvlinks)  # then only what goes to a NIC or the host takes this link
         lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
         yield Finding(
-            code=GPU_PCIE_BOUND,
+            code="topology.gpu.pcie_bound",
             status=by_loss(lost),
             subject=gpu.name,
-            message=f"{gpu.name}'s PCIe link has x{device.link_width} ({gpu.pcie_link}), less than {than}: NCCL plans "
+            message=f"{gpu.name}'s PCIe link has x{lanes} ({gpu.pcie_link}), less than {than}: NCCL plans "
             f"{gigabytes(slot)} for it, {share:.0%}",
-            evidence=(f'<pci busid="{device.bus_id}" link_width="{device.link_width}">',),
+            evidence=(f'<pci busid="{gpu.bus_id}" link_width="{lanes}">',),
             remedy="Reseat the card or its riser, and look at the slot's lanes in the firmware setup.",
         )
 
@@ -477,7 +456,7 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
         refused = [device for device in devices if device.gdr_refused]
         if refused:
             yield Finding(
-                code=GDR_REFUSED,
+                code="topology.gdr.refused",
                 status=status,
                 subject=", ".join(device.name for device in refused[:8]),
                 message=f"NCCL found no GPUDirect RDMA on {len(refused)} of {len(devices)} {kind}s: data between nodes "
@@ -507,9 +486,8 @@ def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) 
         few_links = "fewer NVLinks than" in departure
         share = left if few_nics else fewest / whole if few_links else 1.0
         yield Finding(
-            code=NIC_MISSING if few_nics else REFERENCE,
+            code="topology.nic.missing" if few_nics else "topology.reference.departs",
             status=Status.FAIL if gone else by_loss(1.0 - share),
-            subject="",
             message=departure + ": an HCA is missing" * few_nics,
             evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),
             remedy="Compare with a healthy node of this kind, then repair or take this one out.",

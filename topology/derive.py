@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 
 from topology.graph import (
     FARTHEST,
@@ -22,7 +23,6 @@ from topology.graph import (
     PathClass,
     Rail,
     level,
-    nvlinks,
     path_class,
     rank,
 )
@@ -98,16 +98,16 @@ def _reach(start: str, names: list[str], known: Pairs) -> set[str]:
     while waiting:
         here = waiting.pop()
         for name in names:
-            if name not in group and nvlinks(known.label(here, name)):
+            if name not in group and known.nvlinks(here, name):
                 group.add(name)
                 waiting.append(name)
     return group
 
 
 def _island(gpus: tuple[str, ...], known: Pairs) -> Island:
-    labels = [known.label(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
-    linked = sorted({label for label in labels if nvlinks(label)}, key=nvlinks)
-    return Island(gpus=gpus, all_to_all=all(nvlinks(label) for label in labels), nvlinks_per_pair=tuple(linked))
+    counts = [known.nvlinks(a, b) for a, b in combinations(gpus, 2)]
+    labels = tuple(f"NV{count}" for count in sorted(set(counts)) if count)
+    return Island(gpus=gpus, all_to_all=all(counts), nvlinks_per_pair=labels)
 
 
 def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
@@ -119,7 +119,7 @@ def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tu
     made = []
     for pair in pairs:
         if not pair.nvlinks and pair.a in names and pair.b in names:
-            joined = any(nvlinks(known.label(pair.a, via)) and nvlinks(known.label(via, pair.b)) for via in names)
+            joined = any(known.nvlinks(pair.a, via) and known.nvlinks(via, pair.b) for via in names)
             made.append(replace(pair, path=PathClass.NVB) if joined else pair)
         else:
             made.append(pair)
@@ -146,7 +146,7 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
     # A GPU whose memory is a NUMA node hangs on a Grace CPU by C2C: SYS to every NIC is what those machines show.
     coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
     # NICs nearer to each other than SYS show a tree: then they do stand across the sockets from every GPU.
-    tree_visible = any(rank(known.label(a.name, b.name)) < SYS_RANK for i, a in enumerate(nics) for b in nics[i + 1 :])
+    tree_visible = any(rank(known.label(a.name, b.name)) < SYS_RANK for a, b in combinations(nics, 2))
     if label == "SYS" and len(nics) > 1 and not coherent and not tree_visible:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     shared = _same_numa_but_far(gpus, known) if label == "SYS" else None
@@ -154,10 +154,9 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
 
 
 def _pcie_levels(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs) -> set[str]:
-    names = [gpu.name for gpu in gpus]
-    across = [known.label(gpu, nic.name) for gpu in names for nic in nics]
-    among = [known.label(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    return {level(label) for label in across + [label for label in among if not nvlinks(label)]} - {UNKNOWN}
+    across = [known.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
+    among = [known.label(a.name, b.name) for a, b in combinations(gpus, 2) if not known.nvlinks(a.name, b.name)]
+    return {level(label) for label in across + among} - {UNKNOWN}
 
 
 def _span(affinities: set[str]) -> str:
@@ -165,11 +164,10 @@ def _span(affinities: set[str]) -> str:
 
 
 def _same_numa_but_far(gpus: tuple[GpuNode, ...], known: Pairs) -> str | None:
-    for i, first in enumerate(gpus):
-        for second in gpus[i + 1 :]:
-            same = first.numa_affinity == second.numa_affinity and (first.numa_affinity or "").isdigit()
-            if same and level(known.label(first.name, second.name)) == "SYS":
-                return f"{first.name} and {second.name}"
+    for first, second in combinations(gpus, 2):
+        same = first.numa_affinity == second.numa_affinity and (first.numa_affinity or "").isdigit()
+        if same and level(known.label(first.name, second.name)) == "SYS":
+            return f"{first.name} and {second.name}"
     return None
 
 

@@ -42,28 +42,13 @@ class NvLinkTarget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuNode:
-    """A NUMA node with the CPU facts NCCL plans by."""
+class Cpu:
+    """The facts of a host's processors that NCCL plans by."""
 
-    numa_node: int
     arch: str | None = None  # "x86_64", "arm64", "ppc64"
     vendor: str | None = None  # "GenuineIntel", "AuthenticAMD"
     family: int | None = None
     model: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PciNode:
-    """One bridge, switch or endpoint of the PCIe tree that GPUs and NICs hang from."""
-
-    bus_id: str
-    parent: str | None = None  # bus id of the node above; None directly under the CPU
-    numa_node: int | None = None
-    class_code: int | None = None  # 0x060400 bridge, 0x030200 GPU, 0x0200xx/0x0207xx NIC
-    vendor_id: int | None = None
-    device_id: int | None = None
-    link_transfers_per_second: float | None = None  # the most that both ends of the link can do
-    link_width: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +73,8 @@ class GpuNode:
     pcie_bytes_per_second: float | None = None  # NCCL's planning value of its slot, one direction
     pcie_running_bytes_per_second: float | None = None  # of the link as it runs, where that is less than its slot
     pcie_link: str | None = None  # the link as it runs: "Gen4 x16", "Gen4 x4 of x16"
+    pcie_lanes: int | None = None  # from NCCL's XML only, of its link
+    bridge_lanes: tuple[str, int] | None = None  # from NCCL's XML only: bus id of the bridge above, and its lanes
     gdr_refused: str = ""  # what says that NCCL found no GPUDirect RDMA on it; empty where nothing does
 
 
@@ -176,7 +163,8 @@ class Expectation:
     busbw_bytes_per_second: float | None  # NCCL's plan; None: not derivable, `derivation` says why
     derivation: tuple[str, ...]  # steps with their sources
     members: tuple[str, ...] = ()
-    # What healthy machines reach with 1 GiB of every rank (topology/expected.py); usual: None where only a range is known
+    # What healthy machines reach with 1 GiB of every rank (topology/expected.py); usual is None where only a range is
+    # known.
     least_bytes_per_second: float | None = None
     usual_bytes_per_second: float | None = None
     most_bytes_per_second: float | None = None
@@ -204,8 +192,6 @@ class NodeTopology:
     nvlink_known: bool = True  # False: the source says nothing about NVLink, so none seen is not none there
     topology_files: tuple[str, ...] = ()  # NCCL topology XML that the provider put on the host
     product: str | None = None  # DMI product name: "p4d.24xlarge"
-    cpus: tuple[CpuNode, ...] = ()
-    pci: tuple[PciNode, ...] = ()  # empty from a text matrix
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -296,7 +282,7 @@ def pair_of(a: str, b: str, label: str, evidence: str) -> Pair:
 
 def rank(label: str) -> int:
     """Position of a label, nearest first; NVLink before PCIe, unknown last."""
-    return 0 if nvlinks(label) else _RANKS.get(label, FARTHEST)
+    return 0 if label.startswith("NV") else _RANKS.get(label, FARTHEST)
 
 
 def level(label: str) -> str:
@@ -308,9 +294,7 @@ def lower(first: str, second: str) -> str:
     """The worse of two labels the two directions of one pair were given: what really works both ways."""
     if UNKNOWN in (first, second):
         return second if first == UNKNOWN else first
-    if nvlinks(first) and nvlinks(second):
-        return min(first, second, key=nvlinks)
-    return max(first, second, key=rank)
+    return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
 class Pairs:
@@ -322,6 +306,11 @@ class Pairs:
     def get(self, a: str, b: str) -> Pair | None:
         """The pair, None where nothing is known of it."""
         return self._by_names.get(frozenset((a, b)))
+
+    def nvlinks(self, a: str, b: str) -> int:
+        """The NVLinks between the two."""
+        pair = self.get(a, b)
+        return pair.nvlinks if pair else 0
 
     def label(self, a: str, b: str) -> str:
         """The label of the pair, "N/A" where nothing is known of it."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice, is_bridge, is_network
-from topology.graph import CpuNode, GpuNode, Pair, PathClass
+from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, Pair, PathClass, path_class
 from topology.nccl import (
     INTEL_P2P_OVERHEAD,
     cpu_bytes_per_second,
@@ -229,11 +230,8 @@ class PciTree:
         if bus_id is None:
             return None
         if bus_id not in self._slots:
-            self._slots[bus_id] = self._slot(bus_id)
+            self._slots[bus_id] = pcie_bytes_per_second(*self._possible(bus_id))
         return self._slots[bus_id]
-
-    def _slot(self, bus_id: str) -> float | None:
-        return pcie_bytes_per_second(*self._possible(bus_id))
 
     def _possible(self, bus_id: str) -> tuple[float | None, int | None]:
         """Speed and width that the device and the port above it can both do."""
@@ -280,6 +278,14 @@ class PciTree:
         generation = f"Gen{now}" if now == best else f"Gen{now} of Gen{best}"
         return f"{generation} x{width}" if width == widest else f"{generation} x{width} of x{widest}"
 
+    def links_of(self, bus_id: str | None) -> dict[str, Any]:
+        """The fields of a GPU or NIC that say what its own link is."""
+        return {
+            "pcie_bytes_per_second": self.slot_bytes_per_second(bus_id),
+            "pcie_running_bytes_per_second": self.running_bytes_per_second(bus_id),
+            "pcie_link": self.link(bus_id),
+        }
+
     def path_bytes_per_second(self, first: str, second: str, *, running: bool = False) -> float | None:
         """The narrowest planned PCIe link between two devices, or as the links run; None where an end is unknown."""
         above = [*self.above(first), first], [*self.above(second), second]
@@ -305,19 +311,45 @@ def _below_one_root_port(above_a: tuple[str, ...], above_b: tuple[str, ...]) -> 
     return "PIX" if max(own) <= 1 else "PXB"
 
 
-def plan(
-    tree: PciTree, a: str, b: str, label: str, cpu: CpuNode | None, *, gpu_to_gpu: bool, running: bool = False
-) -> float | None:
-    """What NCCL plans for a pair without NVLink: the narrowest PCIe link, and the CPUs where they are crossed.
+def pcie_pair(
+    a: GpuNode | NicNode,
+    b: GpuNode | NicNode,
+    label: str,
+    tree: PciTree,
+    cpu: Cpu | None,
+    *,
+    evidence: str,
+    peer_access: bool | None = None,
+) -> Pair:
+    """The pair of two devices without NVLink: what NCCL plans for it, and what its links carry as they run now."""
+    path = path_class(label)
+    if isinstance(a, GpuNode) and a.c2c and isinstance(b, NicNode) and label in ("PHB", "NODE"):
+        path = PathClass.P2C  # GPU, C2C, Grace, PCIe, NIC
+    gpu_to_gpu = isinstance(a, GpuNode) and isinstance(b, GpuNode)
+    known = label != UNKNOWN and a.bus_id and b.bus_id
+    planned, now = (
+        _plan(tree.path_bytes_per_second(a.bus_id or "", b.bus_id or "", running=running), label, cpu, gpu_to_gpu)
+        if known
+        else None
+        for running in (False, True)
+    )
+    return Pair(
+        a=a.name,
+        b=b.name,
+        label=label,
+        path=path,
+        bytes_per_second=planned,
+        running_bytes_per_second=now if now is not None and planned is not None and now < planned else None,
+        peer_access=peer_access,
+        evidence=evidence,
+    )
 
-    With `running` by the links as they run now, which NCCL does not look at.
-    """
-    value = tree.path_bytes_per_second(a, b, running=running)
-    if value is None:
-        return None
-    if gpu_to_gpu and label in ("PHB", "NODE", "SYS") and cpu and cpu.vendor == "GenuineIntel":
-        value /= INTEL_P2P_OVERHEAD
-    if label != "SYS":
-        return value
-    between = cpu_bytes_per_second(cpu.vendor, cpu.family, cpu.model, cpu.arch) if cpu else None
-    return min(value, between) if between is not None else None
+
+def _plan(pcie: float | None, label: str, cpu: Cpu | None, gpu_to_gpu: bool) -> float | None:
+    """The narrowest PCIe link between two devices, and the CPUs where they are crossed."""
+    if pcie is None or cpu is None:
+        return pcie
+    if gpu_to_gpu and label in ("PHB", "NODE", "SYS") and cpu.vendor == "GenuineIntel":
+        pcie /= INTEL_P2P_OVERHEAD
+    between = cpu_bytes_per_second(cpu.vendor, cpu.family, cpu.model, cpu.arch) if label == "SYS" else None
+    return pcie if between is None else min(pcie, between)

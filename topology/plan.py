@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from hardware.links import most_links
 from hardware.units import GIGA
-from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pairs, Rail
+from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pair, Pairs, Rail
 from topology.nccl import nvlink_bytes_per_second
 
 Plan = tuple[float | None, tuple[str, ...]]  # bytes per second, each way, and its derivation; None: not derivable
@@ -96,34 +96,31 @@ def node_plan(node: NodeTopology) -> Plan:
     pair = _weakest_needed(names, Pairs(node.pairs))
     if pair is None:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
-    a, b, label, value = pair
-    slowed = [gpu for gpu in node.gpus if gpu.name in (a, b) and gpu.pcie_running_bytes_per_second]
-    return value, (
+    slowed = [gpu for gpu in node.gpus if gpu.name in (pair.a, pair.b) and gpu.pcie_running_bytes_per_second]
+    return _running(pair), (
         f"no NVLink island holds all {len(names)} GPUs, so every ring crosses PCIe or the CPUs",
-        f"the best ring still crosses {label} ({a} to {b}): {gigabytes(value)} each way "
+        f"the best ring still crosses {pair.label} ({pair.a} to {pair.b}): {gigabytes(_running(pair))} each way "
         "(NCCL src/graph/topo.h: PCIe lanes, CPU to CPU)",
         *(f"{gpu.name} runs at {gpu.pcie_link}: NCCL plans by the slot, the data goes by the link" for gpu in slowed),
         "upper bound: ranks that share one PCIe uplink or one CPU link share this too",
     )
 
 
-def _weakest_needed(names: tuple[str, ...], known: Pairs) -> tuple[str, str, str, float] | None:
-    """The slowest edge of the maximum spanning tree: no ring can avoid one as slow as that."""
-    reached, weakest = [names[0]], None
+def _weakest_needed(names: tuple[str, ...], known: Pairs) -> Pair | None:
+    """The slowest edge of the maximum spanning tree: no ring avoids one as slow. None where one is unknown."""
+    reached, taken = {names[0]}, []
     while len(reached) < len(names):
-        best: tuple[str, str, str, float] | None = None
-        for a in reached:
-            for b in names:
-                pair = known.get(a, b) if b not in reached else None
-                value = (pair.running_bytes_per_second or pair.bytes_per_second) if pair else None
-                if pair and value is not None and (best is None or value > best[3]):
-                    best = (pair.a, pair.b, pair.label, value)
+        edges = [known.get(a, b) for a in names if a in reached for b in names if b not in reached]
+        best = max((pair for pair in edges if pair and _running(pair)), key=_running, default=None)
         if best is None:
             return None
-        reached += [name for name in best[:2] if name not in reached]
-        if weakest is None or best[3] < weakest[3]:
-            weakest = best
-    return weakest
+        reached |= {best.a, best.b}
+        taken.append(best)
+    return min(taken, key=_running)
+
+
+def _running(pair: Pair) -> float:
+    return pair.running_bytes_per_second or pair.bytes_per_second or 0.0
 
 
 _RATE_800G = 90 * GIGA  # and above: ports of 800 Gb/s

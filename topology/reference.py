@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from hardware.machines import Machine, recognised
-from topology.graph import UNKNOWN, NodeTopology, nvlinks
+from topology.graph import UNKNOWN, NodeTopology, rank
 
 
 def reference_of(node: NodeTopology) -> Machine | None:
@@ -39,15 +39,14 @@ def candidates(node: NodeTopology) -> tuple[str, ...]:
         return ()
     gpu_names = {gpu.name for gpu in node.gpus}
     pairs = [pair for pair in node.pairs if pair.a in gpu_names and pair.b in gpu_names]
-    labels = {pair.label for pair in pairs if pair.nvlinks}
-    most = max(labels, key=nvlinks, default="")
+    most = max((pair.nvlinks for pair in pairs), default=0)
     near = {entry.label for entry in node.nearest_nic}
     return tuple(
         row.called
         for row in recognised()
         if row.gpus == len(node.gpus)
         and row.links_per_pair
-        and f"NV{max(row.links_per_pair)}" == most
+        and max(row.links_per_pair) == most
         and (not row.all_to_all or all(pair.nvlinks for pair in pairs))
         and (row.gpu_nic is None or not near or not near.isdisjoint((row.gpu_nic, row.gpu_nic_farthest)))
         and (row.devices is None or len(node.nics) in (0, row.devices))
@@ -90,16 +89,10 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
         lost = {gpu.name for gpu in node.gpus if not gpu.usable}
         decided = [near for near in node.nearest_nic if near.gpu not in lost]
         farthest = row.gpu_nic_farthest or row.gpu_nic
-        far = [near.gpu for near in decided if not _at_least(near.label, farthest)]
+        far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" of XML
         if far:
             found.append(f"nearest NIC of {', '.join(far)} is farther than {farthest}, which {row.called} has")
     return tuple(found)
-
-
-def _at_least(label: str, wanted: str) -> bool:
-    order = ("PIX", "PXB", "PHB", "NODE", "SYS")
-    label = label.partition("/")[0]  # "PHB/NODE" of NCCL XML
-    return label in order and order.index(label) <= order.index(wanted)
 
 
 def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:

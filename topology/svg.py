@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as escape_html
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from hardware.units import bits, rate
 from probes.pci.facts import PciFacts
 from topology.formats.matrix import columns, printable
-from topology.graph import Island, NicNode, NodeTopology, Pairs, level, nvlinks, rank
+from topology.graph import Island, NicNode, NodeTopology, Pairs, level, rank
 
 COLOURS = {
     "NV": "#3b8132",
@@ -249,8 +249,8 @@ def _block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict
         for index, device in enumerate(row):
             x = left + wide / len(row) * (index + 0.5)
             spots[device.name] = x
-            labels = (known.label(device.name, other.name) for other in block if other is not device)
-            others = [label for label in labels if not nvlinks(label)]  # the line is PCIe, whatever joins GPUs besides
+            pairs = (known.get(device.name, other.name) for other in block if other is not device)
+            others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # the line is PCIe
             kind = "gone" if device.kind == "ghost" else _kind(min(others, key=rank)) if others and shared else "host"
             end = middle if shared else x
             lines.append(_line(x, y, end, kind, device))
@@ -343,11 +343,11 @@ def _nvlink(
 
 def _bar(island: Island, known: Pairs, spots: dict[str, float], y: float) -> list[str]:
     """One bar with a stub per GPU; a GPU with fewer links than its neighbours says how many."""
-    most = max(nvlinks(label) for label in island.nvlinks_per_pair)
+    most = max(known.nvlinks(a, b) for a, b in combinations(island.gpus, 2))
     xs = [spots[name] for name in island.gpus]
     drawn = [f'<path class="l-nv l-wide" d="M{min(xs):.1f} {y:.1f}H{max(xs):.1f}"/>']
     for name in island.gpus:
-        mine = max(nvlinks(known.label(name, other)) for other in island.gpus if other != name)
+        mine = max(known.nvlinks(name, other) for other in island.gpus if other != name)
         drawn.append(f'<path class="l-nv" d="M{spots[name]:.1f} {GPU_Y + HIGH}V{y:.1f}"/>')
         if mine < most:
             drawn.append(_text(spots[name] + 6, y - 5, f"! NV{mine}", "d-name d-warn", anchor="start"))
@@ -373,7 +373,7 @@ def _arc(a: float, b: float, label: str) -> str:
 
 def _kind(label: str) -> str:
     word = level(label).lower()
-    return "nv" if nvlinks(label) else word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
+    return word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
 def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "middle", fits: int = 99) -> str:

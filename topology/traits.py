@@ -22,7 +22,7 @@ from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.build import build
-from topology.graph import NodeTopology, nvlinks
+from topology.graph import NodeTopology
 
 FAIL, WARN, INFO = Status.FAIL, Status.WARN, Status.INFO
 _MILDEST_FIRST = (INFO, Status.UNKNOWN, WARN, FAIL)
@@ -272,5 +272,5 @@ def _links(snapshot: Snapshot, node: NodeTopology | None) -> Iterator[Trait]:
         if {pair.a, pair.b} & lost:
             continue  # told once, with the GPU's state
         if {pair.a, pair.b} & gpus:
-            label = "NVLink" if nvlinks(pair.label) else pair.label
+            label = "NVLink" if pair.nvlinks else pair.label
             yield from _trait(f"{pair.a} to {pair.b}", "path", label, FAIL if label == "NVLink" else WARN)

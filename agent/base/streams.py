@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import logging
 import os
 import sys
 import unicodedata
@@ -41,6 +42,15 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - for the whole process
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=UNENCODABLE)
+
+
+def log_to_stderr(level: int) -> None:
+    """Write the log to standard error, without secrets."""
+    from contracts.redaction import RedactedFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(RedactedFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def printable_in(text: str, encoding: str | None) -> str:

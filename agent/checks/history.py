@@ -234,7 +234,7 @@ class History:
                     self._tell(now, "cleared", seen.checks[0].message, seen.checks[0])
 
     def _tell(self, at: float, kind: Any, text: str, check: Finding | None = None) -> None:
-        about = {"code": check.code, "subject": check.subject[:128], "severity": check.status} if check else {}
+        about = {"code": check.code, "subject": check.subject[:128], "severity": check.status.value} if check else {}
         self._kept.events.append(Event(at_seconds=at, kind=kind, text=text[:TEXT], **about))
 
 

@@ -13,9 +13,9 @@ from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.inputs import InputError, parse_version
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
-from planner.lint.environment import lint
-from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, listed_lines, read_text, why_nothing
-from probes.api import Snapshot
+from planner.lint.environment import Machine, lint
+from planner.lint.named import NamedEnvironment
+from planner.lint.sources import EnvironmentTextError, Reading, listed_lines, read_text, why_nothing
 
 
 def process_environment(pid: str) -> str:
@@ -44,7 +44,7 @@ class Linted:
         return EXIT_UNKNOWN if self.unread else EXIT_PASS
 
 
-def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snapshot | None, name: str = "") -> Linted:
+def lint_text(text: str, kind: str, *, nccl_version: str | None, machine: Machine | None, name: str = "") -> Linted:
     """Check every environment in `text`; `name` is its file's.
 
     Raises InputError for a text that cannot be read, or in which no variable is found: an environment that was
@@ -62,19 +62,19 @@ def lint_text(text: str, kind: str, *, nccl_version: str | None, snapshot: Snaps
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
     checks = tuple(
-        check for named in reading.environments for check in _checks(named, found_version, snapshot, reading.nodes)
+        check for named in reading.environments for check in _checks(named, found_version, machine, reading.nodes)
     )
     return Linted(read=str(without_secrets(_read_in_words(reading))), unread=_unread_in_words(reading), checks=checks)
 
 
 def _checks(
-    named: NamedEnvironment, version_in_use: tuple[int, ...] | None, snapshot: Snapshot | None, nodes: int | None
+    named: NamedEnvironment, version_in_use: tuple[int, ...] | None, machine: Machine | None, nodes: int | None
 ) -> Iterator[Finding]:
     """What one environment adds to the one that it builds on."""
 
     def judged(each: NamedEnvironment) -> tuple[Finding, ...]:
         return lint(
-            each.environment, nccl_version=version_in_use, snapshot=snapshot, source=each.source,
+            each.environment, nccl_version=version_in_use, machine=machine, source=each.source,
             unresolved=each.unresolved, unexported=each.unexported, own=each.used,
             nodes=nodes,
         )  # fmt: skip

@@ -14,7 +14,8 @@ from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
-from planner.lint.sources import recorded_environments
+from planner.lint.machine import machine_of
+from planner.lint.recorded import recorded_environments
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import FREE_MEMORY, is_full, subject_of
@@ -265,9 +266,10 @@ def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding,
         return tuple(
             Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in ENVIRONMENT_CODES
         )
+    machine = machine_of(snapshot, node)
     findings = [
         finding
         for named in recorded_environments(snapshot)
-        for finding in lint(named.environment, snapshot=snapshot, source=named.source, topology=node)
+        for finding in lint(named.environment, machine=machine, source=named.source)
     ]
     return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -248,9 +247,8 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         options = {**options, **_dra(advice, options, query_cluster=form is None)}
         advice = _compute_domain(advice, options, query_cluster=form is None)
         spec = cluster_job.spec_of(advice, options, _offered(advice, options, query_cluster=form is None))
-        launched = "" if form else datetime.now(UTC).isoformat()
         plan = cluster_job.plan_of(advice, options, found)
-        made = cluster_job.documents(spec, options["api"], plan, launched=launched)
+        made = cluster_job.documents(spec, options["api"], plan)
         documents = (*cluster_job.storage(options), *made)
         if options["with_network"]:
             documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from agent.base import inputs
-from agent.base.hosts import snapshots
 from agent.base.options import host_option
 from agent.base.output import render, say
 from contracts import bounded
@@ -40,9 +39,14 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     else:
         raw = inputs.read(source, _LIMIT_BYTES, hint="; give the lines that set the environment")
         text = raw.decode("utf-8", errors="replace")
-    recorded = snapshots(hosts)[0] if hosts else None
+    machine = None
+    if hosts:
+        from agent.base.hosts import snapshots
+        from planner.lint.machine import machine_of
+
+        machine = machine_of(snapshots(hosts)[0])
     name = "" if source == "-" or kind == "process" else source
-    linted = lint_text(text, kind, nccl_version=nccl_version, snapshot=recorded, name=name)
+    linted = lint_text(text, kind, nccl_version=nccl_version, machine=machine, name=name)
     if form != "table":
         say("\n".join(filter(None, (linted.unread, linted.read))), err=True)
         say(render(list(linted.checks), form), nl=False)

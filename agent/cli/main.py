@@ -105,7 +105,7 @@ def cli(verbose: int) -> None:
     flies: launches the fine-tune and compares it with the forecast.
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
+    streams.log_to_stderr(level)
 
 
 def main(arguments: list[str] | None = None) -> None:

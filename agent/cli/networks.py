@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +168,6 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         raise click.UsageError(str(error)) from None
     found = snapshots(options["hosts"], root=options["root"])
     bars, jobs = [], []
-    launched = "" if options["dry_run"] else datetime.now(UTC).isoformat()
     try:
         advice = answer(request, found)
         if advice.model and advice.model.name == EMBEDDED_MODEL:
@@ -185,7 +183,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
                 bars.append(networks.Bar(network="rdma", status="not had", why=why))
                 continue
             taken = there.over(advice, network, request, found)
-            jobs.append((network, there.documents(taken, network, options, found, launched)))
+            jobs.append((network, there.documents(taken, network, options, found)))
     except (JobError, ExportError, RequestError) as error:
         raise click.UsageError(str(error)) from None
     for line in left_out:

@@ -157,7 +157,7 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     started = time.monotonic()
     try:
         with waiting("preflight: asking the cluster"):
-            client = connect(where["context"]).waited_for()
+            client = connect(where["context"]).brief()
             names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
             held = fleet(client)
     except (AccessError, ApiError) as error:

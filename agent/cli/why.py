@@ -89,7 +89,7 @@ def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ..
     from agent.cluster.gate import checks_of, fleet, named, readable
 
     try:
-        client = connect(None).waited_for()
+        client = connect(None).brief()
         names = () if "=" in word else tuple(filter(None, word.split(",")))
         found, held = named(client, names, word if "=" in word else None), fleet(client)
         return None, checks_of(found, held), readable(found, held)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from agent.base.version import VERSION
-from agent.cluster.repeats import Repeats
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -32,7 +31,8 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 APPLY = "application/apply-patch+yaml"  # JSON is YAML
-FIELD_MANAGER = "topoflight"
+WRITE = {"fieldManager": "topoflight", "fieldValidation": "Strict"}
+DRY_RUN = {"dryRun": "All"}
 PAGE = 100  # a GPU server's record has 20 KB; 500, as client-go asks for, would be 70 MiB once parsed
 BODY_LIMIT_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd holds no object above 1.5 MiB
@@ -41,7 +41,7 @@ CONNECTIONS = 4  # kept for reuse; threads that ask at once and no more
 TRIES = 5
 TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
-BRIEF_SECONDS = 5.0
+BRIEF_SECONDS = 2.5
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, as the API server writes it
 AGAIN = (429, 500, 502, 503, 504)  # what the API server answers while it is busy, starting or behind a balancer
 
@@ -165,7 +165,6 @@ class Client:
         self._on_warning = on_warning
         self._timeout, self._tries = timeout_seconds, tries
         self._stop = threading.Event()
-        self._loads: Callable[[bytes], Any] = json.loads
         self._accept = "application/json"
         self._api = ApiClient(configuration)
         self._api.user_agent = f"topoflight/{VERSION}"
@@ -181,17 +180,9 @@ class Client:
         other._tries, other._timeout, other._stop = tries, timeout_seconds or self._timeout, threading.Event()
         return other
 
-    def once(self) -> Client:
-        """Each call tried once: for callers that wait by themselves."""
-        return self.limited(tries=1)
-
     def brief(self) -> Client:
-        """Asked twice and soon given up: for calls that someone waits for, who can come again."""
+        """Ask twice and give up within 11 s (2.5 s to connect, 5 s to answer): for a call that somebody waits for."""
         return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
-
-    def waited_for(self) -> Client:
-        """Asked twice, and given up within 11 s: 2.5 s to connect or 5 s to answer, for a person who waits."""
-        return self.limited(tries=2, timeout_seconds=2.5)
 
     def metadata(self) -> Client:
         """The same, but objects come without spec and status where the server can leave them out."""
@@ -211,57 +202,44 @@ class Client:
         return self.request("GET", path, query=query)
 
     def pages(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[tuple[list[Json], str]]:
-        """Items page by page, each with the resource version to watch from. Equal parts are shared: only read them."""
+        """Items page by page, each with the resource version to watch from."""
         wanted = {**(query or {}), "limit": PAGE}
-        listing = copy.copy(self)
-        listing._loads = Repeats().loads
         while True:
-            page = listing.get(path, wanted)
+            page = self.get(path, wanted)
             about = page.get("metadata") or {}
             yield list(page.get("items") or ()), str(about.get("resourceVersion", ""))
             if not about.get("continue"):
                 return
             wanted["continue"] = about["continue"]
 
-    def apply(self, path: str, document: Json, *, force: bool = True, dry_run: bool = False) -> Json:
+    def apply(self, path: str, document: Json, *, dry_run: bool = False) -> Json:
         """Server-side apply: our fields become `document`'s, those of others stay."""
-        return self._apply(path, document, force=force, dry_run=dry_run)[1]
+        return self.applied(path, document, dry_run=dry_run)[1]
 
-    def applied(self, path: str, document: Json, *, dry_run: bool = False) -> bool:
-        """As `apply`; whether this made the object, which was not there before."""
-        return self._apply(path, document, force=True, dry_run=dry_run)[0] == 201
-
-    def _apply(self, path: str, document: Json, *, force: bool, dry_run: bool) -> tuple[int, Json]:
-        query: dict[str, Any] = {
-            "fieldManager": FIELD_MANAGER,
-            "force": str(force).lower(),
-            "fieldValidation": "Strict",
-        }
-        if dry_run:
-            query["dryRun"] = "All"
-        return self._tried("PATCH", path, query=query, body=document, content_type=APPLY, repeatable=True)
+    def applied(self, path: str, document: Json, *, dry_run: bool = False) -> tuple[bool, Json]:
+        """As `apply`; whether this made the object, which was not there before, and the object."""
+        query = {**WRITE, "force": "true", **(DRY_RUN if dry_run else {})}
+        status, made = self._tried("PATCH", path, query=query, body=document, content_type=APPLY)
+        return status == 201, made
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
         """POST; tried again after an unclear failure only where twice is as good as once (reviews)."""
-        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
+        query = {**WRITE, **(DRY_RUN if dry_run else {})}
         return self.request("POST", path, query=query, body=document, repeatable=repeatable)
 
     def delete(self, path: str) -> Json:
         """Delete an object after what it owns: once it is gone, its pods are."""
         return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})
 
-    def request(
-        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Json | None = None,
-        content_type: str = "application/json", repeatable: bool = True,
-    ) -> Json:  # fmt: skip
-        """One call with its retries. Raises ApiError."""
-        return self._tried(method, path, query=query, body=body, content_type=content_type, repeatable=repeatable)[1]
+    def request(self, method: str, path: str, **options: Any) -> Json:
+        """One call with its retries; `options` as `_tried` takes them. Raises ApiError."""
+        return self._tried(method, path, **options)[1]
 
     def _tried(
-        self, method: str, path: str, *, query: Mapping[str, Any] | None, body: Json | None, content_type: str,
-        repeatable: bool,
+        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Json | None = None,
+        content_type: str = "application/json", repeatable: bool = True,
     ) -> tuple[int, Json]:  # fmt: skip
-        """The status and the object of the first try that is answered for good."""
+        """The status and the object of the first try that is answered for good; `close` ends the waits between."""
         for attempt in range(self._tries):
             try:
                 return self._once(method, path, query, body, content_type)
@@ -310,7 +288,7 @@ class Client:
         if not 200 <= answer.status < 300:
             raise _refusal(answer.status, raw, answer.headers)
         try:
-            value = self._loads(raw)
+            value = json.loads(raw)
         except ValueError:
             raise ApiError(answer.status, f"{path}: the answer is no JSON") from None
         if not isinstance(value, dict):

@@ -28,7 +28,6 @@ from agent.checks.verdict import judge, worst_first
 from agent.checks.view import View
 from agent.cluster import node_facts
 from agent.cluster.node_facts import clean
-from agent.cluster.repeats import Repeated
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
@@ -194,7 +193,7 @@ def _findings(checks: Sequence[Finding]) -> tuple[Json, ...]:
     return tuple(
         {
             "code": clean(c.code, 128),
-            "severity": c.status,
+            "severity": c.status.value,
             "subject": clean(c.subject, 128),
             "message": clean(c.message),
             "remedy": clean(c.remedy),
@@ -226,17 +225,9 @@ def _keys(machine: Json | None) -> tuple[str | None, str | None]:
     """Keys of what the graph is built from, and of the whole; equal facts have equal keys. Raises ValueError."""
     if machine is None:
         return None, None
-    graph = _key([_part_key(machine.get(part)) for part in node_facts.GRAPH_PARTS])
-    rest = [(part, _part_key(machine[part])) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
+    graph = _key([_key(machine.get(part)) for part in node_facts.GRAPH_PARTS])
+    rest = [(part, _key(machine[part])) for part in sorted(machine) if part not in node_facts.GRAPH_PARTS]
     return graph, _key([graph, *rest])
-
-
-def _part_key(part: Any) -> str:
-    if not isinstance(part, Repeated):
-        return _key(part)
-    if not hasattr(part, "key"):
-        part.key = _key(part)
-    return part.key
 
 
 def _key(value: Any) -> str:
@@ -459,7 +450,7 @@ class Fleet:
             return None
         if record.facts not in self._alike:
             parts = (part for part in sorted(record.machine) if part != node_facts.MEMORY_USED)
-            self._alike[record.facts] = _key([(part, _part_key(record.machine[part])) for part in parts])
+            self._alike[record.facts] = _key([(part, _key(record.machine[part])) for part in parts])
         return self._alike[record.facts]
 
     def _graph(self, record: NodeRecord) -> NodeTopology | None:

@@ -41,7 +41,7 @@ class Publisher:
         interval_seconds: float = 300.0, look_seconds: float = 5.0, labels: bool = True,
     ) -> None:  # fmt: skip
         self._shared, self._latest, self._namespace = client, latest, namespace
-        self._client = client.once()  # our pauses grow: five tries in each would be five times the load of thousands
+        self._client = client.limited(tries=1)  # our pauses grow: more tries in each are more load of thousands
         self._interval, self._look = interval_seconds, look_seconds
         self._labels = labels
         self._stop = threading.Event()

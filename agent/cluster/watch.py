@@ -43,7 +43,7 @@ class Watcher:
     ) -> None:
         self._tally = tally or WatchTally()
         # one try a call: the pauses between them are this thread's, and who waits for the list hears the first refusal
-        self._client, self._path, self._store, self._seconds = client.once(), path, store, seconds
+        self._client, self._path, self._store, self._seconds = client.limited(tries=1), path, store, seconds
         self._stop = threading.Event()
         self._answered = threading.Condition()
         self._listed = False
@@ -101,18 +101,20 @@ class Watcher:
                     if failures == 0:  # the first time it is the rule, not a failure
                         failures = 1
                         continue
-                self.error = str(error)
-                self._tell(refused=error.status not in AGAIN or failures + 1 >= BUSY_TRIES)
-                log.warning("watch of %s: %s", self._path, error)
-                self._stop.wait(backoff_seconds(failures, error.retry_after))
-                failures += 1
+                busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
+                failures = self._pause(str(error), failures, error.retry_after, refused=not busy)
             except Exception as error:  # noqa: BLE001 - whatever an object holds, the others are followed
                 self._tally.restarts["invalid"] += 1
-                self.error, version = f"{type(error).__name__}: {error}", ""
-                self._tell(refused=True)
-                log.warning("watch of %s: an object that is none: %s", self._path, error)
-                self._stop.wait(backoff_seconds(failures))
-                failures += 1
+                version = ""
+                failures = self._pause(f"an object that is none: {type(error).__name__}: {error}", failures)
+
+    def _pause(self, error: str, failures: int, retry_after: float | None = None, *, refused: bool = True) -> int:
+        """Say what went wrong and wait before the next try; one failure more."""
+        self.error = error
+        self._tell(refused=refused)
+        log.warning("watch of %s: %s", self._path, error)
+        self._stop.wait(backoff_seconds(failures, retry_after))
+        return failures + 1
 
     def _list(self) -> str:
         version = ""

@@ -12,12 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from agent.base.documents import document as plain
-from agent.base.documents import render
 from agent.checks.view import View
 from agent.http.problem import ProblemError
-from agent.http.worker import Answer, Worker
-from contracts.redaction import without_secrets
+from agent.http.worker import Answer, Worker, document
 
 Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
 MOST_ANSWERS = 64
@@ -89,11 +86,6 @@ def form_of(request: Request, form: str | None) -> str:
     if wanted not in ("json", "yaml"):
         raise ProblemError(400, f"format={wanted}: must be json or yaml here", allowed=["json", "yaml"])
     return wanted
-
-
-def document(value: Any, form: str) -> Answer:
-    """`value` as a JSON or YAML document, without secrets."""
-    return Answer(body=render(without_secrets(plain(value)), form).encode(), media_type=f"application/{form}")
 
 
 def respond(answer: Answer) -> Response:

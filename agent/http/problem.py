@@ -5,6 +5,8 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from contracts.redaction import without_secrets
+
 if TYPE_CHECKING:  # the worker process refuses questions too, and serves no HTTP
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
@@ -39,7 +41,7 @@ def response(
         "instance": request.url.path,
         **more,
     }
-    return JSONResponse(body, status_code=status, media_type=MEDIA_TYPE, headers=headers)
+    return JSONResponse(without_secrets(body), status_code=status, media_type=MEDIA_TYPE, headers=headers)
 
 
 def install(app: FastAPI) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 
 from agent.advice import advise, whatif
 from agent.advice.request import Request
-from agent.base.documents import render
 from agent.base.inputs import RequestError
+from agent.base.streams import log_to_stderr
 from agent.checks.view import View
 from agent.cluster.nodes import Fleet, NodeRecord, records_of
 from agent.cluster.places import Places
 from agent.http import cluster
-from agent.http.worker import Answer, Refusal, send
+from agent.http.worker import Answer, Refusal, document, send
 
 # What the page opens with, so that one sees what may be asked and what an answer looks like.
 EXAMPLES: tuple[dict[str, str], ...] = (
@@ -90,7 +90,7 @@ def recommendations(
         hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=hosts).encode(), media_type="text/plain")
-    return _document(advice, form)
+    return document(advice, form)
 
 
 def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
@@ -115,13 +115,13 @@ def nodes(
     own: tuple[str | None, float] | None = None,
 ) -> Answer:  # fmt: skip
     """Every node as a row."""
-    document = cluster.nodes_document(known.nodes(own), source)
-    return _document({**document, "behind": behind} if behind else document, form)
+    rows = cluster.nodes_document(known.nodes(own), source)
+    return document({**rows, "behind": behind} if behind else rows, form)
 
 
 def topology(known: Known, *, form: str, own: tuple[str | None, float] | None = None) -> Answer:
     """The cluster, each kind of node once."""
-    return _document(cluster.topology_document(known.nodes(own)), form)
+    return document(cluster.topology_document(known.nodes(own)), form)
 
 
 def cluster_page(
@@ -147,21 +147,17 @@ def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was p
     """The verdict on posted sources."""
     from agent.http.why import judged
 
-    return _document(judged(body), "json")
+    return document(judged(body), "json")
 
 
 def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what was asked alone
     """A JSON document as YAML."""
-    return _document(json.loads(text), "yaml")
+    return document(json.loads(text), "yaml")
 
 
 QUESTIONS: dict[str, Callable[..., Answer | Refusal]] = {
     one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page, why, as_yaml)
 }
-
-
-def _document(value: Any, form: str) -> Answer:
-    return Answer(body=render(value, form).encode(), media_type=f"application/{form}")
 
 
 def _page(html: str, status: int = 200) -> Answer:
@@ -214,7 +210,7 @@ def main() -> None:
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this goes and not the agent
-    logging.basicConfig(level=logging.WARNING)
+    log_to_stderr(logging.WARNING)
     pipe, known = Connection(int(sys.argv[1])), Known()
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):

@@ -30,12 +30,12 @@ from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
 from agent.http import models, pages, problem, runs, why
 from agent.http.access import POSTS_PER_MINUTE, Bucket, Guard, ReadHosts, Tokens
-from agent.http.answers import Format, Rendered, document, form_of, respond
+from agent.http.answers import Format, Rendered, form_of, respond
 from agent.http.cluster import Cluster, nodes_document
 from agent.http.models import TOKEN, YAML, Gate, Version, problems, texts
 from agent.http.problem import ProblemError
 from agent.http.state import State, age_seconds
-from agent.http.worker import Worker
+from agent.http.worker import Worker, document
 from agent.metrics import families as metrics
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding

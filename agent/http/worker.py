@@ -25,10 +25,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agent.base.documents import document as plain
+from agent.base.documents import render
 from agent.checks.view import View
 from agent.cluster.nodes import NodeRecord
 from agent.http.problem import ProblemError
 from collectives.bench import processes
+from contracts.redaction import without_secrets
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -88,6 +91,11 @@ class _Job:
         """Tell the clients that wait."""
         self.done_at = time.monotonic()
         self.answered.set_exception(ProblemError(status, detail, headers=headers))
+
+
+def document(value: Any, form: str) -> Answer:
+    """`value` as a JSON or YAML document, without secrets."""
+    return Answer(body=render(without_secrets(plain(value)), form).encode(), media_type=f"application/{form}")
 
 
 def send(pipe: Connection, answer: Answer | Refusal) -> None:

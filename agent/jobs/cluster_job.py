@@ -259,15 +259,9 @@ def _cores(quantity: str) -> float | None:
         return None
 
 
-def documents(spec: JobSpec, api: str, plan: JobPlan, *, launched: str = "") -> tuple[Document, ...]:
-    """ConfigMap with the job's plan, then the job of the API asked for.
-
-    `launched` tells one launch of a job from the next: each has all its restarts.
-    """
-    files = {"plan.json": dumps(plan)}
-    if launched:
-        files["launched"] = launched + "\n"
-    return (manifests.config_map(spec, files), *manifests.APIS[api](spec))
+def documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, ...]:
+    """Return the ConfigMap with the job's plan, then the job of the API asked for."""
+    return (manifests.config_map(spec, {"plan.json": dumps(plan)}), *manifests.APIS[api](spec))
 
 
 def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None = None) -> tuple[Document, ...]:
@@ -471,7 +465,7 @@ def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
                 raise
             return "was there: left as it is"
         return "created"
-    new = client.applied(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
+    new, _ = client.applied(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
     return "created" if new else "was there: updated"
 
 

@@ -99,7 +99,7 @@ def over(advice: Recommendation, network: Attached, request: Request, found: Seq
 
 
 def documents(
-    advice: Recommendation, network: Attached, options: Mapping[str, Any], found: Sequence[Snapshot], launched: str
+    advice: Recommendation, network: Attached, options: Mapping[str, Any], found: Sequence[Snapshot]
 ) -> tuple[Document, ...]:
     """The job of one network: its name ends with the network's, and so does its output folder."""
     options = {**options, "name": f"{options['name']}-{network.name}"}
@@ -110,7 +110,7 @@ def documents(
     plan = cluster_job.plan_of(advice, options, found)
     if not (network.rate or network.rdma):  # nothing is known of it that the run could be held against
         plan = replace(plan, forecast=RunForecast())
-    return cluster_job.documents(spec, options["api"], plan, launched=launched)
+    return cluster_job.documents(spec, options["api"], plan)
 
 
 def run(

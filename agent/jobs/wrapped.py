@@ -25,6 +25,7 @@ from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
+from planner.lint.machine import machine_of
 from planner.stacks.arguments import Said, as_run, read_command
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -79,7 +80,8 @@ def _judged(text: str, jobs: Sequence[Job], found: Sequence[Snapshot]) -> list[s
     of_pod = any(link.role in POD_ROLES - {"loopback"} for each in facts for link in each.interfaces)
     other_network = any(part.host_network is of_pod for job in jobs for part in job.parts)
     try:
-        checks = lint_text(text, "auto", nccl_version=None, snapshot=found[0] if len(found) == 1 else None).checks
+        machine = machine_of(found[0]) if len(found) == 1 else None
+        checks = lint_text(text, "auto", nccl_version=None, machine=machine).checks
     except InputError:  # it sets no variable of NCCL's
         return []
     return [

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import Metric as Samples
 from prometheus_client.exposition import choose_encoder
 
 from agent.base.version import VERSION
@@ -28,12 +29,11 @@ from agent.metrics.catalogue import (
     KEPT_TRANSPORTS,
     OWN,
     PROBES,
-    Family,
 )
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Communication, RunRecord
-from probes.api import Failed, Ok
+from probes.api import Failed, Metric, Ok
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
@@ -85,7 +85,7 @@ def _rendered(view: View, accept: str, more: More, *, zipped: bool) -> bytes:
     return gzip.compress(body, compresslevel=6, mtime=0) if zipped else body
 
 
-def families(view: View, more: More = ()) -> Iterator[Metric]:
+def families(view: View, more: More = ()) -> Iterator[Samples]:
     """Every family of one view, and of `more`, that has a value."""
     values = {**dict(agent_values(view)), **dict(more)}
     yield InfoMetricFamily("topoflight_build", "Version of the agent.", {"version": VERSION})
@@ -102,14 +102,14 @@ def families(view: View, more: More = ()) -> Iterator[Metric]:
 class _Registry:
     """What an encoder needs of a registry."""
 
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+    def __init__(self, collect: Callable[[], Iterable[Samples]]) -> None:
         self._collect = collect
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Samples]:
         return self._collect()
 
 
-def _metric(family: Family, values: Values) -> Metric:
+def _metric(family: Metric, values: Values) -> Samples:
     kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     metric = kind(family.exposed, family.help, labels=family.labels)
     for label_values, value in values:

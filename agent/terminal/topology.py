@@ -13,7 +13,7 @@ from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
 from topology.formats.matrix import columns
-from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level, nvlinks
+from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
 from topology.reference import departures
 
 
@@ -46,7 +46,7 @@ def blocks(out: Console, node: NodeTopology) -> None:
     named = [f"{labels[nic.name]} {nic.name}" for nic in node.nics if labels[nic.name] != nic.name]
     if named:
         out.print(escape(", ".join(named)), style="dim")
-    seen = {"nv" if nvlinks(pair.label) else level(pair.label).lower() for pair in node.pairs}
+    seen = {"nv" if pair.nvlinks else level(pair.label).lower() for pair in node.pairs}
     words = [text for word, text in CLASSES if word in seen]
     if words:
         out.print(escape("; ".join(words)), style="dim")

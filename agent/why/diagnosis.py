@@ -24,6 +24,7 @@ from collectives.traces import calls, ras, watchdog
 from contracts import bounded, run_record
 from contracts.finding import Finding
 from contracts.layout import LayoutError, values_of
+from contracts.redaction import without_secrets
 from contracts.run_record import RunRecord
 from contracts.yaml_edit import documents
 from contracts.yaml_text import YamlTextError
@@ -108,7 +109,8 @@ def answer(sources: Asked) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     if verdict.state == "fine" and not verdict.sources:
         verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
-    return replace(verdict, unknown=(*verdict.unknown, *unknown))
+    whole: Verdict = without_secrets(replace(verdict, unknown=(*verdict.unknown, *unknown)))  # lines of logs are in it
+    return whole
 
 
 def _world(seen: Seen) -> int | None:
@@ -529,7 +531,7 @@ def with_manifest(
         raise WhyError(f"--manifest {path}: {error}") from None
     text = raw.decode("utf-8", errors="replace")
     try:
-        linted = lint_text(text, "auto", nccl_version=None, snapshot=None, name=path.name)
+        linted = lint_text(text, "auto", nccl_version=None, machine=None, name=path.name)
     except InputError:
         if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE) or not _is_read(text, path.name):
             raise

@@ -30,6 +30,7 @@ from collectives.nccl_log.reader import (
 )
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
 from contracts.bounded import open_regular, utf8_chunks
+from contracts.redaction import without_secrets
 
 # From counted lines to a verdict: what joins nodes, what joins GPUs of a node, is GPUDirect RDMA on.
 #
@@ -407,7 +408,8 @@ def read(lines: Iterable[str] | Iterable[bytes], *, ports: Collection[str] | Non
         several = several or b"\n" in block
         reader.feed(block)
     reader.finish(cut=several and not block.endswith(b"\n"))
-    return judge_runs(runs, ports=ports)
+    evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
+    return evidence
 
 
 def read_file(path: str | Path | BinaryIO, *, ports: Collection[str] | None = None) -> Evidence:
@@ -434,7 +436,8 @@ def read_files(paths: Iterable[str | Path | BinaryIO], *, ports: Collection[str]
                     _take(runs, opened, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
-    return judge_runs(runs, ports=ports)
+    evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
+    return evidence
 
 
 def _files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:

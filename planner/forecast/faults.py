@@ -25,7 +25,7 @@ from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
 from topology.derive import complete
-from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, Pair, nvlinks
+from topology.graph import ClusterTopology, GpuNode, NicNode, NodeTopology, Pair
 
 Findings = Mapping[str, Sequence[Finding]]  # by hostname
 
@@ -198,7 +198,7 @@ def _mend_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
 def _mend_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
     """Every pair of GPUs has as many NVLinks as the pair with most of them."""
     names = {gpu.name for gpu in node.gpus}
-    linked = [p for p in node.pairs if {p.a, p.b} <= names and nvlinks(p.label)]
+    linked = [p for p in node.pairs if {p.a, p.b} <= names and p.nvlinks]
     if not linked or not finding.subject:
         return node
     best = max(linked, key=lambda p: p.nvlinks)

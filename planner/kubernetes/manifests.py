@@ -8,7 +8,6 @@ data.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -66,9 +65,13 @@ POD_LABELS = {
 RDMA_OF_DRANET = 'device.attributes["dra.net"].rdma == true'
 CHANNEL = "compute-domain-channel"  # a pod's claim of an IMEX channel
 PORT = 29500  # where pod 0 listens for the others: torchrun's own default
-GATE = "/run/topoflight-gate"  # where the gate leaves its exit code, where the job's controller would try it again
 # How a pod ends that another one shall take the place of: it saved and ended, SIGKILL, SIGTERM. All else fails the job.
 RETRIED = (RESUMABLE, KILLED + 9, KILLED + 15)
+# Exit codes that no lost peer causes: settings refused, a check failed, out of memory, no disk, another layout than the
+# planned one (docs/finetune.md). Under an operator these fail the job at once; all others restart it.
+FINAL = (2, 3, 71, 74, 76)
+# JobSet counts its restarts in this label of every pod (jobset.x-k8s.io, "restart-attempt").
+RESTARTS_OF_JOBSET = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 AGENT_AUDIENCE = "topoflight"  # whom the agent's TokenReview expects a token to be for
 AGENT_TOKEN = "/var/run/secrets/topoflight"  # noqa: S105 - a folder
 
@@ -124,6 +127,7 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
             "mlPolicy": {"numNodes": spec.nodes, "torch": {}},
             "template": {
                 "spec": {
+                    "failurePolicy": _failure_policy(spec),
                     "replicatedJobs": [
                         {
                             "name": "node",
@@ -132,7 +136,7 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
                                 "spec": body,
                             },
                         }
-                    ]
+                    ],
                 }
             },
         },
@@ -162,7 +166,7 @@ def trainjob(spec: JobSpec) -> tuple[Document, ...]:
 def jobset(spec: JobSpec) -> tuple[Document, ...]:
     """A JobSet of one Job, whose pods meet through the Service that JobSet makes: needs its controller and no Kubeflow.
 
-    The Job counts failures and has the deadline: a JobSet restarts as a whole only where it says so, and has none.
+    JobSet restarts all pods together and counts; the Job has the deadline, which a JobSet does not have.
     """
     pod = pod_template(spec, api="jobset", container="rank", meet=f"{spec.name}-node-0-0.{spec.name}")
     pod["spec"]["restartPolicy"] = "Never"
@@ -170,16 +174,32 @@ def jobset(spec: JobSpec) -> tuple[Document, ...]:
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _metadata(spec, labels=_queue(spec)),
-        "spec": {"replicatedJobs": [{"name": "node", "template": {"spec": _child(spec, pod)}}]},
+        "spec": {
+            "failurePolicy": _failure_policy(spec),
+            "replicatedJobs": [{"name": "node", "template": {"spec": _child(spec, pod)}}],
+        },
     }
     if spec.queue:
         job["spec"]["suspend"] = True
     return (*claim_templates(spec), *compute_domain(spec), job)
 
 
+def _failure_policy(spec: JobSpec) -> Document:
+    """Of a JobSet: all pods start again when one fails, `restarts` times; an exit code of FINAL ends the job at once.
+
+    Specification: jobset.x-k8s.io/v1alpha2, FailurePolicy; rules need JobSet 0.6.
+    """
+    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {"maxRestarts": spec.restarts, "rules": [final]}
+
+
 def _child(spec: JobSpec, pod: Document) -> Document:
-    """The batch/v1 Job that JobSet makes, for itself or for a TrainJob; JobSet makes it an indexed one."""
-    body: Document = {"parallelism": spec.nodes, "completions": spec.nodes, **_failures(spec), "template": pod}
+    """The batch/v1 Job of a JobSet, its own or a TrainJob's: it fails with its first pod, and JobSet makes it anew."""
+    rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(FINAL)}}
+    body: Document = {
+        "parallelism": spec.nodes, "completions": spec.nodes, "backoffLimit": 0, "podFailurePolicy": {"rules": [rule]},
+        "template": pod,
+    }  # fmt: skip
     if spec.active_deadline_seconds:
         body["activeDeadlineSeconds"] = spec.active_deadline_seconds
     return body
@@ -188,9 +208,9 @@ def _child(spec: JobSpec, pod: Document) -> Document:
 def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
     """PyTorchJob v1: Master 1 and Worker n-1, container `pytorch`, as OpenShift AI 2.19 documents it.
 
-    Its operator makes a pod anew that ended with 128 or more, or that was lost, without counting (training-operator
-    pkg/controller.v1/common/pod.go and its issue 2045), and takes a failed init container for a lost pod. So the pods
-    count by themselves, on the claim, and end with the gate's code; without a claim nothing is made anew.
+    Its operator starts the container of a pod again where it failed, makes a lost pod anew, and fails the job at
+    `backoffLimit` restarts of all pods together (training-operator pkg/core/job.go, PastBackoffLimit), so each restart
+    counts as many as there are pods.
     """
     counts = {"Master": 1, "Worker": spec.nodes - 1} if spec.nodes > 1 else {"Master": 1}
     replicas: Document = {}
@@ -201,11 +221,11 @@ def pytorchjob(spec: JobSpec) -> tuple[Document, ...]:
             template["metadata"]["annotations"][GROUP_ANNOTATION] = spec.name
         replicas[role] = {
             "replicas": count,
-            "restartPolicy": "ExitCode" if spec.claim and spec.restarts else "Never",
+            "restartPolicy": "OnFailure" if spec.restarts else "Never",
             "template": template,
         }
     policy: Document = {"cleanPodPolicy": "None"}  # the pods' logs stay
-    if spec.claim and spec.restarts:
+    if spec.restarts:
         policy["backoffLimit"] = spec.restarts * spec.nodes  # not 0, which would end the job at the first failure
     if spec.queue:
         policy["suspend"] = True
@@ -275,19 +295,18 @@ def _failures(spec: JobSpec) -> Document:
 
 def pod_template(spec: JobSpec, *, api: str, container: str, meet: str) -> Document:
     """The pod of every API: resources, environment, shm, networks, and the gate before it; `meet` names pod 0."""
-    gated = bool(spec.preflight_image) and api == "pytorchjob"  # it would try a gate that failed again and again
     main: Document = {
         "name": container,
         "image": spec.image,
-        "command": _command(spec, meet, gated=gated),
-        "env": _variables({**_environment(spec), **_agent(spec)}) + _token(spec),
+        "command": _command(spec, meet, once=api != "job"),
+        "env": _variables({**_environment(spec), **_agent(spec)}) + _token(spec) + _restart_count(api),
         "resources": _resources(spec),
         "securityContext": _security(spec),
-        "volumeMounts": _mounts(spec) + ([{"name": "gate", "mountPath": GATE}] if gated else []),
+        "volumeMounts": _mounts(spec),
     }
     body: Document = {"containers": [{key: value for key, value in main.items() if value not in ([], {})}]}
     if spec.preflight_image:
-        body["initContainers"] = [_gate(spec, code_to_file=gated)]
+        body["initContainers"] = [_gate(spec)]
     body["terminationGracePeriodSeconds"] = spec.save_seconds + END_SECONDS
     if spec.nodes > 1:  # one pod per node
         apart = {
@@ -295,8 +314,7 @@ def pod_template(spec: JobSpec, *, api: str, container: str, meet: str) -> Docum
             "labelSelector": {"matchLabels": {POD_LABELS[api]: spec.name}},
         }
         body["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
-    volumes = _volumes(spec) + ([{"name": "gate", "emptyDir": {"sizeLimit": "1Mi"}}] if gated else [])
-    if volumes:
+    if volumes := _volumes(spec):
         body["volumes"] = volumes
     if claims := _claims(spec):
         body["resourceClaims"] = [
@@ -319,31 +337,31 @@ def pod_template(spec: JobSpec, *, api: str, container: str, meet: str) -> Docum
     return template
 
 
-def _command(spec: JobSpec, meet: str, *, gated: bool) -> list[str]:
-    """finetune.pod, which waits for the other pods and starts torchrun in all of them at once."""
+def _command(spec: JobSpec, meet: str, *, once: bool) -> list[str]:
+    """finetune.pod, which starts torchrun; in an Indexed Job it also waits for the other pods and restarts ranks."""
     words = [
         "python", "-m", "finetune.pod", f"--nodes={spec.nodes}", f"--ranks={spec.processes_per_node}",
-        f"--meet={meet}:{PORT}", f"--restarts={spec.restarts}", f"--wait={spec.peer_wait_seconds}",
-        f"--save={spec.save_seconds}",
+        f"--meet={meet}:{PORT}", f"--wait={spec.peer_wait_seconds}", f"--save={spec.save_seconds}",
+        "--once" if once else f"--restarts={spec.restarts}",
     ]  # fmt: skip
-    if spec.config_map:
-        words.append("--launched=/etc/config/launched")
     if spec.measure:  # where the pods meet, not in an init container: a pod that is made anew would have no peers there
         words.append("--measure")
-    if gated:
-        words.append(f"--gate={GATE}/code")
     return [*words, "--", *(() if spec.command[:1] == ("torchrun",) else ("torchrun",)), *spec.command]
 
 
-def _gate(spec: JobSpec, *, code_to_file: bool) -> Document:
+def _restart_count(api: str) -> list[Document]:
+    """JobSet's count of restarts for the run's record. PyTorchJob has none; in an Indexed Job the pods count."""
+    if api not in ("jobset", "trainjob"):
+        return []
+    return [{"name": "TOPOFLIGHT_RESTARTS", "valueFrom": {"fieldRef": {"fieldPath": RESTARTS_OF_JOBSET}}}]
+
+
+def _gate(spec: JobSpec) -> Document:
     """The preflight as an init container: its exit code stops the pod before the job starts."""
     words = ["topoflight", "preflight", "-o", "table"]
     for check in spec.preflight_require:
         words += ["--require", check]
     mounts = [mount for mount in _mounts(spec) if mount["mountPath"] == "/dev/shm"]  # noqa: S108
-    if code_to_file:
-        words = ["sh", "-c", f"{shlex.join(words)}; echo $? > {GATE}/code"]
-        mounts.append({"name": "gate", "mountPath": GATE})
     gate: Document = {"name": "preflight", "image": spec.preflight_image, "command": words}
     gate["env"] = _variables(_environment(spec))  # it judges what the job will run with
     gate["resources"] = _resources(spec)  # it judges the devices that this pod gets, not the node's

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from contracts.finding import Finding, Status
-from planner.lint.pairs import PAIR_CODES, check_alone, check_pairs
+from planner.lint.pairs import PAIR_CODES, check_job, check_pairs, nodes_of
 from planner.lint.tables import settings
 from planner.lint.values import (
     LEVEL_NAMES,
@@ -40,12 +40,23 @@ from planner.nccl_env.names import (
     torch_names,
     version_text,
 )
-from planner.nccl_env.platforms import Platform, platform_of_plugin
-from planner.nccl_env.situation import NodeView
-from probes.api import Snapshot
+from planner.nccl_env.recipes import Platform, platform_of_plugin
 
-if TYPE_CHECKING:
-    from topology.graph import NodeTopology
+
+class Machine(Protocol):
+    """The machine that an environment is for; `planner.lint.machine` reads one from a scan."""
+
+    @property
+    def has_efa(self) -> bool:
+        """Whether EFA carries the traffic between nodes."""
+
+    @property
+    def lacks_nvlink(self) -> bool:
+        """Whether it is known that no NVLink joins two GPUs."""
+
+    def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
+        """Every contradiction between the environment and the machine."""
+
 
 LEFTOVER_CODES = (
     "env.debug.leftover",
@@ -65,7 +76,7 @@ def check_leftover(
     value: str,
     entry: NcclName,
     version: Version | None,
-    node: NodeView,
+    machine: Machine | None,
     *,
     plugin: bool,
     vendor: Platform | None,
@@ -90,7 +101,7 @@ def check_leftover(
     if vendor is not None:
         yield from _beside_a_vendors_plugin(name, value, vendor)
         return
-    if name == "NCCL_PXN_DISABLE" and _without_nvlink(node):
+    if name == "NCCL_PXN_DISABLE" and machine is not None and machine.lacks_nvlink:
         yield finding(
             "env.debug.leftover", Status.INFO, name, value,
             "A debugging setting that stayed and does nothing here: PXN sends through a GPU that NVLink joins to the "
@@ -124,12 +135,6 @@ def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterato
 
 # Those that switch a transport or an algorithm off as a whole.
 _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
-
-
-def _without_nvlink(node: NodeView) -> bool:
-    """Whether it is known that no NVLink joins two GPUs."""
-    known = node.topology is not None and bool(node.topology.gpus) and node.topology.nvlink_known
-    return known and not any(len(island.gpus) > 1 for island in node.topology.islands)  # type: ignore[union-attr]
 
 
 def _turns_off(name: str, value: str) -> bool:
@@ -221,7 +226,6 @@ NAME_CODES = (
 CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *PAIR_CODES, *VALUE_CODES, *MACHINE_CODES, *LEFTOVER_CODES)))
 """Every code `lint` may return."""
 
-_OF_LINKS = {"NCCL_P2P_LEVEL", "NCCL_PXN_DISABLE"}  # what they do depends on the links between GPUs
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
 
@@ -229,9 +233,8 @@ def lint(
     environment: Mapping[str, str],
     *,
     nccl_version: tuple[int, ...] | None = None,
-    snapshot: Snapshot | None = None,
+    machine: Machine | None = None,
     source: str = "",
-    topology: NodeTopology | None = None,
     unresolved: Mapping[str, str] | None = None,
     unexported: Mapping[str, str] | None = None,
     own: frozenset[str] = frozenset(),
@@ -239,26 +242,21 @@ def lint(
 ) -> tuple[Finding, ...]:
     """Findings about one environment, worst first.
 
-    `nccl_version` None judges by every release known; `snapshot` is of the machine it is for, `topology` what was built
-    from it. Of names in `unresolved`, set from elsewhere, only the name is judged; those in `unexported` are variables
-    of a shell that no program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says.
+    `nccl_version` None judges by every release known; `machine` is the one that the environment is for. Of names in
+    `unresolved`, set from elsewhere, only the name is judged; those in `unexported` are variables of a shell that no
+    program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says.
     """
     version: Version | None = None
     if nccl_version is not None:
         padded = (*nccl_version, 0, 0, 0)
         version = (padded[0], padded[1], padded[2])
-    if topology is None and snapshot is not None and not _OF_LINKS.isdisjoint(environment):
-        from topology.build import build  # what only a probed machine needs, like its rules below
-
-        topology = build(snapshot)
-    node = NodeView(hostname=snapshot.hostname if snapshot else "", snapshot=snapshot, topology=topology)
     found: list[Finding] = []
     quoted: list[Finding] = []
     if source == "env file" or source.endswith(".env"):  # who reads it is not known: judged as most read it
         for name, value in environment.items():
             quoted += check_quotes(name, value)
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
-    plugin = _plugin_in_use(environment, node, source)
+    plugin = _plugin_in_use(environment, machine, source)
     vendor = platform_of_plugin(environment)
     carried = other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else "")
     for name, value in environment.items():
@@ -269,29 +267,28 @@ def lint(
                 f"Unset {name}: it hides RDMA where the plugin is missing.",
             ))  # fmt: skip
             continue
-        found += _judge_name(name, value, version, source, node, plugin=plugin, own=own, vendor=vendor)
+        found += _judge_name(name, value, version, source, machine, plugin=plugin, own=own, vendor=vendor)
     for name, raw in (unresolved or {}).items():
-        found += _judge_name(name, raw, version, source, node, plugin=plugin, known=False, own=own)
+        found += _judge_name(name, raw, version, source, machine, plugin=plugin, known=False, own=own)
     found += _unexported(unexported or {})
     found += check_torch(environment)
     found += check_allocator(environment)
     found += check_pairs(environment, frozenset((*environment, *(unresolved or {}))))
-    found += check_alone(environment, node, nodes)
-    if node.efa_count():
-        found += check_efa(environment)
-    if snapshot is not None:
-        from planner.lint.machine import check_machine
-
-        found += check_machine(environment, node, version)
+    if machine is None:
+        found += check_job(environment, nodes if nodes is not None else nodes_of(environment))
+    else:
+        found += check_efa(environment) if machine.has_efa else ()
+        found += machine.check(environment, version)
     return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
 
 
-def _plugin_in_use(environment: Mapping[str, str], node: NodeView, source: str) -> bool:
+def _plugin_in_use(environment: Mapping[str, str], machine: Machine | None, source: str) -> bool:
     """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
     logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings().plugin_values.items())
-    return bool(node.efa_count()) or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
+    efa = machine is not None and machine.has_efa
+    return efa or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
 def _judge_name(
@@ -299,7 +296,7 @@ def _judge_name(
     value: str,
     version: Version | None,
     source: str,
-    node: NodeView,
+    machine: Machine | None,
     *,
     plugin: bool,
     known: bool = True,
@@ -318,7 +315,7 @@ def _judge_name(
         if name not in torch_names():
             yield _unknown(name, value, "PyTorch", known=known)
         return
-    if known and node.snapshot is None:
+    if known and machine is None:
         yield from check_kind(name, value)
     if plugin_of(name):
         return
@@ -345,7 +342,7 @@ def _judge_name(
         return
     if known:
         yield from check_value(name, value, entry, version)
-        yield from check_leftover(name, value, entry, version, node, plugin=plugin, vendor=vendor)
+        yield from check_leftover(name, value, entry, version, machine, plugin=plugin, vendor=vendor)
 
 
 def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:

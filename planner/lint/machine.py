@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
 from planner.lint.values import NameList, finding, other_net, strtoll
@@ -18,13 +19,45 @@ from planner.nccl_env.hcas import choose_ports
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.roce import gid_index_problem
 from planner.nccl_env.situation import NodeView, PortView
+from probes.api import Snapshot
 from probes.interfaces.facts import Interface
+from topology.build import build
+from topology.graph import NodeTopology
 
 
-def check_roce(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
-    """Every contradiction between the environment and the RoCE ports it would use."""
-    yield from _gids(environment, node, version)
-    yield from _class(environment, node)
+@dataclass(frozen=True, slots=True)
+class ProbedMachine:
+    """The machine of a scan, as planner.lint.environment asks it."""
+
+    node: NodeView
+
+    @property
+    def has_efa(self) -> bool:
+        """Whether it has EFA devices."""
+        return bool(self.node.efa_count())
+
+    @property
+    def lacks_nvlink(self) -> bool:
+        """Whether it is known that no NVLink joins two GPUs."""
+        topology = self.node.topology
+        known = topology is not None and bool(topology.gpus) and topology.nvlink_known
+        return known and not any(len(island.gpus) > 1 for island in topology.islands)  # type: ignore[union-attr]
+
+    def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
+        """Every contradiction between the environment and the machine it is for."""
+        yield from _interfaces(environment, self.node)
+        yield from _gloo(environment, self.node)
+        yield from _hcas(environment, self.node)
+        yield from _fabric(environment, self.node)
+        yield from _peers(environment, self.node)
+        yield from _gids(environment, self.node, version)
+        yield from _class(environment, self.node)
+
+
+def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:
+    """The machine of a scan; `topology` is what was built from it, where that was done already."""
+    built = build(snapshot) if topology is None else topology
+    return ProbedMachine(NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=built))
 
 
 def _gids(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
@@ -90,16 +123,6 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
         named = wanted is None or wanted.takes(view.device.name, view.port.port)
         if named and view.port.link_layer == "Ethernet":
             yield view
-
-
-def check_machine(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
-    """Every contradiction between the environment and the machine it is for."""
-    yield from _interfaces(environment, node)
-    yield from _gloo(environment, node)
-    yield from _hcas(environment, node)
-    yield from _fabric(environment, node)
-    yield from _peers(environment, node)
-    yield from check_roce(environment, node, version)
 
 
 def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
@@ -191,7 +214,7 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "NCCL_IB_HCA"
     value = environment.get(name)
     facts = node.rdma()
-    if value is None or len(value) < 1 or node.snapshot is None:
+    if not value:
         return
     ports = node.verbs_ports()
     if not ports and (fabric := _libfabric(node)):
@@ -254,8 +277,6 @@ def _entries(
 
 
 def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
-    if node.snapshot is None:
-        return
     ports = node.taken_ports()
     value = environment.get("NCCL_IB_DISABLE", "")
     if strtoll(value)[0] != 0 and ports and not other_net(environment):

@@ -10,15 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 
 from contracts.finding import Finding, Status
+from planner.lint.named import NODES
 from planner.lint.tables import settings
 from planner.lint.values import TCP_PROVIDERS, NameList, finding, other_net, strtoll
-from planner.nccl_env.situation import NodeView
 
 PAIR_CODES = ("env.pair.missing", "env.pair.network", "env.pair.shadowed", "env.pair.sockets")
-
-_NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
-JOB_SIZE = (*_NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""Variables that say how large a job is; kept beside those that are judged."""
 
 
 def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
@@ -105,7 +101,7 @@ def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[
 
 def nodes_of(environment: Mapping[str, str]) -> int | None:
     """How many nodes the job says it has; None where it does not say."""
-    for name in _NODES:
+    for name in NODES:
         match = re.fullmatch(r"(?:\d+:)?(\d+)", environment.get(name, ""))
         if match:
             return int(match[1])
@@ -163,9 +159,3 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
             f"only its own host reaches {', '.join(local)}: ranks of another node never connect ({known}).",
             f"Unset {name}, unless the job stays on one node.",
         )  # fmt: skip
-
-
-def check_alone(environment: Mapping[str, str], node: NodeView, nodes: int | None) -> Iterator[Finding]:
-    """The checks of a job without a machine, where none is given."""
-    if node.snapshot is None:
-        yield from check_job(environment, nodes if nodes is not None else nodes_of(environment))

@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from contracts.finding import Finding
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
-from planner.lint.pairs import JOB_SIZE
+from planner.lint.named import JOB_SIZE, NamedEnvironment
 from planner.lint.script import SETS, Assigned, Inner, Script, Unread
 from planner.lint.shell import bash_of_csh, directives, is_csh, limit_parsing, read_shell
-from probes.api import Snapshot
-from probes.hostinfo.probe import HostinfoFacts
 
 FORMS: Mapping[str, str] = {
     "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
@@ -56,22 +53,6 @@ _UNREAD: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 class EnvironmentTextError(ValueError):
     """A text that cannot be read as the kind it was said to be, or in which no variable was found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedEnvironment:
-    """One environment and where it stands."""
-
-    source: str  # "env file", "nccl.conf", "TrainJob/sft trainer", "shell script, if [ ... ]", "log"
-    environment: dict[str, str]
-    form: str = ""
-    unresolved: dict[str, str] = field(default_factory=dict)  # set from elsewhere: name to how it is written
-    unexported: dict[str, str] = field(default_factory=dict)  # shell variables that no program sees
-    used: frozenset[str] = frozenset()  # names that the script itself reads
-    lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
-    base: NamedEnvironment | None = None  # what holds where this environment's condition does not
-    names: tuple[str, ...] = ()  # those that this one sets itself
-    findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,19 +432,6 @@ class _Scope:
         for mapping in (self.environment, self.unresolved):
             mapping.pop(name, None)
         self.lines.pop(name, None)
-
-
-def recorded_environments(snapshot: Snapshot) -> tuple[NamedEnvironment, ...]:
-    """What the scan itself saw: the variables of its process, and nccl.conf."""
-    facts = snapshot.facts(HostinfoFacts)
-    if facts is None:
-        return ()
-    found = (("process", facts.nccl_environment), ("nccl.conf", facts.nccl_conf))
-    return tuple(
-        NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=dict(environment))
-        for source, environment in found
-        if environment
-    )
 
 
 _BY_NAME: tuple[tuple[re.Pattern[str], str], ...] = (

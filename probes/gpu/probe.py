@@ -21,7 +21,7 @@ from probes.host.nvml import nvml_bus_id
 _GPU = ("gpu", "UUID", "pci_bus_id")
 
 METRICS = (
-    Metric(name="gpu_info", help="1 for every GPU of the host.", labels=(*_GPU, "modelName"), kind="info"),
+    Metric(name="gpu_info", help="1 for every GPU of the host.", labels=(*_GPU, "model_name"), kind="info"),
     Metric(name="gpu_up", help="0 where the driver has lost the GPU; none where it refuses to say.", labels=_GPU),
     Metric(name="gpu_nvlink_up", help="1 where the link has a partner.", labels=(*_GPU, "link")),
     Metric(name="gpu_nvlinks_active", help="Active NVLinks of the GPU.", labels=_GPU),
@@ -32,7 +32,7 @@ METRICS = (
     Metric(name="gpu_pcie_lanes_max", help="PCIe lanes that GPU and slot can use.", labels=_GPU),
     Metric(name="gpu_pcie_generation", help="PCIe generation now; low on an idle GPU.", labels=_GPU),
     Metric(name="gpu_pcie_generation_max", help="PCIe generation that GPU and slot can use.", labels=_GPU),
-    Metric(name="gpu_p2p_ok", help="1 where the driver allows P2P reads between two GPUs.", labels=("gpu", "peer")),
+    Metric(name="gpu_p2p_ok", help="1 where the driver allows P2P reads between two GPUs.", labels=("gpu", "peer_gpu")),
     Metric(name="gpu_fabric_ready", help="1 where the NVSwitch fabric has taken the GPU in.", labels=_GPU),
     Metric(name="gpu_throttling", help="1 while the reason holds the clocks down.", labels=(*_GPU, "reason")),
     Metric(name="gpu_temperature_slowdown_celsius", help="Temperature at which the GPU slows down.", labels=_GPU),

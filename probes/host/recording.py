@@ -109,7 +109,7 @@ class RecordedHost:
         answers, key = self._answers.get(method, {}), question(*arguments)
         if key not in answers:
             raise FileNotFoundError(errno.ENOENT, "not in the recording", f"{method}({key})")
-        return _raised(answers[key], key)
+        return _raised(without_secrets(answers[key]), key)
 
     def read_text(self, path: str) -> str:
         """Content of a small file."""
@@ -150,7 +150,7 @@ class RecordedHost:
 
     def environment(self) -> dict[str, str]:
         """The recorder's environment; empty where it was not recorded."""
-        return dict(self._answers.get("environment", {}).get("", {}))
+        return dict(without_secrets(self._answers.get("environment", {}).get("", {})))
 
     def identity(self) -> dict[str, Json]:
         """The recorded identity; at least hostname and time, from the file's own header."""
@@ -163,7 +163,11 @@ class RecordedHost:
         if not symbols:
             raise failure(symbol, "LIBRARY_NOT_FOUND")
         answers, key = symbols.get(symbol, {}), question(*arguments)
-        return _raised(answers[key], symbol) if key in answers else _raised({"$nvml": "NOT_SUPPORTED"}, symbol)
+        return (
+            _raised(without_secrets(answers[key]), symbol)
+            if key in answers
+            else _raised({"$nvml": "NOT_SUPPORTED"}, symbol)
+        )
 
     def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
         """Recorded links, addresses or routes."""

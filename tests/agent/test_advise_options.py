@@ -139,7 +139,7 @@ def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
     [
         (["--optimizer", "lion"], "optimizer='lion': allowed are adamw, "),
         (["--plot", "x.svg"], "--plot x.svg: draws a --sweep"),
-        (["--sweep", "nodes=1,2", "--plot", "/nonexistent/x.svg"], "--plot /nonexistent/x.svg: No such file"),
+        (["--sweep", "nodes=1,2", "--plot", "/nonexistent/x.svg"], "--plot /nonexistent/x.svg: the folder /nonexistent does not exist"),
         (["--sweep", "nodes=1,2", "--nodes", "4"], "leave --nodes away"),
         (["--sweep", "nodes=1,2", "--compare", "tp=8", "dp_shard=8"], "give one of them"),
         (["--sweep", "nodes=1,2", "--measured-step", "dp_shard=8", "3"], "--measured-step: is of the nodes"),

@@ -219,7 +219,7 @@ def test_a_token_file_that_goes_is_an_api_error(tmp_path: Path) -> None:
     client = client_as(tmp_path, {"tokenFile": str(token)})
     token.unlink()
     with pytest.raises(ApiError, match=f"credentials for .* cannot be read: .*{token}") as caught:
-        client.once().get("/x")
+        client.limited(tries=1).get("/x")
     assert caught.value.status == 0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
+import typing
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -19,12 +21,13 @@ from agent.base.counters import samples as tallies
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.view import View, look
+from agent.metrics import catalogue
 from agent.metrics import families as metrics
-from agent.metrics.catalogue import CATALOGUE, FORBIDDEN_LABELS, LABELS, SPELLED, Family
+from agent.metrics.catalogue import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, series_bound
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
-from probes.api import Snapshot
+from probes.api import Metric, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.host.recording import load
 from probes.pci.facts import PciFacts
@@ -99,7 +102,7 @@ def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[st
 
 
 @pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
-def test_names_follow_the_rules(family: Family) -> None:
+def test_names_follow_the_rules(family: Metric) -> None:
     """One prefix, base units, `_total` on counters only, `_info` on what is constantly 1."""
     name = family.exposed
     assert re.fullmatch(r"topoflight_[a-z0-9]+(_[a-z0-9]+)*", name)
@@ -113,11 +116,11 @@ def test_names_follow_the_rules(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
-def test_labels_are_ours_and_bounded(family: Family) -> None:
+def test_labels_are_ours_and_bounded(family: Metric) -> None:
     """No label of the scraper; every label has a stated bound; no label repeats the unit or the name."""
     for label in family.labels:
         assert label not in FORBIDDEN_LABELS, f"{family.name}: {label} is the scraper's"
-        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics/catalogue.py"
+        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics/catalogue.toml"
         assert label == "UUID" or re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", label)
     assert len(set(family.labels)) == len(family.labels)
 
@@ -127,6 +130,29 @@ def test_catalogue_has_each_name_once_and_no_label_too_many() -> None:
     names = Counter(family.name for family in CATALOGUE)
     assert max(names.values()) == 1
     assert set(LABELS) == {label for family in CATALOGUE for label in family.labels}
+    assert [family for families in BY_SOURCE.values() for family in families] == list(CATALOGUE)
+
+
+def test_catalogue_file_is_valid() -> None:
+    """catalogue.toml holds known keys, known kinds, and bounds that are a number or a symbol with a meaning."""
+    table = tomllib.loads((Path(catalogue.__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))
+    wrong = [
+        f"{name}: {row}"
+        for name, row in table["labels"].items()
+        if not row["text"] or not set(row) <= {"text", "most"}
+        or not (row.get("most", "1") in SYMBOLS or row.get("most", "1").isdigit())
+    ]  # fmt: skip
+    for row in table["metrics"]:
+        texts = [row["name"], row["help"], *row.get("labels", ["-"])]
+        if not all(isinstance(text, str) and text for text in texts) or not {"name", "help"} <= set(row):
+            wrong.append(f"{row}: name, help and each label are texts")
+        if not set(row) <= {"name", "help", "labels", "kind"} or row.get("kind", "gauge") not in typing.get_args(
+            typing.get_type_hints(Metric)["kind"]
+        ):
+            wrong.append(f"{row}: unknown key or kind")
+    assert not wrong
+    assert set(table) == {"forbidden_labels", "symbols", "labels", "metrics"}
+    assert not {"probe", "fact"} & {name for name, row in table["labels"].items() if "most" in row}, "counted in Python"
 
 
 def test_probes_export_what_they_declare() -> None:
@@ -160,7 +186,7 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(path: Path) -> None:
         family = declared[name]
         assert all(set(labels) == set(family.labels) for labels, _ in found), name
         assert len({tuple(sorted(labels.items())) for labels, _ in found}) == len(found), f"{name}: a series twice"
-        most = math.prod(size[factor] if factor in size else int(factor) for factor in family.bound)
+        most = math.prod(size[factor] if factor in size else int(factor) for factor in series_bound(family))
         assert len(found) <= most, f"{name}: {len(found)} series, documented are {most}"
 
 
@@ -259,12 +285,6 @@ def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:
     assert times["bench"] == 1_790_000_030.0
     assert times["flight"] == 1_788_264_000.0  # 2026-09-01T12:00:00Z
     assert found["topoflight_scan_timestamp_seconds"] == [({}, full.snapshots[0].taken_at_seconds)]
-
-
-def test_labels_that_are_respelled_are_still_the_probes() -> None:
-    """The map from a probe's spelling to the exposition's holds no word that no probe uses."""
-    used = {label for probe in ALL for metric in probe.metrics for label in metric.labels}
-    assert set(SPELLED) <= used | set(SPELLED.values())
 
 
 def test_openmetrics_is_negotiated(full: View) -> None:

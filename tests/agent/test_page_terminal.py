@@ -117,7 +117,7 @@ def test_two_readings_of_one_hot_gpu_are_one_finding() -> None:
     text = text_of(out)
     assert text.count("✗ FAIL") == 2
     hot = text[text.index("gpu.thermal.throttling, gpu.thermal.hot on GPU6") :]
-    for words in ("too hot", "88 C", "held down at 1050 MHz", "nvmlDeviceGetTemperature = 88", "hw_slowdown"):
+    for words in ("too hot", "88 C", "slowed down to 1050", "nvmlDeviceGetTemperature = 88", "hw_slowdown"):
         assert words in hot, words
     assert hot.count("→") == 1  # the second remedy says the first, and more
     groups = [group for group in grouped(view.checks) if group.status in ("fail", "warn")]

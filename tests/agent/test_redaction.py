@@ -47,6 +47,7 @@ HARMLESS = [
     "cookiecutter: x", "GPU-1b2c3d4e-aaaa-bbbb-cccc-0123456789ab", "sha256:" + "ab12" * 16, "signature: valid",
     "Unauthorized: the token names no node", "--token-review --publish", "token_type: bearer", "secret_type: Opaque",
     "authorization:\n  mode: Webhook", "password:\n  secretKeyRef: x", "--secret-count 3", "AIza",
+    "as Authorization: Bearer TOKEN", "Authorization: Bearer $TOKEN", "Authorization: Basic <token>",
 ]  # fmt: skip
 
 

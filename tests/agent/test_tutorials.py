@@ -36,7 +36,7 @@ from agent.cli.main import cli
 from contracts import run_record
 from contracts.job_plan import JobPlan, read
 from contracts.run_record import Measured, NcclChannels, RunRecord
-from finetune.pod import leave_word
+from finetune.pod import write_termination_message
 
 ROOT = Path(__file__).parents[2]
 DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"
@@ -120,7 +120,7 @@ class Cluster(ApiServer):
             transports=["NET/IB/0/GDRDMA" if network == "rdma" else "NET/Socket/0"],
         )  # fmt: skip
         run_record.save(self.folder / "flight.json", record)
-        leave_word(self.folder / "flight.json", self.folder / "word")
+        write_termination_message(self.folder / "flight.json", self.folder / "word")
         return (self.folder / "word").read_text()
 
 

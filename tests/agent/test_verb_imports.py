@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
+MATRIX = str(ROOT / "tests/golden/hgx-h100-8xH100-8hca/topology.txt")
 OURS = ("agent", "planner", "topology", "collectives", "probes", "contracts", "hardware", "finetune")
 SERVERS = {"fastapi", "starlette", "uvicorn", "jinja2", "kubernetes", "prometheus_client", "torch", "numpy"}
 CODE = """
@@ -44,6 +45,7 @@ def loaded(*words: str, given: str = "") -> set[str]:
         (("bench", "--help"), {"planner", "topology", "probes", "agent.checks.view", "collectives"}),
         (("preflight", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.checks"}),
         (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http.server"}),
+        (("topo", "--from", MATRIX), {"planner", "collectives", "probes.scan", "probes.registry", "agent.checks.view"}),
         (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages.render", "finetune"}),
         (("lint-env", "-"), {"planner.recommend", "agent.pages.render", "agent.cluster", "finetune"}),
         (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages.render", "agent.cluster", "finetune"}),

@@ -263,7 +263,7 @@ def test_publisher_outlives_a_server_that_goes_and_comes_back(api: ApiServer) ->
     """Down and back: the record arrives without anybody restarting the agent."""
     record = record_of(H100, "n1")
     api.down()
-    client = client_of(api).once()
+    client = client_of(api).limited(tries=1)
     publisher = Publisher(client, lambda: record, namespace="topoflight", look_seconds=0.01)
     publisher.start()
     eventually(lambda: publisher.error is not None, "the failure is noticed")
@@ -570,7 +570,7 @@ def test_metrics_say_how_publishing_and_watching_go(api: ApiServer) -> None:
     state.refresh()
     cluster = Cluster(state, name="n1", client=client_of(api))
     publisher = Publisher(
-        client_of(api).once(), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
+        client_of(api).limited(tries=1), lambda: record_of(H100, "n1"), namespace="topoflight", look_seconds=0.01
     )
     http = TestClient(create(state, cluster=cluster, publisher=publisher))
     begun = {"publish_interval_seconds": 300.0, "publish_attempts_total": 0.0}

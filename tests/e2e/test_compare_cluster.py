@@ -19,7 +19,7 @@ from contracts import run_record
 from contracts.interval import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.run_record import Measured, NcclChannels, RunRecord
-from finetune.pod import leave_word
+from finetune.pod import write_termination_message
 
 H100 = next(MACHINES.glob("hgx-h100*.json"))
 WORDS = [
@@ -58,7 +58,7 @@ def said(network: str, taken: str) -> str:
     )  # fmt: skip
     folder = Path(said_in[-1])
     run_record.save(folder / "flight.json", made)
-    leave_word(folder / "flight.json", folder / "word")
+    write_termination_message(folder / "flight.json", folder / "word")
     text = (folder / "word").read_text()
     assert len(text.encode()) <= 4096
     return text

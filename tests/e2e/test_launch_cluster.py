@@ -199,7 +199,7 @@ def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) 
         ("--set", [], "no data set is named"),
         ("--claim", [], "2 nodes write one run"),
         ("", ["--set", "output_dir=/tmp/run"], "output_dir=/tmp/run"),
-        ("", ["--config", "/dev/null"], "must hold a mapping"),
+        ("", ["--config", "/dev/null"], "only regular files are read"),
     ],
 )
 def test_a_job_that_could_not_train_is_refused(left_out: str, more: list[str], told: str) -> None:

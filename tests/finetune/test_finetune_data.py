@@ -184,7 +184,7 @@ def test_synthetic_sums_are_right_and_splits_differ():
     assert train == load_rows(job(dataset_rows=64), "train")
     assert train != test
     for row in train:
-        left, right = row["answer"].split(" = ")
+        left, right = row.members["answer"].split(" = ")
         a, b = left.split(" + ")
         assert int(a) + int(b) == int(right)
 

@@ -1,5 +1,6 @@
-"""Parquet: every shape of row, folders and cards as the hub lays them out, bounds, and what is said without pyarrow."""
+"""Data files: every shape of row, folders and cards as the hub lays them out, bounds, and what names a bad row."""
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -13,7 +14,12 @@ from contracts.job_config import ConfigError, JobConfig
 from finetune import sources
 from finetune.data import prepare
 from finetune.rows import encode, load_tokenizer
-from finetune.sources import load_rows
+
+
+def load_rows(config, split):
+    """The members of the rows."""
+    return [row.members for row in sources.load_rows(config, split)]
+
 
 ROOT = Path(__file__).parents[2]
 SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
@@ -118,7 +124,9 @@ def test_the_card_says_which_files_a_split_has(tmp_path):
         with pytest.raises(ConfigError, match=word):
             load_rows(job(tmp_path, **settings), split)
     split = "configs: [{config_name: a, data_files: [{split: x}]}]"  # without its path
-    for broken in ("configs: [1]", "configs: 5", split, "a: [", "- 1"):
+    bomb = "a: &a [x, x]\nb: &b [*a, *a]\n" + "".join(f"c{n}: [*b, *b]\n" for n in range(20))
+    number = "configs: [{config_name: a, data_files: [{split: train, path: [1]}]}]"
+    for broken in ("configs: [1]", number, "configs: 5", split, "a: [", "- 1", bomb):
         (tmp_path / "README.md").write_text(f"---\n{broken}\n---\n")
         with pytest.raises(ConfigError, match=r"README\.md"):
             load_rows(job(tmp_path), "train")
@@ -159,14 +167,67 @@ def test_json_lines_end_at_line_feeds_only(tmp_path):
         load_rows(job(path), "train")
 
 
-def test_without_pyarrow_the_extra_is_named(tmp_path):
-    """An interpreter that cannot import it."""
-    path = write(tmp_path / "train.parquet", [SUM])
+BAD_ROWS = {  # file -> content, words of the message
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["broken.jsonl", "line 2"]),
+    "list.jsonl": (b'{"text": "a"}\n\n[1]\n', ["list.jsonl", "line 3", "must be a mapping, this is list"]),
+    "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl", "utf-8"]),
+    "null.jsonl": (b'{"text": "a"}\n{"text": null}\n', ["null.jsonl: row 2", "dataset_text_field"]),
+    "number.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": 7}\n', ["number.jsonl: row 3", "dataset_text_field"]),
+    "half.jsonl": (b'{"question": "a?", "answer": "b"}\n{"question": "a?"}\n', ["half.jsonl: row 2", "question"]),
+    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b'{"a":' * 12 + b"1" + b"}" * 12 + b"}\n", ["deep.jsonl: row 2"]),
+    "list.json": (b'[{"text": "a"}, {"text": "b"}, {"text": null}]', ["list.json: row 3"]),
+    "cut.json": (b'[{"text": "a"}, {"text": ', ["cut.json"]),
+    "empty.jsonl": (b"", ["empty.jsonl", "no rows"]),
+    "rows.csv": (b'question,answer\n"a', ["rows.csv"]),
+    "rows.txt": (b"a", ["rows.txt", ".jsonl"]),
+}  # fmt: skip
+
+
+def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path):
+    """A broken line, a row that is no mapping, a null cell, a number in place of a text; each in one line."""
+    write(tmp_path / "null.parquet", [{"text": "a"}, {"text": None}])
+    rows = {**BAD_ROWS, "null.parquet": (None, ["null.parquet: row 2", "dataset_text_field"])}
+    wrong = []
+    for name, (content, words) in rows.items():
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        config = job(path)
+        try:
+            prepare(config, "train", load_tokenizer(config))
+            wrong.append(f"{name}: was read")
+        except ConfigError as error:
+            wrong += [f"{name}: {word!r} is not in {error}" for word in words if word not in str(error)]
+            wrong += [f"{name}: {len(str(error).splitlines())} lines"] if "\n" in str(error) else []
+    assert wrong == []
+
+
+def test_csv_cells_are_text(tmp_path):
+    """Also those that look like numbers or like nothing."""
+    (tmp_path / "train.csv").write_text("question,answer\n1 + 1?,2\nNone?,NA\n")
+    config = job(tmp_path)
+    assert load_rows(config, "train") == [{"question": "1 + 1?", "answer": "2"}, {"question": "None?", "answer": "NA"}]
+
+
+def test_nothing_of_datasets_is_written_or_asked(tmp_path):
+    """A folder is read without a cache, a home or a network; the agent's verbs load none of its libraries."""
+    write(tmp_path / "train.parquet", [SUM])
     code = (
-        "import sys; sys.modules['pyarrow'] = None\n"
+        "import socket, sys; socket.socket.connect = None\n"
         "from contracts.job_config import JobConfig; from finetune.sources import load_rows\n"
-        f"load_rows(JobConfig(dataset_name={str(path)!r}), 'train')\n"
+        f"assert len(load_rows(JobConfig(dataset_name={str(tmp_path)!r}), 'train')) == 1\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280)
-    assert done.returncode == 1
-    assert "pip install 'topoflight[parquet]'" in done.stderr.splitlines()[-1]
+    home = {"HF_HOME": "/proc/none", "HOME": "/proc/none", "XDG_CACHE_HOME": "/proc/none"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280, env={**os.environ, **home}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for verb in ("--help", "recommend --help"):
+        heavy = "{'datasets', 'pandas', 'pyarrow', 'torch', 'transformers'}"
+        code = (
+            "import sys\nfrom agent.cli.__main__ import main\n"
+            f"sys.argv[1:] = {verb.split()!r}\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+            f"sys.exit(' '.join({heavy} & set(sys.modules)) or 0)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280)
+        assert (done.returncode, done.stderr) == (0, ""), verb

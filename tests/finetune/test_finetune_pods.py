@@ -23,6 +23,7 @@ place = pathlib.Path(sys.argv[1])
 rank = os.environ["RANK"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 (place / f"up-{rank}-{time.time_ns()}").touch()
+(place / f"restarts-{os.environ.get('TOPOFLIGHT_RESTARTS')}").touch()
 while True:
     time.sleep(0.02)
     if (end := place / f"end-{rank}").exists():
@@ -180,35 +181,64 @@ def test_a_pod_that_is_lost_comes_back_and_all_start_again(scripted, tmp_path, s
     if sign == signal.SIGTERM:  # in the job all ranks save together; these do not speak with each other
         (tmp_path / "end-1").write_text("75")
     job.pods[0].send_signal(sign)
-    assert job.ended(0) == (pod.TOLD_TO_GO if sign == signal.SIGTERM else -sign)
+    assert job.ended(0) == (pod.TERMINATED if sign == signal.SIGTERM else -sign)
     eventually(lambda: record(tmp_path)["status"] == "interrupted", "the record has ended")
     assert record(tmp_path)["exit_code"] == pod.RESUMABLE
     (tmp_path / "end-1").unlink(missing_ok=True)
     assert job.pods[1].poll() is None, "the other pod waits for it"
     job.start(0)
     both_up(job, 2)
-    assert json.loads((tmp_path / "restarts.json").read_text())["restarts"] == 1
     (tmp_path / "end").touch()
     assert (job.ended(0), job.ended(1)) == (0, 0)
-    assert not (tmp_path / "restarts.json").exists()
 
 
 def test_restarts_are_counted_and_used_up(scripted, tmp_path):
-    """Where pod 0, which counts, is the one that is lost; the record then says how to go on."""
+    """Of a pod that is lost again and again; the record then says how to go on."""
     job = scripted(restarts=1, wait=60)
-    job.start(0)
+    log = job.start(0)
     job.start(1)
     for times in (1, 2):
         both_up(job, times)
-        job.pods[0].kill()
-        job.ended(0)
-        log = job.start(0)
-    assert (job.ended(0), job.ended(1)) == (pod.UNAVAILABLE, pod.UNAVAILABLE)
-    assert "restart 1 of 1 is used up" in "".join(p.read_text() for p in tmp_path.glob("pod-0-*.log"))
+        (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+        job.pods[1].kill()
+        job.ended(1)
+        if times == 1:
+            job.start(1)
+    assert job.ended(0) == pod.UNAVAILABLE
+    assert "restart 1 of 1 is used up" in log.read_text()
     assert job.ups(0) == 2
-    told = record(tmp_path)
-    assert (told["status"], told["exit_code"]) == ("interrupted", 75)
-    assert log.exists() and not (tmp_path / "restarts.json").exists(), "launched again, it starts with all restarts"
+    ended = record(tmp_path)
+    assert (ended["status"], ended["exit_code"]) == ("interrupted", 75)
+
+
+def test_under_an_operator_pods_meet_in_torchrun(scripted, tmp_path):
+    """Whichever comes first; each ends with the code of its own ranks, which the operator judges."""
+    job = scripted(once=None)
+    job.start(1)
+    job.start(0)
+    both_up(job)
+    (tmp_path / "end-1").write_text("76")
+    (tmp_path / "end-0").write_text("1")
+    assert (job.ended(0), job.ended(1)) == (1, 76)
+    assert job.ups(0) == job.ups(1) == 1
+
+
+@pytest.mark.parametrize(("code", "wanted"), [("65", 65), ("0", 0), (None, pod.TERMINATED)])
+def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wanted):
+    """The job's own exit code, or SIGTERM's with time to save; the operator restarts pods and counts."""
+    job = scripted(nodes=1, once=None)
+    log = job.start(0, TOPOFLIGHT_RESTARTS="2")
+    eventually(lambda: job.ups(0) == 1, "the rank is up", 300)
+    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+    if code is None:
+        job.pods[0].send_signal(signal.SIGTERM)
+    else:
+        (tmp_path / "end-0").write_text(code)
+    assert job.ended(0) == wanted, log.read_text()
+    assert job.ups(0) == 1, "it was not started again"
+    assert (tmp_path / "restarts-2").exists()
+    status = {65: "failed", 0: "running", pod.TERMINATED: "interrupted"}[wanted]  # the job itself ends a good one
+    assert record(tmp_path)["status"] == status
 
 
 @pytest.mark.parametrize(
@@ -230,14 +260,6 @@ def test_what_follows_is_of_the_pod_that_failed_first(codes, lost, verdict):
     settings = pod.Settings(index=0, nodes=2, ranks=1, meet=("127.0.0.1", 1), words=())
     found = pod.Pod(settings=settings).judge(codes, lost)
     assert (found.again, found.code) == verdict
-
-
-def test_the_gates_code_ends_the_pod_before_its_ranks(rig, tmp_path, capsys):
-    """PyTorchJob's operator would start a pod anew whose init container failed."""
-    (tmp_path / "code").write_text("3\n")
-    words = ["--nodes=1", "--ranks=1", "--meet=127.0.0.1:1", f"--gate={tmp_path / 'code'}", "--", "torchrun", "x.py"]
-    assert pod.main(words) == 3
-    assert "the gate before this job ended with 3" in capsys.readouterr().out
 
 
 def measured_pod(job, index, **environment):
@@ -306,7 +328,7 @@ def test_the_fine_tune_goes_on_from_its_checkpoint_after_a_pod_was_lost(rig, tmp
         return max((int(p.parent.name.partition("-")[2]) for p in out.glob("checkpoint-*/trainer.json")), default=0)
 
     at = 0
-    for sign, ended in ((signal.SIGTERM, pod.TOLD_TO_GO), (signal.SIGKILL, -signal.SIGKILL)):
+    for sign, ended in ((signal.SIGTERM, pod.TERMINATED), (signal.SIGKILL, -signal.SIGKILL)):
         eventually(lambda at=at: saved() > at, "a new checkpoint is there", 300)
         job.pods[1].send_signal(sign)
         assert job.ended(1) == ended

@@ -78,7 +78,7 @@ def told(tmp_path, token_file, monkeypatch, caplog):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         recorder = Recorder(tmp_path / "run", JobPlan(), Layout(world_size=1), torch.device("cpu"))
         recorder.end("complete", 0)
-        post.tell(recorder, **more)
+        post.upload_run_record(recorder, **more)
         written = json.loads((tmp_path / "run/flight.json").read_text())
         assert TOKEN not in caplog.text + json.dumps(written)
         assert (written["status"], written["exit_code"]) == ("complete", 0)
@@ -210,7 +210,9 @@ def test_only_rank_0_tells(told, monkeypatch):
         assert told("") == ""
         monkeypatch.setenv("TOPOFLIGHT_AGENT", agent.url)
         monkeypatch.setenv("RANK", "1")
-        post.tell(Recorder(Path("nowhere"), JobPlan(), Layout(world_size=2, dp_shard=2), torch.device("cpu")))
+        post.upload_run_record(
+            Recorder(Path("nowhere"), JobPlan(), Layout(world_size=2, dp_shard=2), torch.device("cpu"))
+        )
         assert agent.asked == []
 
 

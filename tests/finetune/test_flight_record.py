@@ -92,11 +92,15 @@ def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
     )  # fmt: skip
     wrong = [(log, run_record.raised(log)) for log, reason in rows if run_record.raised(log) != reason]
     assert not wrong, wrong
-    pod.leave_word(tmp_path / "flight.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x")
+    pod.write_termination_message(
+        tmp_path / "flight.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x"
+    )
     left = json.loads((tmp_path / "word").read_text())
     assert (left["status"], left["transports"]) == ("failed", []) and left["reason"].endswith("OSError: x")
     (tmp_path / "flight.json").write_text(json.dumps({"status": "complete"}))
-    pod.leave_word(tmp_path / "flight.json", tmp_path / "word", "ended", time.time() + 60)  # of an earlier start
+    pod.write_termination_message(
+        tmp_path / "flight.json", tmp_path / "word", "ended", time.time() + 60
+    )  # of an earlier start
     assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"
 
 

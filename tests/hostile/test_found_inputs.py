@@ -36,10 +36,6 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "fsdp that is a number": ("job_config", b"\1fsdp: 7"),
     "fsdp that is a list of numbers": ("job_config", b"\1fsdp: [1]"),
     "a rate of 400 digits": ("job_config", b"\1learning_rate: " + b"9" * 400),
-    "a card whose path is a number": (
-        "dataset_card", b"\1---\nconfigs: [{config_name: a, data_files: [{split: train, path: [1]}]}]\n---\n"
-    ),
-    "a card that is three dashes": ("dataset_card", b"\1---\n"),
     "YAML's empty integer": ("job_config", b'\1seed: !!int ""'),
     "YAML's wrong truth": ("job_config", b"\1bf16: !!bool x"),
     "YAML's wrong time": ("manifest", b"\1spec: !!timestamp x"),

@@ -232,7 +232,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
         "topo_xml", "flight_recorder", "ras", "rank_state",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
-    flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file", "dataset_card"}
+    flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file"}
     assert set(TARGETS) == bounded | flat
 
 

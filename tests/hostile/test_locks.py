@@ -46,8 +46,8 @@ def asked(*extras: str) -> list[Requirement]:
     [
         ("agent", ()),
         ("finetune", ("bench", "finetune")),
-        ("image", ("bench", "finetune", "parquet", "qlora")),
-        ("dev", ("bench", "finetune", "parquet", "qlora", "dev")),
+        ("image", ("bench", "finetune", "qlora")),
+        ("dev", ("bench", "finetune", "qlora", "dev")),
     ],
 )
 def test_a_lock_holds_what_pyproject_asks_for(name: str, extras: tuple[str, ...]) -> None:

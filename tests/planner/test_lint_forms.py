@@ -8,7 +8,8 @@ import textwrap
 import pytest
 
 from planner.lint.environment import lint
-from planner.lint.sources import EnvironmentTextError, NamedEnvironment, Reading, guess_kind, read_text, why_nothing
+from planner.lint.named import NamedEnvironment
+from planner.lint.sources import EnvironmentTextError, Reading, guess_kind, read_text, why_nothing
 
 
 def reading(text: str, name: str = "") -> Reading:

@@ -11,7 +11,8 @@ from nccl_env_hosts import host, interface, port, v2_gid
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import CODES, lint
-from planner.lint.machine import NameList
+from planner.lint.machine import machine_of
+from planner.lint.values import NameList
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid
@@ -26,7 +27,7 @@ TWELVE = [port(f"mlx5_{i}") for i in range(12)]
 
 def found(environment: dict[str, str], machine: Snapshot, version: tuple[int, ...] = (2, 27, 7)) -> list[Finding]:
     """All findings; each code is announced."""
-    findings = lint(environment, nccl_version=version, snapshot=machine)
+    findings = lint(environment, nccl_version=version, machine=machine_of(machine))
     assert {finding.code for finding in findings} <= set(CODES)
     return list(findings)
 

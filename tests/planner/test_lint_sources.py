@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from nccl_env_hosts import host
 
 from planner.lint.environment import lint
+from planner.lint.named import NamedEnvironment
+from planner.lint.recorded import recorded_environments
 from planner.lint.sources import (
     KINDS,
     EnvironmentTextError,
-    NamedEnvironment,
     guess_kind,
     read_environment,
-    recorded_environments,
 )
 
 JOB = """

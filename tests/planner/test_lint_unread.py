@@ -154,7 +154,7 @@ def test_findings_about_settings_beside_others() -> None:
 
 def test_secrets_are_not_repeated() -> None:
     text = 'export NCCL_DEBUG=INFO NCCL_TOKEN=hf_abcdefghijklmnopqrstuvwxyz012345 NCCL_X="password=hunter2secret"\n'
-    answer = lint_text(text, "auto", nccl_version=None, snapshot=None)
+    answer = lint_text(text, "auto", nccl_version=None, machine=None)
     assert len(answer.checks) >= 2
     for secret in ("hf_abcdefghijklmnopqrstuvwxyz012345", "hunter2secret"):
         assert secret not in str(answer)

@@ -383,6 +383,8 @@ def test_right_without_any_machine(name: str, value: str) -> None:
         ({"NCCL_SOCKET_IFNAME": "lo"}, 4, Status.FAIL),
         ({"NCCL_SOCKET_IFNAME": "docker0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, None, Status.FAIL),
         ({"NCCL_SOCKET_IFNAME": "=lo", "NNODES": "2"}, None, Status.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "lo", "NUM_NODES": "2"}, None, Status.FAIL),
+        ({"NCCL_SOCKET_IFNAME": "lo", "SLURM_JOB_NUM_NODES": "2"}, None, Status.FAIL),
         ({"NCCL_SOCKET_IFNAME": "lo", "WORLD_SIZE": "8"}, None, Status.WARN),
         ({"GLOO_SOCKET_IFNAME": "lo"}, 2, Status.FAIL),
         ({"NCCL_SOCKET_IFNAME": "lo"}, None, Status.INFO),

@@ -74,16 +74,9 @@ def meant_for_retry(job: dict[str, Any], code: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
-def test_75_and_lost_pods_come_again_and_other_codes_end_the_job(api: str) -> None:
-    """Of the Job, and of the one that JobSet makes of a TrainJob; a pod that went with its node is counted."""
-    documents = manifests.APIS[api](SPEC)
-    if api == "job":
-        spec = documents[-1]["spec"]
-    else:
-        spec = documents[0]["spec"]
-        (replicated,) = (spec["template"]["spec"] if api == "trainjob" else spec)["replicatedJobs"]
-        spec = replicated["template"]["spec"]
+def test_75_and_lost_pods_of_an_indexed_job_come_again_and_other_codes_end_it() -> None:
+    """A pod that went with its node is counted."""
+    spec = manifests.indexed_job(SPEC)[-1]["spec"]
     assert spec["backoffLimit"] == SPEC.restarts * SPEC.nodes
     assert [code for code in range(1, 256) if meant_for_retry(spec, code)] == [75, 137, 143]
     first = spec["podFailurePolicy"]["rules"][0]
@@ -91,15 +84,36 @@ def test_75_and_lost_pods_come_again_and_other_codes_end_the_job(api: str) -> No
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "a failure policy goes with nothing else"
 
 
-def test_a_pytorchjob_makes_pods_anew_where_they_count_by_themselves() -> None:
-    """ExitCode: its operator makes a pod anew from 128 on. It counts none: the pods do, on the claim."""
-    (job,) = manifests.pytorchjob(SPEC)
-    assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"ExitCode"}
-    assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 9}
-    for without in (replace(SPEC, claim=None), replace(SPEC, restarts=0)):
-        (job,) = manifests.pytorchjob(without)
-        assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"Never"}
-        assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None"}
+@pytest.mark.parametrize("api", ["jobset", "trainjob"])
+def test_jobset_restarts_all_pods_and_the_jobs_own_codes_end_it(api: str) -> None:
+    """The first pod that fails ends the Job, which JobSet makes anew; its pods know how often it has."""
+    documents = manifests.APIS[api](SPEC)
+    spec = documents[0]["spec"]
+    spec = spec["template"]["spec"] if api == "trainjob" else spec
+    assert spec["failurePolicy"]["maxRestarts"] == SPEC.restarts
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    (replicated,) = spec["replicatedJobs"]
+    child = replicated["template"]["spec"]
+    assert child["backoffLimit"] == 0
+    assert [code for code in range(256) if not meant_for_retry(child, code)] == [2, 3, 71, 74, 76]
+    environment = (
+        next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
+        or next(templates(list(documents)))["spec"]["containers"][0]
+    )
+    (count,) = [each for each in environment["env"] if each["name"] == "TOPOFLIGHT_RESTARTS"]
+    assert "restart-attempt" in count["valueFrom"]["fieldRef"]["fieldPath"]
+
+
+def test_a_pytorchjobs_operator_restarts_its_containers() -> None:
+    """And counts their restarts over all pods, with a claim or without."""
+    for spec in (SPEC, replace(SPEC, claim=None)):
+        (job,) = manifests.pytorchjob(spec)
+        assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"OnFailure"}
+        assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 9}
+    (job,) = manifests.pytorchjob(replace(SPEC, restarts=0))
+    assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"Never"}
+    assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None"}
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -109,10 +123,11 @@ def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
     of_jobset = "sft-node-0-0.sft"
     meet = {"job": "sft-0.sft", "trainjob": of_jobset, "jobset": of_jobset, "pytorchjob": "sft-master-0"}[api]
     assert command[:3] == ["python", "-m", "finetune.pod"]
-    assert {"--nodes=3", "--ranks=2", f"--meet={meet}:29500", "--restarts=3", "--wait=3600"} <= set(command)
+    policy = "--restarts=3" if api == "job" else "--once"
+    assert {"--nodes=3", "--ranks=2", f"--meet={meet}:29500", policy, "--wait=3600"} <= set(command)
     assert command[command.index("--") + 1 :] == ["torchrun", "-m", "finetune.train"]
     waits = command_of(manifests.APIS[api](replace(SPEC, peer_wait_seconds=60, restarts=1)))
-    assert {"--wait=60", "--restarts=1"} <= set(waits)
+    assert "--wait=60" in waits and ("--restarts=1" in waits) is (api == "job")
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -201,24 +216,6 @@ def test_the_gate_judges_with_the_jobs_environment(api: str) -> None:
         assert {"name": "NCCL_IB_HCA", "value": "mlx5_1"} in gate["env"]
         assert {"name": "HF_HOME", "value": "/mnt/shared/.cache"} in gate["env"]
         assert not [each for each in gate["env"] if each["name"] in ("HF_TOKEN", "TOPOFLIGHT_AGENT_TOKEN_FILE")]
-
-
-def test_a_pytorchjobs_gate_fails_in_the_main_container() -> None:
-    """Its operator takes a pod whose init container failed for one that was lost, and makes it anew without end."""
-    (job,) = manifests.pytorchjob(SPEC)
-    for template in templates(job):
-        (gate,), (main,) = template["spec"]["initContainers"], template["spec"]["containers"]
-        assert gate["command"][:2] == ["sh", "-c"]
-        assert gate["command"][2] == (
-            "topoflight preflight -o table --require 'rdma.*'; echo $? > /run/topoflight-gate/code"
-        )
-        assert "--gate=/run/topoflight-gate/code" in main["command"]
-        shared = {"name": "gate", "mountPath": "/run/topoflight-gate"}
-        assert shared in gate["volumeMounts"] and shared in main["volumeMounts"]
-    for api in ("job", "trainjob"):
-        documents = manifests.APIS[api](SPEC)
-        (gate,) = next(templates(list(documents)))["spec"]["initContainers"]
-        assert gate["command"][0] == "topoflight" and not [w for w in command_of(documents) if "--gate" in w]
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -373,7 +370,7 @@ def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
 def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> None:
     """The kubelet waits longer than the pod's own process does; both by one number."""
     documents = manifests.APIS[api](replace(SPEC, save_seconds=700))
-    settings, _ = pod.read_settings(command_of(documents)[3:], {})
+    settings = pod.read_settings(command_of(documents)[3:], {})
     for template in templates(list(documents)):
         assert template["spec"]["terminationGracePeriodSeconds"] == settings.save_seconds + 20 == 720
 

@@ -171,8 +171,9 @@ def test_a_child_that_cannot_start_fails_every_probe_once(
         assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
 
 
-def test_no_child_outlives_a_parent_that_is_killed() -> None:
-    """Even one that cannot say goodbye."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_child_outlives_a_parent_that_is_killed(stopped: bool) -> None:
+    """Even one that cannot say goodbye; a child that is stopped does not see that its pipe has closed."""
     code = (
         "from probes.scanner import Scanner; import time\n"
         "s = Scanner(); s.scan(); print(s.child_pid, flush=True); time.sleep(600)"
@@ -180,6 +181,8 @@ def test_no_child_outlives_a_parent_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
+        if stopped:
+            child.suspend()
         parent.kill()
         assert _gone(child)
 

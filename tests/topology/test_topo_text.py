@@ -211,7 +211,7 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
         ("\tGPU0\tGPU1\nGPU0\t X \tFOO\nGPU1\tFOO\t X\n", 2, '"FOO" is no label'),
         ("\nGPU0\t X \tSYS\nGPU1\tSYS\t X \n", 2, "no header line with GPU0"),
         ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU2\tSYS\tSYS\n", 2, "has 2 cells, expected 3"),
-        ("\tGPU0\tGPU1\nGPU0\tSYS\t X \nGPU1\tSYS\t X \n", 2, "X stands under GPU1"),
+        ("\tGPU0\tGPU1\nGPU0\tSYS\t X \nGPU1\tSYS\t X \n", 2, "has its X under GPU1"),
         ("\tGPU0\tGPU1\nGPU0\t X \tSYS\nGPU1\tSYS\t X \nGPU7\tSYS\tSYS\n", 4, "row GPU7 has no column"),
         ("\tGPU0\tGPU1\nGPU0\t X \tNV180-55\nGPU1\tNV18\t X \t0-55\n", 2, '"NV180-55" is no label'),
         ("\tGPU0\tGPU1\nGPU0\t X \tNV1\tSYS\nGPU1\tNV1\t X \tPIX\n", 2, 'goes on with "SYS" after its 2 cells'),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from topology.derive import complete, rails
@@ -103,9 +104,9 @@ class _Matrix:
         self.warnings.append(what)
         self.lacking.append(what)
 
-    def error(self, line: int, message: str) -> TopologyTextError:
-        """What to raise for a line."""
-        return TopologyTextError(self.source, line, message)
+    def error(self, row: str, line: int, message: str) -> TopologyTextError:
+        """What to raise for a row."""
+        return TopologyTextError(self.source, line, f"row {row} {message}")
 
 
 _Lines = list[tuple[int, str]]
@@ -125,14 +126,10 @@ def parse(text: str, source: str = "text") -> NodeTopology:
     whole = text[-1:].isspace()
     for row in matrix.rows:
         _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
-    node = _node(matrix, lines, cut=matrix.ends_text and not whole)
-    try:
-        further = _find(lines, matrix.end, source)
-    except TopologyTextError:
-        further = None
-    if further is not None:
-        node = _with_warning(node, f"line {further.line}: a further matrix follows and is not read")
-    return _not_all_nics(node, text)
+    with suppress(TopologyTextError):
+        if further := _find(lines, matrix.end, source):
+            matrix.warnings.append(f"line {further.line}: a further matrix follows and is not read")
+    return _not_all_nics(_node(matrix, lines, cut=matrix.ends_text and not whole), text)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -189,11 +186,10 @@ def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
             return _Row(name[1], number, line[name.end() :])
         if re.fullmatch(_DEVICE, name[1]) and matrix.sure:
             columns = " ".join(matrix.devices)
-            raise matrix.error(
-                number,
-                f"row {name[1]} has no column: the header in line {matrix.line} names {columns}. A header that is cut "
-                "or wrapped is not read",
+            message = (
+                f"has no column: the header in line {matrix.line} names {columns}. A header that is cut or wrapped"
             )
+            raise matrix.error(name[1], number, f"{message} is not read")
     return None
 
 
@@ -214,9 +210,7 @@ def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
         if found.name in seen and len(seen) == len(matrix.devices):
             break
         if found.name in seen:
-            raise matrix.error(
-                number, f"row {found.name} comes again before the other rows: give the lines of one host alone"
-            )
+            raise matrix.error(found.name, number, "comes again before the others: give the lines of one host alone")
         seen.add(found.name)
         found.below = lines[position + 1][1] if position + 1 < len(lines) else ""
         matrix.rows.append(found)
@@ -231,11 +225,8 @@ def _no_matrix(lines: _Lines, source: str) -> TopologyTextError:
         (number, _tool(line.split())) for number, line in lines[:1024] if _NAME.search(line) or _tool(line.split())
     )
     number, tool = next(hints, (1, ""))
-    return TopologyTextError(
-        source,
-        number,
-        f"no header line with GPU0 and rows below it{tool}: expected the output of `nvidia-smi topo -m`",
-    )
+    message = f"no header line with GPU0 and rows below it{tool}: expected the output of `nvidia-smi topo -m`"
+    return TopologyTextError(source, number, message)
 
 
 def _tool(words: list[str]) -> str:
@@ -245,12 +236,10 @@ def _tool(words: list[str]) -> str:
 
 
 def _no_label(row: _Row, column: str, word: str) -> str:
-    where = f'row {row.name} under {column}: "{word[:40]}" is'
+    where = f'under {column}: "{word[:40]}" is'
     if word in _P2P:
-        return (
-            f"{where} a P2P status: this is `nvidia-smi topo -p2p`, which says what peers may do and not how they are "
-            "linked; expected the output of `nvidia-smi topo -m`"
-        )
+        what = "`nvidia-smi topo -p2p`, which says what peers may do and not how they are linked"
+        return f"{where} a P2P status: this is {what}; expected the output of `nvidia-smi topo -m`"
     return f"{where} no label of `nvidia-smi topo -m`{_tool(row.text.split())}; {_EXPECTED}"
 
 
@@ -288,27 +277,22 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     if ends_text and not row.rest and not whole and labels[-1].startswith("NV") and (short or len(matrix.rows) < count):
         labels.pop()  # "NV1" at the very end may have been NV18
     if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
-        raise matrix.error(row.line, _no_label(row, devices[len(labels)], word[0]))
+        raise matrix.error(row.name, row.line, _no_label(row, devices[len(labels)], word[0]))
     if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
         where = devices[labels.index(SELF)] if SELF in labels else "no column"
-        raise matrix.error(
-            row.line, f"row {row.name}: X stands under {where}, expected under {row.name} (cells are missing?)"
-        )
+        message = f"has its X under {where}, expected under {row.name}: cells are missing, or more than one is there"
+        raise matrix.error(row.name, row.line, message)
     if short and not cut:
+        message = f"has {len(labels)} cells, expected {count} as the header in line {matrix.line}. Rows that a terminal"
         raise matrix.error(
-            row.line,
-            f"row {row.name} has {len(labels)} cells, expected {count} as the header in line {matrix.line}. Rows that "
-            "a terminal wrapped and empty cells are not read: save the output to a file",
+            row.name, row.line, f"{message} wrapped and empty cells are not read: save the output to a file"
         )
     if len(labels) < count:
         matrix.lacks(f"line {row.line}: row {row.name} ends after {len(labels)} of {count} cells")
         row.rest = ""
     if word and word[0] != UNKNOWN and re.fullmatch(_LABEL, word[0]):
-        raise matrix.error(
-            row.line,
-            f'row {row.name} goes on with "{word[0]}" after its {count} cells: the header in line {matrix.line} lacks '
-            "a column",
-        )
+        message = f'goes on with "{word[0]}" after its {count} cells: the header in line {matrix.line} lacks a column'
+        raise matrix.error(row.name, row.line, message)
     row.labels = labels
     matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in notes)
 
@@ -461,10 +445,6 @@ def _agreed(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tu
     return known[labels.index(label)][0], label
 
 
-def _with_warning(node: NodeTopology, warning: str) -> NodeTopology:
-    return replace(node, warnings=(*node.warnings, warning))
-
-
 _CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found\b[^\n.;]{0,80}\bonly displaying (\d{1,6})\b")
 
 
@@ -482,4 +462,4 @@ def _not_all_nics(node: NodeTopology, text: str) -> NodeTopology:
         for near in node.nearest_nic
     )
     warning = f"{why}: those left out are in no verdict; virtual functions count, so fewer of them show all"
-    return _with_warning(replace(node, nearest_nic=nearest, rails=rails(nearest)), warning)
+    return replace(node, nearest_nic=nearest, rails=rails(nearest), warnings=(*node.warnings, warning))

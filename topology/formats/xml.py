@@ -14,14 +14,13 @@ import re
 import xml.parsers.expat as expat
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import TypeVar
 
 from hardware.gpus import model_of
 from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
 from topology.derive import complete
-from topology.graph import CpuNode, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair, PathClass, PciNode, path_class
-from topology.links import PciTree, joined, plan
+from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
+from topology.links import PciTree, joined, pcie_pair
 from topology.reference import recognise
 
 __all__ = ["SOURCE", "TopologyXmlError", "parse"]
@@ -56,11 +55,15 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         cpus = [cpu for cpu in cpus if cpu.attributes.get("host_hash") == cpus[0].attributes.get("host_hash")]
     found = Found(source=source)
     for position, cpu in enumerate(cpus):
-        found.cpus.append(cpu_of_element(cpu, position))
+        words = cpu.attributes
+        family, model, numa = (_decimal(words.get(name)) for name in ("familyid", "modelid", "numaid"))
+        found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
+        found.numa_nodes.append(position if numa is None else numa)  # without numaid its position stands in
         walk(cpu, position, None, found)
-    tree = _tree(found)
-    gpus = tuple(_with_link(gpu, tree) for gpu in numbered(found.gpus))
-    nics = tuple(_with_link(nic, tree) for _, nic in sorted(found.nics, key=lambda item: item[0]))
+    tree = PciTree(found.pci.values(), own_links=True)
+    gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(found.gpus))
+    ordered = sorted(found.nics, key=lambda item: item[0])
+    nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
     warnings += _warnings(found, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
     node = complete(
@@ -73,8 +76,6 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
             source=SOURCE,
             nvlink_known=found.dumped,
             warnings=tuple(warnings),
-            cpus=tuple(found.cpus),
-            pci=tuple(found.pci.values()),
         )
     )
     nearest = tuple(replace(near, label=SAME_CPU) if near.label == "PHB" else near for near in node.nearest_nic)
@@ -107,28 +108,12 @@ def _warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     return warnings
 
 
-_Device = TypeVar("_Device", GpuNode, NicNode)
-
-
-def _with_link(device: _Device, tree: PciTree) -> _Device:
-    return replace(
-        device, pcie_bytes_per_second=tree.slot_bytes_per_second(device.bus_id), pcie_link=tree.link(device.bus_id)
-    )
-
-
 def _pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: PciTree) -> Pair:
-    if isinstance(a, GpuNode) and isinstance(b, GpuNode):
-        count = _nvlinks(a, b)
-        if count:
-            return joined(a, b, count, "<nvlink>")
+    if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _nvlinks(a, b)):
+        return joined(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
-    label = _label(first, second, found)
-    path = path_class(label)
-    if isinstance(a, GpuNode) and a.c2c and label == "PHB" and isinstance(b, NicNode):
-        path = PathClass.P2C
-    to_gpu = isinstance(b, GpuNode)
-    value = plan(tree, first, second, label, found.cpus[found.cpu_of[first]], gpu_to_gpu=to_gpu)
-    return Pair(a=a.name, b=b.name, label=label, path=path, bytes_per_second=value, evidence="<pci> ancestry")
+    label = _label(first, second, found, tree)
+    return pcie_pair(a, b, label, tree, found.cpus[found.cpu_of[first]], evidence="<pci> ancestry")
 
 
 def _nvlinks(a: GpuNode, b: GpuNode) -> int:
@@ -141,44 +126,16 @@ def _nvlinks(a: GpuNode, b: GpuNode) -> int:
     return max(min(towards(a, b), towards(b, a)), min(switched(a), switched(b)))
 
 
-def _above(bus_id: str, found: Found) -> list[str]:
-    chain = []
-    node = found.pci.get(bus_id)
-    while node and node.parent:
-        chain.append(node.parent)
-        node = found.pci.get(node.parent)
-    return chain
-
-
-def _label(first: str, second: str, found: Found) -> str:
+def _label(first: str, second: str, found: Found, tree: PciTree) -> str:
     """NCCL's rule: one PCI element between is PIX, more are PXB, a CPU element is PHB, two are SYS."""
     if found.cpu_of[first] != found.cpu_of[second]:
         return "SYS"
     if first == second:
         return "PIX"
-    above_first, above_second = _above(first, found), _above(second, found)
+    above_first, above_second = tree.above(first), tree.above(second)
     if not set(above_first) & set(above_second):
         return "PHB"
-    return "PIX" if above_first[0] == above_second[0] else "PXB"
-
-
-def _tree(found: Found) -> PciTree:
-    return PciTree(
-        (
-            PciDevice(
-                bus_id=node.bus_id,
-                class_code=node.class_code or 0,
-                vendor_id=node.vendor_id or 0,
-                device_id=node.device_id or 0,
-                parent=node.parent,
-                numa_node=node.numa_node,
-                link_transfers_per_second=node.link_transfers_per_second,
-                link_width=node.link_width,
-            )
-            for node in found.pci.values()
-        ),
-        own_links=True,
-    )
+    return "PIX" if above_first[-1] == above_second[-1] else "PXB"
 
 
 _LAST = 1 << 30  # a NIC without `dev` keeps its place in the file, after those with one
@@ -192,8 +149,9 @@ class Found:
     source: str
     gpus: list[tuple[GpuNode, str]] = field(default_factory=list)
     nics: list[tuple[int, NicNode]] = field(default_factory=list)  # with the first `dev` of its nets
-    pci: dict[str, PciNode] = field(default_factory=dict)
-    cpus: list[CpuNode] = field(default_factory=list)
+    pci: dict[str, PciDevice] = field(default_factory=dict)
+    cpus: list[Cpu] = field(default_factory=list)
+    numa_nodes: list[int] = field(default_factory=list)  # of the CPUs
     virtual_nets: int = 0
     merged_nets: list[str] = field(default_factory=list)  # several ports as one, which NCCL puts below `<cpu>`
     without_class: int = 0
@@ -220,19 +178,6 @@ def bus_id_of(text: str) -> str:
     return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}" if match else text[:64]
 
 
-def cpu_of_element(element: Element, position: int) -> CpuNode:
-    """A `<cpu>`; without numaid its position stands in."""
-    attributes = element.attributes
-    numa = _decimal(attributes.get("numaid"))
-    return CpuNode(
-        numa_node=numa if numa is not None else position,
-        arch=attributes.get("arch"),
-        vendor=attributes.get("vendor"),
-        family=_decimal(attributes.get("familyid")),
-        model=_decimal(attributes.get("modelid")),
-    )
-
-
 def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     """Collect what hangs from a `<cpu>` or `<pci>`."""
     for child in element.children:
@@ -252,15 +197,15 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     bus_id = bus_id_of(attributes["busid"])
     if bus_id in found.pci:
         raise TopologyXmlError(found.source, element.line, f"busid {bus_id} stands twice in the file")
-    numa = found.cpus[cpu].numa_node
+    numa = found.numa_nodes[cpu]
     class_code = _number(attributes.get("class"))
-    node = PciNode(
+    node = PciDevice(
         bus_id=bus_id,
         parent=parent,
         numa_node=numa,
-        class_code=class_code,
-        vendor_id=_number(attributes.get("vendor")),
-        device_id=_number(attributes.get("device")),
+        class_code=class_code or 0,
+        vendor_id=_number(attributes.get("vendor")) or 0,
+        device_id=_number(attributes.get("device")) or 0,
         link_transfers_per_second=_speed(attributes.get("link_speed")),
         link_width=_decimal(attributes.get("link_width")),
     )
@@ -277,7 +222,10 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     base = class_code >> 8 if class_code is not None else None
     found.dumped = found.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):
-        found.gpus += [(_gpu(gpu, node, found), _dev(gpu)) for gpu in gpus or [Element("gpu", {}, element.line)]]
+        found.gpus += [
+            (_gpu(gpu, node, found), gpu.attributes.get("dev", ""))
+            for gpu in gpus or [Element("gpu", {}, element.line)]
+        ]
     if nets or (base is not None and base >> 8 == 0x02):
         found.nics.append((min(map(_net_dev, nets), default=_LAST), _nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
@@ -295,14 +243,11 @@ def _net_dev(net: Element) -> int:
     return dev if dev is not None else _LAST
 
 
-def _dev(gpu: Element) -> str:
-    return gpu.attributes.get("dev", "")
-
-
-def _gpu(element: Element, node: PciNode, found: Found) -> GpuNode:
+def _gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
     sm = _decimal(element.attributes.get("sm"))
     model, capability = model_of(node.vendor_id, node.device_id)
     links = tuple(_link(link, found) for link in element.named("nvlink"))
+    above = found.pci.get(node.parent or "")
     return GpuNode(
         name="",
         index=-1,
@@ -312,6 +257,8 @@ def _gpu(element: Element, node: PciNode, found: Found) -> GpuNode:
         numa_node=node.numa_node if node.numa_node is not None and node.numa_node >= 0 else None,
         c2c=True if element.named("c2c") else None,
         nvlinks=links,
+        pcie_lanes=node.link_width,
+        bridge_lanes=(above.bus_id, above.link_width) if above is not None and above.link_width else None,
         gdr_refused=_gdr_refused([element]),
     )
 
@@ -360,11 +307,11 @@ def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
     )
 
 
-def _nic(node: PciNode, nets: list[Element], numa: int) -> NicNode:
+def _nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     names = tuple(net.attributes.get("name", "")[:64] for net in nets if net.attributes.get("name"))
     speeds = [_decimal(net.attributes.get("speed")) for net in nets]
     known = [speed for speed in speeds if speed is not None and speed > 0]
-    infiniband = node.class_code is not None and node.class_code >> 8 == 0x0207
+    infiniband = node.class_code >> 8 == 0x0207
     name = names[0] if names else node.bus_id
     if node.vendor_id == AMAZON:
         kind = "efa"
@@ -372,7 +319,7 @@ def _nic(node: PciNode, nets: list[Element], numa: int) -> NicNode:
         kind = "hca"
     else:
         # RoCE cards have Ethernet's class too: without vendor and name nothing tells them from others.
-        identified = node.class_code is not None and (node.vendor_id is not None or bool(names))
+        identified = bool(node.class_code) and bool(node.vendor_id or names)
         kind = "ethernet" if identified else "unknown"
     return NicNode(
         name=name,
@@ -422,46 +369,31 @@ def read_tree(text: str, source: str) -> Element:
     """The root element. Raises TopologyXmlError."""
     if len(text) > MOST_CHARACTERS:
         raise TopologyXmlError(source, 1, f"{len(text)} characters are more than the {MOST_CHARACTERS} that are read")
-    reader = _Reader(source)
+    parser = expat.ParserCreate(encoding="utf-8")
+    document = Element("", {}, 1)
+    above, count = [document], 0
+
+    def refuse(*_arguments: object) -> None:
+        line = parser.CurrentLineNumber
+        raise TopologyXmlError(source, line, "a document type or entity declaration is refused: NCCL writes none")
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        line = parser.CurrentLineNumber
+        if len(above) > _DEEPEST or count > _MOST_ELEMENTS:
+            message = f"more than {_DEEPEST} levels or {_MOST_ELEMENTS} elements are refused"
+            raise TopologyXmlError(source, line, message)
+        above.append(Element(tag, attributes, line))
+        above[-2].children.append(above[-1])
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _tag: above.pop()
+    parser.StartDoctypeDeclHandler = parser.EntityDeclHandler = refuse
     try:
         # An encoding declaration means nothing in text that is already decoded.
-        reader.parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
+        parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         skipped = text.removeprefix("\ufeff")[: len(text) - len(text.lstrip())].count("\n")
         raise TopologyXmlError(source, error.lineno + skipped, f"no well-formed XML: {error}") from None
-    if reader.root is None:
-        raise TopologyXmlError(source, 1, "no element found, expected <system>")
-    return reader.root
-
-
-class _Reader:
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.root: Element | None = None
-        self.open: list[Element] = []
-        self.count = 0
-        self.parser = expat.ParserCreate(encoding="utf-8")
-        self.parser.StartElementHandler = self.start
-        self.parser.EndElementHandler = self.end
-        self.parser.StartDoctypeDeclHandler = self.refuse
-        self.parser.EntityDeclHandler = self.refuse
-
-    def error(self, message: str) -> TopologyXmlError:
-        return TopologyXmlError(self.source, self.parser.CurrentLineNumber, message)
-
-    def refuse(self, *_arguments: object) -> None:
-        raise self.error("a document type or entity declaration is refused: NCCL writes none")
-
-    def start(self, tag: str, attributes: dict[str, str]) -> None:
-        self.count += 1
-        if len(self.open) >= _DEEPEST or self.count > _MOST_ELEMENTS:
-            raise self.error(f"more than {_DEEPEST} levels or {_MOST_ELEMENTS} elements are refused")
-        element = Element(tag=tag, attributes=attributes, line=self.parser.CurrentLineNumber)
-        if self.open:
-            self.open[-1].children.append(element)
-        else:
-            self.root = element
-        self.open.append(element)
-
-    def end(self, _tag: str) -> None:
-        self.open.pop()
+    return document.children[0]

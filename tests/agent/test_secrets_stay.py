@@ -1,0 +1,159 @@
+"""Secrets planted in a machine, a record and a log appear in nothing that leaves the process.
+
+The table of forms is that of tests/agent/test_redaction.py. Each output is searched for each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from starlette.testclient import TestClient
+from test_redaction import FORMS, S
+
+from agent.base import bundle_file
+from agent.base import result_store as keep
+from agent.cli.main import cli
+from agent.cluster.nodes import records_of, to_resource
+from agent.cluster.publish import node_feature
+from agent.http.access import Tokens
+from agent.http.server import create
+from agent.http.state import State
+from agent.jobs import bundle
+from contracts.run_record import record_of
+from probes.host.recording import RecordedHost, RecordingHost, dumps
+from probes.scan import scan
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINE = ROOT / "tests/machines/hgx-h100-8xH100-8hca.json"
+TOKEN = "a-token-of-this-test-only"  # noqa: S105
+SECRETS = [*FORMS.values(), S]
+PLANTED = " ".join([f"WANDB_API_KEY={S}", f"--password {S}", f"https://bob:{S}@proxy:3128/", *FORMS.values()])
+NETWORKS = ("NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "CUDA_VISIBLE_DEVICES")
+
+
+def machine() -> RecordedHost:
+    """A recorded host whose environment, kernel log, names and errors hold every form."""
+    content = copy.deepcopy(json.loads(MACHINE.read_text()))
+    answers = content["answers"]
+    answers["environment"] = {"": {**answers.get("environment", {}).get("", {}), "HF_TOKEN": S, "NOTE": PLANTED,
+                                   **dict.fromkeys(NETWORKS, PLANTED)}}  # fmt: skip
+    for word in list(answers.get("kernel_log", {})) or ["NVRM"]:
+        answers.setdefault("kernel_log", {})[word] = [f"NVRM: Xid (PCI:0000:1a:00): 79, {PLANTED}"]
+    for symbol in ("nvmlDeviceGetName", "nvmlSystemGetDriverVersion"):
+        for key in answers["nvml"].get(symbol, {}):
+            answers["nvml"][symbol][key] = f"NVIDIA H100 {PLANTED}"
+    answers.setdefault("read_text", {})["/sys/class/dmi/id/product_name"] = PLANTED
+    answers["read_text"]["/proc/cmdline"] = PLANTED
+    return RecordedHost(content)
+
+
+RECORD: dict[str, Any] = {
+    "schema_version": 1, "status": "failed", "exit_code": 1, "reason": f"died: {PLANTED}", "host": "sft-0",
+    "notes": [PLANTED, "a note"], "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z",
+    "model": {"name": "m"}, "layout": {}, "measured": {}, "loss": {}, "environment": {"HF_TOKEN": S, "X": PLANTED},
+}  # fmt: skip
+LOG = f"""node-a:100:100 [0] NCCL INFO NCCL_NET_PLUGIN set by environment to {PLANTED}
+node-a:100:100 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0> {PLANTED}
+node-a:100:100 [0] NCCL WARN socketStartConnect: Connect to 10.0.0.2<1> failed : {PLANTED}
+[rank0]: RuntimeError: CUDA out of memory {PLANTED}
+Traceback (most recent call last):
+ValueError: {PLANTED}
+"""
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, str]]:
+    """Every output by name."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(TOKEN + "\n")
+    tokens.chmod(0o600)
+    host, state_folder = machine(), tmp_path / "state"
+    state_folder.mkdir()
+    keep.keep_flight(record_of(RECORD), state_folder)
+    snapshot = scan(host)
+    found: dict[str, str] = {}
+    state = State(lambda: (snapshot,), interval_seconds=3600, folder=state_folder)
+    client = TestClient(create(state, tokens=Tokens(token_file=tokens)))
+    with client:
+        while client.get("/readyz").status_code != 200:
+            time.sleep(0.01)
+        for path in ("/", "/flights", "/snapshot", "/snapshot?format=yaml", "/findings", "/topology", "/metrics",
+                     "/nodes", "/topology?scope=cluster", "/cluster", "/recommendations",
+                     "/recommendations?format=shell", "/preflight", "/what-if", "/openapi.json"):  # fmt: skip
+            answer = client.get(path)
+            assert answer.status_code == 200, (path, answer.text[:200])
+            found[path] = answer.text
+        good = {"Authorization": f"Bearer {TOKEN}"}
+        for name, path, body in (
+            ("why", "/why", {"logs": [LOG], "record": RECORD}), ("why of a wrong body", "/why", {"model": [PLANTED]}),
+            ("record", "/flights", {**RECORD, "started_at": "2026-11-01T10:00:01Z"}),
+            ("wrong record", "/flights", {**RECORD, "status": PLANTED}),
+            ("gate", "/preflight", {"require": [PLANTED[:128]]}),
+        ):  # fmt: skip
+            found[name] = client.post(path, json=body, headers=good).text
+        for name, params in (
+            ("model", {"model": PLANTED[:200]}),
+            ("unknown", {PLANTED: "x"}),
+            ("format", {"format": FORMS["npm"][:32]}),
+        ):
+            found[f"error: {name}"] = client.get("/recommendations", params=params).text
+        found["flights posted"] = client.get("/flights").text
+    assert state.view is not None
+    record = records_of(state.view, name="node-a")[0]
+    found["NodeTopology"] = json.dumps([to_resource(record), node_feature(record, "ns")])
+    recorder = RecordingHost(host)
+    scan(recorder)  # type: ignore[arg-type]
+    recording = recorder.archive()
+    found["recording"] = dumps(recording)
+    packed = bundle_file.packed({"node-a": bundle.of_host(machine().content, root=str(tmp_path), state=state_folder)})
+    found["bundle"] = json.dumps(
+        {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in bundle_file.unpacked(packed).items()}
+    )
+    (tmp_path / "log").write_text(LOG)
+    (tmp_path / "host.json").write_text(dumps(machine().content))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/flight.json").write_text(json.dumps(RECORD))
+    for words in (
+        f"why {tmp_path}/log",
+        f"why {tmp_path}/run",
+        f"evidence {tmp_path}/log",
+        f"lint-env {tmp_path}/log",
+        f"scan --host {tmp_path}/host.json",
+        f"preflight --host {tmp_path}/host.json",
+        f"scan -v --host {tmp_path}/host.json",
+        f"preflight --json --host {tmp_path}/host.json",
+        f"recommend --host {tmp_path}/host.json",
+    ):
+        found[words.replace(str(tmp_path), "")] = CliRunner().invoke(cli, words.split()).output
+    yield found
+
+
+def test_no_output_holds_a_secret(outputs: dict[str, str]) -> None:
+    leaked = {name: sorted({s[:8] for s in SECRETS if s in text}) for name, text in outputs.items()}
+    assert not any(leaked.values()), "\n".join(f"{n}: {f}" for n, f in leaked.items() if f)
+    assert all(outputs.values()), [name for name, text in outputs.items() if not text]
+
+
+def test_no_line_of_the_log_holds_a_secret() -> None:
+    """Of the agent and of its worker process: the message, its arguments and a traceback."""
+    code = f"""
+import logging
+from agent.base.streams import log_to_stderr
+log_to_stderr(logging.DEBUG)
+try:
+    raise ValueError({PLANTED!r})
+except ValueError:
+    logging.getLogger("x").exception("message %s", {PLANTED!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "ValueError" in done.stderr and "message" in done.stderr, done.stderr
+    assert [s for s in SECRETS if s in done.stderr] == []
