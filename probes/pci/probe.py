@@ -155,7 +155,8 @@ def _device(device: PciDevice) -> Iterator[Finding]:
 
 def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
     """Lanes that the device and the slot above it could both use."""
-    return _least(facts, device, "link_width_max")
+    least: int | None = _least(facts, device, "link_width_max")
+    return least
 
 
 def _least(facts: PciFacts, device: PciDevice, fact: str) -> Any:
