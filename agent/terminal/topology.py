@@ -112,7 +112,7 @@ def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> Non
     for warning in topology.warnings:
         point(out, "[yellow]![/yellow]", escape(warning))
     if judged:
-        out.print("[dim]the matrix: -v, or -o svg, xml, json[/dim]")
+        out.print("[dim]the matrix: -v, or -o svg, json, yaml[/dim]")
 
 
 def nearest_nics(out: Console, topology: NodeTopology) -> None:

@@ -14,6 +14,7 @@ from agent.advice.advise import advise
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.base.inputs import RequestError
+from agent.checks.baseline import Baseline
 from agent.checks.view import look
 from agent.cli.launch import _gate, launch
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
@@ -49,11 +50,11 @@ def test_preflight_flies_only_what_it_found_sound() -> None:
     checks = look(sick).checks
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in _stopping(Options(fly=True), checks, None) for code in failed)
-    assert _stopping(Options(fly=True, force=True), checks, None) == ""
-    assert _stopping(Options(fly=True, skip=tuple(failed)), checks, None) == ""
+    assert all(code in _stopping(Options(fly=True), checks, Baseline()) for code in failed)
+    assert _stopping(Options(fly=True, force=True), checks, Baseline()) == ""
+    assert _stopping(Options(fly=True, skip=tuple(failed)), checks, Baseline()) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert _stopping(Options(fly=True), checks, everywhere_the_same) == ""
+    assert _stopping(Options(fly=True), checks, Baseline(statuses=everywhere_the_same)) == ""
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 LINKS = """
@@ -117,7 +118,7 @@ def test_links_of_every_kind_as_recordings_hold_them(tmp_path: Path) -> None:
         assert routes["10.9.0.0", 16]["RTA_MULTIPATH"] == [{"oif": index["v0"]}, {"oif": index["v0"]}]
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.EAFNOSUPPORT])
+@each_row("code", [errno.EPERM, errno.EACCES, errno.EAFNOSUPPORT])
 def test_a_sandbox_without_netlink_is_read_from_sysfs(code: int) -> None:
     """Every list is refused by its errno, and the probe goes on with what sysfs tells."""
     refused, source, names = _run(_python(REFUSED, str(code)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from dicthost import DictHost
+from rigs.tables import each_row
 from test_rdma_probe import Fabric
 
 from probes.host.live import LiveHost
@@ -28,7 +29,7 @@ class Library(DictHost):
         return self.port
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("answer", "expected"),
     [
         ({"active_mtu": 5, "max_mtu": 5, "active_width": 2, "active_speed": 128}, 4096),
@@ -39,7 +40,7 @@ class Library(DictHost):
         (OSError(errno.EIO, "no answer"), None),
     ],
 )
-@pytest.mark.parametrize("layer", ["InfiniBand", "Ethernet"])
+@each_row("layer", ["InfiniBand", "Ethernet"])
 def test_what_the_library_says(answer: Any, expected: int | None, layer: str) -> None:
     host: Any = Fabric().add("mlx5_0", 0, layer=layer).host(register_limit_bytes=1 << 40)
     host.__class__ = Library
