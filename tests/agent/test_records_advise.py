@@ -44,7 +44,6 @@ ROLLOUT = Path(__file__).parent / "rollout"
 OF_OTHERS = {
     "LimitsFacts.gpus",  # set for the judgement on the host itself; a cluster has `gpus` of its own
     "GpuFacts.unread", "Gpu.unread", "GpuPair.unread",  # a situation's, which asks how a probe ended
-    "LimitsFacts.gpus",  # set for the judgement of one host; advice reads those of GpuFacts
     "HostinfoFacts.load",  # a forecast's engine has a method of that name
     "Gpu.uuid",  # compared with the graph's, which does not travel either
     "Gpu.processes",  # named beside the memory that they hold
