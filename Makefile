@@ -21,7 +21,7 @@ SHARED := ranks or netns or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
 SPREAD := -n 3 --dist loadfile
 
-.PHONY: run test test-all test-fast test-real test-rest test-two test-alone lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-real test-rest test-two test-alone test-nightly lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -40,30 +40,39 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # schemathesis draws its questions from sets: with one seed of hashes, the same in every run
-test-fast test-real test-two test-alone: export PYTHONHASHSEED := 0
+test-fast test-real test-two test-alone test-nightly: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q -n 3 -m "not ($(HEAVY))"
+	$(PYTEST) -q -n 3 -m "not ($(HEAVY) or nightly)"
 
 test-real: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "real"
+	$(PYTEST) -q $(SPREAD) -m "real and not nightly"
 
 # what failed in one tier hides no other: --keep-going, as CI says, runs them all and fails at the end
 test-rest: test-two test-alone
 
 test-two: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "($(SHARED)) and not ($(ALONE)) and not real"
+	$(PYTEST) -q $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
 
 test-alone: $(READY)
-	$(PYTEST) -q -m "($(ALONE)) and not real"
+	$(PYTEST) -q -m "($(ALONE)) and not (real or nightly)"
+
+# what takes hours and is no part of CI: long fuzzing, image builds, every drill many times, the page of published runs,
+# every recommended layout, every pair of a machine and an endpoint
+test-nightly: export TOPOFLIGHT_TRACE := all
+test-nightly: export TOPOFLIGHT_PAIRS := all
+test-nightly: $(READY) drills
+	$(PYTEST) -q -m "nightly"
+	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py
+	$(BIN)/python bench/fuzz.py --seconds 3600
 
 # rewrite every golden file; read the difference before you commit it
 golden: $(READY)
-	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
+	TOPOFLIGHT_UPDATE_GOLDEN=1 $(BIN)/pytest -q -n 2 -m "not ($(HEAVY) or nightly)" -k "golden or openapi_is"
 
 # the long documents whose digests are kept, into OUT: once before a change and once after it, for diff -r
 golden-documents: $(READY)
-	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(HEAVY))" -k "golden or openapi_is"
+	TOPOFLIGHT_GOLDEN_DOCUMENTS=$(abspath $(OUT)) $(BIN)/pytest -q -n 2 -m "not ($(HEAVY) or nightly)" -k "golden or openapi_is"
 
 # against the API server of KUBECONFIG, an administrator's, of a cluster that may be changed (docs/measurements/cluster.md);
 # without KUBECONFIG the same conversations with the stand-in

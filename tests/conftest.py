@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
@@ -31,7 +32,20 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-TIERS = ("ranks", "netns", "rdma", "browser", "prometheus", "containers", "kube", "gpu", "alone", "real", "long")
+TIERS = (
+    "ranks",
+    "netns",
+    "rdma",
+    "browser",
+    "prometheus",
+    "containers",
+    "kube",
+    "gpu",
+    "alone",
+    "real",
+    "long",
+    "nightly",
+)
 
 
 @cache
@@ -82,6 +96,16 @@ def corpus() -> Path:
     if not path.is_dir():
         pytest.skip(f"no corpus at {path}; set TOPOFLIGHT_CORPUS")
     return path
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """The ranks of this file are forked from a server that has imported torch (tests/rigs/forking), not started."""
+    from rigs.forking import forking_environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", forking_environment())
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 
 from agent.advice.advise import answer, of_cluster
 from agent.advice.request import Request, cluster_of, histogram_of
@@ -92,7 +93,7 @@ def test_a_budget_of_time_gives_the_steps_that_fit() -> None:
         advice(steps=10, hours=2.0)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "names"),
     [
         ({"precision": "int3"}, "int3"),
@@ -121,7 +122,7 @@ def test_ranks_per_node_use_so_many_gpus_of_each_node() -> None:
     assert cluster_of(Request.of(machine="p4d.24xlarge", nodes=4), (), 1).inter_node_bytes_per_second == 100e9 / 8
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@each_row("name", MACHINES)
 def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
     """Each number up to the usable GPUs is answered for so many ranks; one more is refused with what is allowed."""
     snapshot = scan(load(FOLDER / f"{name}.json"))
@@ -134,7 +135,7 @@ def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
             answer(Request.of(model="tiny", ranks_per_node=usable + 1), (snapshot,))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "told"),
     [
         (["--optimizer", "lion"], "optimizer='lion': allowed are adamw, "),
@@ -154,14 +155,14 @@ def test_what_would_not_be_answered_is_refused(words: list[str], told: str) -> N
     assert done.exit_code == 2 and told in done.output, done.output
 
 
-@pytest.mark.parametrize("words", [["--steps", "3"], ["--hours", "2"], ["--lengths", "64:1"]])
+@each_row("words", [["--steps", "3"], ["--hours", "2"], ["--lengths", "64:1"]])
 def test_a_forecast_without_a_model_is_refused(words: list[str]) -> None:
     """There is none to make."""
     done = CliRunner().invoke(recommend, ["--machine", "p5.48xlarge", *words])
     assert done.exit_code == 2 and f"{words[0]}: is of a forecast" in done.output, done.output
 
 
-@pytest.mark.parametrize(("nodes", "networked"), [(1, False), (None, True), (2, True)])
+@each_row(("nodes", "networked"), [(1, False), (None, True), (2, True)])
 def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None, networked: bool) -> None:
     """`--nodes 1` says that the job stays there; without the option it may come to span more."""
     snapshot = scan(load(FOLDER / "aws-p4d-8xA100-4efa.json"))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from agent_pod import HEALTHY, MACHINES, OVERLAYS, PodHost, agent_of, bad, in_pod, of_host
+from rigs.tables import each_row
 
 from agent.checks.view import View, look
 from contracts.finding import Finding
@@ -25,8 +24,8 @@ def test_there_are_healthy_machines_of_every_sort() -> None:
     assert all(word in names for word in ("hgx-h100", "p4d", "gb200", "cpu-only"))
 
 
-@pytest.mark.parametrize("overlay", NAMES)
-@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
+@each_row("overlay", NAMES)
+@each_row("path", HEALTHY, ids=lambda path: path.stem)
 def test_a_healthy_node_stays_silent_in_the_agents_pod(path: Path, overlay: str) -> None:
     """/dev/shm, CPU, memory, user, capabilities and network of the pod are its own: nothing of them is judged."""
     view = in_pod(path, overlay)
@@ -34,7 +33,7 @@ def test_a_healthy_node_stays_silent_in_the_agents_pod(path: Path, overlay: str)
     assert view.verdict.word == of_host(path).verdict.word
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+@each_row("path", PATHS, ids=lambda path: path.stem)
 def test_the_pod_adds_no_finding_to_any_node(path: Path) -> None:
     """What the machine lacks is found from inside the pod or is unknown there; nothing is found that it does not."""
     assert bad(in_pod(path)) <= bad(of_host(path))
@@ -61,7 +60,7 @@ def test_the_same_pod_as_a_job_is_judged() -> None:
     assert check.status == "fail" and "64 MiB" in check.message and "73.53 MiB" in check.message
 
 
-@pytest.mark.parametrize(("memlock", "status"), [(None, "pass"), (8 << 20, "fail"), (65536, "fail")])
+@each_row(("memlock", "status"), [(None, "pass"), (8 << 20, "fail"), (65536, "fail")])
 def test_what_the_engine_gives_every_pod_is_judged_in_the_agents(memlock: int | None, status: str) -> None:
     """RLIMIT_MEMLOCK comes from the container engine, not from the manifest: a job's pod gets the same."""
     path = next(path for path in HEALTHY if "hgx-h100" in path.stem)

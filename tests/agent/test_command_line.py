@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from rigs.tables import each_row
 
 from agent.cli.main import VERBS, cli, expand_hosts
 
@@ -25,7 +25,7 @@ def topoflight(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@each_row("verb", VERBS)
 def test_every_verb_is_wired_and_has_help(verb: str) -> None:
     """The table of verbs names commands that exist."""
     command = cli.get_command(None, verb)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "names"), BAD, ids=[" ".join(words) for words, _, _ in BAD])
+@each_row(("words", "code", "names"), BAD, ids=[" ".join(words) for words, _, _ in BAD])
 def test_bad_input_is_named_without_a_traceback(words: tuple[str, ...], code: int, names: str) -> None:
     """Exit 2 for usage and for an input that cannot be read; stdout stays empty."""
     done = topoflight(*words)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kubectl_layer import helm, tool
 from kustomization import LOADER, render
+from rigs.tables import each_row
 from test_deploy_manifests import CUSTOM, FOLDERS, OVERLAYS
 
 from agent.checks.expect import KEYS, _made
@@ -57,7 +58,7 @@ def by_name(documents: list[Document]) -> dict[tuple[str, str, str], Document]:
     return found
 
 
-@pytest.mark.parametrize("overlay", [path.name for path in OVERLAYS])
+@each_row("overlay", [path.name for path in OVERLAYS])
 def test_the_chart_renders_what_the_overlay_renders(overlay: str) -> None:
     """Object by object; with the Namespace, which Helm's own --create-namespace would make."""
     files, settings = VALUES[overlay]
@@ -176,7 +177,7 @@ def test_no_release_contains_an_expectation_that_is_not_its_own() -> None:
         assert (("ConfigMap", "topoflight", "topoflight-expect") in by_name(made)) is contained, words
 
 
-@pytest.mark.parametrize("files", [(), ("kubernetes",), ("openshift",), ("eks-efa",), ("openshift", "host-network")])
+@each_row("files", [(), ("kubernetes",), ("openshift",), ("eks-efa",), ("openshift", "host-network")])
 def test_a_further_release_shares_nothing_with_the_first(files: tuple[str, ...]) -> None:
     """Helm refuses an object that another release has; its agents have the rights that the first one's have."""
     words = [word for name in files for word in ("--values", str(CHART / f"values-{name}.yaml"))]

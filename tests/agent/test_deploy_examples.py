@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
-import pytest
 import yaml
+from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
 from agent.cli.main import cli
@@ -36,14 +36,14 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in found]
 
 
-@pytest.mark.parametrize("path", [*EXAMPLES, *PAGES], ids=lambda p: p.name)
+@each_row("path", [*EXAMPLES, *PAGES], ids=lambda p: p.name)
 def test_commands_are_understood(path: Path) -> None:
     """Verbs, options and check names that exist."""
     for words in commands(path.read_text()):
         understood(words)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+@each_row("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_are_yaml(path: Path) -> None:
     """One document each, that says something."""
     assert isinstance(yaml.safe_load(path.read_text()), dict)

@@ -10,12 +10,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 IMAGES = ROOT / "deploy/images"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_install_gives_a_host_without_containers_an_agent_without_torch(tmp_path: Path) -> None:
     """The images' step on a host: the verbs answer from the new prefix, torch and what installs are not in it."""
@@ -38,7 +39,7 @@ def test_install_gives_a_host_without_containers_an_agent_without_torch(tmp_path
                        stdout=subprocess.DEVNULL)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["Containerfile.agent", "Containerfile.finetune"])
+@each_row("name", ["Containerfile.agent", "Containerfile.finetune"])
 def test_one_digest_pins_every_stage(name: str) -> None:
     """No stage has a base of its own: what --build-arg PYTHON_IMAGE names is all that comes from a registry."""
     lines = (IMAGES / name).read_text().splitlines()
@@ -49,7 +50,7 @@ def test_one_digest_pins_every_stage(name: str) -> None:
     assert sum(line.startswith("ARG PYTHON_IMAGE=") for line in lines) == 1
 
 
-@pytest.mark.parametrize("name", ["Containerfile.agent", "Containerfile.finetune"])
+@each_row("name", ["Containerfile.agent", "Containerfile.finetune"])
 def test_images_run_as_a_number_that_is_not_root(name: str) -> None:
     """runAsNonRoot can check only a number; group 0 is what OpenShift's arbitrary users have."""
     last = (IMAGES / name).read_text().split("\nFROM ")[-1]

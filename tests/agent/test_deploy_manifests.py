@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from kubectl_layer import tool
 from kustomization import render
+from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
@@ -252,7 +253,7 @@ def test_bench_pods_ask_for_what_they_use_and_meet_by_name() -> None:
     assert documents["Namespace"]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
 
 
-@pytest.mark.parametrize("name", ["openshift", "openshift-host-network"])
+@each_row("name", ["openshift", "openshift-host-network"])
 def test_openshift_picks_the_users(name: str) -> None:
     """restricted-v2 and hostnetwork-v2 refuse a fixed user: neither the overlay nor what goes beside it has one."""
     for document in (*render(ROOT / "deploy/daemonset/overlays" / name), *(d for f in BESIDE for d in render(f))):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from agent.cli.main import VERBS
 
@@ -135,7 +136,7 @@ def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), place
 
 
-@pytest.mark.parametrize(("verb", "code"), sorted(CASES))
+@each_row(("verb", "code"), sorted(CASES))
 def test_a_verb_ends_as_the_table_says(verb: str, code: int) -> None:
     """Bad input says so on standard error and prints no result."""
     words, stdin = CASES[verb, code]
@@ -162,7 +163,7 @@ def test_machine_list_is_an_answer() -> None:
         assert done.returncode == 0 and "p5.48xlarge" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("form", ["json", "env", "finetune"])
+@each_row("form", ["json", "env", "finetune"])
 def test_a_layout_that_does_not_fit_is_the_same_in_every_form(form: str) -> None:
     """What needs no layout is printed; the code says that there is none."""
     done = run(*("recommend", *CASES["recommend", 3][0]), "-o", form)

@@ -14,6 +14,7 @@ import yaml
 from click.testing import CliRunner, Result
 from fastapi.testclient import TestClient
 from kustomization import render
+from rigs.tables import each_row
 
 from agent.checks.expect import KEYS, Expectation, expectation, parse, read_file
 from agent.checks.expect_checks import EXPECT_CODES
@@ -93,7 +94,7 @@ LESS = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "words", "told"), LESS)
+@each_row(("machine", "words", "told"), LESS)
 def test_absent_or_less_is_failed_and_unread_is_unknown(machine: str, words: str, told: str) -> None:
     """Exit code 3 with what is there; where the probe saw nothing of a device that the bus has, 5 at least."""
     result = preflight(machine, "--expect", words, "-o", "json")
@@ -106,7 +107,7 @@ def test_absent_or_less_is_failed_and_unread_is_unknown(machine: str, words: str
     assert result.exit_code == 3
 
 
-@pytest.mark.parametrize("words", ["gpus=8", "gpu=H100", "nvlink=NV18", "driver=550", "hcas=1", "rate=100",
+@each_row("words", ["gpus=8", "gpu=H100", "nvlink=NV18", "driver=550", "hcas=1", "rate=100",
                                    "memlock=1GiB", "shm=1GiB", "interface=eno1", "gdr=on"])  # fmt: skip
 def test_what_could_not_be_read_is_unknown_and_required(words: str) -> None:
     """A hung driver is no lost GPU: exit code 5 and not 3, whatever is expected."""
@@ -135,7 +136,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "told"), WRONG)
+@each_row(("words", "told"), WRONG)
 def test_what_is_not_understood_is_a_usage_error_that_names_what_is_allowed(words: str, told: str) -> None:
     """Exit code 2, before anything is scanned; `serve` does not start either."""
     for verb in (["preflight", "-q", "--host", str(MACHINES / f"{H100}.json")], ["serve", "--port", "0"]):
@@ -238,7 +239,7 @@ def fleet_of(snapshot: Snapshot) -> Fleet:
     return fleet
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "words", "code"),
     [(H100, "gpus=8,hcas=8,nvlink=NV18,memlock=unlimited,gpu=H100,rate=200", 0), (H100, "gpus=9", 3),
      (H100, "nvlink=NV19", 3),
@@ -333,7 +334,7 @@ def test_the_daemonset_reads_the_administrators_config_map(tmp_path: Path) -> No
     read_file(tmp_path / file)
 
 
-@pytest.mark.parametrize("name", ["github-actions.yaml", "gitlab-ci.yaml", "tekton-task.yaml", "init-container.yaml"])
+@each_row("name", ["github-actions.yaml", "gitlab-ci.yaml", "tekton-task.yaml", "init-container.yaml"])
 def test_the_examples_for_ci_say_what_a_node_must_have(name: str) -> None:
     """And this release understands it."""
     text = (ROOT / "docs/examples" / name).read_text(encoding="utf-8")
@@ -346,7 +347,7 @@ def test_the_examples_for_ci_say_what_a_node_must_have(name: str) -> None:
 # A host without a GPU ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["table", "github"])
+@each_row("form", ["table", "github"])
 def test_a_pass_without_a_gpu_says_so_in_its_first_line(form: str) -> None:
     """Whatever a pipeline reads first."""
     result = preflight("cpu-only-vm", "-o", form)

@@ -7,9 +7,9 @@ import zipfile
 from pathlib import Path
 
 import click
-import pytest
 from click.testing import CliRunner
 from hatchling.builders.wheel import WheelBuilder
+from rigs.tables import each_row
 
 from agent.advice.advise import FORMATS
 from agent.checks.codes import ALL_CODES
@@ -38,7 +38,7 @@ def test_page_and_code_name_the_same_findings() -> None:
     assert len(found) == len(set(found))
 
 
-@pytest.mark.parametrize("code", sorted(EVERY_CODE))
+@each_row("code", sorted(EVERY_CODE))
 def test_section_has_its_parts(code: str) -> None:
     """Each part is there once, in order, and says something; a code of the gate has its severities."""
     text = sections()[code]
@@ -94,7 +94,7 @@ def test_wheel_carries_the_page(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("page", ["findings.md", "runbook.md", "metrics.md"])
+@each_row("page", ["findings.md", "runbook.md", "metrics.md"])
 def test_commands_that_a_page_names_exist(page: str) -> None:
     """A reader in trouble types what stands there: verbs and options are real."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from api_server import ApiServer, configuration
 from kustomization import render
+from rigs.tables import each_row
 
 from agent.base import result_store as keep
 from agent.cluster.client import Client
@@ -250,7 +251,7 @@ def test_what_is_deployed_is_what_a_job_is_told() -> None:
     assert manifests.AGENT_AUDIENCE == AUDIENCE
 
 
-@pytest.mark.parametrize("api_name", manifests.APIS)
+@each_row("api_name", manifests.APIS)
 def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
     """URL, token file and the volume that the file is in; none of them without the option, nor beside the gate."""
     plain = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g")
@@ -286,7 +287,7 @@ def found(node: Any, member: str) -> Iterator[Any]:
             yield from found(value, member)
 
 
-@pytest.mark.parametrize("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
+@each_row("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     """Before a pod starts with it."""
     with pytest.raises(job.JobError, match="agent="):

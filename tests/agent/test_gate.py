@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from rigs.tables import each_row
 
 from agent.checks.verdict import GateError, judge, select, with_passes, worst_first
 from contracts.finding import Finding, Status
@@ -35,14 +36,14 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("statuses", "required", "fail_on", "code"), TABLE)
+@each_row(("statuses", "required", "fail_on", "code"), TABLE)
 def test_exit_codes(statuses: tuple[str, ...], required: bool, fail_on: str, code: int) -> None:
     """Each combination ends in its documented code."""
     checks = [check(s, f"x.{i}", required=required and s == "unknown") for i, s in enumerate(statuses)]
     assert judge(checks, fail_on=fail_on).exit_code == code  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fail_on", ["fail", "warn", "unknown"])
+@each_row("fail_on", ["fail", "warn", "unknown"])
 def test_an_unknown_or_a_failure_never_reads_as_pass(fail_on: str) -> None:
     """Of all sets of statuses, only those without failure, warning and required unknown pass."""
     for statuses in product(("pass", "info", "unknown", "warn", "fail"), repeat=2):
@@ -83,7 +84,7 @@ def test_skip_wins_over_require_and_drops_the_check() -> None:
     assert kept == ()
 
 
-@pytest.mark.parametrize("option", ["require", "skip"])
+@each_row("option", ["require", "skip"])
 def test_a_pattern_that_names_no_check_is_an_error(option: str) -> None:
     """A typing error in a gate must not read as a pass."""
     with pytest.raises(GateError, match=r"rmda\.\*"):
@@ -100,7 +101,7 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Finding:
     return Finding(code=code, status=status, node=node, subject=subject)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("found", "why"),
     [
         ([on("fail", "pci.nic.no_rdma", f"0000:{n}:00.0") for n in range(10)], "1 check failed, on 10 devices"),

@@ -20,6 +20,7 @@ import build
 from api_server import ApiServer, write_kubeconfig
 from machine_built import Machine
 from machine_tree import Tree
+from rigs.tables import each_row
 
 from agent.checks.baseline import read, regressions
 from agent.checks.verdict import GateError, judge
@@ -42,7 +43,7 @@ TABLE: list[tuple[Status | None, Status, Status]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "now", "judged"), TABLE)
+@each_row(("before", "now", "judged"), TABLE)
 def test_the_table_of_regressions(before: Status | None, now: Status, judged: Status) -> None:
     """What got worse fails, what stood there already is told, what cannot be measured any more fails."""
     baseline = {("a.b.c", "n", ""): before} if before else {}
@@ -173,7 +174,7 @@ EXITS: list[tuple[tuple[Status, ...], bool, str, int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("statuses", "required", "fail_on", "code"), EXITS)
+@each_row(("statuses", "required", "fail_on", "code"), EXITS)
 def test_exit_codes_are_this_table(statuses: tuple[Status, ...], required: bool, fail_on: str, code: int) -> None:
     """The gate's verdicts as pipelines see them."""
     checks = [Finding(code=f"a.b.{i}", status=s, node="n", required=required) for i, s in enumerate(statuses)]

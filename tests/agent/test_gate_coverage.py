@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 from fastapi.testclient import TestClient
+from rigs.tables import each_row
 
 from agent.checks.codes import PROBE_CODES
 from agent.checks.verdict import judge
@@ -209,8 +210,8 @@ BUSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BUSES)
-@pytest.mark.parametrize("how", ["absent", "failed"])
+@each_row("case", BUSES)
+@each_row("how", ["absent", "failed"])
 def test_the_bus_says_what_must_be_measured(case: str, how: str) -> None:
     """Both ends of the rule: what is there and unread is required, what is not there may be absent, hang or fail."""
     devices, families = BUSES[case]
@@ -226,7 +227,7 @@ def test_the_bus_says_what_must_be_measured(case: str, how: str) -> None:
     assert view.verdict.exit_code == (3 if failing else 5 if families else 0)
 
 
-@pytest.mark.parametrize("probe", ["hostinfo", "limits", "pci", "interfaces"])
+@each_row("probe", ["hostinfo", "limits", "pci", "interfaces"])
 def test_a_probe_of_what_every_host_has_must_end(probe: str) -> None:
     """The bus itself included: where it could not be read, that it shows nothing is not known."""
     view = look((with_outcomes(recorded("cpu-only-vm"), **{probe: Failed(error="no answer after 10.0 s")}),))
@@ -243,7 +244,7 @@ def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -
     assert isinstance(scan(LiveHost(str(tmp_path))).outcomes["pci"], Absent)
 
 
-@pytest.mark.parametrize("events", [None, ()])
+@each_row("events", [None, ()])
 def test_xids_that_were_not_looked_for_do_not_pass_and_do_not_block(events: tuple[int, ...] | None) -> None:
     """Without the right to read the kernel's log nothing is known of Xids before the first scan: unknown, and no 5."""
     gpu = recorded().outcomes["gpu"]
@@ -330,7 +331,7 @@ def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> Non
     assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has a finding of its own"
 
 
-@pytest.mark.parametrize(("container", "required"), [(None, True), ("kubernetes", False)])
+@each_row(("container", "required"), [(None, True), ("kubernetes", False)])
 def test_a_device_node_that_is_missing_on_the_host_itself_is_required(container: str | None, required: bool) -> None:
     """In a container it belongs to the pod that scans."""
     whole = recorded()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from agent.checks import history
 from agent.checks.codes import ALL_CODES
@@ -191,7 +192,7 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
     assert shown[8:] == [{**shown[7], "driver": when[8]}, {**shown[7], "driver": when[9]}]
 
 
-@pytest.mark.parametrize("silent", ["gpu", "rdma"])
+@each_row("silent", ["gpu", "rdma"])
 def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None:
     """An agent that starts before the driver does sees GPUs later: nobody put them in."""
     mute = replace(tray, outcomes={**tray.outcomes, silent: Absent(why="no driver")})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
 from agent.checks import bars
@@ -59,7 +60,7 @@ def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Findi
     return {(check.code, check.subject if check.code == BUSBW else ""): check for check in found}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("op", "busbw", "status"),
     [
         ("all_gather", 336, "pass"), ("all_gather", 240, "warn"), ("all_gather", 100, "fail"),
@@ -119,7 +120,7 @@ def test_nvls_that_is_not_used_is_named_with_its_line() -> None:
     assert checks(result(HGX, {"all_reduce": 480}))[NVLS, ""].status == "pass"
 
 
-@pytest.mark.parametrize(("environment", "busbw"), [({"NCCL_NVLS_ENABLE": "0"}, 365), ({"NCCL_ALGO": "Ring"}, 365)])
+@each_row(("environment", "busbw"), [({"NCCL_NVLS_ENABLE": "0"}, 365), ({"NCCL_ALGO": "Ring"}, 365)])
 def test_nvls_off_by_choice_is_no_fault(environment: dict[str, str], busbw: float) -> None:
     found = checks(result(HGX, {"all_reduce": busbw}, environment=environment))
     assert found[NVLS, ""].status == "info" and next(iter(environment)) in found[NVLS, ""].message

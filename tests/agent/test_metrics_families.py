@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rigs.tables import each_row
 
 from agent.base.counters import PublishTally, WatchTally, reason_of
 from agent.base.counters import samples as tallies
@@ -101,7 +102,7 @@ def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[st
     return found
 
 
-@pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
+@each_row("family", CATALOGUE, ids=lambda family: family.name)
 def test_names_follow_the_rules(family: Metric) -> None:
     """One prefix, base units, `_total` on counters only, `_info` on what is constantly 1."""
     name = family.exposed
@@ -115,7 +116,7 @@ def test_names_follow_the_rules(family: Metric) -> None:
     assert family.help.endswith("."), name
 
 
-@pytest.mark.parametrize("family", CATALOGUE, ids=lambda family: family.name)
+@each_row("family", CATALOGUE, ids=lambda family: family.name)
 def test_labels_are_ours_and_bounded(family: Metric) -> None:
     """No label of the scraper; every label has a stated bound; no label repeats the unit or the name."""
     for label in family.labels:
@@ -170,7 +171,7 @@ def test_probes_export_what_they_declare() -> None:
     assert unseen <= {"rdma_registered_bytes"}, f"no recording shows {sorted(unseen)}"
 
 
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@each_row("path", MACHINES, ids=lambda path: path.stem)
 def test_exposition_keeps_the_catalogue_and_its_bounds(path: Path) -> None:
     """Every series is declared, appears once, and stays within the bound that docs/metrics.md states."""
     view = with_bench(look((snapshot_of(path),), flights=(record_of(FLIGHT),)), bench())
@@ -255,7 +256,7 @@ def test_link_matrix_has_both_orders(full: View) -> None:
     assert all(found[a, b] == found[b, a] == 18 for a, b in found)
 
 
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@each_row("path", MACHINES, ids=lambda path: path.stem)
 def test_derived_bandwidth_is_that_of_the_slowest(path: Path) -> None:
     """Of several islands or rails the one that a job waits for is exported."""
     view = look((snapshot_of(path),))

@@ -6,8 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 
 from agent.advice.advise import advise
 from agent.advice.request import Request
@@ -30,7 +30,7 @@ def run(words: str) -> tuple[int, dict[str, object]]:
     return 3 if result.exit_code else 0, json.JSONDecoder().raw_decode(result.stdout)[0]
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@each_row("asked", ASKED)
 def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
     """Each offer is a command of its own, which exits with 0 and differs in what it says."""
     code, document = run(asked)

@@ -22,6 +22,7 @@ from machine_nvml import H100, NvmlGpu
 from machine_tree import Netdev, Rdma, Tree, port, switch
 from nic_faults import FAULTS, with_fault
 from platform_machines import mapped, snapshot_of
+from rigs.tables import each_row
 
 from agent.checks.view import look
 from contracts.finding import Finding
@@ -141,12 +142,12 @@ def bad(node: Snapshot) -> list[Finding]:
     return [check for check in checks if check.code.partition(".")[0] in families and check.code not in HELD_TRUE]
 
 
-@pytest.mark.parametrize("name", [*BUILT, *PLATFORMS, *WITHOUT_RDMA, *MACHINES])
+@each_row("name", [*BUILT, *PLATFORMS, *WITHOUT_RDMA, *MACHINES])
 def test_a_healthy_node_passes(name: str) -> None:
     assert not [(check.status, check.code, check.subject, check.message) for check in bad(snapshot(name))]
 
 
-@pytest.mark.parametrize("name", [*BUILT, *PLATFORMS, *MACHINES])
+@each_row("name", [*BUILT, *PLATFORMS, *MACHINES])
 def test_one_fault_of_one_rail_fails(name: str) -> None:
     """Down, slower, with another MTU, or gone: each is a failure that the healthy node does not have."""
     node = snapshot(name)

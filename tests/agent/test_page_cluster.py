@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rigs.fleet import resources
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from api_server import ApiServer, configuration
+from rigs.tables import each_row
 
 from agent.base import units
 from agent.base.hosts import snapshots
@@ -78,7 +78,7 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     assert "source: kubernetes" in html
 
 
-@pytest.mark.parametrize(("nodes", "sick"), [(1, True), (1, False), (64, True), (64, False), (400, True)])
+@each_row(("nodes", "sick"), [(1, True), (1, False), (64, True), (64, False), (400, True)])
 def test_the_head_counts_what_the_tally_and_the_list_below_it_count(nodes: int, sick: bool) -> None:
     """Nodes as their verdicts are, findings as they are listed: one node that is sick is one of one."""
     held = Fleet()
@@ -240,7 +240,7 @@ def test_two_recordings_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [s.hostname for s in snapshots([tmp_path / "a" / "pod.json"])] == ["lora-worker-0"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("seconds", "said"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2 h"), (2e5, "2.31 d")]
 )
 def test_an_age_is_said_in_its_largest_unit(seconds: float, said: str) -> None:

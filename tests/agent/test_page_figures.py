@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from rigs.tables import each_row
 
 from agent.checks.view import View, look
 from agent.http.questions import question
@@ -36,7 +37,7 @@ def widths(svg: str, kind: str) -> list[float]:
     return [float(w) for w in re.findall(rf'class="{kind}"[^>]*? width="([0-9.]+)"', svg)]
 
 
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@each_row("path", MACHINES, ids=lambda path: path.stem)
 def test_every_device_is_drawn_and_the_drawing_is_well_formed(path: Path) -> None:
     """Each GPU and NIC once, and a sentence that says the same."""
     snapshot = scan(load(path))
@@ -77,7 +78,7 @@ def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
     assert "GPU2: Gen4 x4 of x16, 6 GB/s each way as it runs, 24 GB/s planned each way" in drawn
 
 
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@each_row("path", MACHINES, ids=lambda path: path.stem)
 def test_no_line_of_a_drawing_is_red_where_nothing_is_wrong(path: Path) -> None:
     """The link between two CPUs is as sound as the CPUs: it has their colour, and is not dashed as what is missing."""
     drawn = pages.picture(build(scan(load(path))))
@@ -88,7 +89,7 @@ def test_no_line_of_a_drawing_is_red_where_nothing_is_wrong(path: Path) -> None:
     assert kinds.count("l-cpus") == max(0, boxes - 1)
 
 
-@pytest.mark.parametrize("name", ["aws-p4d-8xA100-4efa", "titan-rtx-2x-nv2"])
+@each_row("name", ["aws-p4d-8xA100-4efa", "titan-rtx-2x-nv2"])
 def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
     """A GPU's PCIe line has PCIe's colour though NVLink joins it too; no text ends beyond the drawing."""
     node = build(scan(load(MACHINES[0].with_name(f"{name}.json"))))
@@ -115,7 +116,7 @@ def test_names_of_a_host_stay_text() -> None:
     assert "<script" not in drawn
 
 
-@pytest.mark.parametrize("name", ["sick-h100-rdma-off", "sick-h100-thermal", "hgx-h100-8xH100-8hca", "sick-l40s-x4"])
+@each_row("name", ["sick-h100-rdma-off", "sick-h100-thermal", "hgx-h100-8xH100-8hca", "sick-l40s-x4"])
 def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     """One failed check on ten devices, two readings of one GPU in one box; no gap between words."""
     view = look((scan(load(MACHINES[0].with_name(f"{name}.json"))),))
@@ -331,7 +332,7 @@ def test_the_interface_that_gloo_took_counts_and_not_the_one_that_was_asked_for(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
+@each_row("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
 def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> None:
     """Nothing in a record that a job wrote can break the page."""
     assert shown_of([bad])[0].lines == ()
@@ -352,7 +353,7 @@ def test_the_policy_names_the_very_blocks_of_the_page() -> None:
     assert "http" not in policy
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("asked", "named"),
     [({"nodes": "0"}, "nodes=0"), ({"nodes": "²"}, "nodes=²"), ({"global_batch": "-4"}, "global_batch=-4"),
      ({"sequence_length": "1e9"}, "sequence_length=1e9"), ({"method": "magic"}, "method=magic")],

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -45,7 +46,7 @@ def text_of(out: Console) -> str:
     return out.file.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@each_row("name", sorted(BY_NAME))
 def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
     view, out = view_of(name), console()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 
 from agent.checks.baseline import read as read_baseline
 from agent.checks.rdma_bars import checks_of_writes, ports_of, with_bars
@@ -59,7 +60,7 @@ def test_all_active_ports_in_order_and_only_those_named() -> None:
         ports_of(found, ("mlx5_77",))
 
 
-@pytest.mark.parametrize(("gigabits", "status"), [(393, "pass"), (380, "pass"), (351, "warn"), (120, "fail")])
+@each_row(("gigabits", "status"), [(393, "pass"), (380, "pass"), (351, "warn"), (120, "fail")])
 def test_published_results_of_400_gigabit_ports(gigabits: int, status: str) -> None:
     """A healthy node and the threshold of Azure's health checks pass; a node that was taken out warns."""
     assert judged(measured(gigabits * 1e9 / 8), machine()).status == status

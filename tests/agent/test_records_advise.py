@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -27,7 +28,17 @@ from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
-SNAPSHOTS = {path.stem: scan(load(path)) for path in MACHINES}
+
+
+class Scanned(dict[str, Snapshot]):
+    """The scan of each recorded machine, made when it is first asked for."""
+
+    def __missing__(self, name: str) -> Snapshot:
+        self[name] = scan(load(MACHINES[0].with_name(f"{name}.json")))
+        return self[name]
+
+
+SNAPSHOTS = Scanned()
 ROOT = Path(__file__).parent.parent.parent
 ROLLOUT = Path(__file__).parent / "rollout"
 OF_OTHERS = {
@@ -38,7 +49,7 @@ OF_OTHERS = {
     "Gpu.uuid",  # compared with the graph's, which does not travel either
     "Gpu.processes",  # named beside the memory that they hold
 }  # fmt: skip
-every_machine = pytest.mark.parametrize("machine", SNAPSHOTS)
+every_machine = pytest.mark.parametrize("machine", [path.stem for path in MACHINES])
 QUESTIONS: tuple[dict[str, Any], ...] = (
     {}, {"model": "Llama-3.1-8B"}, {"model": "Qwen2.5-0.5B", "ranks_per_node": 1}, {"nccl_version": "2.18.5"},
     {"model": "Llama-3.1-8B", "nccl_version": "2.27.7", "steps": 100},
@@ -76,7 +87,7 @@ def told(advice: Recommendation) -> dict[str, Any]:
 
 
 @every_machine
-@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+@each_row("question", QUESTIONS, ids=str)
 def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
     """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
     snapshot, request = SNAPSHOTS[machine], Request.of(nodes=2, **question)
@@ -123,14 +134,11 @@ def moved(snapshot: Snapshot) -> Snapshot:
         known[address] = f"{head}.{(int(last) + 100) % 250 + 2}"
         return f"{known[address]}{slash}{prefix}"
 
-    interfaces = tuple(
-        replace(i, addresses=tuple(other(a) for a in i.addresses), errors={"rx_errors": 9}, mac="02:00:00:00:00:09")
-        for i in facts.interfaces
-    )
+    interfaces = tuple(replace(i, addresses=tuple(other(a) for a in i.addresses)) for i in facts.interfaces)
     outcomes["interfaces"] = Ok(facts=replace(facts, interfaces=interfaces), seconds=9.0)
     if rdma is not None:
         outcomes["rdma"] = Ok(facts=replace(rdma, devices=tuple(
-            replace(device, node_guid="9", ports=tuple(
+            replace(device, uverbs="/dev/infiniband/uverbs9", ports=tuple(
                 replace(port, counters={"link_downed": 9}, gids=tuple(
                     replace(gid, gid=known_gid(gid.gid, known)) for gid in port.gids)) for port in device.ports))
             for device in rdma.devices)))  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-import pytest
+from rigs.tables import each_row
 
 from contracts.redaction import redact, without_secrets
 
@@ -76,7 +76,7 @@ def test_names_count_for_the_values_beside_them() -> None:
     assert made["args"][2:] == ["--steps", "8"] and made["env"][1] == {"name": "NCCL_DEBUG", "value": "INFO"}
 
 
-@pytest.mark.parametrize("part", ["a", "=", "a=", '"', "-", "name:", "token", 'password="', "x ", "eyJ", "a://", "\\",
+@each_row("part", ["a", "=", "a=", '"', "-", "name:", "token", 'password="', "x ", "eyJ", "a://", "\\",
                                   "authorization:", "-u a", "-a ", "name: x\n"])  # fmt: skip
 def test_no_text_takes_long(part: str) -> None:
     """Time grows with the length, not with its square: ten times the text takes far less than a hundred times."""

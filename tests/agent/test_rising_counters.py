@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
 from contracts.finding import Status
@@ -43,7 +43,7 @@ def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
     assert {f.code for f in found} <= set(ALL_CODES)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "later",
     [
         snapshot(15, link_downed=None, errors={}),
@@ -68,7 +68,7 @@ def gpus(**changes: Any) -> Snapshot:
     return snapshot(changes.pop("at", 0.0), outcomes={"gpu": Ok(facts=facts)}, **changes)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "after", "expected"),
     [
         ({"pcie_replays": 100}, {"pcie_replays": 108}, None),
@@ -96,7 +96,7 @@ def test_what_rises_on_a_gpu(
     assert {f.code for f in found} <= set(ALL_CODES)
 
 
-@pytest.mark.parametrize(("each", "expected"), [(2, 0), (3, 1), (9, 1)])
+@each_row(("each", "expected"), [(2, 0), (3, 1), (9, 1)])
 def test_replays_that_rise_slowly_add_up_over_several_scans(each: int, expected: int) -> None:
     """Every 15 s a few, never more than eight in one interval: eight a minute is the limit all the same."""
     past, found = Past(), ()
@@ -118,7 +118,7 @@ def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
     assert told == [set()] * 3 + [both] * 5 + [set()] * 4
 
 
-@pytest.mark.parametrize("interval", [1.0, 15.0, 60.0, 300.0])
+@each_row("interval", [1.0, 15.0, 60.0, 300.0])
 def test_few_scans_are_kept_however_often_one_is_made(interval: float) -> None:
     """And the oldest is at least a minute old once there is one."""
     past = Past()
@@ -139,7 +139,7 @@ def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
     assert [f.code for f in found] == ["gpu.counters.rising"]
 
 
-@pytest.mark.parametrize("name", ["receive", "recovery_failed", "effective", "symbol"])
+@each_row("name", ["receive", "recovery_failed", "effective", "symbol"])
 def test_blackwells_counters_of_links_are_judged(name: str) -> None:
     """100,000 more in a minute is no healthy link, and one lost link is one too many."""
     errors = {"receive": 0, "recovery_failed": 0, "effective": 0, "symbol": 0}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
@@ -65,7 +65,7 @@ def test_what_the_job_sets_is_not_held_against_the_host() -> None:
     assert status(view, "topology.gpu_nic.far") == {"warn"}, "GPU1 is the ring's way in and out now"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("level", "path"), [("PHB", "pass"), ("3", "pass"), ("SYS", "pass"), ("PXB", "fail"), ("2", "fail"), ("", "fail"),
                         ("nonsense", "fail"), ("phb", "fail")],
 )  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rd
         assert status(look((hgx,)), "interfaces.choice.wrong") == {"info"}
 
 
-@pytest.mark.parametrize(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "fail")])
+@each_row(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "fail")])
 def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
     """One of ten is a tenth; the only one of its kind is all that its GPU has near it."""
     snapshot = recorded("hgx-h100-8xH100-8hca")
@@ -121,7 +121,7 @@ def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
     assert check.status == wanted
 
 
-@pytest.mark.parametrize(("mtu", "wanted"), [(2048, "warn"), (1024, "warn"), (512, "fail"), (256, "fail")])
+@each_row(("mtu", "wanted"), [(2048, "warn"), (1024, "warn"), (512, "fail"), (256, "fail")])
 def test_small_packets_cost_their_headers(mtu: int, wanted: str) -> None:
     """1024 of 4096 bytes costs 6 % of the wire, 512 12 %."""
     snapshot = recorded("l40s-4x-pcie")
@@ -165,7 +165,7 @@ def test_a_gpu_held_down_by_heat_fails() -> None:
     assert status(view, "gpu.power.limit") == {"fail"}, "500 of 700 W: the root is 85 %"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "code", "wanted"),
     [
         ({"throttle_reasons": ("sw_thermal",), "sm_clock_hertz": 1.9e9, "sm_clock_max_hertz": 1.98e9},
@@ -205,7 +205,7 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
         assert f"\n- **Severity:** {severity}\n" in sections()[code], f"{code}: docs/findings.md says otherwise"
 
 
-@pytest.mark.parametrize("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.stem)
+@each_row("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.stem)
 def test_the_page_states_each_severity_that_a_machine_shows(path: Path) -> None:
     """On every recorded machine."""
     stated = table()

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
 from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from agent_pod import MACHINES, OVERLAYS, agent_of
+from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.http.server import MOST_WAIT_SECONDS, create
@@ -109,7 +109,7 @@ def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
         assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS}").status_code == 503
 
 
-@pytest.mark.parametrize("overlay", sorted(path.name for path in OVERLAYS.iterdir()))
+@each_row("overlay", sorted(path.name for path in OVERLAYS.iterdir()))
 def test_the_manifests_probes_leave_a_start_its_time(overlay: str) -> None:
     """The interpreter binds the port within the delay; then the kubelet waits longer than the agent takes to say no."""
     (container,) = agent_of(overlay)["spec"]["template"]["spec"]["containers"]

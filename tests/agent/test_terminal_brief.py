@@ -18,6 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from rich.console import Console
+from rigs.tables import each_row
 
 from agent.base.units import hostlist
 from agent.cli import networks
@@ -42,8 +43,8 @@ def told(*words: str, columns: int = 80) -> list[str]:
     return done.stdout.rstrip("\n").splitlines()
 
 
-@pytest.mark.parametrize("name", SOUND)
-@pytest.mark.parametrize(
+@each_row("name", SOUND)
+@each_row(
     "words", ["scan", "preflight -q", "topo", "recommend", "recommend --model Qwen2.5-0.5B --steps 100 --price 98"]
 )
 def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, words: str) -> None:
@@ -221,7 +222,7 @@ def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str) -> None:
         assert done.stdout.split() == ["preflight"]
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 100, 140])
+@each_row("columns", [40, 60, 80, 100, 140])
 def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_not_fit(columns: int) -> None:
     """No heading and no name of a machine is cut, however narrow the terminal."""
     asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 from api_server import ApiServer, write_kubeconfig
 from kubectl_layer import helm
 from kustomization import render
+from rigs.tables import each_row
 from test_manifests_schema import strict, without_required
 
 from agent.cli.main import cli
@@ -266,7 +267,7 @@ def test_every_custom_manifest_holds_no_field_its_api_would_drop(reader: Reader,
         jsonschema.validate(document, without_required(strict(schema)))
 
 
-@pytest.mark.parametrize("page", BOTH)
+@each_row("page", BOTH)
 def test_the_korean_page_has_the_same_blocks(page: str) -> None:
     """In the same order, and as many steps and rows of remedies."""
     english, korean = ((DOCS / place / page) for place in (".", "ko"))

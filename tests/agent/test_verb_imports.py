@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from rigs.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
@@ -33,7 +33,7 @@ def loaded(*words: str, given: str = "") -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "without"),
     [
         (("--help",), {"rich", "cattrs", "yaml", "contracts", "probes"}),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 from starlette.testclient import TestClient
 
 from agent.cli.recommend import recommend
@@ -17,7 +17,7 @@ from probes.scan import scan
 MACHINES = Path(__file__).parent.parent / "machines"
 
 
-@pytest.mark.parametrize(("machine", "word"), [("cpu-only-vm", "rank"), ("hgx-h100-8xH100-8hca", "GPU")])
+@each_row(("machine", "word"), [("cpu-only-vm", "rank"), ("hgx-h100-8xH100-8hca", "GPU")])
 def test_memory_is_told_per_what_holds_it(machine: str, word: str) -> None:
     """In the terminal and on the page."""
     path = MACHINES / f"{machine}.json"

@@ -4,6 +4,7 @@ import random
 from statistics import median
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.bench import results
 from collectives.bench.measure import Fault, parse_faults
@@ -37,7 +38,7 @@ def test_the_interval_of_six_values_is_their_whole_range():
     assert spread_ratio([1, 2, 3, 4, 5, 6]) == pytest.approx((6 - 1) / 2 / 3.5)
 
 
-@pytest.mark.parametrize("n", [6, 10, 25, 100])
+@each_row("n", [6, 10, 25, 100])
 def test_the_interval_holds_the_true_median_in_95_of_100_cases(n):
     draw = random.Random(n)
     held = 0
@@ -87,7 +88,7 @@ def test_the_cases_of_a_model_are_its_own_sizes():
     assert cases[-1].groups == ((0, 1), (2, 3))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "named"),
     [
         ({"ops": ("gather",)}, "op: 'gather' is not allowed; allowed: one of all_gather"),
@@ -116,7 +117,7 @@ def test_an_impossible_setting_is_refused_with_its_name_and_value(settings, name
     assert "allowed:" in str(error.value)
 
 
-@pytest.mark.parametrize("endpoint", ["host-0.job.space.svc:29500", "10.0.0.1:1", "[fd00::1]:29500"])
+@each_row("endpoint", ["host-0.job.space.svc:29500", "10.0.0.1:1", "[fd00::1]:29500"])
 def test_names_and_addresses_are_rendezvous(endpoint):
     assert BenchSpec(hosts=2, rendezvous=endpoint).world_size == 4
 
@@ -147,7 +148,7 @@ def test_a_result_comes_back_from_json():
     assert results.result_from_json(results.result_to_json(result)) == result
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])
+@each_row("data", [None, [], {}, {"schema_version": 2}, {"schema_version": 1, "measurements": 5}])
 def test_what_is_no_result_is_refused(data):
     with pytest.raises(results.ResultError):
         results.result_from_json(data)

@@ -18,7 +18,8 @@ from collectives.bench import run as bench
 from collectives.bench.plan import FAULT_VARIABLE
 from collectives.bench.processes import RUN_VARIABLE
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600), pytest.mark.usefixtures("forked_ranks")]
+STARTED = sys.executable  # ranks of this interpreter are started for real
 
 HOST = socket.gethostname()
 TEST_VARIABLE = "TOPOFLIGHT_TEST_FOLDER"
@@ -164,7 +165,7 @@ print(json.dumps(results.result_to_json(result)), flush=True)
 
 def start_parent(tmp_path):
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "lock"), TEST_VARIABLE, str(tmp_path)],
+        [STARTED, "-c", PARENT, str(tmp_path / "lock"), TEST_VARIABLE, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],

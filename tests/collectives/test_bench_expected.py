@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
 from agent.checks import bars
@@ -63,7 +64,7 @@ def test_preflight_spends_its_budget_on_what_is_judged() -> None:
     assert bars.is_judged("all_gather", 8 << 30, 512)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+@each_row("op", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_a_sick_machine_is_held_to_what_it_should_be_and_to_what_it_is(op: str) -> None:
     sick = held("sick-h100-nvlink-missing", op, 1 << 30, hello("sick-h100-nvlink-missing", 8))
     good = held("hgx-h100-8xH100-8hca", op, 1 << 30, hello("hgx-h100-8xH100-8hca", 8))
@@ -96,7 +97,7 @@ def test_hosts_that_told_nothing_are_unknown() -> None:
     assert all(bar.low is None and "not known" in bar.why[0] for bar in found.values())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "version", "algorithm"),
     [
         ({}, "2.27.3", "NVLS"),

@@ -14,6 +14,7 @@ from collectives.bench import results
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.netns,
+    pytest.mark.usefixtures("forked_ranks"),
     pytest.mark.timeout(1200),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.bench.ops import (
     GRAIN_BYTES,
@@ -33,15 +34,15 @@ def test_the_document_has_exactly_the_rows_of_the_code():
         assert (size, factor) == (OPS[name].size, OPS[name].factor_formula)
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 1024])
+@each_row("name", OPS)
+@each_row("n", [1, 2, 3, 8, 1024])
 def test_the_factor_is_what_its_formula_says(name, n):
     formula = OPS[name].factor_formula
     said = {"(n-1)/n": (n - 1) / n, "2(n-1)/n": 2 * (n - 1) / n, "1": 1}[formula]
     assert OPS[name].factor(n) == pytest.approx(said)
 
 
-@pytest.mark.parametrize("name", OPS)
+@each_row("name", OPS)
 def test_sizes_are_rounded_down_to_a_grain_for_each_rank(name):
     op = OPS[name]
     parts = 3 if op.split else 1
@@ -70,7 +71,7 @@ def after(name, turn, ranks=(4, 7, 9), size=3 * 1024):
     return op, sides
 
 
-@pytest.mark.parametrize("name", OPS)
+@each_row("name", OPS)
 def test_right_data_is_right_and_old_data_is_wrong(name):
     op, sides = after(name, turn=1)
     for side in sides:
@@ -78,7 +79,7 @@ def test_right_data_is_right_and_old_data_is_wrong(name):
         assert op.wrong(side, 2) != (), "data of an earlier round"
 
 
-@pytest.mark.parametrize("name", OPS)
+@each_row("name", OPS)
 def test_one_wrong_element_is_seen_wherever_it_is(name):
     op, sides = after(name, turn=5)
     for place in (0, sides[1].taken.numel() // 2, sides[1].taken.numel() - 1):

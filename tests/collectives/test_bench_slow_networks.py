@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 rig_needed = [
     pytest.mark.ranks,
     pytest.mark.netns,
+    pytest.mark.usefixtures("forked_ranks"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]

@@ -1,6 +1,7 @@
 """A job's own shape: the groups and parts of one training step, and their replay by real ranks."""
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.bench import run as bench
 from collectives.bench.measure import _fitting
@@ -49,13 +50,14 @@ def test_an_axis_of_one_rank_moves_nothing():
     assert parts(StepShape(fsdp_layer_bytes=100, tp_activation_bytes=100, pp_activation_bytes=100)) == ()
 
 
-@pytest.mark.parametrize(("setting", "value"), [("tp", 0), ("layers", -1), ("fsdp_layer_bytes", -5)])
+@each_row(("setting", "value"), [("tp", 0), ("layers", -1), ("fsdp_layer_bytes", -5)])
 def test_an_impossible_shape_is_refused_by_name(setting, value):
     with pytest.raises(ValueError, match=f"{setting}: {value} is not allowed"):
         StepShape(**{setting: value})
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
     found = bench.run(
@@ -80,6 +82,7 @@ def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
     found = bench.run(
@@ -98,7 +101,7 @@ def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
     assert all("rank 2 on" in problem for problem in found.problems)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wanted", "one", "left", "fits"),
     [(24, 0.125, 3.0, 24), (24, 0.1, 1.05, 10), (24, 5.0, 1.0, 1), (24, 0.0, -1.0, 1)],
 )
@@ -107,6 +110,7 @@ def test_as_many_calls_are_run_as_fit(wanted, one, left, fits):
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_replay_that_does_not_fit_its_budget_is_cut_and_scaled_up(tmp_path):
     """Some 40,000 calls would take minutes: one is timed in each iteration, and the step's sum is still the whole."""

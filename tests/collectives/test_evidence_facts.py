@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 
 from agent.cli.evidence import evidence as verb
 from collectives.nccl_log import evidence
@@ -48,7 +49,7 @@ AGAINST = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fact", AGAINST, ids=lambda value: value[-40:])
+@each_row("fact", AGAINST, ids=lambda value: value[-40:])
 def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
     """Any fact of the log that speaks against such a GPU takes the excuse away, wherever it stands."""
     for lines in ([fact, SEND, RECEIVE], [SEND, RECEIVE, fact]):
@@ -57,9 +58,7 @@ def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
         assert evidence.exit_code(verdict) == evidence.FAILED
 
 
-@pytest.mark.parametrize(
-    "name", ["Tesla V100-PCIE-32GB", "Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 6000", "Tesla P100-PCIE-16GB"]
-)
+@each_row("name", ["Tesla V100-PCIE-32GB", "Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 6000", "Tesla P100-PCIE-16GB"])
 def test_the_rule_excuses_old_gpus(name: str) -> None:
     """Without NVLink, before compute capability 8.0: NCCL's default."""
     verdict = evidence.read([table(name), SEND, RECEIVE])
@@ -98,7 +97,7 @@ def test_generations_by_name() -> None:
     assert gpus_before_ampere(["V100-PCIE-16GB", "H100 PCIe"]) is False
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA GeForce RTX 4090", "GeForce RTX 3090"])
+@each_row("name", ["NVIDIA GB10", "NVIDIA GeForce RTX 4090", "GeForce RTX 3090"])
 def test_gpus_without_gpudirect_rdma_by_design(name: str) -> None:
     """No advice to load a module that cannot help, and no failure."""
     verdict = evidence.read(
@@ -201,7 +200,7 @@ def test_traffic_of_one_host_over_the_network_is_named() -> None:
 # --- libfabric's providers
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("provider", "code", "word"),
     [
         ("efa", "efa_without_gdrdma", "EFA"),
@@ -221,7 +220,7 @@ def test_each_provider_has_its_own_advice(provider: str, code: str, word: str) -
     assert ("EFA" in verdict.problems[0].message) == provider.startswith("efa")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "efa", "cxi"),
     [
         (
@@ -280,7 +279,7 @@ def test_nvlink_between_nodes() -> None:
 # --- NCCL's own diagnostics
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "code"),
     [
         ("[INFO] p2p: only 52/56 GPU-to-GPU peer accesses passed verification", "diag_p2p_failed"),
@@ -312,7 +311,7 @@ def test_lines_of_nccl_run_diagnostics(text: str, code: str) -> None:
         assert codes(P2P, line) == [code]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "Xid 79 detected 1 time on host node0. No user action or further investigation is required for this Xid.",
@@ -497,7 +496,7 @@ def test_without_the_name_of_a_gpu_the_excuse_is_a_warning() -> None:
     assert evidence.read([table("Tesla T4"), SEND, RECEIVE]).problems[0].severity == "info"
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A40", "NVIDIA A10"])
+@each_row("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A40", "NVIDIA A10"])
 def test_the_rule_held_for_every_gpu_before_2_19(name: str) -> None:
     """The compute capability came into it with 2.19; NVLink always took it away."""
     for version, code in (("2.18.5", "gdr_read_disabled_pre_ampere"), ("2.19.3", "gdr_partial")):
@@ -507,7 +506,7 @@ def test_the_rule_held_for_every_gpu_before_2_19(name: str) -> None:
     assert [p.code for p in evidence.read(nvlink).problems] == ["gdr_partial"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         f"{INFO}rocm_smi_lib: version 5.0.0.0",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import pytest
+from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 
@@ -69,7 +69,7 @@ FAILURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "code"), FAILURES, ids=lambda value: value[-50:])
+@each_row(("line", "code"), FAILURES, ids=lambda value: value[-50:])
 def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
     """Channels were made before it came: the log is failed, and the line is the proof."""
     verdict = evidence.read([CHANNEL, "loss 1.0", line])
@@ -88,7 +88,7 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("line", HARMLESS, ids=lambda value: value[-50:])
+@each_row("line", HARMLESS, ids=lambda value: value[-50:])
 def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
     """Retries, NCCL's way on without SHARP, the shutdown, and variables set to their default."""
     verdict = evidence.read([CHANNEL, line])
@@ -183,7 +183,7 @@ def test_the_version_that_vllm_names() -> None:
     assert evidence.read([line, "NCCL version 2.20.5+cuda12.4"]).nccl_version == "2.20.5+cuda12.4"
 
 
-@pytest.mark.parametrize("colour", ["ESC[32m", "\x1b[32m", "^[[32m", "\u241b[32m"])
+@each_row("colour", ["ESC[32m", "\x1b[32m", "^[[32m", "\u241b[32m"])
 def test_a_colour_behind_a_channel(colour: str) -> None:
     """Escapes that a pager or an editor wrote out are no part of the tags."""
     line = f"{INFO}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0{colour} [repeated 4x across cluster]"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import ChannelCount
@@ -74,8 +75,8 @@ PREFIXES = [
 ]
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize(("line", "transport", "direction", "gdrdma"), NETWORK_FORMS)
+@each_row("prefix", PREFIXES)
+@each_row(("line", "transport", "direction", "gdrdma"), NETWORK_FORMS)
 def test_network_forms(prefix: str, line: str, transport: str, direction: str, gdrdma: bool) -> None:
     """Transport, direction and tag are read behind every launcher's prefix."""
     verdict = evidence.read([f"{prefix}{HEAD}{line}\n"])
@@ -85,7 +86,7 @@ def test_network_forms(prefix: str, line: str, transport: str, direction: str, g
     assert verdict.intra_node_transport is None
 
 
-@pytest.mark.parametrize(("line", "transport"), LOCAL_FORMS)
+@each_row(("line", "transport"), LOCAL_FORMS)
 def test_forms_within_a_node(line: str, transport: str) -> None:
     """GPUDirect RDMA does not apply; P2P is called P2P, not NVLink."""
     verdict = evidence.read([f"{HEAD}{line}\n"])
@@ -94,7 +95,7 @@ def test_forms_within_a_node(line: str, transport: str) -> None:
     assert evidence.exit_code(verdict) == evidence.PASS
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("network", "name"),
     [
         ("IB", "IB"),
@@ -141,7 +142,7 @@ def test_multi_node_nvlink_joins_nodes() -> None:
     assert verdict.problems == ()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "version"),
     [
         ("NCCL version 2.21.5+cuda12.4", "2.21.5+cuda12.4"),
@@ -160,7 +161,7 @@ def test_versions(text: str, version: str) -> None:
     assert verdict.library == ("rccl" if "RCCL" in version else "nccl")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("version", "distance", "name"),
     [
         ("2.10.3", 4, "PXB"),
@@ -213,7 +214,7 @@ SOCKETS = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("before", "behind"),
     [
         ("", ""),

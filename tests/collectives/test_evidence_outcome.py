@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import pytest
+from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
@@ -95,7 +95,7 @@ ENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "code"), ENDS, ids=lambda value: value[-48:])
+@each_row(("line", "code"), ENDS, ids=lambda value: value[-48:])
 def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
     """Two statements: GPUDirect RDMA was on, and the job failed; the exit code follows the worse."""
     verdict = evidence.read([*GOOD, "loss 1.0", line])
@@ -106,10 +106,10 @@ def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
     assert evidence.exit_code(verdict) == evidence.FAILED
 
 
-@pytest.mark.parametrize(
+@each_row(
     "launcher", ["12: ", "[1,3]<stdout>:", "[rank3]: ", "2026-01-02T03:04:05.678Z ", "(Worker pid=3, ip=10.0.0.1) "]
 )
-@pytest.mark.parametrize(("line", "code"), [ENDS[4], ENDS[11], ENDS[19], ENDS[-4]], ids=lambda value: value[-30:])
+@each_row(("line", "code"), [ENDS[4], ENDS[11], ENDS[19], ENDS[-4]], ids=lambda value: value[-30:])
 def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
     """What ended the job stands behind the marks of the launcher."""
     assert [p.code for p in evidence.read([launcher + text for text in (*GOOD, line)]).problems] == [code]
@@ -134,7 +134,7 @@ ALIVE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", ALIVE, ids=lambda value: value[-40:])
+@each_row("line", ALIVE, ids=lambda value: value[-40:])
 def test_words_of_a_living_job_are_no_end(line: str) -> None:
     """Handlers, zeros, retries and other libraries' words."""
     verdict = evidence.read([*GOOD, line])
@@ -176,7 +176,7 @@ def test_a_traceback_is_an_end_with_its_exception() -> None:
     assert "python_traceback" in [note.code for note in finished.notes]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         "# Avg bus bandwidth    : 123.45",
@@ -221,8 +221,8 @@ CAUSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cause", "code"), CAUSES, ids=lambda value: value[-40:])
-@pytest.mark.parametrize("rank", ["", "10: ", "[rank3]: ", "(RayWorker pid=3, ip=10.0.0.1) "])
+@each_row(("cause", "code"), CAUSES, ids=lambda value: value[-40:])
+@each_row("rank", ["", "10: ", "[rank3]: ", "(RayWorker pid=3, ip=10.0.0.1) "])
 def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: str) -> None:
     """PyTorch repeats NCCL's last warning without anything of NCCL's before it."""
     front = [
@@ -268,7 +268,7 @@ ENDS_OF_LAUNCHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "code"), ENDS_OF_LAUNCHERS, ids=lambda value: value[-48:])
+@each_row(("line", "code"), ENDS_OF_LAUNCHERS, ids=lambda value: value[-48:])
 def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
     """The signal, the memory or the node that the launcher names; also among many other lines."""
     for lines in ([*GOOD, line], [*GOOD, *(f"step {n} loss 1.0" for n in range(900)), line]):
@@ -276,7 +276,7 @@ def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
         assert ([problem.code for problem in verdict.problems], verdict.outcome) == ([code], "failed")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         "faulthandler enabled: Segmentation fault handler installed",
@@ -320,7 +320,7 @@ def test_an_earlier_step_that_failed_is_a_note_where_the_job_came_to_its_end() -
         assert evidence.read(lines).outcome == "failed"
 
 
-@pytest.mark.parametrize("line", ["Job 'raysubmit_a1b2' succeeded", "Successfully completed."])
+@each_row("line", ["Job 'raysubmit_a1b2' succeeded", "Successfully completed."])
 def test_a_scheduler_states_the_end(line: str) -> None:
     """Ray's and LSF's own words."""
     assert evidence.read([*GOOD, line]).outcome == "finished"

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.nccl_log import evidence, other_texts
 from collectives.nccl_log import lines as evidence_lines
@@ -97,9 +98,7 @@ WARNINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"), WARNINGS, ids=lambda value: value[-60:] if isinstance(value, str) else ""
-)
+@each_row(("line", "expected"), WARNINGS, ids=lambda value: value[-60:] if isinstance(value, str) else "")
 def test_warnings(line: str, expected: list[str]) -> None:
     """The text of each version, its code, and the line as proof."""
     verdict = evidence.read(["loss 1.0", line])
@@ -305,7 +304,7 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize("name", SCENES)
+@each_row("name", SCENES)
 def test_scenes(name: str) -> None:
     """The whole verdict: GPUDirect RDMA, problems, and what a gate does with it."""
     lines, gdrdma, expected, exit_code = SCENES[name]
@@ -341,7 +340,7 @@ def test_a_host_that_lists_fewer_ports_than_its_peers() -> None:
     assert (problem.code, problem.message.endswith("node-2: mlx5_1:1")) == ("dead_port", True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("listing", "ports"),
     [
         ("[0]mlx5_0+mlx5_1:1/IB [RO]; OOB", ("mlx5_0+mlx5_1:1/IB",)),

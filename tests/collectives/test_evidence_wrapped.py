@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 
-import pytest
+from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import MAX_LINE_BYTES, Entries
@@ -111,8 +111,8 @@ def facts(verdict: Evidence) -> tuple[object, ...]:
     return (*counts, *said, verdict.gdrdma, tuple(sorted(problem.code for problem in verdict.problems)))
 
 
-@pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("order", [1, -1])
+@each_row("dress", DRESSES)
+@each_row("order", [1, -1])
 def test_the_same_channels_and_hosts(dress: str, order: int) -> None:
     """Whatever stands before the lines, and whether the first is one the search was for."""
     numbered = list(enumerate(LOG))[::order]
@@ -130,7 +130,7 @@ def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:
     assert evidence.read(found).hosts == 16
 
 
-@pytest.mark.parametrize("size", [64, 8192])
+@each_row("size", [64, 8192])
 def test_a_runtime_that_cuts_wherever_its_buffer_ends(size: int) -> None:
     """Every buffer's last line is cut anywhere: in a name, in a tag, before the end of the line itself."""
     text = "".join(f"{line}\n" for _ in range(40) for line in LOG)

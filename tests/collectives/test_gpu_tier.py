@@ -13,6 +13,7 @@ COMMAND = [sys.executable, str(ROOT / "bench" / "gpu.py")]
 
 
 @pytest.mark.ranks
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_what_a_cpu_can_run_of_the_tier_stands_on_its_page(tmp_path):
     """Bus bandwidth beside torch alone, and a fine-tune's forecast beside what was measured."""

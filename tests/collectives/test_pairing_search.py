@@ -5,6 +5,7 @@ import random
 from statistics import median
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.bench.pairing import Rates, Search
 
@@ -33,7 +34,7 @@ def search(nodes, cluster, seed=0, rates=None):
     return found.verdict()
 
 
-@pytest.mark.parametrize("nodes", [3, 4, 5, 8, 33, 128, 1024, 4096, 16384])
+@each_row("nodes", [3, 4, 5, 8, 33, 128, 1024, 4096, 16384])
 def test_without_noise_every_slow_node_is_found_and_nobody_else(nodes):
     slow = random.Random(nodes).sample(range(nodes), 1 if nodes < 8 else min(7, nodes // 8))
     verdict = search(nodes, Cluster(slow))
@@ -42,14 +43,14 @@ def test_without_noise_every_slow_node_is_found_and_nobody_else(nodes):
     assert verdict.rounds <= math.ceil(math.log2(nodes)) + 7
 
 
-@pytest.mark.parametrize("nodes", [3, 8, 128, 16384])
+@each_row("nodes", [3, 8, 128, 16384])
 def test_all_good_nodes_are_cleared_within_log2_rounds(nodes):
     verdict = search(nodes, Cluster())
     assert (verdict.slow_nodes, verdict.slow_links, verdict.undecided) == ((), (), ())
     assert verdict.rounds <= math.ceil(math.log2(nodes)) + 4
 
 
-@pytest.mark.parametrize("nodes", [3, 8, 128, 4096])
+@each_row("nodes", [3, 8, 128, 4096])
 def test_a_slow_link_is_told_from_its_two_ends(nodes):
     link = Search(nodes, seed=5).next_round()[0]
     verdict = search(nodes, Cluster(slow_links=[link]), seed=5)
@@ -123,7 +124,7 @@ def test_the_same_seed_gives_every_rank_the_same_rounds():
     assert second.next_round() == ()
 
 
-@pytest.mark.parametrize(("setting", "value"), [("false_alarm", 0.0), ("miss", 0.5), ("error", -1), ("slow_node", 1)])
+@each_row(("setting", "value"), [("false_alarm", 0.0), ("miss", 0.5), ("error", -1), ("slow_node", 1)])
 def test_an_impossible_rate_is_refused_by_name(setting, value):
     with pytest.raises(ValueError, match=f"{setting}: {value!r} is not allowed"):
         Rates(**{setting: value})

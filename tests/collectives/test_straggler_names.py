@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.bench.run import name_stragglers
 
@@ -25,7 +26,7 @@ def named(ranks, iterations, late, seed=0):
     return name_stragglers(tuple(range(ranks)), hosts, waits)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+@each_row("ranks", [2, 3, 8, 64])
 def test_a_rank_that_is_always_late_is_named_with_its_host_and_lateness(ranks):
     (found,) = named(ranks, 40, {1: 0.010})
     assert (found.rank, found.host, found.iterations) == (1, "host-1", 40)
@@ -34,7 +35,7 @@ def test_a_rank_that_is_always_late_is_named_with_its_host_and_lateness(ranks):
     assert "came last in 40 of 40 meetings" in found.why
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@each_row("ranks", [2, 8, 64])
 def test_ranks_that_are_alike_are_not_named(ranks):
     """One-sided at 0.001 for a whole group: a name in 200 groups would be a one in five draw."""
     assert sum(bool(named(ranks, 40, {}, seed)) for seed in range(200)) <= 2

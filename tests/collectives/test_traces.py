@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from collectives.traces import calls, plain_pickle, ras, watchdog
 
@@ -35,7 +36,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_row("form", FORMS)
 def test_a_dump_reads_alike_in_each_form(form: str) -> None:
     raw = FORMS[form](dump(entry(1), entry(2, state="started", retired=False, profiling_name="nccl:broadcast")))
     found = calls.read(raw, rank=1)
@@ -65,14 +66,14 @@ class Runs:
         return (Path.touch, (Path("/tmp/was-run"),))
 
 
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+@each_row("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_pickle_that_calls_something_is_refused_and_runs_nothing(protocol: int) -> None:
     with pytest.raises(calls.TraceError, match=r"names a class|no dump|plain values"):
         calls.read(pickle.dumps({"version": "2.4", "entries": [Runs()]}, protocol=protocol), rank=0)
     assert not Path("/tmp/was-run").exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "raw",
     [b"", b"\x80\x02", b"\x80\x02}", b"]r\xff\xff\xff\xff", b"X\xff\xff\xff\xffx", b"(" * 1000, b"\x8b\xff\xff\xff\x7f",
      b"}]a.", b"\x80\x02]q\x00h\x00a.", b"e.", b"u."],
@@ -202,7 +203,7 @@ def test_parts_of_a_coalesced_call_end_with_it() -> None:
     assert [call.done for call in found.calls] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ranks", "members"), [("[0, 1]", (0, 1)), ([1, 0], (0, 1)), (["1", "a", -1, True, None], (1,)), ({"a": 1}, ())]
 )
 def test_members_of_a_group_in_any_form(ranks: object, members: tuple[int, ...]) -> None:

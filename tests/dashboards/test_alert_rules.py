@@ -10,6 +10,7 @@ import generate
 import pytest
 import yaml
 from alerts import ALERTS
+from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
@@ -27,7 +28,7 @@ def test_names_are_ours_and_unique() -> None:
     assert all(re.fullmatch(r"Topoflight([A-Z][a-z0-9]+)+", name) for name in names)
 
 
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+@each_row("alert", ALERTS, ids=lambda alert: alert.name)
 def test_alert_is_whole(alert) -> None:  # type: ignore[no-untyped-def]
     """A hold time, a severity of the three, words for the reader, and a runbook section with its parts."""
     rule = alert.rule
@@ -57,7 +58,7 @@ def test_runbook_has_no_section_without_an_alert() -> None:
     assert headings == [alert.name for alert in ALERTS]
 
 
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+@each_row("alert", ALERTS, ids=lambda alert: alert.name)
 def test_alert_asks_for_what_exists(alert) -> None:  # type: ignore[no-untyped-def]
     """Every metric and label of the expression is exported, and every pattern of codes matches a real code."""
     declared = {family.exposed: family for family in CATALOGUE}

@@ -15,6 +15,7 @@ import boards
 import promql_parser
 import pytest
 import yaml
+from rigs.tables import each_row
 
 from agent.metrics.catalogue import CATALOGUE, OWN
 
@@ -125,7 +126,7 @@ def test_dashboards_link_to_each_other(document: dict[str, Any]) -> None:
     assert link["includeVars"] and link["keepTime"]
 
 
-@pytest.mark.parametrize("name", sorted(EXPRESSIONS))
+@each_row("name", sorted(EXPRESSIONS))
 def test_expression(name: str) -> None:
     """Rules target-promql, target-job, target-instance, target-rate-interval, target-counter-agg; known names only."""
     expr = EXPRESSIONS[name]
@@ -145,7 +146,7 @@ def test_expression(name: str) -> None:
         assert window == "$__rate_interval", expr
 
 
-@pytest.mark.parametrize("name", sorted(EXPRESSIONS))
+@each_row("name", sorted(EXPRESSIONS))
 def test_grouping_names_labels_that_are_there(name: str) -> None:
     """`by (…)` over a label that no metric of the expression has would merge what differs."""
     expr = EXPRESSIONS[name]

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_client import merge
 from rigs.waiting import eventually
 
 from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
@@ -197,24 +196,6 @@ def pod_of(template: Document, *, namespace: str, name: str, on: str | None = No
     return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
 
 
-def play_kubelet(namespace: str, name: str, phase: str) -> None:
-    """Say of a pod what its kubelet would."""
-    ended = {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now(), "reason": "Completed"}}
-    running = {"running": {"startedAt": now()}}
-    client, path = admin(), path_of("v1", "pods", name, namespace=namespace)
-    containers = [c["name"] for c in client.get(path)["spec"]["containers"]]
-    is_up = phase == "Running"
-    merge(client, path + "/status", {"status": {
-        "phase": phase, "startTime": now(),
-        "conditions": [{"type": kind, "status": str(is_up), "lastTransitionTime": now()}
-                       for kind in ("Ready", "ContainersReady")],
-        "containerStatuses": [
-            {"name": c, "image": "e2e", "imageID": "e2e", "restartCount": 0, "ready": is_up, "started": is_up,
-             "state": running if is_up else ended} for c in containers
-        ],
-    }})  # fmt: skip
-
-
 def token(account: str, namespace: str, *, audience: str | None = None, pod: str | None = None) -> str:
     """A service account's, for an hour; of a pod where one is named, as the kubelet asks for it."""
     words = ["create", "token", account, "-n", namespace, "--duration=3600s"]
@@ -257,12 +238,6 @@ def controllers() -> bool:
     if not found:
         finalize(name)
     return found
-
-
-def need_controllers() -> None:
-    """Skip where none runs, and say so."""
-    if not controllers():
-        pytest.skip("no kube-controller-manager acts on this API server: start one to run this test")
 
 
 def finalize(namespace: str) -> None:

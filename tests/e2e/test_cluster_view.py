@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from api_server import CRD, ApiServer, configuration, write_kubeconfig
 from e2e_client import MACHINES, client_of, merge
+from rigs.tables import each_row
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
@@ -354,7 +355,7 @@ def test_without_nfd_the_resource_is_written_all_the_same() -> None:
         assert len(api.of_kind("NodeTopology")) == 1
 
 
-@pytest.mark.parametrize("machine", NAMES)
+@each_row("machine", NAMES)
 def test_labels_are_values_that_nodes_accept(machine: str) -> None:
     """At most 63 characters of the allowed ones; an unknown fact is no label."""
     labels = node_feature(record_of(machine, "n"), "ns")["spec"]["labels"]
@@ -545,7 +546,7 @@ def test_a_busy_server_is_waited_for(api: ApiServer) -> None:
     cluster.stop()
 
 
-@pytest.mark.parametrize("late_seconds", [86400, -86400], ids=["old", "in the future"])
+@each_row("late_seconds", [86400, -86400], ids=["old", "in the future"])
 def test_a_stale_record_is_never_a_pass(late_seconds: float) -> None:
     """Whatever it said last; a scan that is yet to come would never grow old."""
     record = replace(record_of(H100, "n"), verdict="pass", scanned_at_seconds=time.time() - late_seconds)

@@ -13,6 +13,7 @@ import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
 from e2e_client import MACHINES, client_of
+from rigs.tables import each_row
 
 from agent.advice.advise import answer
 from agent.advice.request import Request
@@ -39,7 +40,7 @@ def documents(kind: str, name: str) -> tuple[dict[str, object], ...]:
 
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
-    """A real server's judgement is in test_real_jobs."""
+    """A real server admits manifests in test_real_overlays."""
     lines = list(cluster_job.create(client_of(api), documents(kind, f"e2e-{uuid.uuid4().hex[:8]}"), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
@@ -108,7 +109,7 @@ def test_the_dry_run_prints_yaml_and_json_of_the_same_objects(kubeconfig: ApiSer
     assert kubeconfig.of_kind("ConfigMap") == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "told"),
     [
         (["--dry-run", "-o", "xml"], "'xml' is not one of 'yaml', 'json'"),
@@ -141,7 +142,7 @@ def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_pa
     assert config.output_dir == f"{mounts['shared']}/sft"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "url"),
     [
         ([], None),
@@ -193,7 +194,7 @@ def test_a_configuration_of_the_users_keeps_its_word(tmp_path: Path, text: str) 
     assert config.output_dir == ("/mnt/shared/a" if "output_dir" in text else "/mnt/shared/sft")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("left_out", "more", "told"),
     [
         ("--set", [], "no data set is named"),
@@ -223,7 +224,7 @@ def test_without_a_gate_a_line_says_so() -> None:
 DRY = ["--api", "job", "--dry-run", "--no-dra", "--no-preflight"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "told"),
     [
         (["--set", "output_dir=/mnt/shared/../x"], "must be below /mnt/shared"),
@@ -245,9 +246,7 @@ def test_what_no_cluster_could_run_is_refused_before_it_is_printed(more: list[st
     assert done.exit_code == 2 and told in done.output, done.output
 
 
-@pytest.mark.parametrize(
-    "words", [["--claim", "c"], ["--queue", "q"], ["--resource", "cpu=1"], ["--wait", "5"], ["--namespace", "a"]]
-)
+@each_row("words", [["--claim", "c"], ["--queue", "q"], ["--resource", "cpu=1"], ["--wait", "5"], ["--namespace", "a"]])
 def test_options_of_a_cluster_are_refused_on_this_host(words: list[str]) -> None:
     """They would be passed over: the job would not have what it was given."""
     done = CliRunner().invoke(launch, ["--dry-run", *words])
@@ -532,7 +531,7 @@ def test_pods_that_may_not_be_listed_are_unknown(kubeconfig: ApiServer) -> None:
     assert done.exit_code == 0 and "unknown whether its pods come: pods is forbidden" in done.stderr
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
+@each_row("nodes", ["1", "2"])
 def test_restarts_are_as_asked_for(nodes: str) -> None:
     """In the words of the API, and to the pods, which count them."""
     job = printed(*WORDS, "--api", "job", "--nodes", nodes, "--restarts", "5")["Job"]

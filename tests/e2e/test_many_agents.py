@@ -6,7 +6,7 @@ import heapq
 import random
 from collections import Counter
 
-import pytest
+from rigs.tables import each_row
 
 from agent.cluster.client import LONGEST_WAIT_SECONDS, backoff_seconds
 
@@ -38,7 +38,7 @@ def come_back(*, down_seconds: float, per_second: int, retry_after: float | None
     return asked, last - down_seconds
 
 
-@pytest.mark.parametrize("down_seconds", [60.0, 600.0])
+@each_row("down_seconds", [60.0, 600.0])
 def test_after_an_outage_no_second_sees_more_than_its_share(down_seconds: float) -> None:
     """A server that takes them all is asked evenly over the longest pause: nobody has to be turned away."""
     asked, took = come_back(down_seconds=down_seconds, per_second=AGENTS, retry_after=None)

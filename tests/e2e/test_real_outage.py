@@ -7,9 +7,6 @@ that stop and start the API server itself, it goes for real.
 from __future__ import annotations
 
 import contextlib
-import os
-import shlex
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -22,11 +19,11 @@ import pytest
 import urllib3
 from kubernetes.client import Configuration
 from kubernetes.config import new_client_from_config
-from real_cluster import RUN, admin, kubectl, real
+from real_cluster import RUN, kubectl, real
 from rigs.waiting import eventually
 
-from agent.cluster.client import ApiError, Client, connect, path_of
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, to_resource
+from agent.cluster.client import Client, path_of
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from agent.cluster.publish import Publisher
 from agent.cluster.watch import Watcher
 
@@ -143,49 +140,8 @@ def record_of(name: str, verdict: str = "pass") -> NodeRecord:
     return NodeRecord(name=name, host=name, verdict=verdict, scanned_at_seconds=time.time())
 
 
-def put(name: str, verdict: str) -> None:
-    whole, status = to_resource(record_of(name, verdict))
-    admin().apply(path_of(API_VERSION, PLURAL, name), whole)
-    admin().apply(path_of(API_VERSION, PLURAL, name, sub="status"), status)
-
-
 def verdict(fleet: Fleet, name: str) -> str | None:
     return next((r.verdict for r in fleet.records() if r.name == name), None)
-
-
-def test_a_version_long_gone_is_410(definition: None) -> None:
-    """As the client tells it; a definition that was made just now is 429 for a moment, which says nothing."""
-
-    def answer() -> int:
-        try:
-            list(admin().watch(NODES, "1", seconds=5))
-        except ApiError as error:
-            return error.status
-        return 200
-
-    eventually(lambda: answer() != 429, "the definition's storage is up")
-    assert answer() == 410
-
-
-def test_an_expired_watch_lists_again_and_misses_nothing(door: Door, name: str) -> None:
-    """The server's own 410, in the middle of a watcher's life."""
-    with watching(door.client(), seconds=2) as (watcher, fleet):
-        put(name, "pass")
-        eventually(lambda: verdict(fleet, name) == "pass", "the first record")
-        door.forget = 1
-        eventually(lambda: watcher.lists == 2, "a second list")
-        put(name, "fail")
-        eventually(lambda: verdict(fleet, name) == "fail", "what came after")
-        assert watcher.lists == 2
-
-
-def test_a_watch_is_taken_up_where_it_ended(door: Door, name: str) -> None:
-    """The server ends each watch after its time; nothing is listed again."""
-    with watching(door.client(), seconds=1) as (watcher, fleet):
-        eventually(lambda: door.watches >= 3, "several watches")
-        put(name, "warn")
-        eventually(lambda: verdict(fleet, name) == "warn", "what was written between")
-        assert watcher.lists == 1
 
 
 def test_watch_and_publisher_outlive_an_outage(door: Door, name: str) -> None:
@@ -203,33 +159,4 @@ def test_watch_and_publisher_outlive_an_outage(door: Door, name: str) -> None:
         eventually(lambda: publisher.error is None and publisher.writes == 2, "written after all")
         eventually(lambda: verdict(fleet, name) == "fail", "and seen")
         assert watcher.lists == 1
-    publisher.stop()
-
-
-def command(variable: str) -> None:
-    subprocess.run(shlex.split(os.environ[variable]), check=True, timeout=120)
-
-
-@pytest.mark.skipif(
-    not (os.environ.get("TOPOFLIGHT_E2E_DOWN") and os.environ.get("TOPOFLIGHT_E2E_UP")),
-    reason="TOPOFLIGHT_E2E_DOWN and TOPOFLIGHT_E2E_UP name no commands that stop and start the API server",
-)
-def test_the_api_server_is_restarted(name: str) -> None:
-    """The process itself ends and begins anew: its watch cache is empty, so that an old version may be 410."""
-    held = [record_of(name)]
-    publisher = Publisher(connect(tries=1), lambda: held[0], namespace="default", labels=False,
-                          look_seconds=0.05)  # fmt: skip
-    publisher.start()
-    with watching(connect()) as (watcher, fleet):
-        eventually(lambda: verdict(fleet, name) == "pass", "published and seen")
-        command("TOPOFLIGHT_E2E_DOWN")
-        try:
-            held[0] = replace(held[0], verdict="fail")
-            eventually(lambda: publisher.error is not None and watcher.error is not None, "both notice")
-        finally:
-            command("TOPOFLIGHT_E2E_UP")
-        eventually(lambda: publisher.writes == 2 and publisher.error is None, "written after all")
-        eventually(lambda: verdict(fleet, name) == "fail", "and seen")
-        eventually(lambda: watcher.error is None, "the watch goes on")
-        assert watcher.lists <= 2
     publisher.stop()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rigs.tables import each_row
 
 from agent.jobs import namespaces
 from agent.jobs.networks import Bar, NetworkBars, bar_of, picture, priced, proof_of
@@ -34,7 +35,7 @@ def record(**members):
     return record_of({"status": "complete", "plan": plan, "measured": {"step_seconds": 1.1}, **members})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("members", "interface", "rdma", "proven"),
     [
         ({"transports": ["gloo: TCP over net1 (10.0.0.1)"]}, "net1", False, True),
@@ -90,7 +91,7 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
     assert (failed.exit_code, replace(failed, bars=failed.bars[1:]).exit_code) == (3, 5)
 
 
-@pytest.mark.parametrize("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
+@each_row("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
 def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
     """As any user's mistake: exit code 2."""
     done = compare("--over", word)

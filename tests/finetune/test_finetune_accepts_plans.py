@@ -6,7 +6,7 @@ from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
-import pytest
+from rigs.tables import each_row
 from test_finetune_equivalence import EIGHT, FOUR, SIXTEEN, TWO
 
 from contracts.layout import Layout
@@ -33,9 +33,9 @@ def best(machine, nodes, name, method, packing):
     return [candidate.layout for candidate in found.best]
 
 
-@pytest.mark.parametrize(("machine", "nodes"), MACHINES)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("method", "packing"), JOBS)
+@each_row(("machine", "nodes"), MACHINES)
+@each_row("name", MODELS)
+@each_row(("method", "packing"), JOBS)
 def test_recommended_layouts_are_accepted(machine, nodes, name, method, packing):
     """The job gives no reason against any of them."""
     model = MODELS[name]
@@ -48,7 +48,7 @@ def test_recommended_layouts_are_accepted(machine, nodes, name, method, packing)
         assert refusals(layout, shape, lora=method != "full") == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("shape", "says"),
     [
         ({"_attn_implementation": "eager"}, "attn_implementation='eager'"),

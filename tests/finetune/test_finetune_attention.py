@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from filled import filled_model
+from rigs.tables import each_row
 
 from contracts.job_config import JobConfig
 from finetune.attention import Documents, attend
@@ -32,8 +33,8 @@ def dense(ends, window):
     return seen & (number[:, :, None] == number[:, None])
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("window", [None, 5, 16, 64, 100])
+@each_row("name", ROWS)
+@each_row("window", [None, 5, 16, 64, 100])
 def test_documents_and_windows_equal_a_dense_mask(name, window):
     """Results and gradients of grouped heads; a window reaches over several blocks, one, or none."""
     draw, ends = torch.Generator().manual_seed(1), ROWS[name]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from finetune import channels, train
 from finetune.channels import look, planned_channels, record
@@ -220,7 +221,7 @@ def test_the_log_is_set_up_where_the_user_has_not(tmp_path):
     assert channels.settings(tmp_path, {"NCCL_DEBUG": "WARN"}) == {}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("named", "path"),
     [("/a/n.%h.%p.log", "/a/n.gpu-1.42.log"), ("/a/%%h%q", "/a/%h%q"), ("/a/log", "/a/log"), ("", None)],
 )
@@ -253,6 +254,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):

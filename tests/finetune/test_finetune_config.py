@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig, parse_config, read_config, resolve_layout
 from contracts.job_plan import JobPlan, dumps, parse_layout
@@ -42,7 +43,7 @@ def test_its_layout_is_fsdp_over_all_ranks():
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "words"),
     [
         ({"learning_rte": 1e-4}, ["learning_rte", "learning_rate"]),
@@ -116,7 +117,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
         read_config(path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "name"),
     [
         ({"per_device_train_batch_size": 32}, "per_device_train_batch_size: 32"),
@@ -198,7 +199,7 @@ FIELDS = json.loads((Path(__file__).with_name("jobs") / "trl_fields.json").read_
 NULLABLE = {"max_length": 1024, "max_seq_length": 1024}  # null would mean rows of any length
 
 
-@pytest.mark.parametrize("release", FIELDS)
+@each_row("release", FIELDS)
 def test_every_field_of_trl_s_parser_is_known(release):
     """Left at null, each is a setting, a note or nothing; none is an unknown name."""
     for name in FIELDS[release]:
@@ -216,7 +217,7 @@ def test_every_field_with_a_strange_value_is_honoured_noted_or_refused_by_name()
             assert any(name in note for note in notes) or {"strange", ("strange",)} & set(said.values()), name
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "layout"),
     [
         ({"fsdp": "shard_grad_op auto_wrap offload"},
@@ -255,7 +256,7 @@ def test_what_trl_says_of_the_layout(raw, layout):
     assert found == layout
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw", "words"),
     [
         ({"deepspeed": "ds_config_zero3.json"}, ["deepspeed='ds_config_zero3.json'", "that is there"]),
@@ -384,9 +385,7 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
     assert any("without DeepSpeed" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "node", "degrees"), [(16, 8, (2, 8)), (8, 8, (1, 8)), (4, 1, (4, 1)), (1, 1, (1, 1))]
-)
+@each_row(("ranks", "node", "degrees"), [(16, 8, (2, 8)), (8, 8, (1, 8)), (4, 1, (4, 1)), (1, 1, (1, 1))])
 def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
     """However many the job comes to have."""
     asked = resolve_layout(parse_config({"fsdp": "hybrid_shard auto_wrap"})[0].layout, ranks, node)

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune.data import Loader, collate, pack, prepare
@@ -31,7 +32,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=["messages", "prompt", "conversation", "question", "text"])
+@each_row("row", ROWS, ids=["messages", "prompt", "conversation", "question", "text"])
 def test_each_row_shape_is_learnt_from(tokenizer, row):
     """Labels are the next token, everywhere."""
     example = encode(row, tokenizer, job())
@@ -41,7 +42,7 @@ def test_each_row_shape_is_learnt_from(tokenizer, row):
     assert "Oui." in tokenizer.decode(example.tokens)
 
 
-@pytest.mark.parametrize("row", ROWS[:4], ids=["messages", "prompt", "conversation", "question"])
+@each_row("row", ROWS[:4], ids=["messages", "prompt", "conversation", "question"])
 def test_only_answers_count_when_asked(tokenizer, row):
     """completion_only_loss masks the question, not the answer nor its end mark."""
     example = encode(row, tokenizer, job(completion_only_loss=True))
@@ -63,7 +64,7 @@ def test_an_answer_beyond_the_cut_leaves_nothing_to_learn(tokenizer):
     assert encode(row, tokenizer, job(completion_only_loss=True)) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "settings", "word"),
     [({"q": 1}, {}, "question"), ({"text": "a"}, {"completion_only_loss": True}, "answer")],
 )
@@ -107,8 +108,8 @@ def spelled(examples, count, length, pad):
     ]
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("answers", [False, True])
+@each_row("packing", [False, True])
+@each_row("answers", [False, True])
 def test_a_batch_is_the_one_that_is_spelled_token_by_token(tokenizer, packing, answers):
     """Full and short batches, padded and packed, with questions that count and that do not."""
     rows, _ = prepare(job(dataset_rows=30, packing=packing, completion_only_loss=answers), "train", tokenizer)
@@ -121,8 +122,8 @@ def test_a_batch_is_the_one_that_is_spelled_token_by_token(tokenizer, packing, a
     assert {str(t.dtype) for t in (made.tokens, made.labels, made.positions)} == {"torch.int64"}
 
 
-@pytest.mark.parametrize(("micro", "count", "ranks"), [(2, 1, 4), (1, 8, 1), (4, 2, 1), (1, 2, 4)])
-@pytest.mark.parametrize("by_length", [False, True])
+@each_row(("micro", "count", "ranks"), [(2, 1, 4), (1, 8, 1), (4, 2, 1), (1, 2, 4)])
+@each_row("by_length", [False, True])
 def test_every_split_of_the_batch_sees_the_same_rows(tokenizer, micro, count, ranks, by_length):
     """Layouts of one global batch walk through the same rows in the same steps."""
     rows, _ = prepare(job(dataset_rows=40), "train", tokenizer)
@@ -206,7 +207,7 @@ def test_plain_text_begins_as_its_tokenizer_begins_it():
     assert encode(ROWS[0], tokenizer, job()).tokens.tolist().count(begin) == 0  # a talk begins as its template says
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "word"),
     [
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "two texts, or two lists"),

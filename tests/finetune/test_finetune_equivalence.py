@@ -349,6 +349,7 @@ def test_four_ranks_in_bf16_equal_one_but_for_roundings(four, name):
     hold_rounded(four, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [one["name"] for one in SIXTEEN])
 def test_sixteen_ranks_equal_one(sixteen, name):
     """Sixteen ranks, in all three ways at once over replicas of shards, compute what one process alone computes."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rigs.tables import each_row
 from test_finetune_equivalence import ROOT
 
 from contracts.interval import Interval
@@ -83,7 +84,7 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_run
     assert ran["micro_batch"] * ran["gradient_accumulation"] == 128
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "is_memory"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from filled import filled_model
+from rigs.tables import each_row
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
 from contracts.families import ROPE_TYPES
@@ -113,7 +114,7 @@ def test_other_families_are_refused(tmp_path):
         build_model(JobConfig(model_name_or_path=f"random:{tmp_path}"), "fp32")
 
 
-@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"])
+@each_row("kind", ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"])
 def test_learning_rates_are_those_of_transformers_after_warm_up(kind):
     """Warm-up itself begins above zero: a first step of rate 0 would be lost."""
     config = JobConfig(learning_rate=0.5, lr_scheduler_type=kind, warmup_steps=4)
@@ -134,7 +135,7 @@ def test_warm_up_below_one_is_a_share():
     assert [learning_rate(config, s, 50) == 1.0 for s in (4, 5)] == [False, True]
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
+@each_row("limit", [0.0, 0.5, 1e9])
 def test_clipping_is_torch_s(limit):
     """The same norm and the same gradients as torch's own, and 0 only measures."""
     torch.manual_seed(0)
@@ -150,7 +151,7 @@ def test_clipping_is_torch_s(limit):
         torch.testing.assert_close(w.grad, twin.grad)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("members", "lora", "word"),
     [
         ({"cp": 2, "tp": 2}, False, "cp=2"),
@@ -237,7 +238,7 @@ def test_on_a_device_only_what_runs_there_counts():
     assert by_part(found) == pytest.approx({"compute": 2.0, "gather": 3.0, "optimizer": 0.0, "idle": 5.0})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("members", "kind", "shapes", "part"),
     [
         ({"dp_shard": 2}, "all_gather", [[64]], "gather"),

@@ -126,6 +126,7 @@ def both_up(rig, times=1):
     eventually(lambda: rig.ups(0) >= times and rig.ups(1) >= times, f"both ranks started {times} times", 300)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_late_pod_is_waited_for_and_really_joins(scripted, tmp_path, first):
     """Whichever comes first says for whom it waits; nothing runs until both are there."""
@@ -140,6 +141,7 @@ def test_a_late_pod_is_waited_for_and_really_joins(scripted, tmp_path, first):
     assert (job.ended(0), job.ended(1)) == (0, 0)
 
 
+@pytest.mark.nightly
 def test_a_pod_that_does_not_come_is_named(scripted, tmp_path):
     """Bounded, with a code that no controller tries again; the record does not stay "running"."""
     job = scripted(wait=2)
@@ -167,6 +169,7 @@ def test_another_exit_code_ends_all_pods_at_once_and_keeps_the_logs(scripted, tm
         assert "Root Cause" in (tmp_path / "pods" / f"{index}.log").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_a_pod_that_is_lost_comes_back_and_all_start_again(scripted, tmp_path, sign):
     """Pod 0, killed or deleted; the other stays, the record says "interrupted" meanwhile, and the job goes on.
@@ -192,6 +195,7 @@ def test_a_pod_that_is_lost_comes_back_and_all_start_again(scripted, tmp_path, s
     assert (job.ended(0), job.ended(1)) == (0, 0)
 
 
+@pytest.mark.nightly
 def test_restarts_are_counted_and_used_up(scripted, tmp_path):
     """Of a pod that is lost again and again; the record then says how to go on."""
     job = scripted(restarts=1, wait=60)
@@ -270,6 +274,7 @@ def measured_pod(job, index, **environment):
     return job.start(index, own, NODE_NAME=f"host-{index}", **environment)
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_pods_measure_together_before_their_ranks_and_again_with_a_new_pod(scripted, tmp_path):
     """Real benchmark ranks, of both pods in one run; the pod that comes in another's place is measured too."""
@@ -299,6 +304,7 @@ def test_a_measurement_that_fails_ends_all_pods_and_no_rank_trains(scripted, tmp
     assert job.ups(0) == job.ups(1) == 0
 
 
+@pytest.mark.nightly
 def test_nccls_lines_reach_the_pods_log(scripted, tmp_path):
     """Of this pod's files, of this start: what `logs POD | topoflight evidence -` reads."""
     host = os.uname().nodename.partition(".")[0]

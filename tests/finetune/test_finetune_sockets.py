@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from finetune.sockets import Seen, differences, spell, taken, transports
 
@@ -31,7 +32,7 @@ def test_connections_between_ranks_are_told_with_their_interface():
     assert differences(ranks(OVER_NET1, TO_A_HUB), {"GLOO_SOCKET_IFNAME": "net1"}) == []
 
 
-@pytest.mark.parametrize(("asked", "stops"), [("net1", True), ("net0,net1", True), ("net1,eth0", False), (None, False)])
+@each_row(("asked", "stops"), [("net1", True), ("net0,net1", True), ("net1,eth0", False), (None, False)])
 def test_another_interface_than_the_plan_s_is_a_difference(asked, stops):
     """One of a list is enough; where the plan sets none, nothing is compared."""
     environment = {"GLOO_SOCKET_IFNAME": asked} if asked else {}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filled import filled_model
+from rigs.tables import each_row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
@@ -51,9 +52,7 @@ def test_the_parts_stand_beside_the_forecast():
     assert "all-gather 31 % exposed" in one.lines[0][-1]
 
 
-@pytest.mark.parametrize(
-    "raw", [None, [], "x", [1, {"part": "gather"}, {"part": 3, "measured_seconds": 1, "share": 1}]]
-)
+@each_row("raw", [None, [], "x", [1, {"part": "gather"}, {"part": 3, "measured_seconds": 1, "share": 1}]])
 def test_records_without_parts_are_read(raw):
     """Older files, and what is no part, give none."""
     read = record_of({**RECORD, "parts": raw})
@@ -122,7 +121,7 @@ def model_flops(layers, hidden, ffn, kv, vocabulary, length, frozen):
     return forward + backward + attention, sum(inputs * outputs for inputs, outputs in weights)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@each_row("frozen", [False, True])
 def test_flops_per_token_are_those_of_the_products_counted_by_hand(frozen):
     """All weights train, or none: two layers, grouped heads."""
     length = 512

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from rigs.tables import each_row
 
 from agent.advice.advise import advise
 from agent.advice.request import Request
@@ -120,7 +121,7 @@ def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
         assert own == launch.RESUMABLE
 
 
-@pytest.mark.parametrize("rate", ["125Mi", "1Gi"])
+@each_row("rate", ["125Mi", "1Gi"])
 def test_the_time_to_save_here_is_that_of_the_checkpoint(rate):
     """Of a full fine-tune of 8B twice its checkpoint at the storage's rate, as in the pods; the built-in job 20 s."""
     run = {"method": "full", "sequence_length": 2048, "global_batch": 64}

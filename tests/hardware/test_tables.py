@@ -13,6 +13,7 @@ from typing import get_type_hints
 
 import pytest
 from pydantic import TypeAdapter
+from rigs.tables import each_row
 
 from hardware.gpus import gpu_named, gpus, model_of, on_grace, refuses_peers, soldered, without_gdr
 from hardware.links import links, nvlink
@@ -30,7 +31,7 @@ BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["b
 PACKAGES = BUILD["targets"]["wheel"]["packages"]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+@each_row("table", TABLES, ids=lambda path: path.stem)
 def test_every_row_has_a_name_of_its_own_and_a_source(table: Path) -> None:
     (rows,) = tomllib.loads(table.read_text()).values()
     assert all(len(row["source"]) > 6 for row in rows)
@@ -38,7 +39,7 @@ def test_every_row_has_a_name_of_its_own_and_a_source(table: Path) -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+@each_row("gpu", gpus(), ids=lambda gpu: gpu.name)
 def test_a_gpu_is_found_by_its_own_name_and_its_pci_ids(gpu) -> None:
     """A general pattern above a special one would hide it."""
     assert gpu_named(gpu.name) == gpu
@@ -46,14 +47,14 @@ def test_a_gpu_is_found_by_its_own_name_and_its_pci_ids(gpu) -> None:
     assert all(model_of(0x10DE, number) == (name, gpu.compute_capability) for number, name in gpu.pci.items())
 
 
-@pytest.mark.parametrize("row", [*gpus(), *links(), *nics(), *rows()], ids=lambda row: row.name)
+@each_row("row", [*gpus(), *links(), *nics(), *rows()], ids=lambda row: row.name)
 def test_a_row_is_of_its_type(row: object) -> None:
     """TOML knows a number from a text; what stands in a row is what the record says."""
     for name, kind in get_type_hints(type(row)).items():
         TypeAdapter(kind).validate_python(getattr(row, name), strict=True)
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+@each_row("gpu", gpus(), ids=lambda gpu: gpu.name)
 def test_the_figures_of_a_gpu_are_possible(gpu) -> None:
     """A slip of the comma shows: nothing is measured above 1.15 of the data sheet (a boost clock), no link is extra."""
     assert gpu.matmul_bf16 <= 1.15 * gpu.peak_bf16
@@ -71,7 +72,7 @@ def test_nccl_plans_below_the_wire() -> None:
     assert all(each.nccl_bytes_per_second < each.bytes_per_second for each in links() if each.nccl_bytes_per_second)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "built_with_nvlink", "no_peers", "grace"),
     [
         ("NVIDIA H100 80GB HBM3", True, False, False),
@@ -122,8 +123,8 @@ def test_what_an_adapters_ids_say() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize("machine", ["mi300x", "mi325x"])
-@pytest.mark.parametrize("hosts", [1, 2])
+@each_row("machine", ["mi300x", "mi325x"])
+@each_row("hosts", [1, 2])
 def test_what_rccl_serves_is_refused_and_not_guessed(machine: str, hosts: int) -> None:
     """No plan of links, no environment, no layout: the answer says that nothing of it was measured."""
     cluster = machines.cluster(machine, hosts)
@@ -155,7 +156,7 @@ def _strings(tree: ast.Module) -> list[ast.Constant]:
     ]
 
 
-@pytest.mark.parametrize("package", [*(each for each in PACKAGES if each != "hardware"), "dashboards"])
+@each_row("package", [*(each for each in PACKAGES if each != "hardware"), "dashboards"])
 def test_no_table_outside_hardware_is_keyed_by_a_gpu(package: str) -> None:
     """A GPU's name in code is a table that was not moved. A sentence may name one."""
     found = []
@@ -176,7 +177,7 @@ def test_the_test_sees_a_table() -> None:
         assert not _MODEL.search(text), text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "teraflops"),
     [
         ("NVIDIA GB200", 2500),

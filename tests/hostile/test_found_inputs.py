@@ -6,9 +6,9 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner
 from readers import TARGETS, check, dumped, fuzz_targets
+from rigs.tables import each_row
 
 from agent.cli.main import cli
 from contracts.job_config import read_file
@@ -90,14 +90,14 @@ FOUND: dict[str, tuple[str, bytes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOUND)
+@each_row("name", FOUND)
 def test_what_was_found_stays_mended(name: str) -> None:
     """A result, or the reader's own error; anything else comes out of here."""
     target, data = FOUND[name]
     check(TARGETS[target], data)
 
 
-@pytest.mark.parametrize("name", sorted(TARGETS))
+@each_row("name", sorted(TARGETS))
 def test_every_reader_takes_what_the_fuzzer_starts_from(name: str) -> None:
     """The seeds themselves: a reader that refuses all of them is fuzzed at its first line only."""
     refused = 0
@@ -109,7 +109,7 @@ def test_every_reader_takes_what_the_fuzzer_starts_from(name: str) -> None:
     assert refused < len(TARGETS[name].seeds())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "words",
     [
         ["recommend", "--machine", "dgx-h100", "--model", "x" * 300],

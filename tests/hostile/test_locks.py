@@ -7,10 +7,10 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 LOCKS = ("agent", "finetune", "image", "dev", "build")
@@ -41,7 +41,7 @@ def asked(*extras: str) -> list[Requirement]:
     return [made for made in map(Requirement, lines) if canonicalize_name(made.name) not in ("topoflight", "torch")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "extras"),
     [
         ("agent", ()),

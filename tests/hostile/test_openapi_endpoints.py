@@ -20,6 +20,7 @@ import urllib3
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rigs.tables import each_row
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -108,7 +109,7 @@ def ask(
     every()
 
 
-@pytest.mark.parametrize("endpoint", endpoints())
+@each_row("endpoint", endpoints)
 def test_an_endpoint_with_open_reads(open_agent: str, endpoint: str) -> None:
     """What makes load is closed to all, with and without a token; nothing is a 5xx."""
 
@@ -118,7 +119,7 @@ def test_an_endpoint_with_open_reads(open_agent: str, endpoint: str) -> None:
     ask(open_agent, endpoint, {}, judge)
 
 
-@pytest.mark.parametrize("endpoint", endpoints())
+@each_row("endpoint", endpoints)
 def test_an_endpoint_with_a_token(closed_agent: str, endpoint: str) -> None:
     """Everything is behind a token, and this one opens it."""
 
@@ -129,10 +130,8 @@ def test_an_endpoint_with_a_token(closed_agent: str, endpoint: str) -> None:
     ask(closed_agent, endpoint, {"Authorization": f"Bearer {TOKEN}"}, judge)
 
 
-@pytest.mark.parametrize("endpoint", endpoints())
-@pytest.mark.parametrize(
-    "token", ["", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}"], ids=["none", "empty", "wrong", "basic"]
-)
+@each_row("endpoint", endpoints)
+@each_row("token", ["", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}"], ids=["none", "empty", "wrong", "basic"])
 def test_an_endpoint_without_the_token(closed_agent: str, endpoint: str, token: str) -> None:
     """Nothing but the kubelet's two probes answers."""
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("agent", "planner", "collectives", "topology", "probes", "finetune")
@@ -69,7 +70,7 @@ def test_only_the_worker_is_handed_objects() -> None:
     assert "recv_bytes" in received and "recv" not in received
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@each_row("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_text_becomes_code(path: Path) -> None:
     """No eval, pickle, shell, unsafe YAML or code of a model's own, in any module."""
     found = [wrong.partition(": ")[2] for wrong in wrongs(ast.parse(path.read_text(encoding="utf-8")))]

@@ -42,6 +42,7 @@ def test_the_image_holds_the_agent_and_little_else(agent_image: str) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_change_of_code_builds_the_last_layers_only(agent_image: str) -> None:
     """Packages come from the cache; so a fine-tune image is minutes once, and seconds after."""
     marked = ROOT / "agent/base/version.py"

@@ -16,7 +16,7 @@ from api_server import write_kubeconfig
 from containers import ROOT, build, clear
 from pods import BRIDGE, Cluster, end, pod_of_job, said_at, shape, start, two_networks
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.containers, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 SLOW_BITS = 60e6  # what tbf lets through the pod network
 STEPS = 8

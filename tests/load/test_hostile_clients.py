@@ -17,6 +17,7 @@ import psutil
 import pytest
 import resident
 from load_served import H100, Served
+from rigs.tables import each_row
 
 from agent.http.connections import LimitedProtocol
 from agent.http.serve import BACKLOG, HEAD_BYTES
@@ -68,7 +69,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("request_bytes", "expected"),
     [
         (b"GET /" + b"a" * (HEAD_BYTES + 100), 400),
@@ -105,7 +106,7 @@ def read_answer(one: socket.socket) -> bytes:
     return got
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("start", "answers"),
     [(b"", []), (b"GET /metrics HT", []), (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", []),
      (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /metr", [200]),
@@ -183,8 +184,8 @@ def get_once(agent: Served, path: str, source: str = "127.0.0.1") -> int:
         return status(read(one))
 
 
-@pytest.mark.parametrize("addresses", [1, 5], ids=["of the asking address", "of five addresses"])
-@pytest.mark.parametrize(
+@each_row("addresses", [1, 5], ids=["of the asking address", "of five addresses"])
+@each_row(
     "start",
     [b"", b"GET /metrics HTTP/1.1\r\nX: ", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
      b"GET /snapshot HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200],
@@ -249,6 +250,7 @@ def test_one_client_keeps_nobody_out(served: Served, eventually: Callable[..., N
     eventually(lambda: served.descriptors() <= before + 2, "every connection is given back")
 
 
+@pytest.mark.nightly
 def test_ten_thousand_connections_attempted(served: Served, eventually: Callable[..., None]) -> None:
     """Silent, speaking and slow ones of four addresses, as many as there are descriptors for, beside a scraper."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -12,6 +12,7 @@ import load
 import pytest
 import resident
 from load_served import H100, Served
+from rigs.tables import each_row
 from starlette.testclient import TestClient
 
 from agent.http.access import Tokens
@@ -38,7 +39,7 @@ def quiet() -> Iterator[tuple[State, TestClient]]:
     yield agent()
 
 
-@pytest.mark.parametrize("path", STORED)
+@each_row("path", STORED)
 def test_the_second_answer_is_the_first(quiet: tuple[State, TestClient], path: str) -> None:
     """Byte for byte, compressed or not, until the next scan."""
     _, client = quiet

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rigs.tables import each_row
 
 from contracts.job_config import parse_config
 from contracts.job_plan import JobPlan
@@ -134,7 +135,7 @@ def test_trl_names_are_those_of_training_arguments() -> None:
     assert data["gradient_checkpointing"] is False
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("precision", "train", "dtype"),
     [
         ("bf16", {}, "bfloat16"),
@@ -227,7 +228,7 @@ def test_torchrun_line() -> None:
     assert "--rdzv-endpoint" in several
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "layout", "train", "reason"),
     [
         ("accelerate", PIPELINE, {}, "PP=4: accelerate has no pipeline parallelism"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -56,7 +57,7 @@ def test_a_sound_node_has_nothing_beside_it() -> None:
     assert SOUND.slowed == () and SOUND.sound is None and SOUND.sound_here is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "words", "least"),
     [
         ("sick-h100-memlock-64KiB", r"limits\.memlock\.low: no RDMA, TCP over eno1 at 2\.66 GB/s", 10.0),

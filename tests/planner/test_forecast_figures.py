@@ -58,7 +58,7 @@ def test_the_page_has_the_widths_that_ship() -> None:
         assert 75 <= float(kinds[f"any: {name}"][3].rstrip("%")) <= 90
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.corpus
 def test_the_page_is_what_the_command_prints(corpus: Path) -> None:
     """Percentages within 1.5 points, counts and widths within what that allows: a term that moved is written again."""

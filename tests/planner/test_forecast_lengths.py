@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.forecast import machines
@@ -100,7 +101,7 @@ def test_the_recommendation_takes_small_micro_batches_for_a_long_tail() -> None:
     assert of_tail.layout.micro_batch < of_even.layout.micro_batch
 
 
-@pytest.mark.parametrize("broken", [((0, 1),), ((1, -1),), ((1, True),), ((1.5, 2),), ((1, 2, 3),)])
+@each_row("broken", [((0, 1),), ((1, -1),), ((1, True),), ((1.5, 2),), ((1, 2, 3),)])
 def test_broken_histograms_are_refused(broken: tuple[tuple[int, int], ...]) -> None:
     """The row in question is in the message."""
     with pytest.raises(LengthsError, match="at least 1"):

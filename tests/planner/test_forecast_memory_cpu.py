@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.forecast.engine import share_of
@@ -57,7 +58,7 @@ def kept_bytes(layers: int, method: Method) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@each_row("method", ["full", "lora"])
 def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
     """Two more layers of transformers' Llama keep twice what is forecast for one."""
     counted = (kept_bytes(3, method) - kept_bytes(1, method)) / 2

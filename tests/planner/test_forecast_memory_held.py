@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
@@ -32,7 +33,7 @@ def _held(ratio: float, gpu: int = 3) -> Snapshot:
     return replace(snapshot, outcomes={**snapshot.outcomes, "gpu": Ok(facts=replace(facts, gpus=tuple(gpus)))})
 
 
-@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.98])
+@each_row("ratio", [0.2, 0.5, 0.98])
 def test_the_fullest_gpu_sets_what_a_rank_may_have(ratio: float) -> None:
     """And the forecast says who holds how much where."""
     snapshot = _held(ratio)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from hardware.units import GIB
@@ -29,7 +30,7 @@ def test_torchtitan_keeps_every_second_product() -> None:
     assert parts.activations == pytest.approx(32 * TOKENS * HALF * (4 * 4096 + 1024 + 14336))
 
 
-@pytest.mark.parametrize(("cp", "shard", "published"), [(1, 8, 75.3), (2, 4, 75.9), (4, 2, 77.1)])
+@each_row(("cp", "shard", "published"), [(1, 8, 75.3), (2, 4, 75.9), (4, 2, 77.1)])
 def test_a_pipeline_of_torch_holds_weights_and_gradients_whole(cp: int, shard: int, published: float) -> None:
     """405B on 512 H100 at 32k tokens a rank, GiB reserved: torchtitan's benchmarks of 2024-12, table 6."""
     layout = Layout(
@@ -71,7 +72,7 @@ def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
     assert two.optimizer == pytest.approx(16.0 * count)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("layout", "dtype", "each"),
     [
         (Layout(world_size=1), "auto", 8.0),
@@ -105,7 +106,7 @@ def test_what_trl_freezes_in_fp32_takes_four_bytes_and_autocasts_copies() -> Non
     assert grown(Layout(world_size=2, dp_shard=2)) == (pytest.approx(count), 0.0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each_row("dtype", ["bfloat16", "float32"])
 def test_autocast_saves_a_frozen_weight_in_two_bytes(dtype: str) -> None:
     """What the copies are: torch's Linear under autocast, whose weight does not train."""
     torch = pytest.importorskip("torch", reason="torch is not installed")

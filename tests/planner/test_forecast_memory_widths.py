@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
@@ -29,7 +30,7 @@ def in_fp32(layout: Layout) -> Layout:
     return replace(layout, precision="fp32")
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@each_row("method", ["full", "lora", "qlora"])
 def test_in_fp32_a_gpu_holds_what_a_cpu_holds(method: Method) -> None:
     """The tensors are the same; what differs is the allocator and the context."""
     train = replace(FULL, method=method, precision="fp32")
@@ -64,7 +65,7 @@ def test_eager_scores_in_fp32_are_nine_bytes() -> None:
         assert stored - without == each * tokens * MODEL.heads * 1024
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw_8bit"])
+@each_row("optimizer", ["sgd", "adamw_8bit"])
 def test_in_fp32_no_optimizer_keeps_another_copy_of_the_weights(optimizer: str) -> None:
     """Megatron's and DeepSpeed's optimizers hold the fp32 copy of half-precision weights only."""
     train = replace(FULL, optimizer=optimizer)
@@ -74,7 +75,7 @@ def test_in_fp32_no_optimizer_keeps_another_copy_of_the_weights(optimizer: str) 
         assert narrow.optimizer - wide.optimizer == 4.0 * weights(MODEL).total
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@each_row("precision", ["bf16", "fp32"])
 def test_ddp_keeps_all_gradients_beside_the_activations(precision: Any) -> None:
     """One rank alone frees each gradient's activations before it has the next; two ranks hold them in buckets."""
     train = replace(FULL, precision=precision)

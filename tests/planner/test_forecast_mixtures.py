@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from hardware.gpus import gpu_named
@@ -32,7 +33,7 @@ GPT_OSS = ModelSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("model", "billions"), [(DEEPSEEK_V3, 671.03), (QWEN3_NEXT, 79.67), (GPT_OSS, 116.83)], ids=lambda m: str(m)[:20]
 )
 def test_weights_are_those_that_the_makers_give(model: ModelSpec, billions: float) -> None:
@@ -64,7 +65,7 @@ def parts_on_a_slow_network(
     return step_parts(Job(model=model, train=train, links=links, rates=rates, engine=runs), layout)
 
 
-@pytest.mark.parametrize(("engine", "sent"), [("torchtitan", 8.0), ("topoflight", 8.0), ("trl", 6.0)])
+@each_row(("engine", "sent"), [("torchtitan", 8.0), ("topoflight", 8.0), ("trl", 6.0)])
 def test_fsdp_sends_gradients_in_the_type_it_reduces(engine: str, sent: float) -> None:
     """Two gathers of 2 bytes; scatters of 4 (reduce_dtype=float32), of 2 where the policy says so (accelerate).
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from planner.forecast.specs import weights
 
@@ -92,7 +93,7 @@ def test_a_time_beyond_the_gpu_is_set_aside(tmp_path: Path) -> None:
     assert "time set aside 1: more FLOP/s than the GPU reaches" in done.stdout
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "gpu", "per_node"),
     [
         ("8x H100-SXM5-80GB", "H100", 8),
@@ -118,7 +119,7 @@ def test_a_machine_names_its_gpu_and_its_network() -> None:
     assert row.links.network is not None and row.links.network.how == "derived"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "precisions", "said"),
     [
         ({"precision": "MXFP8", "gpu": "GB200"}, ("mxfp8",), True),
@@ -139,7 +140,7 @@ def test_precisions(row: dict[str, str], precisions: tuple[str, ...], said: bool
     assert (got.precisions, "precision" not in got.assumed) == (precisions, said)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "checkpointing"),
     [
         ({"act_recompute": "full (uniform, 1 layer)"}, "full"),
@@ -166,7 +167,7 @@ def test_parallelism_by_the_words_of_a_note() -> None:
     assert (at.tp, at.pp, at.virtual_stages, at.micro_batch, at.global_batch) == (4, 8, 4, 2, 512)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("framework", "row", "engine", "known"),
     [
         ("PyTorch NVIDIA Release 24.04", {}, "megatron", True),
@@ -185,7 +186,7 @@ def test_stacks_by_what_tables_call_them(framework: str, row: dict[str, str], en
     assert (stack.engine.name, stack.known) == (engine, known)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "stored"),
     [
         ({"world": "1", "dp": "1", "nodes": "1"}, 2.0),
@@ -208,7 +209,7 @@ def test_a_row_that_moves_its_weights_out_is_taken_to_recompute() -> None:
     assert as_run(read({**row, "act_recompute": "none"})).checkpointing == "none"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "link", "gbytes"),
     [
         ({"inter_link": "TCP", "inter_gbps_per_node": "100"}, "TCP", 5.3),

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.families import TRAINED
 from contracts.layout import Layout
@@ -56,8 +57,8 @@ def shape(name: str, method: str = "lora") -> SimpleNamespace:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("name", sorted(path.stem for path in MACHINES.glob("*.json")))
+@each_row("nodes", [1, 2])
+@each_row("name", sorted(path.stem for path in MACHINES.glob("*.json")))
 def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
     """The best of every family, for adapters and full training, on one machine and on two like it."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
@@ -118,7 +119,7 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize("layout", COMBINED, ids=lambda at: f"{at.family} {at.offload}")
+@each_row("layout", COMBINED, ids=lambda at: f"{at.family} {at.offload}")
 def test_planner_and_job_allow_the_same_combinations(layout: Layout) -> None:
     """Combinations that the job's equivalence tests cover break no rule of the planner."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.forecast import machines
@@ -181,7 +181,7 @@ def differences(ours: Layout, theirs: Layout) -> set[str]:
     return {name for name, found in parts.items() if any(found)}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@each_row("name", RECIPES)
 def test_every_difference_from_a_published_recipe_is_explained(name: str) -> None:
     """The recipe's layout exists here, ours is no slower, and what differs has a reason that the forecasts bear out."""
     recipe = RECIPES[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rigs.tables import each_row
 
 from hardware.machines import catalogue
 from planner.forecast import machines
@@ -35,7 +36,7 @@ def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
     assert any("no GPU" in line for line in answer.unknowns)
 
 
-@pytest.mark.parametrize(("machine", "nodes"), [("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)])
+@each_row(("machine", "nodes"), [("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)])
 def test_catalogue_machines_get_a_layout_and_every_rejection_a_reason(machine: str, nodes: int) -> None:
     """What-if answers name rule and reason for all that was turned down."""
     answer = recommend(machines.cluster(machine, nodes), (), model_named("Llama-3.1-8B"), TrainSpec(global_batch=128))
@@ -101,7 +102,7 @@ def test_embedding_and_head_count_as_layers_of_interleaved_chunks() -> None:
     assert best[0].layout.stage_layers == (1, *(2,) * 62, 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("model", "nodes", "method", "tokens"),
     [
         ("Llama-3.1-405B", 2048, "full", 1 << 24), ("Llama-3.1-70B", 64, "full", 1 << 22),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout, LayoutError
 from planner.forecast import machines
@@ -40,7 +41,7 @@ SLIDING = replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rule", "asked", "layout", "says"),
     [
         ("heads-divide", question(model="Qwen2.5-7B"), Layout(world_size=8, tp=8), "28 attention heads"),
@@ -86,7 +87,7 @@ def test_fp8_needs_the_gpu_for_it() -> None:
     assert "8.0" in broken[1]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("capability", "engine", "says"),
     [((9, 0), "megatron", "10.0"), ((12, 0), "megatron", "data centre"), ((10, 0), "torchtitan", "no mxfp8")],
 )
@@ -109,7 +110,7 @@ def test_every_engine_runs_something() -> None:
         assert first_broken(asked, Layout(world_size=8, dp_replicate=8, sharding="ddp")) is None
 
 
-@pytest.mark.parametrize(("layers", "pp"), [(126, 8), (126, 16), (62, 4), (30, 4), (7, 4), (80, 8)])
+@each_row(("layers", "pp"), [(126, 8), (126, 16), (62, 4), (30, 4), (7, 4), (80, 8)])
 def test_uneven_stages_hold_every_layer_once(layers: int, pp: int) -> None:
     """No stage is empty, none is fuller than an even split needs, and all layers are there."""
     stages = uneven_stages(layers, pp)

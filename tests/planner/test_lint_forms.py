@@ -6,6 +6,7 @@ import contextlib
 import textwrap
 
 import pytest
+from rigs.tables import each_row
 
 from planner.lint.environment import lint
 from planner.lint.named import NamedEnvironment
@@ -60,7 +61,6 @@ FORMS = {
         "Slurm batch script", "", "#!/bin/sh\n#SBATCH --export=ALL,NCCL_DEBUG=INFO\nexport NCCL_IB_HCA=mlx5_0,mlx5_1\n",
     ),
     "srun --export": ("shell script", "", "export NCCL_IB_HCA=mlx5_0,mlx5_1\nsrun --export=ALL,NCCL_DEBUG=INFO ./a\n"),
-    "csh": ("C shell script", "", "#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\nsetenv NCCL_IB_HCA mlx5_0,mlx5_1\n"),
     "fish": ("shell script", "env.fish", "set -gx NCCL_DEBUG INFO\nset -x NCCL_IB_HCA mlx5_0,mlx5_1\n"),
     "here-document": (
         "shell script", "", "cat > /etc/nccl.conf <<'EOF'\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nEOF\n",
@@ -170,7 +170,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "name", "text"), FORMS.values(), ids=FORMS)
+@each_row(("form", "name", "text"), FORMS.values(), ids=FORMS)
 def test_forms(form: str, name: str, text: str) -> None:
     """The same two variables in every form, which is named."""
     found = reading(text, name)
@@ -208,7 +208,7 @@ def test_the_last_assignment_counts() -> None:
     assert only(reading(text)).environment == {"NCCL_NET": "Socket"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "export NCCL_NET=$(hostname)\n", "export NCCL_NET=${NCCL_NET}\n", "export NCCL_NET=$OUTSIDE\n",
@@ -280,11 +280,13 @@ def test_env_from_joins_the_pod_and_its_config_map() -> None:
     assert found.files == ("ConfigMap other",)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "says"),
     [
         ('resource "x" "y" {\n  env = { NCCL_DEBUG = "INFO" }\n}\n', "Terraform or HCL"),
         ('#include <stdlib.h>\nint main() { setenv("NCCL_DEBUG", "INFO", 1); }\n', "C or C++"),
+        ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "(line 2), and none sets"),
+        ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "It looks like the C shell"),
         ("func main() { use(NCCL_DEBUG) }\n", "Java, Go, Rust or JavaScript"),
         ("", "no variable"), ("HOME=/root\n", "no variable"), ("We advise to set NCCL_DEBUG to INFO\n", "line 1"),
     ],
@@ -310,7 +312,7 @@ def test_how_many_nodes_the_job_has() -> None:
     assert reading("export NCCL_NET=IB\n").nodes is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "kind"),
     [("a/Dockerfile.gpu", "dockerfile"), ("a.service", "other"), ("x.yml", "yaml"), ("/etc/nccl.conf", "conf"),
      ("a.slurm", "shell"), ("b.ipynb", "other"), ("a.py", "other"), ("README.md", "other"), ("job.env", "env")],
@@ -320,7 +322,7 @@ def test_a_files_name_tells_its_form(name: str, kind: str) -> None:
     assert guess_kind("{}" if kind == "json" else "NCCL_NET=IB\n", name) == kind
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "name"),
     [
         ("cat <<EOF | kubectl apply -f -\nkind: Pod\nspec:\n  containers:\n  - env:\n    - name: NCCL_NET\n"
@@ -364,7 +366,7 @@ def test_what_the_script_itself_reads_is_no_mistake() -> None:
     assert warning.status == "warn"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "name"),
     [
         ("HEAD=$(cat <<EOF\n# it isn't done (yet\nexport NCCL_NET=IB\nEOF\n)\nsrun bash -c \"$HEAD\"\n", "a.sh"),
@@ -389,7 +391,7 @@ ENDLESS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
+@each_row("text", ENDLESS.values(), ids=ENDLESS)
 @pytest.mark.timeout(60)
 def test_no_text_takes_long(text: str) -> None:
     """What repeats, nests or doubles is read in one pass or refused."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from nccl_env_hosts import host, interface, port, v2_gid
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import CODES, lint
@@ -42,7 +42,7 @@ def codes(environment: dict[str, str], machine: Snapshot) -> list[str]:
     return [finding.code for finding in found(environment, machine)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "takes", "leaves"),
     [
         ("mlx5_1", ["mlx5_1", "mlx5_10"], ["mlx5_2"]),
@@ -65,7 +65,7 @@ def test_name_list_ports() -> None:
     assert names.takes("mlx5_0", 1) and not names.takes("mlx5_0", 2) and names.takes("mlx5_1", 2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         ("net1", []),
@@ -102,7 +102,7 @@ def test_interface_prefix() -> None:
     assert codes({"NCCL_SOCKET_IFNAME": "=eth1"}, machine) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         ("mlx5_2", []),
@@ -198,7 +198,7 @@ def test_gid_index_against_the_table() -> None:
     assert [f.status for f in found({"NCCL_IB_GID_INDEX": "1"}, bare) if f.code == "env.gid.absent"] == [Status.WARN]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "facts", "told"),
     [
         ({"NCCL_IB_TC": "106"}, {"pfc_priorities": (3,)}, False),

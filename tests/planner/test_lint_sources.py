@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nccl_env_hosts import host
+from rigs.tables import each_row
 
 from planner.lint.environment import lint
 from planner.lint.named import NamedEnvironment
@@ -154,7 +155,7 @@ def test_log() -> None:
     assert found.source == "log"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "kind"),
     [
         ("A=1\0B=2\0", "process"), ("h:1:2 [0] NCCL INFO x", "log"), (JOB, "yaml"), ("export A=1", "shell"),
@@ -224,7 +225,7 @@ def of_the_text(text: str) -> list[tuple[str, str, str]]:
 POD = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_NET, value: IB}\n"
 
 
-@pytest.mark.parametrize("value", ["3", "-1", "0x10", "1.5", "1e3", "true", "yes", "off", "n"])
+@each_row("value", ["3", "-1", "0x10", "1.5", "1e3", "true", "yes", "off", "n"])
 def test_kubernetes_refuses_a_variable_that_is_no_string(value: str) -> None:
     """As sigs.k8s.io/yaml reads it; in a template, too."""
     for more in ("", "    - {name: NCCL_DEBUG, value: '{{ .Values.debug }}'}\n"):
@@ -235,7 +236,7 @@ def test_kubernetes_refuses_a_variable_that_is_no_string(value: str) -> None:
     assert of_the_text(config) == [("NCCL_IB_TIMEOUT", "env.value.kind", "fail")]
 
 
-@pytest.mark.parametrize("value", ['"3"', "'true'", "!!str 3", "eth0", "1:30", "~", "2.21.5", "", '"0,1"'])
+@each_row("value", ['"3"', "'true'", "!!str 3", "eth0", "1:30", "~", "2.21.5", "", '"0,1"'])
 def test_kubernetes_takes_what_is_a_string(value: str) -> None:
     assert of_the_text(f"{POD}    - {{name: NCCL_IB_TIMEOUT, value: {value}}}\n") == []
 
@@ -245,7 +246,7 @@ def test_a_value_of_another_program_is_not_told() -> None:
     assert named.findings and "987654" not in str(named.findings)
 
 
-@pytest.mark.parametrize(("value", "count"), [("true", 1), ("False", 1), ("yes", 0), ("1", 0), ('"true"', 0)])
+@each_row(("value", "count"), [("true", 1), ("False", 1), ("yes", 0), ("1", 0), ('"true"', 0)])
 def test_compose_refuses_a_boolean(value: str, count: int) -> None:
     assert len(of_the_text(f"services:\n  a:\n    environment:\n      NCCL_DEBUG: {value}\n")) == count
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import CODES, lint
@@ -24,7 +24,7 @@ def codes(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27,
     return [finding.code for finding in found(environment, version, source)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "value", "whole"),
     [
         ("1", 1, True), ("-2", -2, True), ("0x10", 16, True), ("010", 8, True), ("08", 0, False), (" 7", 7, True),
@@ -49,7 +49,7 @@ def test_the_seed_name_that_no_nccl_reads() -> None:
     assert "all ACTIVE ports" in finding.message
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "version", "expected"),
     [
         ({"NCCL_IB_CUDA_SUPPORT": "1"}, (2, 27, 7), ["env.name.removed"]),
@@ -88,7 +88,7 @@ def test_unknown_name_of_a_newer_nccl_is_not_called_wrong() -> None:
     assert "unknown" in finding.message
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "says"),
     [
         ("NCCL_IB_DISABLE", "true", "reads it as 0, which is the default: it does nothing"),
@@ -107,7 +107,7 @@ def test_numbers_that_nccl_reads_otherwise(name: str, value: str, says: str) -> 
     assert says in findings[0].message
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "severity"),
     [
         # The number that NCCL then uses ends the job, or takes a transport from it.
@@ -137,15 +137,13 @@ def test_text_in_place_of_a_number_is_as_severe_as_the_number_that_nccl_reads(
     assert [f.status for f in found({name: value}) if f.code == "env.value.ignored"] == [severity]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("NCCL_IB_RETRY_CNT", "10"), ("NCCL_IB_TC", "300"), ("NCCL_IB_TIMEOUT", "99")]
-)
+@each_row(("name", "value"), [("NCCL_IB_RETRY_CNT", "10"), ("NCCL_IB_TC", "300"), ("NCCL_IB_TIMEOUT", "99")])
 def test_numbers_out_of_range(name: str, value: str) -> None:
     """The HCA has fewer bits than the number."""
     assert codes({name: value}) == ["env.value.range"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "version", "expected"),
     [
         ("NVL", (2, 27, 7), []),
@@ -169,7 +167,7 @@ def test_old_level_number_is_translated() -> None:
     assert any("reads it as PHB" in finding.message for finding in findings)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "version", "fails"),
     [
         ("Ring", (2, 27, 7), False),
@@ -189,7 +187,7 @@ def test_algorithms(value: str, version: tuple[int, ...], fails: bool) -> None:
     assert (Status.FAIL in severities) == fails
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "clean"),
     [
         ("NCCL_SOCKET_IFNAME", "^docker0,^lo", "^docker0,lo"),
@@ -205,13 +203,13 @@ def test_lists_that_match_nothing(name: str, value: str, clean: str) -> None:
     assert finding.remedy == f"Write {name}={clean}."
 
 
-@pytest.mark.parametrize("value", ["mlx5_0:1,mlx5_1:1", "^=mlx5_4", "=mlx5_1", "=mlx5_0::0:1,mlx5_bond_0", "^mlx5_2"])
+@each_row("value", ["mlx5_0:1,mlx5_1:1", "^=mlx5_4", "=mlx5_1", "=mlx5_0::0:1,mlx5_bond_0", "^mlx5_2"])
 def test_lists_that_are_right(value: str) -> None:
     """Ports, exact and negated lists."""
     assert codes({"NCCL_IB_HCA": value}) == []
 
 
-@pytest.mark.parametrize(("version", "mode"), [((2, 8, 4), "GROUP"), ((2, 12, 10), "PARALLEL"), (None, "PARALLEL")])
+@each_row(("version", "mode"), [((2, 8, 4), "GROUP"), ((2, 12, 10), "PARALLEL"), (None, "PARALLEL")])
 def test_quotes_around_a_launch_mode_are_no_mode(version: tuple[int, ...] | None, mode: str) -> None:
     """NCCL src/init.cc compares the whole text: what is neither mode launches in the default one."""
     (finding,) = (f for f in found({"NCCL_LAUNCH_MODE": '"GROUP"'}, version) if f.code == "env.value.quotes")
@@ -224,7 +222,7 @@ def test_quotes_that_stayed_in_the_value() -> None:
     assert finding.code == "env.value.quotes"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value"),
     [("NCCL_SOCKET_FAMILY", "af_inet"), ("NCCL_DEBUG", "VERBOSE"), ("NCCL_IB_ADDR_FAMILY", "IPv6")],
 )
@@ -257,7 +255,7 @@ def test_what_the_efa_plugin_sets_is_not_the_users_doing() -> None:
     assert "env.debug.leftover" in codes(plugin | {"NCCL_BUFFSIZE": "1048576"}, source="log")
 
 
-@pytest.mark.parametrize(("version", "expected"), [((2, 21, 5), ["env.gid.needless"]), ((2, 20, 5), []), (None, [])])
+@each_row(("version", "expected"), [((2, 21, 5), ["env.gid.needless"]), ((2, 20, 5), []), (None, [])])
 def test_gid_index_is_needless_since_2_21(version: tuple[int, ...] | None, expected: list[str]) -> None:
     """Before, it was the only way."""
     assert codes({"NCCL_IB_GID_INDEX": "3"}, version) == expected
@@ -294,7 +292,7 @@ def test_release_unknown_is_no_verdict() -> None:
     assert {finding.status for finding in found({"NCCL_ALGO": "Tree"}, None)} == {Status.WARN}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         ("expandable_segments:True", []),
@@ -308,7 +306,7 @@ def test_allocator_takes_exact_words(value: str, expected: list[str]) -> None:
     assert codes({"PYTORCH_CUDA_ALLOC_CONF": value}) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "code"),
     [
         ("NCCL_IB_HCA", "eth0", "env.value.kind"),
@@ -357,7 +355,7 @@ def test_wrong_without_any_machine(name: str, value: str, code: str) -> None:
     assert code in codes({name: value}, None)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value"),
     [
         ("NCCL_IB_HCA", "mlx5"), ("NCCL_IB_HCA", "=mlx5_bond_0:1"), ("NCCL_IB_HCA", "rocep65s0f0,ibp12s0"),
@@ -377,7 +375,7 @@ def test_right_without_any_machine(name: str, value: str) -> None:
     assert codes({name: value}, None) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "nodes", "severity"),
     [
         ({"NCCL_SOCKET_IFNAME": "lo"}, 4, Status.FAIL),
@@ -401,15 +399,13 @@ def test_an_interface_of_one_host_in_a_job_of_several(
     assert [each.status for each in findings] == ([] if severity is None else [severity])
 
 
-@pytest.mark.parametrize(
-    "name", ["TUNER_CONFIG_PATH", "SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "FASTRAK_LLCM_DEVICE_DIRECTORY"]
-)
+@each_row("name", ["TUNER_CONFIG_PATH", "SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "FASTRAK_LLCM_DEVICE_DIRECTORY"])
 def test_what_plugins_read_is_never_unknown(name: str) -> None:
     """Google's plugins fail where they are told to drop it."""
     assert codes({f"NCCL_{name}": "/usr/local/gib/configs/a.txtpb"}, None) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "meant"),
     [
         ("NCCL_SOCKET_TIMEOUT", "300", ""), ("NCCL_CHECK_DISABLE", "1", ""), ("NCCL_TEST_PATH", "/opt/t", ""),
@@ -429,20 +425,20 @@ def test_a_guess_is_a_question_without_a_value(name: str, value: str, meant: str
     assert f"={value}" not in finding.remedy
 
 
-@pytest.mark.parametrize("name", ["NCCL_HOME", "NCCL_ROOT_DIR", "NCCL_VERSION", "NCCL_TEST_PATH", "NCCL_REPO_URL"])
+@each_row("name", ["NCCL_HOME", "NCCL_ROOT_DIR", "NCCL_VERSION", "NCCL_TEST_PATH", "NCCL_REPO_URL"])
 def test_what_scripts_and_builds_keep_for_themselves(name: str) -> None:
     """A path or a release under such a name is no mistake: at most a note."""
     values = {"NCCL_VERSION": "2.27.7-1", "NCCL_REPO_URL": "https://github.com/NVIDIA/nccl"}
     assert {each.status for each in found({name: values.get(name, "/opt/x")}, None)} <= {Status.INFO}
 
 
-@pytest.mark.parametrize("name", ["var_NCCL_DEBUG", "MY_NCCL_DIR", "nccl_path", "USE_NCCL", "SKIP_NCCL_TEST"])
+@each_row("name", ["var_NCCL_DEBUG", "MY_NCCL_DIR", "nccl_path", "USE_NCCL", "SKIP_NCCL_TEST"])
 def test_names_of_others_with_nccl_in_them(name: str) -> None:
     """They are not NCCL's to read."""
     assert codes({name: "1"}, None) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     "carried",
     [{"NCCL_NET": "AWS Libfabric"}, {"FI_PROVIDER": "efa"}, {"NCCL_NET": "gIB"}, {"NCCL_NET": "FasTrak"},
      {"NCCL_NET_PLUGIN": "libnccl-net-ofi.so"}],
@@ -454,13 +450,13 @@ def test_ib_disable_beside_a_network_plugin_sends_nothing_over_tcp(carried: dict
     ].message
 
 
-@pytest.mark.parametrize("other", [{}, {"NCCL_NET": "IB"}, {"FI_PROVIDER": "tcp"}, {"NCCL_NET_PLUGIN": "none"}])
+@each_row("other", [{}, {"NCCL_NET": "IB"}, {"FI_PROVIDER": "tcp"}, {"NCCL_NET_PLUGIN": "none"}])
 def test_ib_disable_without_a_plugin_warns_of_tcp(other: dict[str, str]) -> None:
     (found,) = [f for f in lint({"NCCL_IB_DISABLE": "1", **other}) if f.subject == "NCCL_IB_DISABLE"]
     assert found.status is Status.WARN and "TCP" in found.message
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("version", "value", "mode"),
     [
         (None, "GROUP", ""), (None, "group", ""), ((2, 27, 7), "Parallel", ""), ((2, 27, 7), "both", "PARALLEL"),
@@ -479,7 +475,7 @@ def test_bytes_with_a_unit_are_a_failure_that_names_the_default() -> None:
     assert found.status is Status.FAIL and "4 MiB" in found.message and "8388608" in found.remedy
 
 
-@pytest.mark.parametrize("kind", ["NCHANNELS", "CTAS"])
+@each_row("kind", ["NCHANNELS", "CTAS"])
 def test_a_least_above_its_most(kind: str) -> None:
     least, most = f"NCCL_MIN_{kind}", f"NCCL_MAX_{kind}"
     assert "env.pair.shadowed" in [f.code for f in lint({least: "64", most: "4"})]

@@ -12,8 +12,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import host, interface
+from rigs.tables import each_row
 
 from agent.advice.advise import answer
+from agent.advice.pod_network import in_pods
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
@@ -84,7 +86,7 @@ def test_75_and_lost_pods_of_an_indexed_job_come_again_and_other_codes_end_it() 
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "a failure policy goes with nothing else"
 
 
-@pytest.mark.parametrize("api", ["jobset", "trainjob"])
+@each_row("api", ["jobset", "trainjob"])
 def test_jobset_restarts_all_pods_and_the_jobs_own_codes_end_it(api: str) -> None:
     """The first pod that fails ends the Job, which JobSet makes anew; its pods know how often it has."""
     documents = manifests.APIS[api](SPEC)
@@ -116,7 +118,7 @@ def test_a_pytorchjobs_operator_restarts_its_containers() -> None:
     assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None"}
 
 
-@pytest.mark.parametrize("api", APIS)
+@each_row("api", APIS)
 def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
     """The names that each controller gives it; torchrun's own words follow."""
     command = command_of(manifests.APIS[api](SPEC))
@@ -130,7 +132,7 @@ def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
     assert "--wait=60" in waits and ("--restarts=1" in waits) is (api == "job")
 
 
-@pytest.mark.parametrize("api", APIS)
+@each_row("api", APIS)
 def test_pods_measure_together_only_where_it_is_asked_for(api: str) -> None:
     """In the job's own container, so with its image, environment, networks and devices; nothing else differs."""
     plain, measured = (manifests.APIS[api](replace(SPEC, measure=asked)) for asked in (False, True))
@@ -140,7 +142,7 @@ def test_pods_measure_together_only_where_it_is_asked_for(api: str) -> None:
     assert words.index("--measure") < words.index("--")
 
 
-@pytest.mark.parametrize("given", [{"restarts": -1}, {"peer_wait_seconds": 0}])
+@each_row("given", [{"restarts": -1}, {"peer_wait_seconds": 0}])
 def test_counts_that_cannot_be_are_refused(given: dict[str, int]) -> None:
     """With what is allowed."""
     with pytest.raises(JobError, match=f"{next(iter(given))}=.*at least"):
@@ -168,8 +170,8 @@ def restricted(container: dict[str, Any], pod: dict[str, Any]) -> list[str]:
     return [name for name, bad in wrong.items() if bad]
 
 
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize(
+@each_row("api", APIS)
+@each_row(
     "spec",
     [SPEC, replace(SPEC, agent="http://a:1", shm_bytes=1 << 30, token_secret="hub"), replace(SPEC, nodes=1)],  # noqa: S106 - its name
 )
@@ -184,7 +186,7 @@ def test_pods_meet_the_restricted_profile(api: str, spec: JobSpec) -> None:
         assert "runAsNonRoot" not in pod.get("securityContext", {}), "PyTorchJob's init container is root's"
 
 
-@pytest.mark.parametrize("api", APIS)
+@each_row("api", APIS)
 def test_what_rdma_needs_beyond_it_is_all_that_there_is(api: str) -> None:
     """IPC_LOCK, which only root keeps; everything else is dropped all the same."""
     for template in templates(list(manifests.APIS[api](replace(SPEC, ipc_lock=True)))):
@@ -193,7 +195,7 @@ def test_what_rdma_needs_beyond_it_is_all_that_there_is(api: str) -> None:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
-@pytest.mark.parametrize("api", APIS)
+@each_row("api", APIS)
 def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
     """By the label that the job's controller gives its pods; a single pod needs none of it."""
     of_jobset = "jobset.sigs.k8s.io/jobset-name"
@@ -207,7 +209,7 @@ def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
         assert "affinity" not in template["spec"]
 
 
-@pytest.mark.parametrize("api", APIS)
+@each_row("api", APIS)
 def test_the_gate_judges_with_the_jobs_environment(api: str) -> None:
     """And not with its tokens."""
     documents = manifests.APIS[api](replace(SPEC, token_secret="hub", agent="http://a:1"))  # noqa: S106 - its name
@@ -218,7 +220,7 @@ def test_the_gate_judges_with_the_jobs_environment(api: str) -> None:
         assert not [each for each in gate["env"] if each["name"] in ("HF_TOKEN", "TOPOFLIGHT_AGENT_TOKEN_FILE")]
 
 
-@pytest.mark.parametrize("api", APIS)
+@each_row("api", APIS)
 def test_the_hubs_cache_lies_on_the_claim(api: str) -> None:
     """One download for all pods and starts; without a claim the image's own place, and a user's word stands."""
     assert variables_of(manifests.APIS[api](SPEC))["HF_HOME"] == "/mnt/shared/.cache"
@@ -283,13 +285,13 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(
     assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is kept
 
 
-@pytest.mark.parametrize(("role", "kept"), [("host", False), ("pod-default", False), ("secondary", True)])
+@each_row(("role", "kept"), [("host", False), ("pod-default", False), ("secondary", True)])
 def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: bool) -> None:
     """A pod on a macvlan sees GIDs of its own."""
     found = node("net1" if role == "secondary" else "ens5", role)
     advice = answer(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     index = replace(advice.settings[0], name="NCCL_IB_GID_INDEX", value="3")
-    made, told = cluster_job.in_pods(replace(advice, settings=(index,)), [found], here=False)
+    made, told = in_pods(replace(advice, settings=(index,)), [found], here=False)
     assert (made.settings == (index,)) is kept and bool(told) is not kept
 
 
@@ -315,7 +317,7 @@ def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch
     assert "SOCKET_IFNAME" not in done.stdout
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ranks", "resources", "threads"),
     [(1, (), "8"), (2, (), "4"), (1, ("cpu=4",), "4"), (2, ("cpu=4",), "2"), (1, ("cpu=500m",), "1")],
 )
@@ -366,7 +368,7 @@ def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
     assert kinds["ClusterPolicy"]["spec"]["driver"]["rdma"] == {"enabled": True}
 
 
-@pytest.mark.parametrize("api", APIS)
+@each_row("api", APIS)
 def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> None:
     """The kubelet waits longer than the pod's own process does; both by one number."""
     documents = manifests.APIS[api](replace(SPEC, save_seconds=700))
@@ -375,7 +377,7 @@ def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> Non
         assert template["spec"]["terminationGracePeriodSeconds"] == settings.save_seconds + 20 == 720
 
 
-@pytest.mark.parametrize(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])
+@each_row(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])
 def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(method: str, trained: int) -> None:
     """Twice its bytes, for one may still be written, beside a step; a rate that is not known is taken, and said."""
     words = [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from nccl_env_hosts import host
+from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
@@ -78,7 +79,7 @@ def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain() -> None:
     assert replicas["Master"]["replicas"] == 1, "Kueue takes a group of two pod sets of which one has one pod"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "spec",
     [replace(SPEC, nodes=1, queue="team", topology_label="cloud.example/rack"), replace(SPEC, queue="team")],
     ids=["one pod set", "no topology"],
@@ -97,7 +98,7 @@ def test_a_jobs_name_begins_with_a_letter() -> None:
     assert replace(SPEC, namespace="7b").namespace == "7b"
 
 
-@pytest.mark.parametrize(("nodes", "allowed"), [(1, 54), (10, 54), (11, 53), (64, 53), (1000, 52)])
+@each_row(("nodes", "allowed"), [(1, 54), (10, 54), (11, 53), (64, 53), (1000, 52)])
 def test_a_jobs_name_leaves_room_for_its_pods_names(nodes: int, allowed: int) -> None:
     """PyTorchJob's NAME-worker-62 and JobSet's NAME-node-0-63 are labels of a host name."""
     assert replace(SPEC, nodes=nodes, name="x" * allowed).nodes == nodes
@@ -129,7 +130,7 @@ VLAN = (
 )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("found", "ports", "master"),
     [
         (roce(Interface(name="ens8f0np0", role="host"), netdev="ens8f0np0"), ["ens8f0np0"], "ens8f0np0"),
@@ -152,7 +153,7 @@ def test_a_bonds_mtu_is_its_own() -> None:
     assert network_manifests.from_snapshots(found).mtu_bytes == 4200
 
 
-@pytest.mark.parametrize("machine", ["hgx-h100-8xH100-8hca", "azure-nd-a100-flat-vm", "polaris-4xA100-nv4"])
+@each_row("machine", ["hgx-h100-8xH100-8hca", "azure-nd-a100-flat-vm", "polaris-4xA100-nv4"])
 def test_infiniband_is_shared_and_needs_no_second_network(machine: str) -> None:
     """Verbs go by the device alone, and a port's netdev need not be known: the link type finds it on every node."""
     found = snapshots([MACHINES / f"{machine}.json"])

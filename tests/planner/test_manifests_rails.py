@@ -17,6 +17,7 @@ import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import cluster, host, interface, port
 from rigs.hub import beside_rows
+from rigs.tables import each_row
 from test_manifests_schema import strict
 
 from agent.cli.launch import launch
@@ -74,7 +75,7 @@ def test_no_interface_has_no_network() -> None:
     assert network_manifests.NetworkSpec(interfaces=(), infiniband=True).rails() == ()
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@each_row("count", [2, 8])
 def test_each_interface_has_its_network(count: int) -> None:
     """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size."""
     documents = network_manifests.network(spec(count, gateway="192.168.2.1", namespace="training"))
@@ -101,7 +102,7 @@ def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
     assert shared["selectors"]["ifNames"] == [f"ens{i}f0np0" for i in range(8)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "last"),
     [
         ("10.0.0.0/16", "10.7.0.0/16"),
@@ -116,7 +117,7 @@ def test_ranges_follow_each_other(given: str, last: str) -> None:
     assert found[0] == given and found[-1] == last and len(set(found)) == 8
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "why"),
     [
         ("192.168.249.0/24", "leave 192.168.0.0/16"),
@@ -136,7 +137,7 @@ def test_ranges_end_with_the_private_block(given: str, why: str) -> None:
         spec(8, range=given)
 
 
-@pytest.mark.parametrize("gateway", ["192.168.3.1", "fd00::1"])
+@each_row("gateway", ["192.168.3.1", "fd00::1"])
 def test_a_gateway_is_the_first_ranges(gateway: str) -> None:
     """So that the others' can be told from it."""
     with pytest.raises(JobError, match=f"gateway='{gateway}': must be within range='192.168.2.0/24'"):
@@ -169,7 +170,7 @@ def test_bonds_and_vlans_are_rails_too() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("link", "kept"),
     [
         (interface("ens1f0np0", "host", "", master="ovs-system"), ("ens0f0np0", "ens2f0np0")),
@@ -226,7 +227,7 @@ def environment(given: Recommendation) -> dict[str, str]:
     return {setting.name: setting.value for setting in given.settings}
 
 
-@pytest.mark.parametrize("rails", [2, 8, 12])
+@each_row("rails", [2, 8, 12])
 def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: int) -> None:
     """Sockets on net1, every rail's HCA and no other, each ring on its rail, and all networks in their order."""
     storage = port(f"mlx5_{rails}", layer="Ethernet")
@@ -377,7 +378,7 @@ def test_a_device_that_the_user_names_is_asked_for_alone(four_rails: Path) -> No
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4", "openshift.io/rails": "4"}
 
 
-@pytest.mark.parametrize("more", [(), ("--nodes", "1")])
+@each_row("more", [(), ("--nodes", "1")])
 def test_a_job_of_one_node_needs_no_network(four_rails: Path, more: tuple[str, ...]) -> None:
     """The networks are printed, for the jobs to come."""
     documents, _ = launched(four_rails, *more)

@@ -14,6 +14,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
 from agent.cluster.publish import NFD_VERSION
@@ -138,13 +139,13 @@ def without_required(schema: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in schema.items() if k != "required"}
 
 
-@pytest.mark.parametrize("document", [d for d in documents() if d["apiVersion"] in CORE], ids=lambda d: d["kind"])
+@each_row("document", [d for d in documents() if d["apiVersion"] in CORE], ids=lambda d: d["kind"])
 def test_core_kinds_are_strictly_valid(document: dict[str, Any]) -> None:
     """As the API server with strict field validation."""
     kubernetes_validate.validate(document, "1.35", strict=True)
 
 
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
+@each_row("api", ["trainjob", "pytorchjob"])
 def test_pod_templates_of_custom_jobs_are_valid_pods(api: str) -> None:
     """A CRD admits a pod template that the API server later refuses as a pod: judge it as one."""
     for document in manifests.APIS[api](SPEC):
@@ -192,14 +193,14 @@ def test_machine_config_is_ignition_three() -> None:
     assert '"memlock=-1:-1"' in text and text.startswith("[crio.runtime]\n")
 
 
-@pytest.mark.parametrize("name", ["a\nb: c", "UPPER", "x" * 64, "-a", "a/b", '"', ""])
+@each_row("name", ["a\nb: c", "UPPER", "x" * 64, "-a", "a/b", '"', ""])
 def test_hostile_names_are_refused(name: str) -> None:
     """A name that is no name is an error that says so."""
     with pytest.raises(JobError, match="name="):
         JobSpec(name=name, image="i", nodes=1, processes_per_node=1, command=("true",))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("field", "value", "told"),
     [
         ("claim", "Bad_Name", "claim='Bad_Name'"),
@@ -232,7 +233,7 @@ def test_what_the_api_server_would_refuse_is_refused(field: str, value: Any, tol
         JobSpec(**given)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("taint", "made"),
     [
         ("nvidia.com/gpu", {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}),
@@ -248,7 +249,7 @@ def test_a_taint_is_borne_as_kubectl_writes_it(taint: str, made: dict[str, str])
     assert job["spec"]["template"]["spec"]["tolerations"] == [made]
 
 
-@pytest.mark.parametrize("amount", ["4", "500m", "1.5", ".5Gi", "96Gi", "1e3", "100G"])
+@each_row("amount", ["4", "500m", "1.5", ".5Gi", "96Gi", "1e3", "100G"])
 def test_quantities_as_kubernetes_writes_them_are_taken(amount: str) -> None:
     """Every form of apimachinery's."""
     spec = JobSpec(
@@ -268,14 +269,14 @@ def test_hostile_values_stay_data() -> None:
     assert container["env"] == [{"name": "A", "value": value}]
 
 
-@pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK"])
+@each_row("name", ["PET_NNODES", "PET_NODE_RANK"])
 def test_reserved_environment_is_refused(name: str) -> None:
     """The Trainer's webhook would refuse it later and say less."""
     with pytest.raises(JobError, match=name):
         JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=("true",), environment={name: "1"})
 
 
-@pytest.mark.parametrize(("given", "cpu"), [({}, "2"), ({"cpu": "4"}, "4"), ({"memory": "8Gi"}, None)])
+@each_row(("given", "cpu"), [({}, "2"), ({"cpu": "4"}, "4"), ({"memory": "8Gi"}, None)])
 def test_huge_pages_never_stand_alone(given: dict[str, str], cpu: str | None) -> None:
     """Kubernetes refuses a container with huge pages and neither cpu nor memory."""
     limits = {"nvidia.com/gpu": "2", "hugepages-2Mi": "5120Mi", **given}

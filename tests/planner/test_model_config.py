@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from planner.forecast.models import ModelError, known_names, load_model, model_from_config, model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
@@ -23,7 +24,7 @@ LLAMA = {
 
 
 # Totals as the model cards on the Hugging Face hub state them.
-@pytest.mark.parametrize(
+@each_row(
     ("name", "total"),
     [
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", 8_030_261_248),
@@ -54,7 +55,7 @@ def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:
     assert weights(spec).total == weights(model_named("Llama-3.1-8B")).total
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "says"),
     [
         ({"model_type": "bert"}, "model_type='bert'"),

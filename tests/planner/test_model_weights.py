@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.advice import ExportError, ExportRequest
@@ -80,7 +81,7 @@ def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(fam
         assert by_part.layer in alike[:1] or not alike, said
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"])
+@each_row("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"])
 def test_layers_slide_where_transformers_says(family: str) -> None:
     """Qwen2-MoE: every other of the first; Qwen3-MoE: all; gpt-oss: every other; Gemma 3: five of six."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
@@ -96,7 +97,7 @@ def test_layers_slide_where_transformers_says(family: str) -> None:
 
 
 # As the sizes of their safetensors on the Hugging Face hub add up, without the layers that predict further tokens.
-@pytest.mark.parametrize(
+@each_row(
     ("name", "total"),
     [
         ("Qwen3-30B-A3B", 30_532_122_624), ("openai/gpt-oss-20b", 20_914_757_184),
@@ -138,7 +139,7 @@ ON_THE_HUB: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ON_THE_HUB)
+@each_row("name", ON_THE_HUB)
 def test_a_known_name_is_what_its_config_json_describes(name: str) -> None:
     """The table's row, the hub's config.json completed by transformers, and the model built of it."""
     torch = pytest.importorskip("torch", reason="the fine-tune extra is not installed")
@@ -200,7 +201,7 @@ def test_megatron_is_told_the_same_shape_or_refuses() -> None:
     )
 
 
-@pytest.mark.parametrize("named", ["0", [0.5], [True], {"0": 1}, [None]])
+@each_row("named", ["0", [0.5], [True], {"0": 1}, [None]])
 def test_dense_layers_that_are_no_list_of_numbers_are_refused(named: object) -> None:
     """The message names the key."""
     config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, v2_gid
+from rigs.tables import each_row
 from test_nccl_env_rules import ETH0, IB8, ROCE, advise, note, values
 
 from collectives.nccl_log.transport import Evidence
@@ -47,7 +47,7 @@ def test_names_of_virtual_functions_are_never_a_list() -> None:
     assert "only the one behind" not in str(advice)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("others", "expected"),
     [
         ((port("mlx5_bond_0", layer="Ethernet", gbit=100),), "^=mlx5_bond_0"),  # the host's own, seen in the pod
@@ -171,7 +171,7 @@ def test_slingshot_on_one_node_and_with_grace_hopper() -> None:
     assert "NCCL_PROTO" not in values(older)
 
 
-@pytest.mark.parametrize("class_code", [0x120000, 0x038000])
+@each_row("class_code", [0x120000, 0x038000])
 def test_amd_gpus_are_seen_and_not_judged(class_code: int) -> None:
     """No gloo, no threads for ranks on the CPU: the GPUs are AMD's."""
     gpus = [pci(f"0000:{i + 1:02x}:00.0", class_code, 0x1002, driver="amdgpu") for i in range(8)]
@@ -197,7 +197,7 @@ def test_the_cpus_own_amd_display_beside_nvidia_gpus_is_none_to_judge() -> None:
 # -- GIDs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [(2, 27, 7), None])
+@each_row("version", [(2, 27, 7), None])
 def test_ipv6_only_gets_the_family_also_where_the_version_is_unknown(version: tuple[int, ...] | None) -> None:
     """NCCL looks for AF_INET and stays on index 0, which is link-local RoCE v1."""
     gids = [LINK_LOCAL, LINK_LOCAL_V2, GLOBAL_V6]
@@ -245,14 +245,14 @@ V1_IPV4 = Gid(index=1, gid=v2_gid(1).gid, type="IB/RoCE v1")
 V1_IPV6 = Gid(index=1, gid=GLOBAL_V6.gid, type="IB/RoCE v1")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gids", "expected"),
     [
         ([LINK_LOCAL, V1_IPV4], {"NCCL_IB_ROCE_VERSION_NUM": "1"}),
         ([LINK_LOCAL, V1_IPV6], {"NCCL_IB_ROCE_VERSION_NUM": "1", "NCCL_IB_ADDR_FAMILY": "AF_INET6"}),
     ],
 )
-@pytest.mark.parametrize("version", [(2, 27, 7), None])
+@each_row("version", [(2, 27, 7), None])
 def test_ports_with_roce_v1_alone_name_it(
     version: tuple[int, ...] | None, gids: list[Gid], expected: dict[str, str]
 ) -> None:
@@ -260,7 +260,7 @@ def test_ports_with_roce_v1_alone_name_it(
     assert nccl(advise(host(rdma=[port("mlx5_0", gids=gids, **ROCE)]), nccl_version=version)) == expected
 
 
-@pytest.mark.parametrize("entry", [V1_IPV4, GLOBAL_V6])
+@each_row("entry", [V1_IPV4, GLOBAL_V6])
 def test_older_nccl_without_the_entry_that_it_needs_is_not_called_fine(entry: Gid) -> None:
     """It takes index 0, and no variable that it reads looks for another family or version."""
     advice = advise(host(rdma=[port("mlx5_0", gids=[LINK_LOCAL, entry], **ROCE)]), nccl_version=(2, 20, 5))
@@ -268,8 +268,8 @@ def test_older_nccl_without_the_entry_that_it_needs_is_not_called_fine(entry: Gi
     assert not note(advice, "NCCL")
 
 
-@pytest.mark.parametrize("version", [(2, 20, 5), (2, 27, 7), None])
-@pytest.mark.parametrize(("second", "says"), [("10.210.0.5", True), ("10.200.0.6", False)])
+@each_row("version", [(2, 20, 5), (2, 27, 7), None])
+@each_row(("second", "says"), [("10.210.0.5", True), ("10.200.0.6", False)])
 def test_port_with_addresses_in_several_subnets_is_not_called_found(
     version: tuple[int, ...] | None, second: str, says: bool
 ) -> None:
@@ -286,7 +286,7 @@ def test_port_with_addresses_in_several_subnets_is_not_called_found(
 # -- Flow control ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("priority", [0, 1, 2, 4, 5, 6, 7])
+@each_row("priority", [0, 1, 2, 4, 5, 6, 7])
 def test_no_class_is_made_up_for_another_priority_than_3(priority: int) -> None:
     """Which DSCP a switch puts in it is the site's own choice."""
     advice = advise(host(rdma=[port("mlx5_0", pfc_priorities=(priority,), **ROCE)]))
@@ -403,7 +403,7 @@ def _in_subnet(name: str, subnet: int) -> RdmaDevice:
     return port(name, gids=[Gid(index=0, gid=f"fec0:0000:0000:000{subnet}:a088:c203:00aa:0001")])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "devices",
     [
         [_in_subnet(f"mlx5_{i}", i % 2) for i in range(8)],
@@ -434,7 +434,7 @@ def test_software_rdma_alone_is_not_called_what_nccl_finds_by_itself() -> None:
 # -- The rest -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("switches", "says"),
     [
         ({"peermem_loaded": False, "dmabuf_possible": False}, "neither nvidia_peermem nor DMA-BUF"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from planner.nccl_env.environment import EnvAdvice, settings
 from probes.host.recording import load
@@ -54,7 +55,7 @@ def test_nvswitch_box_gets_no_nccl_variable() -> None:
     assert not [name for name in values("hgx-h100-8xH100-8hca") if name.startswith("NCCL_")]
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["healthy-first", "sick-first"])
+@each_row("order", [1, -1], ids=["healthy-first", "sick-first"])
 def test_a_port_that_is_down_is_named_whichever_node_comes_first(order: int) -> None:
     """The evidence is that of the node whose ports decide, not of the first one."""
     paths = [path for path in MACHINES if path.stem in ("hgx-h100-8xH100-8hca", "sick-h100-dead-hca")][::order]

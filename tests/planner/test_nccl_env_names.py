@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from rigs.tables import each_row
 
 from planner.advice import Reason, Setting
 from planner.nccl_env.environment import RenderError, k8s_env, render_env, render_k8s, render_shell
@@ -70,7 +71,7 @@ def test_each_plugin_says_who_reads_its_names() -> None:
     assert current == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "plugin"),
     [
         ("NCCL_TUNER_CONFIG_PATH", "Google's tuner"),
@@ -100,7 +101,7 @@ def test_releases_are_as_their_libraries_read_them() -> None:
     assert table["NCCL_MLOPART_RDMA_ENABLE"].last == (2, 31, 2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "right"),
     [
         ("NCCL_IB_HBA", "NCCL_IB_HCA"),
@@ -118,7 +119,7 @@ def test_nearest_name(wrong: str, right: str) -> None:
     assert nearest(wrong)[0] == right
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "NCCL_MY_OWN_SWITCH", "NCCL_SOCKET_TIMEOUT", "NCCL_CHECK_DISABLE", "NCCL_TEST_PATH", "NCCL_TIMEOUT",
@@ -130,7 +131,7 @@ def test_nothing_is_guessed_for_a_name_like_no_other(name: str) -> None:
     assert nearest(name) == ()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "version"),
     [("2.21.5+cuda12.4", (2, 21, 5)), ("2.27.7", (2, 27, 7)), ("v2.30.7-1", (2, 30, 7)), ("2.21", (2, 21, 0))],
 )
@@ -171,7 +172,7 @@ def test_nothing_to_set_is_valid_text() -> None:
     assert yaml.safe_load(render_k8s([])) == []
 
 
-@pytest.mark.parametrize("bad", [setting("PET_NNODES", "2"), setting("A B", "1"), setting("NCCL_NET", "a\nB=c")])
+@each_row("bad", [setting("PET_NNODES", "2"), setting("A B", "1"), setting("NCCL_NET", "a\nB=c")])
 def test_what_no_format_can_carry_is_refused(bad: Setting) -> None:
     """Reserved names, names that are none, and line breaks that would smuggle in a second setting."""
     for render in (render_env, render_shell, render_k8s):

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from rigs.tables import each_row
 
 from agent.advice.advise import of_cluster
 from agent.advice.request import Request, cluster_of
@@ -102,7 +102,7 @@ def row_of(machine: str) -> Platform | None:
     return recognise(situation([snapshot], join([build(snapshot)])).nodes[0])
 
 
-@pytest.mark.parametrize("machine", EXPECTED)
+@each_row("machine", EXPECTED)
 def test_settings_of_the_built_machine(machine: str) -> None:
     """Recognised by its facts, and given what is right there and no more."""
     name, expected = EXPECTED[machine]
@@ -124,7 +124,7 @@ def test_every_machine_and_every_platform_is_covered() -> None:
     ]
 
 
-@pytest.mark.parametrize("machine", ["gcp-a3-high", "gcp-a3-mega", "gcp-a3-ultra", "gcp-a4", "gcp-a4x"])
+@each_row("machine", ["gcp-a3-high", "gcp-a3-mega", "gcp-a3-ultra", "gcp-a4", "gcp-a4x"])
 def test_vendors_script_is_named_and_never_overwritten(machine: str) -> None:
     """What it sets is said; where it is not on the disk that is said too."""
     found = advice(machine)
@@ -148,7 +148,7 @@ def test_machines_own_file_is_not_overwritten() -> None:
         del built.MACHINES["azure-with-conf"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "expected"),
     [
         ({"gpus": 4}, "OCI BM.GPU.H200.8"),  # half of the GPUs in a pod
@@ -181,7 +181,7 @@ def test_unknown_machine_of_a_cloud_is_said_to_be_unknown() -> None:
         del built.MACHINES["new"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "expected"),
     [
         ("BM.GPU.H100.8", OCI_HOST),
@@ -356,7 +356,7 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
     assert not [one.name for one in found.settings if one.name.startswith(("NCCL_", "FI_"))]
 
 
-@pytest.mark.parametrize("machine", sorted(EXPECTED))
+@each_row("machine", sorted(EXPECTED))
 def test_one_node_is_told_nothing_of_networks(machine: str) -> None:
     """No variable and no note of HCAs, interfaces, classes or plugins where nothing leaves the node."""
     found = advice(machine, multi_node=False)

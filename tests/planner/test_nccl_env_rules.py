@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from nccl_env_hosts import cluster, host, interface, port, v2_gid
+from rigs.tables import each_row
 
 from collectives.nccl_log.transport import Evidence
 from planner.forecast import machines
@@ -116,7 +116,7 @@ def test_efa_gets_no_hca_and_the_plugin_is_named_only_between_nodes() -> None:
     assert "NCCL_NET" not in values(advise(one, multi_node=False))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("version", "expected"),
     [((2, 20, 5), "3"), ((2, 18), "3"), ((2, 21, 5), None), (None, None)],
 )
@@ -142,7 +142,7 @@ def test_ipv6_only_fabric_gets_the_address_family() -> None:
     assert values(advise(roce, nccl_version=(2, 27, 7)))["NCCL_IB_ADDR_FAMILY"] == "AF_INET6"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("facts", "expected"),
     [
         ({"traffic_class": 106}, "106"),
@@ -269,7 +269,7 @@ def test_vm_without_a_pcie_tree_gets_the_providers_topology_file_that_is_there()
     assert values(advise(part, virtual=flat))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
 
 
-@pytest.mark.parametrize(("gpus", "says"), [(1, "one GPU"), (4, "limits direct access")])
+@each_row(("gpus", "says"), [(1, "one GPU"), (4, "limits direct access")])
 def test_p2p_level_of_the_machine_is_explained_never_advised(gpus: int, says: str) -> None:
     """NCCL_P2P_LEVEL=NVL in an EFA pod: what it does there."""
     pod = host(gpus=gpus, nccl_environment={"NCCL_P2P_LEVEL": "NVL"})
@@ -380,7 +380,7 @@ def test_cores_of_a_container_are_its_quota() -> None:
     assert values(advise(pod))["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gpus", "quota", "ranks", "threads"),
     [(0, None, 1, "64"), (0, 2.0, 1, "2"), (0, 1.0, 1, "1"), (0, None, 4, "16"), (1, 8.0, 1, "8"), (1, None, 1, None),
      (8, 8.0, 8, None), (8, 8.0, 1, "8")],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rigs.tables import each_row
 
 from contracts.job_config import parse_config
 from contracts.yaml_edit import EditError, documents, extended
@@ -160,7 +161,7 @@ def test_a_train_job_has_its_variables_and_its_runtime_the_pod() -> None:
     assert "initContainers" not in made and any("are its runtime's: not added" in note for note in notes)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "document",
     [
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"},
@@ -170,7 +171,7 @@ def test_a_train_job_has_its_variables_and_its_runtime_the_pod() -> None:
     ],
     ids=["Job", "JobSet"],
 )  # fmt: skip
-@pytest.mark.parametrize("flow", [False, True])
+@each_row("flow", [False, True])
 def test_other_kinds_in_block_and_in_brackets(document: dict[str, Any], flow: bool) -> None:
     text = yaml.safe_dump(document, sort_keys=False, default_flow_style=flow).rstrip("\n")
     (job,) = jobs_in(documents(text))
@@ -180,7 +181,7 @@ def test_other_kinds_in_block_and_in_brackets(document: dict[str, Any], flow: bo
     assert wrap(made, of_all(made))[0] == made
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "says"),
     [
         ("kind: Deployment\nmetadata: {name: a}\n", "holds Deployment.*by hand: topoflight recommend"),
@@ -220,7 +221,7 @@ FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": t
          "sft.yaml": "model_name_or_path: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 4\n"}  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "nodes", "ranks", "settings"),
     [
         (["bash", "-c", "set -e; cd /work && NCCL_DEBUG=INFO torchrun --nnodes=1:4 --nproc-per-node 8 sft.py "
@@ -268,7 +269,7 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     assert made["fsdp"] is False and "per_device_train_batch_size=8" in said.notes[-1]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "says"),
     [
         ("torchrun sft.py --use_peft_lora True --lr_decay 1", "use_peft_lora=True"),
@@ -286,7 +287,7 @@ def test_what_no_forecast_reads_and_memory_hangs_on_leaves_it_unknown(line: str,
     assert len(said.unknown) == 1 and says in said.unknown[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line",
     [
         "torchrun sft.py --dataset_name a/b#100 --max_length 2048 > log.txt 2>&1  # a night",
@@ -315,8 +316,8 @@ def gpu_job(**resources: Any) -> str:
     return yaml.safe_dump({"kind": "Job", "metadata": {"name": "j"}, "spec": {"parallelism": 2, "template": pod}})
 
 
-@pytest.mark.parametrize("kind", ["limits", "requests"])
-@pytest.mark.parametrize("asked", [{}, {"cpu": "4"}, {"memory": "64Gi"}])
+@each_row("kind", ["limits", "requests"])
+@each_row("asked", [{}, {"cpu": "4"}, {"memory": "64Gi"}])
 def test_huge_pages_come_with_cpu_or_memory_in_every_container(asked: dict[str, str], kind: str) -> None:
     """Kubernetes validation: "HugePages require cpu or memory"; names of containers are unique with init containers."""
     resources = {"limits": {"nvidia.com/gpu": 8}, "requests": {"nvidia.com/gpu": 8}}
@@ -381,7 +382,7 @@ def test_a_pod_without_an_rdma_device_is_told_of() -> None:
     assert not any("no RDMA device" in note for note in notes)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("resources", "alone"),
     [({}, True), ({"limits": {"google.com/tpu": 4}}, True), ({"limits": {"cpu": "4", "nvidia.com/gpu": 0}}, True),
      ({"limits": {"nvidia.com/gpu": 1}}, False), ({"limits": {"amd.com/gpu": 1}}, False),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from agent.base import inputs
 from agent.base import result_store as keep
@@ -57,7 +58,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@each_row("reader", READERS)
 def test_a_file_without_an_end_is_refused(reader: str) -> None:
     """By its own error, in one sentence that says that it is too large."""
     with pytest.raises(Exception, match=r"larger than \d+ bytes") as refused:

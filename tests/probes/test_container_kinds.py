@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from dicthost import DictHost
+from rigs.tables import each_row
 
 from probes.hostinfo.container import ROLE, container, of_agent
 
@@ -28,7 +28,7 @@ OF_ANOTHER = (
 HOST_ROOT = "/ / rw,relatime - ext4 /dev/sda2 rw"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "files", "environment"),
     [
         # podman run --read-only: the tmpfs on /run hides /run/.containerenv (seen with podman 4.3, cgroup v1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from rigs.tables import each_row
 
 from contracts.finding import Status
 from probes.gpu.bus import check_bus
@@ -55,7 +55,7 @@ CASES: list[tuple[str, GpuBus, int, str, Status | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("where", "found", "count", "code", "severity"), CASES, ids=[case[0] for case in CASES])
+@each_row(("where", "found", "count", "code", "severity"), CASES, ids=[case[0] for case in CASES])
 def test_a_gpu_that_nvml_leaves_out(where: str, found: GpuBus, count: int, code: str, severity: Status | None) -> None:
     """A missing one fails and is named; one that was given to others is told; none read is never fine."""
     findings = list(check_bus(found, set(EIGHT[:count]), count))

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
@@ -31,7 +31,7 @@ def _links(active: int, of: int) -> dict[str, Any]:
     return {"nvlinks_known": True, "nvlinks": tuple(NvLink(link=n, active=n < active) for n in range(of))}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "expected"),
     [
         ("hgx-h100-8xH100-8hca", []),
@@ -59,7 +59,7 @@ def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expec
     assert [(f.code, f.subject) for f in PROBE.check(facts)] == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "code", "severity"),
     [
         ({"pcie_width": 8, "pcie_width_max": 16}, "gpu.pcie.width", "fail"),
@@ -150,7 +150,7 @@ def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: 
     assert code in PROBE.codes
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         {"pcie_generation": 1, "pcie_generation_max": 5, "utilization_ratio": 0.0},
@@ -177,7 +177,7 @@ def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None
     assert _check(dataclasses.replace(HEALTHY, **changes)) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("second", "state", "expected"),
     [
         ("aa/1", "completed", []),
@@ -209,7 +209,7 @@ def test_a_gpu_is_compared_with_its_twins_only() -> None:
     assert [f.code for f in _check(full, other)] == ["gpu.device.mixed", "gpu.nvlink.missing"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "expected"),
     [
         ("NVIDIA H100 80GB HBM3", ["gpu.nvlink.none"]),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from rigs.tables import each_row
 
 from contracts.finding import Status
 from probes.api import Ok, Snapshot
@@ -63,7 +63,7 @@ def test_a_fabric_that_is_well_has_no_fault() -> None:
     assert fabric_faults(2) == (), "a driver that knows the first field only"
 
 
-@pytest.mark.parametrize(("shift", "bad", "good", "name"), FAULTS)
+@each_row(("shift", "bad", "good", "name"), FAULTS)
 def test_each_field_of_the_fabrics_health_is_a_finding_of_its_own(
     shift: int, bad: int, good: int, name: str | None
 ) -> None:
@@ -77,7 +77,7 @@ def test_each_field_of_the_fabrics_health_is_a_finding_of_its_own(
     assert [(f.code, f.subject) for f in found] == [("gpu.fabric.unhealthy" if name else "gpu.fabric.degraded", "GPU1")]
 
 
-@pytest.mark.parametrize(("status", "word"), [(0, None), (999, "UNKNOWN"), (10, "TIMEOUT"), (4242, "CODE_4242")])
+@each_row(("status", "word"), [(0, None), (999, "UNKNOWN"), (10, "TIMEOUT"), (4242, "CODE_4242")])
 def test_a_fabric_probe_that_ended_with_an_error_has_not_taken_the_gpu_in(status: int, word: str | None) -> None:
     """The status counts where the state is completed, and there only."""
     content = _content(GB200)
@@ -105,7 +105,7 @@ def test_the_fabrics_summary_comes_with_the_newer_structure(scanner_of: Callable
 # Xids -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("cause", "numbers"),
     [
         ("gpu", (46, 48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 121, 136, 140, *range(143, 151), 154,
@@ -122,7 +122,7 @@ def test_an_xid_is_the_programs_only_where_nvidias_catalogue_says_so(cause: str,
     assert codes == {{"gpu": "gpu.xid.hardware", "program": "gpu.xid.application", "driver": "gpu.xid.driver"}[cause]}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "told"),
     [
         ("NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', GPU has fallen off the bus.", ("0000:1b:00", 79)),
@@ -142,7 +142,7 @@ def test_every_form_of_the_drivers_line_is_read(line: str, told: tuple[str, int]
     assert xid_of_line(line) == told
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("place", "number", "told"),
     [
         ("0000:e1:00", 79, ["0000:e1:00"]),  # nothing of the bus is there any more
@@ -202,7 +202,7 @@ def test_an_xid_that_stands_in_the_log_and_came_as_an_event_counts_once() -> Non
 # What is unread elsewhere -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("symbol", "change", "code"),
     [
         ("nvmlDeviceGetSramEccErrorStatus", {"bThresholdExceeded": 1}, "gpu.ecc.sram"),
@@ -239,7 +239,7 @@ def test_a_field_with_an_error_of_its_own_is_unread_and_the_others_stand(scanner
     assert (gpu.recovery_action, gpu.unread) == (None, ("nvmlDeviceGetFieldValues(230) = TIMEOUT",))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("links", "enabled", "c2c"),
     [(14, 1, True), (14, None, True), (None, 1, True), (None, 0, False), (14, 0, False), (0, None, False),
      (None, None, None)],
@@ -280,7 +280,7 @@ def _mesh() -> GpuFacts:
     return GpuFacts(driver_version="535", cuda_version="12.2", gpus=gpus, pairs=pairs)
 
 
-@pytest.mark.parametrize("reason", ["topology_not_supported", "chipset_not_supported", "not_supported"])
+@each_row("reason", ["topology_not_supported", "chipset_not_supported", "not_supported"])
 def test_pairs_that_a_mesh_does_not_join_are_a_note_without_advice(reason: str) -> None:
     """12 of 28 on a DGX-1: no IOMMU would change that."""
     facts = _mesh()
@@ -300,7 +300,7 @@ def test_p2p_that_is_switched_off_is_a_fault_on_a_mesh_too() -> None:
     assert not any("IOMMU" in f.remedy for f in found)
 
 
-@pytest.mark.parametrize("code", ["pci.link.width", "gpu.pcie.width"])
+@each_row("code", ["pci.link.width", "gpu.pcie.width"])
 def test_a_narrow_link_is_as_severe_by_sysfs_as_by_nvml(code: str) -> None:
     """x8 of x16, once by each."""
     if code == "gpu.pcie.width":
@@ -313,7 +313,7 @@ def test_a_narrow_link_is_as_severe_by_sysfs_as_by_nvml(code: str) -> None:
     assert [(f.code, f.status) for f in found] == [(code, Status.FAIL)]
 
 
-@pytest.mark.parametrize("text", ["", "0\n", "255\n", "Unknown\n"])
+@each_row("text", ["", "0\n", "255\n", "Unknown\n"])
 def test_a_width_that_sysfs_does_not_tell_is_judged_by_nvml(text: str) -> None:
     """The file is there and says nothing, as in some virtual machines."""
     content = _content(H100)
@@ -376,7 +376,7 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     assert RdmaDevice(name="x", kind="hca", ports=(RdmaPort(port=1),)).bus_id is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("model", "gpus", "sku"),
     [
         ("NVIDIA GB200", 8, None), ("NVIDIA GB200 NVL", 8, None), ("NVIDIA GB300", 8, None),

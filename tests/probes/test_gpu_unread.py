@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.tables import each_row
 
 from agent.checks.verdict import checks_of_snapshot
 from contracts.finding import Status
@@ -98,7 +99,7 @@ def test_the_list_of_functions_is_the_probes_own() -> None:
     )
 
 
-@pytest.mark.parametrize("symbol", _symbols())
+@each_row("symbol", _symbols())
 def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str) -> None:
     """Nothing else of this GPU or the others is lost, nothing is claimed, and its check is no pass."""
     healthy = _facts(HEALTHY)
@@ -127,7 +128,7 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
         _nothing_claimed(snapshot, f"{symbol} = {name}")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("number", "codes"),
     [
         (230, {"gpu.device.recovery"}), (306, {"gpu.memory.remap_exhausted"}), (307, {"gpu.memory.remap_pending"}),
@@ -170,7 +171,7 @@ def _nothing_claimed(snapshot: Snapshot, what: str) -> None:
     assert not [f.message for f in topology_check(node) if "NVLink" in f.message], what
 
 
-@pytest.mark.parametrize("name", sorted(ERROR_CODES.keys() - ANSWERS - LOST))
+@each_row("name", sorted(ERROR_CODES.keys() - ANSWERS - LOST))
 def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(name: str) -> None:
     """All of nvmlReturn_t, for each function of one of two GPUs."""
     content = _content("titan-rtx-2x-nv2")
@@ -185,7 +186,7 @@ def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(name
             assert set(codes_of(question)) <= said, f"{question} went unsaid"
 
 
-@pytest.mark.parametrize("symbol", sorted(set(_symbols()) - {"nvmlDeviceGetPciInfo"}))  # every GPU has an address
+@each_row("symbol", sorted(set(_symbols()) - {"nvmlDeviceGetPciInfo"}))  # every GPU has an address
 def test_what_a_board_or_a_driver_does_not_support_is_no_finding(symbol: str) -> None:
     """NOT_SUPPORTED is an answer, and so is a function that an older driver (R470) lacks."""
     for name in ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND"):
@@ -197,8 +198,8 @@ def test_what_a_board_or_a_driver_does_not_support_is_no_finding(symbol: str) ->
         assert not found, [f.message for f in found]
 
 
-@pytest.mark.parametrize("name", sorted(LOST))
-@pytest.mark.parametrize("symbol", _symbols())
+@each_row("name", sorted(LOST))
+@each_row("symbol", _symbols())
 def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, name: str) -> None:
     """But one link, or one pair, that answers so is no proof: the other functions would say so too."""
     facts = _facts(scan(FailingHost(_content(), symbol, name), (PROBE,)))
@@ -209,7 +210,7 @@ def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, nam
     assert [gpu.error for gpu in facts.gpus if gpu.index != SICK] == [None] * 7
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "code", "severity"),
     [
         ("NO_PERMISSION", "gpu.device.denied", "unknown"),
@@ -238,8 +239,8 @@ def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: st
         _nothing_claimed(snapshot, name)
 
 
-@pytest.mark.parametrize("name", ["UNKNOWN", "GPU_IS_LOST", "TIMEOUT", "NO_PERMISSION", "INVALID_ARGUMENT"])
-@pytest.mark.parametrize("link", [0, 7, 17])
+@each_row("name", ["UNKNOWN", "GPU_IS_LOST", "TIMEOUT", "NO_PERMISSION", "INVALID_ARGUMENT"])
+@each_row("link", [0, 7, 17])
 def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int) -> None:
     """17 of 18 are up, of the last nothing is known: neither a failure nor a pass."""
     snapshot = scan(FailingHost(_content(), "nvmlDeviceGetNvLinkState", name, link=link))
@@ -254,8 +255,8 @@ def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int
     _nothing_claimed(snapshot, name)
 
 
-@pytest.mark.parametrize("symbol", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"])
-@pytest.mark.parametrize("machine", [H100, "polaris-4xA100-nv4", "titan-rtx-2x-nv2"])
+@each_row("symbol", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"])
+@each_row("machine", [H100, "polaris-4xA100-nv4", "titan-rtx-2x-nv2"])
 def test_links_that_one_end_tells_are_links_though_the_other_end_is_silent(machine: str, symbol: str) -> None:
     """Direct links are counted at the end that is known; through a switch the far end is not needed."""
     healthy = build(scan(RecordedHost(_content(machine))))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from dicthost import DictHost
+from rigs.tables import each_row
 
 from probes.hostinfo import probe as hostinfo
 
@@ -31,12 +31,12 @@ def test_cpu_and_sockets() -> None:
     assert (facts.threads, facts.memory_bytes) == (2, None)
 
 
-@pytest.mark.parametrize(("text", "vendor"), [(GRACE, "ARM"), (POWER, "IBM"), ("", None)])
+@each_row(("text", "vendor"), [(GRACE, "ARM"), (POWER, "IBM"), ("", None)])
 def test_cpu_vendor_of_other_architectures(text: str, vendor: str | None) -> None:
     assert hostinfo.read(DictHost({"/proc/cpuinfo": text})).cpu_vendor == vendor
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("cpuinfo", "vendor", "product", "name"),
     [
         (XEON.format(flag="hypervisor"), "Amazon EC2", "p4d.24xlarge", "Amazon EC2"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from dicthost import DictHost
+from rigs.tables import each_row
 
 from probes.api import UnavailableError
 from probes.imex import probe as imex
@@ -32,7 +33,7 @@ def test_a_channel_in_a_domain_of_several_hosts_passes() -> None:
     assert not list(imex.check(found)) and not imex.unjudged(found)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("files", "refused", "says"),
     [(RACK, (), "has no IMEX channel"), ({**RACK, **CHANNEL}, (f"{imex.CHANNELS}/channel0",), "may not open channel0")],
 )

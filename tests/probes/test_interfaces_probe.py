@@ -10,6 +10,7 @@ import pytest
 from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
+from rigs.tables import each_row
 
 from contracts.finding import Status
 from probes.api import UnavailableError
@@ -144,7 +145,7 @@ def test_docker0_first_is_a_failure() -> None:
     assert found(network.host()) == [("interfaces.choice.wrong", Status.FAIL, "br-0123456789ab")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("network", "expected"),
     [
         (Network().add("lo", "127.0.0.1").add("ens1", pci="0000:1a:00.0"), Status.FAIL),
@@ -184,7 +185,7 @@ def test_network_status_in_a_file_of_all_annotations() -> None:
     assert look(pod().host(files={"/etc/podnetinfo/annotations": line}))["net1"].multus_network == "ai/rdmashared-net"
 
 
-@pytest.mark.parametrize("text", ["{", '{"name": 1}', "[" * 100_000, "null"])
+@each_row("text", ["{", '{"name": 1}', "[" * 100_000, "null"])
 def test_a_broken_network_status_is_said(text: str) -> None:
     found_ = found(pod().host(files={"/etc/podinfo/network-status": text}))
     assert ("interfaces.network_status.invalid", Status.UNKNOWN, "") in found_
@@ -255,7 +256,7 @@ def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
     assert (names["ens1"].master, names["vlan7"].parent, names["vlan7"].role) == ("bond0", "bond0", "host")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("names", "choice"),
     [
         (["eth0", "ib0"], "ib0"),  # ib* first, wherever it stands
@@ -271,7 +272,7 @@ def test_the_order_of_nccl(names: list[str], choice: str | None) -> None:
     assert nccl_choice(listed) == choice
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("setting", "choice"),
     [
         ("net", "net1"),
@@ -381,7 +382,7 @@ def test_remedy_is_exact_where_a_name_begins_another() -> None:
     assert "NCCL_SOCKET_IFNAME==eth1 " in str(finding.remedy)
 
 
-@pytest.mark.parametrize(("driver", "severity"), [("cxi_core", Status.INFO), ("mlx5_core", Status.FAIL)])
+@each_row(("driver", "severity"), [("cxi_core", Status.INFO), ("mlx5_core", Status.FAIL)])
 def test_sockets_beside_slingshot_are_for_the_start_only(driver: str, severity: Status) -> None:
     """libfabric carries the data there, by whatever name the interface has."""
     network = Network().add("ens1", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)

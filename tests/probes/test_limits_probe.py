@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from dicthost import DictHost
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.limits import probe as limits
@@ -35,7 +35,7 @@ def test_memlock_too_small_for_one_nccl_buffer_fails_where_there_is_rdma() -> No
     assert any("pid 7, uid 1000" in line for line in found.evidence), "says whose limit it is"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("status", "memlock", "severity"),
     [
         (UNPRIVILEGED, (8 * MIB, 8 * MIB), Status.FAIL),  # systemd's default, inherited by containers
@@ -71,7 +71,7 @@ def test_the_remedy_is_that_of_the_container_engine() -> None:
     assert "--shm-size=1g" in docker["limits.shm.small"].remedy
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("shm", "code"),
     [((64 * MIB, 60 * MIB), "limits.shm.small"), ((8 * GIB, 3 * MIB), "limits.shm.full"), ((8 * GIB, 7 * GIB), None)],
 )

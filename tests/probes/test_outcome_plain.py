@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cattrs
 import pytest
+from rigs.tables import each_row
 
 from probes.api import Ok
 from probes.host.recording import load
@@ -18,7 +19,7 @@ from probes.wire import outcome_from_json, outcome_to_json
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 
 
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@each_row("path", MACHINES, ids=lambda path: path.stem)
 def test_the_same_as_the_converter_and_back(path: Path) -> None:
     for name, outcome in scan(load(path)).outcomes.items():
         plain = outcome_to_json(outcome)

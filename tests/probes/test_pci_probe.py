@@ -9,6 +9,7 @@ import pytest
 from dicthost import DIRECTORY, Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.api import UnavailableError
@@ -173,7 +174,7 @@ def test_acs_and_iommu_are_not_judged_in_a_virtual_machine() -> None:
     assert {"pci.acs.on", "pci.iommu.translated"} <= set(findings(machine.host(**good())))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "mode"), [("DMA", "translated"), ("DMA-FQ", "translated"), ("identity", "passthrough"), (None, "off")]
 )
 def test_iommu_mode(kind: str | None, mode: str) -> None:
@@ -188,7 +189,7 @@ def test_iommu_mode_by_the_command_line() -> None:
     assert pci.read(switch().host(files=files)).iommu_mode is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("files", "kernel", "code"),
     [
         ({"/proc/driver/nvidia/version": OPEN_DRIVER}, "6.1.0-13-amd64", None),
@@ -223,7 +224,7 @@ OWN_ROOTS = ["pci0001:00/0001:00:00.0", "pci0101:00/0101:00:00.0", "pci0002:00/0
 ONE_ROOT = ["pci0000:00/0000:00:04.0", "pci0000:00/0000:00:05.0", "pci0000:00/0000:00:06.0"]
 
 
-@pytest.mark.parametrize("paths", [OWN_ROOTS, ONE_ROOT])
+@each_row("paths", [OWN_ROOTS, ONE_ROOT])
 def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> None:
     azure = {
         "/proc/cpuinfo": "flags\t: hypervisor\n",
@@ -251,7 +252,7 @@ def test_a_lost_device_and_one_without_driver() -> None:
     assert found["pci.device.no_driver"].subject == "0000:18:00.0"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "files", "severity"),
     [
         (NIC, {}, Status.FAIL),
@@ -276,7 +277,7 @@ def test_resizable_bar() -> None:
     assert parse_config(config()[:64]).resizable_bar is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("space", "expected"),
     [
         (config(bar=(0b1_0000_0000_0000, 12)), None),

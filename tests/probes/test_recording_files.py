@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rigs.tables import each_row
 
 from probes.api import SCHEMA_VERSION
 from probes.host.live import LiveHost
@@ -29,7 +30,7 @@ def _recorder(root: Path) -> tuple[Host, RecordingHost]:
     return cast("Host", recorder), recorder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_every_recorded_machine_replays_and_names_its_source(name: str) -> None:
     """No probe fails on a recording, and each file says where its facts come from."""
     content = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))

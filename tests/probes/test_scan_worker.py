@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.api import Absent, Failed, Ok, Probe, UnavailableError
@@ -229,7 +230,7 @@ def test_paths_stay_below_the_root(tmp_path: Path) -> None:
 # Snapshots as JSON -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+@each_row("path", RECORDINGS, ids=lambda path: path.stem)
 def test_a_snapshot_survives_json(path: Path) -> None:
     """Every type of every probe, tuples and None included."""
     snapshot = scan(load(path))
@@ -248,7 +249,7 @@ def test_unknown_fields_are_left_out_and_newer_schemas_refused() -> None:
         from_json(data)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("outcome", "words"),
     [
         ({}, "status"),
@@ -267,7 +268,7 @@ def test_an_outcome_that_does_not_fit_says_where(outcome: Any, words: str) -> No
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"outcomes": 3}', "[" * 100_000])
+@each_row("text", ["", "{", "[]", "3", '{"outcomes": 3}', "[" * 100_000])
 def test_text_that_is_no_snapshot_is_refused(text: str) -> None:
     """One error type for all of it."""
     with pytest.raises(SnapshotError):

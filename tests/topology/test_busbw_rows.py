@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
 import expect as bench_expect
 from busbw_rows import PlaceError, Row, place, read
+from rigs.tables import each_row
 
 GB, GIB = 1e9, 1 << 30
 HEADER = "machine,gpus_per_node,nodes,op,bytes,nccl,nvls,gdr,busbw_GBps,healthy,source,note,class\n"
@@ -30,7 +31,7 @@ def row(machine: str, gpus: int, nodes: int) -> Row:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "gpus", "nodes", "inside", "link", "between", "wire"),
     [
         ("8xH200", 8, 1, "NVSwitch", 370.8, None, None),
@@ -60,7 +61,7 @@ def test_a_machine_in_words_is_placed(
     assert (found.wire.low / GB if found.wire else None) == (pytest.approx(wire) if wire else None)
 
 
-@pytest.mark.parametrize(("machine", "nodes"), [("a box with 8 accelerators", 1), ("Lambda 8xH100", 2)])
+@each_row(("machine", "nodes"), [("a box with 8 accelerators", 1), ("Lambda 8xH100", 2)])
 def test_what_the_words_do_not_say_is_not_guessed(machine: str, nodes: int) -> None:
     with pytest.raises(PlaceError, match=machine):
         place(row(machine, 8, nodes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from rigs.tables import each_row
 
 from topology.expected import FAILS_BELOW, Expected, Paths, Unknown, between, expected, span
 
@@ -96,7 +96,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("paths", "op", "size", "busbw", "healthy"), PUBLISHED)
+@each_row(("paths", "op", "size", "busbw", "healthy"), PUBLISHED)
 def test_published_results_are_judged_as_their_sources_do(
     paths: Ranks, op: str, size: int, busbw: float, healthy: bool
 ) -> None:
@@ -126,7 +126,7 @@ def test_bytes_count_by_rank_and_not_in_total() -> None:
     assert FAILS_BELOW * large.interval.low <= 200 * GB < large.interval.low
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("paths", "why"),
     [
         ((Paths(), 1), "one rank"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
 from planner.forecast import machines
@@ -29,7 +30,7 @@ def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> HostLinks
     return host_links(machine, range(ranks), bar)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "ranks", "inside", "gigabytes"),
     [
         ("hgx-h100-8xH100-8hca", 8, "NVSwitch", 18 * 20.6),
@@ -64,7 +65,7 @@ def test_800g_nics_behind_gpus_of_their_own_switch_are_not_halved_by_the_hosts_l
             assert found.wire.low / GB == pytest.approx(each * count) and count in (4, len(nics)), (capability, bar)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "ranks", "field"),
     [("sick-h100-nvlink-missing", 8, "link"), ("sick-l40s-x4", 4, "link"), ("sick-h100-dead-hca", 8, "wire")],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rigs.tables import each_row
 from topo_machines import snapshot, topology
 
 from contracts.finding import Status
@@ -53,7 +54,7 @@ def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
     assert any("NCCL" in step or "bounded" in step for step in plan(cluster).derivation)
 
 
-@pytest.mark.parametrize(("name", "transport"), [(P4D, "efa"), (GB200, "nvlink"), ("sick-h100-rdma-off", "tcp")])
+@each_row(("name", "transport"), [(P4D, "efa"), (GB200, "nvlink"), ("sick-h100-rdma-off", "tcp")])
 def test_transport(name, transport):
     assert two(name).inter_node_transport == transport
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from rigs.tables import each_row
 from topo_machines import topology
 
 from contracts.finding import Status
@@ -98,7 +99,7 @@ def test_every_operation_and_scope_is_derived_with_steps():
     assert any("64 MiB" in step for step in plan(made).derivation)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("capability", "gigabytes"),
     [
         ((6, 0), 18.0),
@@ -119,7 +120,7 @@ def test_nvlink_constants(capability, gigabytes):
     assert nvlink_bytes_per_second(capability) == pytest.approx(gigabytes * 1e9)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("speed", "width", "gigabytes"), [(8e9, 16, 12), (16e9, 16, 24), (32e9, 16, 48), (64e9, 16, 96), (32e9, 8, 24)]
 )
 def test_pcie_constants(speed, width, gigabytes):
@@ -131,7 +132,7 @@ def test_unknown_link_has_no_bandwidth():
     assert nvlink_bytes_per_second(None) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("cpu", "gigabytes"),
     [
         (("AuthenticAMD", 25, 1), 16),
@@ -164,7 +165,7 @@ TREE = PciTree(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("other", "label"),
     [("nic", "PIX"), ("deep", "PXB"), ("other", "PHB"), ("node", "NODE"), ("far", "SYS"), ("absent", None)],
 )
@@ -210,7 +211,7 @@ def test_direct_links_count_towards_their_peer_only():
     assert links.between(1, 2)[0] == 0
 
 
-@pytest.mark.parametrize(("status", "count"), [("ok", 2), ("not_supported", 0), (None, 0)])
+@each_row(("status", "count"), [("ok", 2), ("not_supported", 0), (None, 0)])
 def test_hidden_ends_count_only_where_p2p_over_nvlink_works(status, count):
     facts = GpuFacts(
         driver_version=None,
@@ -270,9 +271,7 @@ def test_nic_faster_than_its_slot():
     assert "topology.nic.pcie_bound" not in {finding.code for finding in check(fits)}
 
 
-@pytest.mark.parametrize(
-    ("running", "severity"), [(None, None), (48e9, None), (24e9, "fail"), (12e9, "fail"), (37e9, "warn")]
-)
+@each_row(("running", "severity"), [(None, None), (48e9, None), (24e9, "fail"), (12e9, "fail"), (37e9, "warn")])
 def test_nic_faster_than_its_link_as_it_runs(running: float | None, severity: str | None) -> None:
     """The slot would do; what the link trained down to does not."""
     made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))

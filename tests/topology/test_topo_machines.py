@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
+from rigs.tables import each_row
 from topo_machines import NAMES, snapshot, topology
 
 from contracts.finding import Status
@@ -28,7 +29,7 @@ def test_golden(name, golden):
     golden(f"{name}/topology.txt", matrix(topology(name)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_every_pair_once_and_every_form_holds(name):
     node = topology(name)
     count = len(node.devices)
@@ -37,7 +38,7 @@ def test_every_pair_once_and_every_form_holds(name):
     json.dumps(json_document(node))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if topology(name).gpus])
+@each_row("name", [name for name in NAMES if topology(name).gpus])
 def test_matrix_reads_back(name):
     node = topology(name)
     again = parse(matrix(node), name)
@@ -180,7 +181,7 @@ def test_node_is_told_beside_the_level_that_covers_it():
     assert "NODE" not in remedies["polaris-4xA100-nv4"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_every_finding_has_a_listed_code_evidence_and_remedy(name):
     for finding in check(topology(name)):
         assert finding.code in CODES

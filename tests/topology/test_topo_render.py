@@ -6,7 +6,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
-import pytest
+from rigs.tables import each_row
 from topo_machines import topology
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
 
@@ -51,7 +51,7 @@ def test_svg_is_one_closed_picture_without_scripts():
     assert not any(name in ("href", "onload", "style") for element in root.iter() for name in element.attrib)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "words"),
     [("hgx-h100-8xH100-8hca", "NVLink NV18 on every pair ·"),
      ("sick-h100-gpu-lost", "NVLink NV18 on every pair of 7 of 8 GPUs ·")],
@@ -87,7 +87,7 @@ def test_shape_alone_names_candidates():
     assert json_document(parse(NVSWITCH8))["sku"] is None
 
 
-@pytest.mark.parametrize("label", ["NV", "PIX", "PXB", "PHB", "NODE", "SYS"])
+@each_row("label", ["NV", "PIX", "PXB", "PHB", "NODE", "SYS"])
 def test_every_class_has_a_colour_of_its_own(label):
     assert list(COLOURS.values()).count(COLOURS[label]) == 1
 

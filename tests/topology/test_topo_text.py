@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rigs.tables import each_row
 from topo_samples import FOUR_GPUS_TWO_NICS, LEGEND, NVSWITCH8, OLD_SOC, TITLES, TWO_SWITCH_PAIRS, matrix
 
 from topology.formats.text import TopologyTextError, parse
@@ -78,7 +79,7 @@ def test_no_legend_is_plain_m():
     assert parse(OLD_SOC).source == "nvidia-smi topo -m"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tail", "expected"),
     [
         ("0-31\t0\t\tN/A", ("0-31", "0", "N/A")),
@@ -196,7 +197,7 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
     assert all(not near.decidable and "nothing tells" in near.why for near in node.nearest_nic)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "line", "words"),
     [
         ("", 1, "no header line"),

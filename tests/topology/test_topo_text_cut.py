@@ -6,6 +6,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 from topo_samples import OLD_SOC
 
 from agent.cli.topo import topo
@@ -19,7 +20,7 @@ GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t0-31\t0
 """
 
 
-@pytest.mark.parametrize("rest", ["\tN", "\tNV", "\tNV1", "", "\t"])
+@each_row("rest", ["\tN", "\tNV", "\tNV1", "", "\t"])
 def test_a_text_that_ends_within_a_row_keeps_what_is_whole(rest):
     node = parse(FOUR + "GPU2\tNV12\tNV12\t X " + rest)
     assert node.pair("GPU2", "GPU3") is None
@@ -61,7 +62,7 @@ def test_a_markdown_table_with_bold_cells_and_a_short_numa_title():
     assert [(gpu.cpu_affinity, gpu.numa_affinity) for gpu in node.gpus] == [(None, "0"), (None, "1")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "tool"),
     [
         ("\tPPU0\tPPU1\nPPU0\tX\tICN2\nPPU1\tICN2\tX\n", "Alibaba ppu-smi"),
@@ -170,7 +171,7 @@ def test_a_nic_whose_cell_is_cut_off_may_be_the_nearest():
     assert (near["GPU1"].decidable, near["GPU1"].why) == (False, "NIC1 may be nearer: no path is known")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rest", "expected"),
     [("0-31\t0", ("0-31", None)), ("0-3", (None, None)), ("0-31\t0\n", ("0-31", "0")), ("0-3\n", ("0-3", None))],
 )

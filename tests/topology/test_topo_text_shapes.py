@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 from topo_samples import ALL
 
 from agent.cli.topo import topo
@@ -111,8 +112,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("sample", ALL, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each_row("sample", ALL, ids=str)
+@each_row("shape", SHAPES, ids=str)
 def test_a_mangled_matrix_says_the_same(sample, shape):
     assert gist(parse(SHAPES[shape](ALL[sample]))) == gist(parse(ALL[sample]))
 
@@ -144,8 +145,8 @@ def test_a_gpu_off_the_switch_is_named(gpus: int, tmp_path: Path) -> None:
     assert "topology.nvlink.missing" not in CliRunner().invoke(topo, ["--from", str(path)]).output
 
 
-@pytest.mark.parametrize("place", ["above", "below"])
-@pytest.mark.parametrize(
+@each_row("place", ["above", "below"])
+@each_row(
     "said", ["76 NICs found in the topology, only displaying 56 in the matrix.", "76 NICs found, only displaying 56"]
 )
 def test_nics_that_are_not_shown_are_told(place: str, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rigs.tables import each_row
 
 from topology.check import check
 from topology.formats import xml
@@ -130,7 +131,7 @@ def test_only_the_first_host_of_a_file_is_read():
     assert any("2 hosts" in warning for warning in node.warnings)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "line", "words"),
     [
         ("", 1, "no element"),

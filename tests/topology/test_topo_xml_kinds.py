@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rigs.tables import each_row
 
 from topology.formats.xml import TopologyXmlError, parse
 
@@ -22,7 +23,7 @@ def test_ports_that_nccl_joined_are_no_bridge():
     assert any(warning.startswith("1 <net> without a PCI device") for warning in node.warnings)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "words"),
     [
         ('<graphs version="1"><graph id="0" pattern="4"/></graphs>', "NCCL_TOPO_DUMP_FILE"),
@@ -35,9 +36,7 @@ def test_a_file_of_another_kind_is_named(text, words):
     assert len(parse(system(GPU.format(bus="01", dev=0))).gpus) == 1
 
 
-@pytest.mark.parametrize(
-    ("said", "kind"), [("", "unknown"), (' vendor="0x8086"', "ethernet"), (' vendor="0x15b3"', "hca")]
-)
+@each_row(("said", "kind"), [("", "unknown"), (' vendor="0x8086"', "ethernet"), (' vendor="0x15b3"', "hca")])
 def test_the_class_alone_does_not_tell_an_rdma_card_from_others(said, kind):
     (nic,) = parse(system(GPU.format(bus="01", dev=0) + f'<pci busid="0000:02:00.0" class="0x020000"{said}/>')).nics
     assert nic.kind == kind

@@ -30,6 +30,7 @@ from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
 import why as table
+from rigs.tables import each_row
 
 NOW = 1000.0
 
@@ -66,21 +67,21 @@ def waiting(missing: int = 2, for_seconds: float = 40.0, **state: object) -> See
     return Seen(traces={r: trace(r, *c) for r, c in rows.items()}, states=states, world=4, now=NOW)
 
 
-@pytest.mark.parametrize(("phase", "code"), [("data", "rank.data"), ("compute", "rank.compute"), (None, "rank.behind")])
+@each_row(("phase", "code"), [("data", "rank.data"), ("compute", "rank.compute"), (None, "rank.behind")])
 def test_the_missing_rank_is_named_and_never_who_waits(phase: str | None, code: str) -> None:
     found = judge(waiting(phase=phase, since=NOW - 40))
     assert (found.state, found.ranks, found.waiting, found.nodes) == ("stuck", (2,), (0, 1, 3), ("b",))
     assert found.causes[0].code == code
 
 
-@pytest.mark.parametrize("phase", ["save", "evaluate", "compile"])
+@each_row("phase", ["save", "evaluate", "compile"])
 def test_who_saves_evaluates_or_compiles_is_innocent(phase: str) -> None:
     found = judge(waiting(phase=phase))
     assert (found.state, found.ranks, found.causes) == ("fine", (), ())
     assert found.innocent
 
 
-@pytest.mark.parametrize(("saved", "computed", "state"), [(14, 1, "fine"), (2, 30, "stuck"), (0, 3, "stuck")])
+@each_row(("saved", "computed", "state"), [(14, 1, "fine"), (2, 30, "stuck"), (0, 3, "stuck")])
 def test_who_has_just_come_back_from_a_checkpoint_is_innocent(saved: int, computed: int, state: str) -> None:
     mark = Mark(at=NOW - 45, samples={"compute": 100, "collective": 100})
     looks = {"compute": 100 + computed, "collective": 104, "save": saved}
@@ -92,9 +93,7 @@ def test_a_short_wait_is_none() -> None:
     assert judge(waiting(phase="compute", for_seconds=1.5)).state == "fine"
 
 
-@pytest.mark.parametrize(
-    ("process", "state", "code"), [("stopped", "stuck", "rank.stopped"), ("gone", "failed", "rank.gone")]
-)
+@each_row(("process", "state", "code"), [("stopped", "stuck", "rank.stopped"), ("gone", "failed", "rank.gone")])
 def test_the_process_table_comes_first(process: str, state: str, code: str) -> None:
     found = judge(replace(waiting(phase="compute", for_seconds=3.0), processes={2: process}))
     assert (found.state, found.causes[0].code, found.ranks) == (state, code, (2,))
@@ -121,7 +120,7 @@ def dumped(*open_calls: dict[str, Any], done: int = 3, gone: bool = False) -> Se
 WAITS = {"started": True}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "ranks", "code", "words"),
     [
         ((WAITS, WAITS, {}, WAITS), (2,), "rank.behind", "its last there is number 3"),
@@ -160,7 +159,7 @@ def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> 
     return Seen(reported={"watchdog": traces})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("seen", "ranks", "code"),
     [
         (logged((118, "0", 10, 12)), (), "call.timeout"),
@@ -359,7 +358,7 @@ def test_calls_that_do_not_match_are_told_apart() -> None:
         ("stuck", (1,), "call.other"), ("stuck", (1,), "call.size")]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("told", "sent", "taken", "cut", "ranks"),
     [
         ((1, 3), 2048, 1024, 2, (2,)),  # what a usual call sends is too much for its smaller one
@@ -492,7 +491,7 @@ GREW = ({"compute": 6, "collective": 4}, {"compute": 9, "collective": 1})
 WAITED = ({"compute": 6, "collective": 4}, {"compute": 2, "collective": 8})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rows", "ranks", "code"),
     [
         ([GREW] * 4, (), "all.compute"),
@@ -521,7 +520,7 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("seconds", "of", "unsent", "ranks", "code"),
     [
         (9.0, {0}, {}, (0,), "rank.compute"),
@@ -581,7 +580,7 @@ def test_an_evaluation_is_no_slower_pace() -> None:
     assert judge(Seen(states=states, world=4, now=NOW)).state == "fine"
 
 
-@pytest.mark.parametrize("began", [20, 46])
+@each_row("began", [20, 46])
 def test_calls_that_come_later_and_later_are_told_without_a_reason(began: int) -> None:
     at = [n + 2.0 * max(0, n - began) for n in range(60)]
     traces = {r: trace(r, *(call(n + 1, at=NOW - 200 + at[n]) for n in range(60))) for r in range(4)}
@@ -602,7 +601,7 @@ def gave_up(phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, **mo
     return judge(Seen(traces={**rows, 2: trace(2)}, states=states, processes=gone, world=4, now=NOW, **more))
 
 
-@pytest.mark.parametrize("phase", ["compile", "save", "evaluate"])
+@each_row("phase", ["compile", "save", "evaluate"])
 def test_a_timeout_that_is_too_short_is_named_and_not_who_worked(phase: str) -> None:
     found = gave_up(phase, first=0)
     assert (found.state, found.ranks, found.causes[0].code) == ("failed", (), "timeout.short")
@@ -669,7 +668,7 @@ def test_one_rank_that_prints_its_own_call_accuses_nobody() -> None:
     assert "rank 0 calls broadcast of [9]" in found.line
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lines", "state", "ranks"),
     [
         ([BARRIER.format("", rank, "worker_count") for rank in (0, 1, 3)], "stuck", (2,)),
@@ -792,7 +791,7 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
     assert "host-2" in gathered.with_nodes(cut, down[1:]).unknown[0].what
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "code", "words"),
     [
         ("sick-l40s-x4", "link.node", "pci.link.width 0000:a1:00.0: "),

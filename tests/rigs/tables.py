@@ -1,0 +1,56 @@
+"""A table of rows as one test, which names every row that fails. What pytest.mark.parametrize takes, taken as it does.
+
+An item of pytest for each row costs a few milliseconds in every process that collects it; a thousand rows are seconds.
+Rows share the fixtures of their test: one that changes what it is given (tmp_path, monkeypatch) stays parametrized.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def each_row(
+    names: str | Sequence[str],
+    values: Iterable[Any] | Callable[[], Iterable[Any]],
+    ids: Sequence[str] | Callable[[Any], object] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test for each row, and raise all failures at once, each with a note of its row.
+
+    `values` may be a function that makes the rows when the test runs, where that takes long.
+    """
+    words = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        taken = inspect.signature(test)
+
+        @functools.wraps(test)
+        def every(**fixtures: Any) -> None:
+            table = list(values() if callable(values) else values)
+            assert table, "a table without rows"
+            failures: list[BaseException] = []
+            for number, row in enumerate(table):
+                given = row.values if hasattr(row, "marks") else (row,) if len(words) == 1 else row
+                try:
+                    test(**fixtures, **dict(zip(words, given, strict=True)))
+                except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - raised with all others
+                    error.add_note(f"row {number} of {test.__name__}: {name_of(number, row, given):.300}")
+                    failures.append(error)
+            if failures:
+                raise BaseExceptionGroup(f"{len(failures)} of {len(table)} rows", failures)
+
+        del every.__wrapped__  # type: ignore[attr-defined]  # pytest would read the arguments of the rows there
+        left = [each for name, each in taken.parameters.items() if name not in words]
+        every.__signature__ = taken.replace(parameters=left)  # type: ignore[attr-defined]
+        return every
+
+    def name_of(number: int, row: Any, given: Sequence[Any]) -> str:
+        if callable(ids):
+            return str([ids(each) for each in given])
+        return ids[number] if ids else getattr(row, "id", None) or repr(tuple(given))
+
+    return decorate
