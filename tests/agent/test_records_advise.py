@@ -43,7 +43,7 @@ ROOT = Path(__file__).parent.parent.parent
 ROLLOUT = Path(__file__).parent / "rollout"
 OF_OTHERS = {
     "InterfacesFacts.backend", "InterfacesFacts.of_agent", "InterfacesFacts.gloo_ifname",  # judged on the host itself
-    "LimitsFacts.gpus",  # set for the judgement on the host itself; a cluster has `gpus` of its own
+    "RdmaDevice.role", "LimitsFacts.gpus",  # set for the judgement on the host itself; a cluster has `gpus` of its own
     "GpuFacts.unread", "Gpu.unread", "GpuPair.unread",  # a situation's, which asks how a probe ended
     "HostinfoFacts.load",  # a forecast's engine has a method of that name
     "Gpu.uuid",  # compared with the graph's, which does not travel either
