@@ -422,8 +422,8 @@ def _served(**more: Any) -> object:
     from agent.metrics import families as metrics
     from agent.pages import render as pages
 
-    bench = more.pop("bench", None)
-    view = with_bench(look(_view().snapshots, **more), bench)
+    bench, at_seconds = more.pop("bench", None), more.pop("bench_at_seconds", None)
+    view = with_bench(look(_view().snapshots, **more), bench, at_seconds)
     metrics.exposition(view, "")
     pages.node_page(view, None, "", trouble=None)
     return document({"bench": view.bench, "flights": view.flights, "checks": view.checks})
