@@ -417,11 +417,13 @@ def _view() -> Any:
 def _served(**more: Any) -> object:
     """What the agent makes of it: metrics, page, JSON."""
     from agent.base.documents import document
+    from agent.checks.measured import with_bench
     from agent.checks.view import look
     from agent.metrics import families as metrics
     from agent.pages import render as pages
 
-    view = look(_view().snapshots, **more)
+    bench = more.pop("bench", None)
+    view = with_bench(look(_view().snapshots, **more), bench)
     metrics.exposition(view, "")
     pages.node_page(view, None, "", trouble=None)
     return document({"bench": view.bench, "flights": view.flights, "checks": view.checks})

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.health import XID_CAUSES, named_xids, subject_of, xids_of
+from probes.gpu.health import XID_CAUSES, finding, named_xids, subject_of, xids_of
 from probes.rdma.facts import RdmaFacts, RdmaPort
 
 NVLINK_COUNTERS = ("replay", "recovery", "receive", "recovery_failed")
@@ -84,41 +84,32 @@ def _xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
         what = named_xids(new, cause)
         if what:
             status, words, remedy = _CAUSES[cause]
-            yield Finding(
-                code="gpu.xid.new",
-                status=status,
-                subject=subject_of(after),
-                message=f"The driver reported {what} within {seconds:.0f} s{words}",
-                evidence=(f"kernel log or NVML events: {what} more than in the scan before",),
-                remedy=remedy,
-            )
+            yield finding(
+                "gpu.xid.new", status, subject_of(after),
+                f"The driver reported {what} within {seconds:.0f} s{words}",
+                f"kernel log or NVML events: {what} more than in the scan before", remedy,
+            )  # fmt: skip
 
 
 def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     replays = _rise(before.pcie_replays, after.pcie_replays)
     # A short interval is held to the whole minute's count: one burst is no rate.
     if replays > REPLAYS_PER_MINUTE * max(seconds / 60.0, 1.0):
-        yield Finding(
-            code="gpu.counters.rising",
-            status=Status.WARN,
-            subject=subject_of(after),
-            message=f"{replays} PCIe packets were sent again in {seconds:.0f} s: the link to the GPU is marginal.",
-            evidence=(f"nvmlDeviceGetPcieReplayCounter: {before.pcie_replays}, then {after.pcie_replays}",),
-            remedy="Look for AER lines in dmesg, and reseat the card or riser.",
-        )
+        yield finding(
+            "gpu.counters.rising", Status.WARN, subject_of(after),
+            f"{replays} PCIe packets were sent again in {seconds:.0f} s: the link to the GPU is marginal.",
+            f"nvmlDeviceGetPcieReplayCounter: {before.pcie_replays}, then {after.pcie_replays}",
+            "Look for AER lines in dmesg, and reseat the card or riser.",
+        )  # fmt: skip
     errors = _rise(before.ecc_uncorrected, after.ecc_uncorrected)
     if errors:
-        yield Finding(
-            code="gpu.counters.rising",
-            status=Status.FAIL,
-            subject=subject_of(after),
-            message=f"{errors} uncorrectable memory error(s) in {seconds:.0f} s: its results are not to be trusted.",
-            evidence=(
-                f"nvmlDeviceGetTotalEccErrors(uncorrected, volatile): {before.ecc_uncorrected}, then "
-                f"{after.ecc_uncorrected}",
-            ),
-            remedy="Drain the node and reset the GPU; have it checked if it happens again.",
-        )
+        yield finding(
+            "gpu.counters.rising", Status.FAIL, subject_of(after),
+            f"{errors} uncorrectable memory error(s) in {seconds:.0f} s: its results are not to be trusted.",
+            "nvmlDeviceGetTotalEccErrors(uncorrected, volatile): "
+            f"{before.ecc_uncorrected}, then {after.ecc_uncorrected}",
+            "Drain the node and reset the GPU; have it checked if it happens again.",
+        )  # fmt: skip
 
 
 def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
@@ -198,14 +189,12 @@ def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> It
         # A counter that fell was reset in between: the rise is unknown.
         if start is None or end is None or end < start or not threshold.exceeded(end - start, seconds):
             continue
-        yield Finding(
-            code="rdma.counters.rising",
-            status=threshold.status,
-            subject=subject,
-            message=f"{threshold.counter} rose by {end - start} in {seconds:.0f} s: {threshold.meaning}.",
-            evidence=(f"{threshold.counter}: {start}, then {end}, {seconds:.0f} s later",),
-            remedy="For link errors reseat or replace cable and transceiver; for congestion look at PFC and ECN.",
-        )
+        yield finding(
+            "rdma.counters.rising", threshold.status, subject,
+            f"{threshold.counter} rose by {end - start} in {seconds:.0f} s: {threshold.meaning}.",
+            f"{threshold.counter}: {start}, then {end}, {seconds:.0f} s later",
+            "For link errors reseat or replace cable and transceiver; for congestion look at PFC and ECN.",
+        )  # fmt: skip
 
 
 # Errors that rise between two scans of one host: a counter's value alone counts since the driver was loaded. GPUs,
@@ -240,14 +229,14 @@ def risen_since(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """
     found: dict[tuple[str, str, str], Finding] = {}
     for before in sorted(past, key=lambda snapshot: snapshot.taken_at_seconds):
-        for finding in rising(before, now):
-            found.setdefault((finding.code, finding.subject, _trouble(finding)), finding)
+        for risen in rising(before, now):
+            found.setdefault((risen.code, risen.subject, _trouble(risen)), risen)
     return tuple(found.values())
 
 
-def _trouble(finding: Finding) -> str:
+def _trouble(risen: Finding) -> str:
     """What a finding is about, without its figures: they differ with the time that is looked at."""
-    return re.sub(r"\d+(\.\d+)?", "", finding.message)
+    return re.sub(r"\d+(\.\d+)?", "", risen.message)
 
 
 class Past:

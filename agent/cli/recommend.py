@@ -96,7 +96,7 @@ def recommend(**options: object) -> None:
         found = () if request.machine else snapshots(request.hosts, root=request.root)
         advice = advise(request, lambda: found)
     if form == "k8s":
-        from agent.jobs.cluster_job import in_pods
+        from agent.advice.pod_network import in_pods
 
         advice, left_out = in_pods(advice, found, here=not request.hosts)
         for line in left_out:

@@ -25,7 +25,7 @@ from contracts.redaction import redact
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.hostinfo.probe import HostinfoFacts, NumaNode
-from probes.interfaces.facts import Interface, InterfacesFacts
+from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts, is_bridge, is_network
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
@@ -58,7 +58,7 @@ _KEPT: dict[type[Any], frozenset[str]] = {
     )),
     GpuPair: frozenset(("a", "b", "ancestor", "p2p_read", "p2p_nvlink")),
     PciFacts: frozenset((
-        "iommu_mode", "peermem_version", "peermem_loaded", "nvidia_open_module", "dmabuf_possible", "virtual_tree",
+        "iommu_mode", "peermem_loaded", "nvidia_open_module", "dmabuf_possible", "virtual_tree",
         "hypervisor", "container", "topology_files", "devices",
     )),
     LimitsFacts: frozenset((
@@ -76,12 +76,11 @@ _KEPT: dict[type[Any], frozenset[str]] = {
 _DROPPED: dict[type[Any], frozenset[str]] = {
     NvLink: frozenset(("errors",)),
     NumaNode: frozenset(("distances",)),
-    InterfacesFacts: frozenset(("network_status_source", "network_status_error")),
-    Interface: frozenset(("mac", "errors")),
+    InterfacesFacts: frozenset(
+        ("network_status_source", "network_status_error", "gloo_ifname", "networks_missing", "of_agent", "backend")
+    ),
     PciDevice: frozenset(
         (
-            "sriov_vfs",
-            "sriov_vfs_max",
             "iommu_group",
             "lost",
             "relaxed_ordering",
@@ -90,14 +89,13 @@ _DROPPED: dict[type[Any], frozenset[str]] = {
         )
     ),
     RdmaFacts: frozenset(("pyverbs", "memlock_proof")),
-    RdmaDevice: frozenset(("node_guid", "uverbs", "uverbs_usable", "board")),
+    RdmaDevice: frozenset(("uverbs", "uverbs_usable", "board", "role")),
     RdmaPort: frozenset(
         (
             "counters",
             "physical_state",
             "rate_text",
             "rate_max_bytes_per_second",
-            "max_mtu_bytes",
             "ecn",
         )
     ),

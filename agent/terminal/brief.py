@@ -13,7 +13,7 @@ from agent.base.tables import COLOURS, GLYPHS, point
 from agent.checks.groups import Group, grouped, unknown_ids
 from agent.checks.verdict import ORDER, Verdict
 from agent.terminal.findings import finding
-from agent.terminal.topology import links
+from agent.terminal.links import links
 from contracts.finding import Finding
 from probes.api import Absent, Failed, Snapshot
 from probes.gpu.facts import GpuFacts

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,6 +10,7 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
 from agent.base.units import expected_rate
+from agent.terminal.links import links
 from contracts.finding import Finding
 from topology.formats.matrix import columns
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
@@ -76,20 +76,6 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
             out.print(f"expected all_gather within {expected.scope}: {expected_rate(expected)} bus bandwidth")
     for warning in topology.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
-
-
-def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
-    """GPUs among themselves, to their nearest NICs, and what that should carry."""
-    gpus = {gpu.name for gpu in topology.gpus}
-    labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
-    if labels:
-        yield "links", ", ".join(f"{label} ({units.count(n, 'pair')})" for label, n in labels.most_common())
-    near = Counter(nearest.label for nearest in topology.nearest_nic if nearest.nics)
-    if near:
-        yield "nearest", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
-    for expected in topology.expectations:
-        if expected.op == "all_gather" and expected.scope == "node":
-            yield "expected", f"all_gather {units.expected_rate(expected)} bus bandwidth"
 
 
 def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from contracts.finding import Finding, Status
-from planner.lint.pairs import PAIR_CODES, check_job, check_pairs, nodes_of
+from planner.lint.pairs import check_job, check_pairs, nodes_of
 from planner.lint.tables import settings
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
-    VALUE_CODES,
     check_kind,
     check_quotes,
     check_value,
@@ -57,16 +56,6 @@ class Machine(Protocol):
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
         """Every contradiction between the environment and the machine."""
 
-
-LEFTOVER_CODES = (
-    "env.debug.leftover",
-    "env.gid.needless",
-    "env.efa.needless",
-    "env.torch.allocator",
-    "env.torch.debug",
-    "env.torch.hang",
-    "env.torch.renamed",
-)
 
 _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
 
@@ -198,32 +187,7 @@ def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-MACHINE_CODES = (
-    "env.class.unprotected",
-    "env.gid.absent",
-    "env.gloo.interface",
-    "env.hca.absent",
-    "env.hca.down",
-    "env.hca.efa",
-    "env.hca.prefix",
-    "env.interface.absent",
-    "env.interface.overlay",
-    "env.interface.prefix",
-    "env.interface.unfit",
-    "env.net.absent",
-    "env.p2p.level",
-    "env.p2p.nvlink",
-    "env.rdma.disabled",
-    "env.rdma.tcp",
-)
-NAME_CODES = (
-    "env.name.removed",
-    "env.name.reserved",
-    "env.name.too_new",
-    "env.name.unexported",
-    "env.name.unknown",
-)
-CODES: tuple[str, ...] = tuple(sorted((*NAME_CODES, *PAIR_CODES, *VALUE_CODES, *MACHINE_CODES, *LEFTOVER_CODES)))
+CODES = settings().codes
 """Every code `lint` may return."""
 
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)

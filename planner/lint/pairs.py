@@ -14,8 +14,6 @@ from planner.lint.named import NODES
 from planner.lint.tables import settings
 from planner.lint.values import TCP_PROVIDERS, NameList, finding, other_net, strtoll
 
-PAIR_CODES = ("env.pair.missing", "env.pair.network", "env.pair.shadowed", "env.pair.sockets")
-
 
 def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
     """Settings that cancel each other, or that do nothing alone; `named` are all names set, values known or not."""

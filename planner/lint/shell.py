@@ -1,7 +1,7 @@
 """What a shell script hands to its programs: assignments, exports, and the options of launchers that carry variables.
 
 The grammar is tree-sitter-bash's; this module follows the tree in the order in which bash would run it. Specification:
-POSIX shell (XCU 2.2 quoting, 2.6 expansions, 2.9 commands), bash(1) arrays; csh(1) setenv; fish set; mpirun(1) -x,
+POSIX shell (XCU 2.2 quoting, 2.6 expansions, 2.9 commands), bash(1) arrays; fish set; mpirun(1) -x,
 Hydra -genv, srun(1) and sbatch(1) --export, docker-run(1) -e, apptainer --env.
 
 A script is read, not run: what a program prints, an argument or the environment outside gives, is unknown.
@@ -597,12 +597,10 @@ class _Reader:
         self.script.commands += 1
         program, rest = words[0].text.rsplit("/", 1)[-1], words[1:]
         texts = [word.text for word in rest]
-        if program == "setenv" and len(rest) >= 2:
-            self._put(texts[0], rest[1].value, texts[1], line, exported=True)
+        if program == "setenv":
+            self.script.unread.append(Unread(line=line, why="setenv is of the C shell, whose scripts are not read"))
         elif program == "set":
             self._set(rest, texts, line)
-        elif program == "unsetenv":
-            self._unset(texts, line)
         elif program in ("read", "getopts", "mapfile", "readarray"):
             self.values.update(dict.fromkeys(name for name in texts if NAME.match(name)))
         elif program in ("echo", "printf", "cat", "tee"):
@@ -622,15 +620,13 @@ class _Reader:
         self.values.update(kept)
 
     def _set(self, rest: list[Word], texts: list[str], line: int) -> None:
-        """`set -a`, fish's `set -x NAME value`, csh's `set name = value`."""
+        """`set -a`, fish's `set -x NAME value`."""
         if _FISH & {*texts[:2]} and len([each for each in texts if each[:1] != "-"]) > 1:
             named = [word for word in rest if not word.text.startswith("-")]
             known = [word.value for word in named[1:] if word.value is not None]
             value = " ".join(known) if len(known) == len(named) - 1 else None
             self._put(named[0].text, value, " ".join(word.raw for word in named[1:]), line, exported=True)
             return
-        if texts[1:2] == ["="] and len(texts) > 2:
-            self.values[texts[0]] = rest[2].value
         for number, text in enumerate(texts):
             everything = text in ("-o", "+o") and texts[number + 1 : number + 2] == ["allexport"]
             if everything or re.fullmatch(r"[-+][a-z]*a[a-z]*", text):
@@ -830,7 +826,7 @@ def _number(node: ast.expr) -> int:
     return found
 
 
-# -- other shells and schedulers
+# -- schedulers
 
 
 def directives(text: str) -> Iterator[tuple[int, str]]:
@@ -839,27 +835,3 @@ def directives(text: str) -> Iterator[tuple[int, str]]:
         match = re.match(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)", row)
         if match and "=" in match[1]:
             yield number, match[1].split(" #")[0]
-
-
-def is_csh(text: str) -> bool:
-    """Whether a script is of the C shell."""
-    return bool(re.search(r"^[ \t]*(?:setenv\s+\w+|set\s+\w+\s*=)|\A#!.*csh", text, re.MULTILINE))
-
-
-_CSH = (
-    (r"^(\s*)else\s+if\s*\((.*)\)\s*then\s*$", r"\1elif [ \2 ]; then"),
-    (r"^(\s*)if\s*\((.*)\)\s*then\s*$", r"\1if [ \2 ]; then"),
-    (r"^(\s*)if\s*\(([^()]*)\)\s+(\S.*)$", r"\1if [ \2 ]; then \3; fi"),
-    (r"^(\s*)endif\b", r"\1fi"),
-    (r"^(\s*)foreach\s+(\w+)\s*\((.*)\)\s*$", r"\1for \2 in \3; do"),
-    (r"^(\s*)while\s*\((.*)\)\s*$", r"\1while [ \2 ]; do"),
-    (r"^(\s*)end\s*$", r"\1done"),
-    (r"^\s*(?:switch\s*\(.*|case\s.*:|default:|breaksw|endsw)\s*$", ""),
-)
-
-
-def bash_of_csh(text: str) -> str:
-    """The control structures of a C shell script in bash's words, line by line."""
-    for pattern, words in _CSH:
-        text = re.sub(pattern, words, text, flags=re.MULTILINE)
-    return text

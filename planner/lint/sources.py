@@ -15,7 +15,8 @@ from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.named import JOB_SIZE, NamedEnvironment
 from planner.lint.script import SETS, Assigned, Inner, Script, Unread
-from planner.lint.shell import bash_of_csh, directives, is_csh, limit_parsing, read_shell
+from planner.lint.shell import directives, limit_parsing, read_shell
+from planner.lint.tables import forms
 
 FORMS: Mapping[str, str] = {
     "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
@@ -36,19 +37,6 @@ _JUDGED = re.compile(
 )
 _JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
 _NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
-# What else names NCCL's variables and is not read: the error says which it is.
-_UNREAD: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("Markdown", re.compile(r"^[ \t]*(?:```|~~~)|^#{1,4}[ \t]+\S.*\n\s*\n|^\.\. \w[\w-]*::", re.MULTILINE)),
-    ("a notebook", re.compile(r'"nbformat"\s*:')),
-    ("Terraform or HCL", re.compile(r"^[ \t]*(?:resource|variable|locals|module|job|task)\b[^\n]*\{", re.MULTILINE)),
-    ("C or C++", re.compile(r"^[ \t]*#include\s*[<\"]", re.MULTILINE)),
-    ("Python", re.compile(r"\bos\.(?:environ|putenv)\b|^(?:import|from)\s+\w+|^[ \t]*def\s+\w+\(", re.MULTILINE)),
-    ("a systemd unit", re.compile(r"^\[(?:Service|Unit|Container)\][ \t]*$", re.MULTILINE)),
-    ("Lua", re.compile(r"^[ \t]*(?:setenv|prepend_path)\s*\(|^[ \t]*local\s+\w+\s+=", re.MULTILINE)),
-    ("a patch", re.compile(r"^@@ -\d+", re.MULTILINE)),
-    ("XML or HTML", re.compile(r"^[ \t]*<[?!a-zA-Z]")),
-    ("Java, Go, Rust or JavaScript", re.compile(r"^[ \t]*(?:package|func|fn|public|const|let)\s", re.MULTILINE)),
-)
 
 
 class EnvironmentTextError(ValueError):
@@ -193,7 +181,7 @@ def listed_lines(lines: Iterable[int]) -> str:
 
 
 def _foreign(text: str) -> str:
-    return next((what for what, pattern in _UNREAD if pattern.search(text)), "")
+    return next((what for what, pattern in forms().foreign.items() if pattern.search(text)), "")
 
 
 _Parts = list[tuple[str, Script]]
@@ -213,9 +201,7 @@ def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
             parts += [(place.source, place.script), *_inner(place.script, place.source, depth)]
         return title, parts
     script = _script(text, kind)
-    if kind == "shell" and is_csh(text):
-        title = "C shell script"
-    elif kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
+    if kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
         title = "Slurm batch script"
     source = {"process": "process", "log": "log"}.get(kind, title)
     return title, [(source, script), *_inner(script, title, depth)]
@@ -239,7 +225,7 @@ def _script(text: str, kind: str) -> Script:
             Assigned(name=each.name, value=each.value, raw=each.raw, line=number) for each in found.assigned
         ]
         script.files += found.files
-    script.add(read_shell(bash_of_csh(text) if is_csh(text) else text).export_all())
+    script.add(read_shell(text).export_all())
     return script
 
 
@@ -434,63 +420,31 @@ class _Scope:
         self.lines.pop(name, None)
 
 
-_BY_NAME: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"(?:^|/)\.?nccl\.conf$"), "conf"),
-    (re.compile(r"(?:^|/)(?:Docker|Container)file[^/]*$|\.(?:docker|container)file$", re.IGNORECASE), "dockerfile"),
-    (re.compile(r"\.toml$"), "toml"),
-    (re.compile(r"\.json$"), "json"),
-    (re.compile(r"\.ya?ml(?:\.(?:j2|tmpl|tpl|template|in))?$"), "yaml"),
-    (re.compile(r"\.(?:sh|bash|zsh|csh|tcsh|fish|sbatch|slurm|sub|qsub|pbs|lsf)$"), "shell"),
-    (re.compile(r"(?:^|/)\.?(?:bashrc|profile|bash_profile)$"), "shell"),
-    (re.compile(r"(?:^|[/.])env$|/etc/environment$|\.env$"), "env"),
-    (re.compile(r"\.log$"), "log"),
-    (re.compile(r"\.(?:py|ipynb|md|markdown|rst|tf|hcl|c|cc|cpp|h|lua|service|go|rs|js|ts)$|^python[\d.]*$"), "other"),
-)  # fmt: skip
-_YAML_HINT = re.compile(
-    r"^[ \t]*(?:-\s+)?(?:apiVersion|kind|spec|containers|env|envs|metadata|template|services|environment|resources"
-    r"|env_vars|runtime_env|values)\s*:"
-    r"|^[ \t]*(?:-\s*)?(?:name:\s*[\"']?)?(?:TORCH_)?NCCL_\w+[\"']?\s*(?::\s|$)|^[ \t]+-[ \t]+[\"']?NCCL_\w+=",
-    re.MULTILINE,
-)
-_SHELL_HINT = re.compile(
-    r"^[ \t]*(?:export|declare|typeset|setenv|set\s+-\w*x)\s|(?:^|\s)-x\s+[A-Z]+_"
-    r"|\b(?:mpirun|mpiexec|srun|torchrun|sbatch|docker\s+run|podman\s+run|singularity|apptainer)\b|^#SBATCH\s"
-    r"|^[ \t]*(?:if|for|case)\s.*(?:then|do|in)\b|^[ \t]*(?:[A-Z_]+=\S*[ \t]+)+(?:python|bash|\./)"
-    r"|\bbash\s+-\w*c\b|\bnsys\b|^[ \t]*set\s+-a\b",
-    re.MULTILINE,
-)
-_LOG_HINT = re.compile(
-    r"NCCL (?:INFO|WARN|ATTN) |^Traceback \(most recent|^\S*(?:Error|Exception): |\(run with NCCL_DEBUG=INFO"
-    r"|^\[(?:rank|default)?\d+\]:|^\[?[IWEF]?\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d",
-    re.MULTILINE,
-)  # of NCCL, of Python and of what starts ranks
-
-
 def guess_kind(text: str, name: str = "") -> str:
     """What a text looks like; its file's name comes first where it tells."""
     if "\0" in text:
         return "process"
-    by_name = next((kind for pattern, kind in _BY_NAME if pattern.search(name)), None)
+    by_name = next((kind for kind, pattern in forms().by_name.items() if pattern.search(name)), None)
     if by_name == "json" and not text.lstrip().startswith(("{", "[")):
         by_name = None
     if by_name is not None:
         return by_name
     if text.startswith("#!"):
         return "shell"
-    if _LOG_HINT.search(text):
+    if forms().looks["log"].search(text):
         return "log"
     if re.match(r"\s*\{\s*(?:\"|\})", text):
         return "json"
     if re.search(r"^FROM\s+\S+", text, re.MULTILINE):
         return "dockerfile"
-    if _YAML_HINT.search(text) or text.lstrip().startswith(("{", "[{", '["')):
+    if forms().looks["yaml"].search(text) or text.lstrip().startswith(("{", "[{", '["')):
         return "yaml"
     foreign = _foreign(text)
     if foreign and (
         foreign == "Markdown" or not re.search(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", text, re.MULTILINE)
     ):
         return "other"
-    if _SHELL_HINT.search(text):
+    if forms().looks["shell"].search(text):
         return "shell"
     if re.search(r"^\[[\w.\"-]+\][ \t]*$", text, re.MULTILINE):
         return "toml"

@@ -64,6 +64,7 @@ class Values:
 class Settings:
     """Settings that do nothing or harm, alone or together."""
 
+    codes: tuple[str, ...]  # every one that lint may return
     plugin_values: Mapping[str, tuple[str, ...]]
     effects: Mapping[str, str]
     efa_needless: Mapping[str, tuple[str, str]]  # why, and the only value for which it holds ("" for any)
@@ -71,6 +72,15 @@ class Settings:
     needs: Mapping[str, tuple[str, str]]  # the other name, and why
     shadows: tuple[tuple[str, str, tuple[str, ...]], ...]  # cause, how it must be set, names without effect
     bounds: tuple[tuple[str, str, str], ...]  # least, most, effect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """How the form of a text is recognised; the first pattern that matches counts."""
+
+    by_name: Mapping[str, re.Pattern[str]]
+    looks: Mapping[str, re.Pattern[str]]
+    foreign: Mapping[str, re.Pattern[str]]  # forms that are not read, in words
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -97,6 +107,7 @@ def settings() -> Settings:
     """The table of settings as written."""
     data = _load("settings.toml")
     return Settings(
+        codes=tuple(data["codes"]),
         plugin_values={name: tuple(row) for name, row in data["plugin_values"].items()},
         effects=data["effect"],
         efa_needless={name: (row["why"], row.get("only", "")) for name, row in data["efa_needless"].items()},
@@ -108,3 +119,10 @@ def settings() -> Settings:
         shadows=tuple((row["cause"], row["set"], tuple(row["names"])) for row in data["shadows"]),
         bounds=tuple((row["least"], row["most"], row["effect"]) for row in data["bounds"]),
     )
+
+
+@cache
+def forms() -> Forms:
+    """The table of forms as written."""
+    tables = _load("forms.toml")
+    return Forms(**{part: {key: re.compile(text) for key, text in rows.items()} for part, rows in tables.items()})

@@ -30,17 +30,6 @@ def finding(
     )
 
 
-VALUE_CODES = (
-    "env.value.blank",
-    "env.value.ignored",
-    "env.value.kind",
-    "env.value.level",
-    "env.value.list",
-    "env.value.quotes",
-    "env.value.range",
-    "env.value.token",
-)
-
 LEVEL_NAMES = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _LEVEL_SINCE: Mapping[str, Version] = MappingProxyType({"C2C": (2, 26, 2), "P2C": (2, 27, 3), "PXN": (2, 12, 7)})
 LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")

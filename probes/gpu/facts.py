@@ -85,7 +85,6 @@ class Gpu:
     ecc_pending: bool | None = None  # after the next reset
     ecc_default: bool | None = None  # as the board is delivered
     ecc_uncorrected: int | None = None  # volatile: since the driver was loaded
-    ecc_corrected: int | None = None  # volatile
     ecc_uncorrected_lifetime: int | None = None  # aggregate: of the board's life
     sram_threshold_exceeded: bool | None = None  # the field diagnostic's limit (nvmlDeviceGetSramEccErrorStatus)
     sram_uncorrected: int | None = None  # volatile, parity and SEC-DED
@@ -97,7 +96,6 @@ class Gpu:
     retired_pages: int | None = None
     temperature_celsius: float | None = None
     temperature_slowdown_celsius: float | None = None
-    power_watts: float | None = None
     power_limit_watts: float | None = None
     power_limit_default_watts: float | None = None
     sm_clock_hertz: float | None = None
@@ -133,10 +131,7 @@ class GpuPair:
     b: int
     ancestor: str | None = None  # "PIX", "PXB", "PHB", "NODE", "SYS", "INTERNAL"
     p2p_read: str | None = None  # "ok", "chipset_not_supported", "gpu_not_supported", "disabled_by_regkey", ...
-    p2p_write: str | None = None
     p2p_nvlink: str | None = None
-    p2p_atomics: str | None = None
-    p2p_pcie: str | None = None
     unread: tuple[str, ...] = ()  # as of a GPU
 
 

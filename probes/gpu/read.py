@@ -420,7 +420,6 @@ def _ecc(ask: Asker) -> _Found:
         "ecc_enabled": flag(enabled),
         "ecc_pending": flag(pending),
         "ecc_default": flag(default),
-        "ecc_corrected": ask.count("nvmlDeviceGetTotalEccErrors", 0, 0),
         "ecc_uncorrected_lifetime": ask.count("nvmlDeviceGetTotalEccErrors", 1, 1),
         "sram_threshold_exceeded": flag(sram.get("bThresholdExceeded")),
         "sram_uncorrected": _sum(sram, "volatileUncParity", "volatileUncSecDed"),
@@ -447,7 +446,6 @@ def _rest(ask: Asker) -> _Found:
         "c2c_links": ask.fields(_C2C_LINK_COUNT)[0],
         "c2c_enabled": flag(ask.field("nvmlDeviceGetC2cModeInfoV", "isC2cEnabled")),
         "bar1_bytes": ask.field("nvmlDeviceGetBAR1MemoryInfo", "bar1Total"),
-        "power_watts": ask.number("nvmlDeviceGetPowerUsage", scale=1e-3),
         "persistence_mode": flag(ask("nvmlDeviceGetPersistenceMode")),
         "gpu_numa_node": non_negative(ask.count("nvmlDeviceGetNumaNodeId")),
         "virtualization": named(VIRTUALIZATION, ask("nvmlDeviceGetVirtualizationMode")),
@@ -461,22 +459,18 @@ def _pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
     found: dict[tuple[int, int], list[Any]] = {pair: [] for pair in asks}
     for (_, b), ask in asks.items():
         found[ask.handle.index, b].append(ask("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b)))
-    for capability in (2, 0, 1, 3, 4):  # NVLink, read, write, atomics, PCIe: nvmlGpuP2PCapsIndex_t
+    for capability in (2, 0):  # NVLink, read: nvmlGpuP2PCapsIndex_t
         for (a, b), ask in asks.items():
             found[a, b].append(ask("nvmlDeviceGetP2PStatus", GpuHandle(b), capability))
     made = []
-    for (a, b), (level, *statuses) in found.items():
-        nvlink, read_, write, atomics, pcie = (named(P2P, status) for status in statuses)
+    for (a, b), (level, nvlink, read_) in found.items():
         made.append(
             GpuPair(
                 a=a,
                 b=b,
                 ancestor=ANCESTORS.get(level) if isinstance(level, int) else None,
-                p2p_read=read_,
-                p2p_write=write,
-                p2p_nvlink=nvlink,
-                p2p_atomics=atomics,
-                p2p_pcie=pcie,
+                p2p_read=named(P2P, read_),
+                p2p_nvlink=named(P2P, nvlink),
                 unread=tuple(asks[a, b].unread),
             )
         )

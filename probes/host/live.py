@@ -161,16 +161,14 @@ class LiveHost:
         }
 
     def cpu(self) -> dict[str, Json]:
-        """Keys: logical, physical, load_average (three floats), memory_bytes, memory_available_bytes."""
+        """Keys: logical, physical, load_average (three floats), memory_bytes."""
         import psutil
 
-        memory = psutil.virtual_memory()
         return {
             "logical": psutil.cpu_count(),
             "physical": psutil.cpu_count(logical=False),
             "load_average": list(psutil.getloadavg()),
-            "memory_bytes": memory.total,
-            "memory_available_bytes": memory.available,
+            "memory_bytes": psutil.virtual_memory().total,
         }
 
     def kernel_log(self, word: str) -> tuple[str, ...]:
@@ -319,8 +317,7 @@ def _port(device: str, number: int) -> Json:
 
     with _as_oserror(), Context(name=device) as context:
         port = context.query_port(number)
-        names = ("active_mtu", "max_mtu", "active_width", "active_speed")
-        return {name: int(getattr(port, name)) for name in names}
+        return {"active_mtu": int(port.active_mtu)}
 
 
 def _register(device: str, length: int) -> Json:

@@ -35,21 +35,20 @@ _TRIES = 4  # of a list that changes while it is made
 _LISTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "links": (
         "get_links",
-        ("family", "ifi_type", "index", "flags", "change"),
+        ("index", "flags"),
         (
-            "IFLA_ADDRESS", "IFLA_IFNAME", "IFLA_MTU", "IFLA_LINK", "IFLA_MASTER", "IFLA_LINKINFO", "IFLA_CARRIER",
-            "IFLA_LINK_NETNSID",
+            "IFLA_IFNAME", "IFLA_MTU", "IFLA_LINK", "IFLA_MASTER", "IFLA_LINKINFO", "IFLA_LINK_NETNSID",
         ),
     ),
     "addresses": (
         "get_addr",
-        ("family", "prefixlen", "flags", "scope", "index"),
-        ("IFA_ADDRESS", "IFA_LOCAL", "IFA_LABEL", "IFA_FLAGS"),
+        ("prefixlen", "index"),
+        ("IFA_ADDRESS", "IFA_LOCAL"),
     ),
     "routes": (
         "get_routes",
-        ("family", "dst_len", "src_len", "tos", "table", "proto", "scope", "type", "flags"),
-        ("RTA_DST", "RTA_OIF", "RTA_GATEWAY", "RTA_PRIORITY", "RTA_PREFSRC", "RTA_MULTIPATH", "RTA_TABLE"),
+        ("family", "dst_len", "table", "type"),
+        ("RTA_DST", "RTA_OIF", "RTA_PRIORITY", "RTA_MULTIPATH", "RTA_TABLE"),
     ),
 }  # fmt: skip
 
@@ -114,7 +113,7 @@ def _about_link(info: Any) -> dict[str, Json]:
 
 
 def _hops(hops: Any) -> list[Json]:
-    return [_entry(hop, ("flags", "hops", "oif"), ("RTA_GATEWAY",)) for hop in hops]
+    return [_entry(hop, ("oif",), ()) for hop in hops]
 
 
 _INNER: dict[str, Callable[[Any], Json]] = {"IFLA_LINKINFO": _about_link, "RTA_MULTIPATH": _hops}
@@ -226,18 +225,12 @@ _GET, _PORT_GET, _SYS_GET = 1, 5, 6
 _RDMA_NUMBERS = {
     1: "device_index",
     3: "port",
-    4: "capability_flags",
-    6: "node_guid",
-    7: "sys_image_guid",
-    9: "lid",
-    10: "sm_lid",
     12: "state",  # enum ib_port_state: 1 DOWN, 2 INIT, 3 ARMED, 4 ACTIVE
     13: "physical_state",  # 3 Disabled, 2 Polling, 5 LinkUp
     14: "node_type",  # 1 CA, 4 RNIC, 5 USNIC, 7 unspecified (EFA)
-    50: "netdev_index",
     66: "netns_mode",  # 1 shared, 0 exclusive
 }
-_RDMA_TEXTS = {2: "name", 5: "firmware", 51: "netdev", 67: "protocol"}
+_RDMA_TEXTS = {2: "name", 5: "firmware", 51: "netdev"}
 
 Message = dict[str, int | str]
 

@@ -304,37 +304,24 @@ def _processes(handle: Any) -> Json:
     return plain(pynvml.nvmlDeviceGetComputeRunningProcesses_v2(handle))
 
 
-def _fabric_info(handle: Any) -> Json:
-    """nvmlDeviceGetGpuFabricInfoV, which fills a structure of the caller's version; the second lacks the summary."""
-    import pynvml
+def _structure(symbol: str, *names: str) -> Callable[..., Json]:
+    """A function that has NVML fill a structure: the first of these, newest first, whose version the driver knows."""
 
-    info = pynvml.c_nvmlGpuFabricInfo_v3_t()
-    try:
-        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
-    except pynvml.NVMLError as error:
-        if error.value != ERROR_CODES["ARGUMENT_VERSION_MISMATCH"]:
-            raise
-        info = pynvml.c_nvmlGpuFabricInfo_v2_t()
-        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
-    return plain(info)
+    def ask(handle: Any) -> Json:
+        import pynvml
 
+        for name in names:
+            filled = getattr(pynvml, name)()
+            try:
+                getattr(pynvml, symbol)(handle, ctypes.byref(filled))
+            except pynvml.NVMLError as error:
+                if error.value != ERROR_CODES["ARGUMENT_VERSION_MISMATCH"] or name == names[-1]:
+                    raise
+            else:
+                return plain(filled)
+        raise AssertionError(f"no structure for {symbol}")
 
-def _fabric_info_v1(handle: Any) -> Json:
-    """nvmlDeviceGetGpuFabricInfo, the form of drivers before 535."""
-    import pynvml
-
-    info = pynvml.c_nvmlGpuFabricInfo_t()
-    pynvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
-    return plain(info)
-
-
-def _sram_status(handle: Any) -> Json:
-    """nvmlDeviceGetSramEccErrorStatus."""
-    import pynvml
-
-    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
-    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, ctypes.byref(status))
-    return plain(status)
+    return ask
 
 
 def _mig_slice(handle: Any, place: int) -> Json:
@@ -357,11 +344,14 @@ def _events(*_arguments: Any) -> Json:
 _SPECIAL: dict[str, Callable[..., Json]] = {
     XIDS: _events,
     MIG_SLICE: _mig_slice,
-    "nvmlDeviceGetSramEccErrorStatus": _sram_status,
+    "nvmlDeviceGetSramEccErrorStatus": _structure("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t"),
     "nvmlDeviceGetComputeRunningProcesses": _processes,
     "nvmlDeviceGetPciInfo": _pci_info,
     "nvmlDeviceGetNvLinkRemotePciInfo": _remote_pci_info,
     "nvmlDeviceGetFieldValues": _field_values,
-    "nvmlDeviceGetGpuFabricInfoV": _fabric_info,
-    "nvmlDeviceGetGpuFabricInfo": _fabric_info_v1,
+    # the second version lacks the health summary
+    "nvmlDeviceGetGpuFabricInfoV": _structure(
+        "nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"
+    ),
+    "nvmlDeviceGetGpuFabricInfo": _structure("nvmlDeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),  # before 535
 }

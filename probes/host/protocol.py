@@ -101,4 +101,4 @@ class Host(Protocol):
         """
 
     def cpu(self) -> dict[str, Json]:
-        """psutil's numbers: logical and physical count, load average, total and available memory in bytes."""
+        """psutil's numbers: logical and physical count, load average, memory in bytes."""

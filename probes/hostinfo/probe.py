@@ -43,7 +43,6 @@ class HostinfoFacts:
     cores: int | None = None
     threads: int | None = None
     memory_bytes: int | None = None
-    memory_available_bytes: int | None = None
     numa: tuple[NumaNode, ...] = ()
     virtual_machine: str | None = None  # hypervisor's name; None bare metal or unknown
     product: str | None = None  # DMI: "PowerEdge R760xa", "p4d.24xlarge"
@@ -189,7 +188,6 @@ def read(host: Host) -> HostinfoFacts:
         cores=cpu.get("physical"),
         threads=cpu.get("logical"),
         memory_bytes=cpu.get("memory_bytes"),
-        memory_available_bytes=cpu.get("memory_available_bytes"),
         numa=numa_nodes(host),
         virtual_machine=virtual_machine(host, first),
         product=product,

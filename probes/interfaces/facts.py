@@ -29,11 +29,9 @@ class Interface:
     master: str | None = None  # bond or bridge it is enslaved to
     bus_id: str | None = None
     numa_node: int | None = None
-    mac: str | None = None
     rdma_device: str | None = None  # "mlx5_0" where an RDMA device belongs to it or to its parent
     multus_network: str | None = None  # "default/rdmashared-net"
     is_vf: bool | None = None
-    errors: dict[str, int] | None = None
     parent_elsewhere: bool = False  # its lower device, or a veth's other end, is in another network namespace
     multus_mtu_bytes: int | None = None  # "mtu" of its network-status entry
     neighbour: str | None = None  # "leaf1 Ethernet1/5": the switch's port that it is wired to, where LLDP told

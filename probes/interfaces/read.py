@@ -29,7 +29,6 @@ from probes.rdma.read import read_gids
 NET = "/sys/class/net"
 LINKS_MAX = 4096
 IFF_UP, IFF_RUNNING = 0x1, 0x40
-ERRORS = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_crc_errors", "rx_missed_errors")
 # Their ethtool speed is a constant of the driver (veth says 10000) or that of nothing: no evidence of a wire.
 SPEEDLESS = {"veth", "bridge", "dummy", "tun", "vxlan", "geneve", "ifb", "wireguard", "ipip", "gre", "sit", "netkit"}
 
@@ -105,7 +104,6 @@ def _link(entry: dict[str, Json]) -> dict[str, Any]:
         "kind": info.get("IFLA_INFO_KIND"),
         "flags": flags if isinstance(flags, int) else None,
         "mtu": entry.get("IFLA_MTU"),
-        "mac": entry.get("IFLA_ADDRESS"),
         "lower": None if foreign else lower,
         "foreign": foreign,
         "master": entry.get("IFLA_MASTER"),
@@ -125,7 +123,6 @@ def _links_of_sysfs(host: Host) -> list[dict[str, Any]]:
                     "kind": uevent.get("DEVTYPE") or ("bond" if host.exists(f"{NET}/{name}/bonding") else None),
                     "flags": sysfs.number(host, f"{NET}/{name}/flags"),
                     "mtu": sysfs.number(host, f"{NET}/{name}/mtu"),
-                    "mac": sysfs.text(host, f"{NET}/{name}/address"),
                     "lower": lower if lower != index else None,
                     "foreign": False,
                     "master": sysfs.number(host, f"{NET}/{name}/master/ifindex"),
@@ -145,7 +142,6 @@ def _interface(
     speed = sysfs.number(host, f"{folder}/speed") if readable and kind not in SPEEDLESS and name != "lo" else None
     # The other end of a veth is its IFLA_LINK, not what it stands on.
     parent = names.get(link["lower"]) if kind not in ("veth", "netkit") else None
-    errors = {c: v for c in ERRORS if readable and (v := sysfs.number(host, f"{folder}/statistics/{c}")) is not None}
     return Interface(
         name=name,
         role="unknown",
@@ -161,9 +157,7 @@ def _interface(
         master=names.get(link["master"]),
         bus_id=bus_id,
         numa_node=node if node is not None and node >= 0 else None,
-        mac=link["mac"],
         is_vf=host.exists(f"{folder}/device/physfn") if bus_id else None,
-        errors=errors or None,
     )
 
 

@@ -30,8 +30,6 @@ class LimitsFacts:
     memlock_known: bool = True
     nofile_soft: int | None = None
     nofile_hard: int | None = None
-    nproc_soft: int | None = None
-    cap_effective: int | None = None  # CapEff bit mask
     ipc_lock: bool | None = None  # bit 14 of CapEff
     sys_nice: bool | None = None
     shm_size_bytes: int | None = None  # /dev/shm
@@ -41,7 +39,6 @@ class LimitsFacts:
     cgroup_cpus: float | None = None
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None
-    overcommit: int | None = None
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
     gpus: int | None = None  # of this host: set for the judgement by `topology.roles`
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
@@ -89,7 +86,7 @@ def read(host: Host) -> LimitsFacts:
     uid = int(identity.get("uid") or 0)
     status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
     capabilities = _hexadecimal(status.get("CapEff"))
-    memlock, nofile, nproc = (_limit(host, name) for name in ("MEMLOCK", "NOFILE", "NPROC"))
+    memlock, nofile = _limit(host, "MEMLOCK"), _limit(host, "NOFILE")
     shm = _shm_bytes(host)
     where, agent = container(host), of_agent(host)
     whose = f"{where} container" + (" of the agent" if agent else "") if where else "no container"
@@ -101,8 +98,6 @@ def read(host: Host) -> LimitsFacts:
         memlock_known=memlock is not None,
         nofile_soft=nofile[0] if nofile else None,
         nofile_hard=nofile[1] if nofile else None,
-        nproc_soft=nproc[0] if nproc else None,
-        cap_effective=capabilities,
         ipc_lock=_bit(capabilities, IPC_LOCK_BIT),
         sys_nice=_bit(capabilities, SYS_NICE_BIT),
         shm_size_bytes=shm[0] if shm else None,
@@ -113,7 +108,6 @@ def read(host: Host) -> LimitsFacts:
         container=where,
         of_agent=agent,
         seccomp=SECCOMP.get(status.get("Seccomp", "")),
-        overcommit=sysfs.number(host, "/proc/sys/vm/overcommit_memory"),
         rdma_present=bool(sysfs.names(host, "/sys/class/infiniband")),
     )
 

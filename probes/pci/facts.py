@@ -7,6 +7,7 @@ Documentation/driver-api/vfio.rst (a device that a VFIO driver holds belongs to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hardware.gpus import NVIDIA
@@ -33,8 +34,6 @@ class PciDevice:
     relaxed_ordering: bool | None = None
     iommu_group: int | None = None
     physical_function: str | None = None  # bus id of the PF where this is an SR-IOV VF
-    sriov_vfs: int | None = None
-    sriov_vfs_max: int | None = None
     resizable_bar: bool | None = None  # True where every resizable BAR is as large as it can be
     bar_sizes_offered: bool | None = None  # the resizable BAR capability is there
     rdma: bool | None = None  # a NIC's infiniband/ folder; None for other classes
@@ -47,7 +46,6 @@ class PciFacts:
 
     devices: tuple[PciDevice, ...]
     iommu_mode: str | None = None  # "off", "passthrough", "translated"; None unknown
-    peermem_version: str | None = None  # /sys/module/nvidia_peermem/version
     peermem_loaded: bool | None = None
     nvidia_open_module: bool | None = None  # open kernel modules export DMA-BUF
     dmabuf_possible: bool | None = None  # open module and kernel >= 5.12; possible, not proven
@@ -55,6 +53,19 @@ class PciFacts:
     hypervisor: str | None = None  # None bare metal or unknown: ACS and IOMMU matter there only
     container: str | None = None  # "kubernetes", ...: in a pod, a NIC's RDMA device may be another namespace's
     topology_files: tuple[str, ...] = ()  # NCCL topology XML the provider put on this host
+
+
+DEPTH_MAX = 64  # a chain of bridges that leads back to itself ends here
+
+
+def ancestors(parents: Mapping[str, str | None], device: PciDevice) -> list[str]:
+    """The bus ids of the bridges above a device, the nearest first."""
+    found: list[str] = []
+    above = device.parent
+    while above is not None and len(found) < DEPTH_MAX:
+        found.append(above)
+        above = parents.get(above)
+    return found
 
 
 def is_bridge(class_code: int) -> bool:

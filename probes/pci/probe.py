@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
 from contracts.finding import Finding, Status
 from hardware.gpus import NVIDIA
@@ -18,6 +19,7 @@ from probes.pci.facts import (
     PciDevice,
     PciFacts,
     amd_gpus,
+    ancestors,
     gpus,
     hcas,
     is_bridge,
@@ -29,7 +31,6 @@ from probes.pci.read import read
 from probes.texts import codes_of, finding
 
 EVIDENCE_MAX = 16
-DEPTH_MAX = 64
 SYSFS = "/sys/bus/pci/devices"
 NARROW_GPU = Status.FAIL
 """Of a GPU whose PCIe link has fewer lanes than it could, whether sysfs or NVML shows it: half the lanes at most."""
@@ -154,17 +155,15 @@ def _device(device: PciDevice) -> Iterator[Finding]:
 
 def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
     """Lanes that the device and the slot above it could both use."""
-    above = next((d for d in facts.devices if d.bus_id == device.parent), None)
-    widths = [w for w in (device.link_width_max, above.link_width_max if above else None) if w]
-    return min(widths) if device.link_width_max and widths else None
+    least: int | None = _least(facts, device, "link_width_max")
+    return least
 
 
-def _possible_transfers(facts: PciFacts, device: PciDevice) -> float | None:
-    above = next((d for d in facts.devices if d.bus_id == device.parent), None)
-    rates = [
-        r for r in (device.link_transfers_per_second_max, above.link_transfers_per_second_max if above else None) if r
-    ]
-    return min(rates) if device.link_transfers_per_second_max and rates else None
+def _least(facts: PciFacts, device: PciDevice, fact: str) -> Any:
+    """The smaller value of the device and of what is above it; None where the device's own is not known."""
+    above = [getattr(d, fact) for d in facts.devices if d.bus_id == device.parent]
+    own = getattr(device, fact)
+    return min([own, *filter(None, above)]) if own else None
 
 
 def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
@@ -181,7 +180,7 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
         seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
         values = {"width": width, "possible": possible, "share": width / possible}
         yield finding(TEXTS, "pci.link.width", status, device.bus_id, seen, what=what, **values)
-    speed, fastest = device.link_transfers_per_second, _possible_transfers(facts, device)
+    speed, fastest = device.link_transfers_per_second, _least(facts, device, "link_transfers_per_second_max")
     # GPUs lower their link's speed when idle, and so does the switch above them: no verdict from a scan at rest.
     if is_network(device.class_code) and speed and fastest and speed < fastest:
         most = (device.link_transfers_per_second_max or 0) / 1e9
@@ -196,20 +195,11 @@ def _what(device: PciDevice) -> str:
     return "The NIC" if is_network(device.class_code) else "The switch's uplink"
 
 
-def _ancestors(parents: dict[str, str | None], device: PciDevice) -> list[str]:
-    found: list[str] = []
-    above = device.parent
-    while above is not None and len(found) < DEPTH_MAX:
-        found.append(above)
-        above = parents.get(above)
-    return found
-
-
 def peer_ports(facts: PciFacts) -> set[str]:
     """Ports that traffic between two GPUs, or a GPU and an RDMA NIC, crosses below the bridge they share."""
     parents = {d.bus_id: d.parent for d in facts.devices}
     ends = gpus(facts)
-    chains = {d.bus_id: _ancestors(parents, d) for d in (*ends, *_rdma_nics(facts))}
+    chains = {d.bus_id: ancestors(parents, d) for d in (*ends, *_rdma_nics(facts))}
     ports: set[str] = set()
     for a, b in combinations(chains, 2):
         if all(d.bus_id not in (a, b) for d in ends):

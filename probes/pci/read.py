@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from hardware.gpus import NVIDIA
 from probes.api import UnavailableError
@@ -19,7 +19,7 @@ from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo import probe as hostinfo
 from probes.hostinfo.container import container
-from probes.pci.facts import PciDevice, PciFacts, is_bridge, is_gpu, is_network
+from probes.pci.facts import PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network
 
 DEVICES = "/sys/bus/pci/devices"
 GROUPS = "/sys/kernel/iommu_groups"
@@ -63,7 +63,6 @@ def read(host: Host) -> PciFacts:
     return PciFacts(
         devices=devices,
         iommu_mode=_iommu_mode(host, devices),
-        peermem_version=next((v for path in PEERMEM if (v := sysfs.text(host, f"{path}/version"))), None),
         peermem_loaded=any(host.exists(path) for path in PEERMEM) if host.exists("/sys/module") else None,
         nvidia_open_module=opened,
         dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
@@ -105,8 +104,6 @@ def read_device(host: Host, address: str) -> PciDevice | None:
         link_width_max=_width(sysfs.number(host, f"{folder}/max_link_width")),
         iommu_group=sysfs.parse_number(group),
         physical_function=None if is_bridge(code) else sysfs.target_name(host, f"{folder}/physfn"),
-        sriov_vfs=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_numvfs"),
-        sriov_vfs_max=None if is_bridge(code) else sysfs.number(host, f"{folder}/sriov_totalvfs"),
         rdma=bool(sysfs.names(host, f"{folder}/infiniband")) if is_network(code) else None,
     )
 
@@ -115,11 +112,9 @@ def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
     """Configuration space of GPUs, NICs and the bridges above them: a read goes to the device, microseconds a word."""
     parents = {device.bus_id: device.parent for device in devices}
     wanted = {device.bus_id for device in devices if not is_bridge(device.class_code)}
-    for bus_id in tuple(wanted):
-        above = parents.get(bus_id)
-        while above is not None and above not in wanted:
-            wanted.add(above)
-            above = parents.get(above)
+    for device in devices:
+        if device.bus_id in wanted:
+            wanted |= set(ancestors(parents, device))
     return tuple(_configured(host, device) if device.bus_id in wanted else device for device in devices)
 
 
@@ -128,14 +123,7 @@ def _configured(host: Host, device: PciDevice) -> PciDevice:
         config = parse_config(host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES))
     except OSError:
         return device
-    return replace(
-        device,
-        acs_source_validation=config.acs_source_validation,
-        relaxed_ordering=config.relaxed_ordering,
-        resizable_bar=config.resizable_bar,
-        bar_sizes_offered=config.bar_sizes_offered,
-        lost=config.lost,
-    )
+    return replace(device, **asdict(config))
 
 
 def _transfers(value: str | None) -> float | None:
@@ -179,7 +167,7 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
     if hypervisor is None or len(ends) < 2 or any(d.root is None for d in ends):
         return None
     parents = {d.bus_id: d.parent for d in devices}
-    roots, deepest = {d.root for d in ends}, max(_depth(d, parents) for d in ends)
+    roots, deepest = {d.root for d in ends}, max(len(ancestors(parents, d)) for d in ends)
     if len(roots) == 1 and deepest == 0:
         return f"every device sits on the same root bus ({hypervisor})"
     if len(roots) == 1 and deepest == 1 and len({d.parent for d in ends}) == len(ends):
@@ -187,13 +175,6 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
     if len(roots) == len(ends) and deepest <= 1:
         return f"every device sits on its own root ({hypervisor})"
     return None
-
-
-def _depth(device: PciDevice, parents: dict[str, str | None]) -> int:
-    depth, above = 0, device.parent
-    while above is not None and depth < 64:
-        depth, above = depth + 1, parents.get(above)
-    return depth
 
 
 def _topology_files(host: Host) -> tuple[str, ...]:

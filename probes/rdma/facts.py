@@ -34,7 +34,6 @@ class RdmaPort:
     active_mtu_bytes: int | None = (
         None  # RoCE: what the kernel derives from the netdev's MTU; InfiniBand: from libibverbs, else unknown
     )
-    max_mtu_bytes: int | None = None
     netdev_mtu_bytes: int | None = None
     gids: tuple[Gid, ...] = ()
     gids_known: bool = False
@@ -60,7 +59,6 @@ class RdmaDevice:
     board: str | None = None  # board_id
     model: str | None = None  # hca_type or the PCI id's name: "MT4129", "ConnectX-7"
     firmware: str | None = None
-    node_guid: str | None = None
     is_vf: bool | None = None
     bond: str | None = None  # netdev of the bond this device stands for: "bond0"
     uverbs: str | None = None  # "/dev/infiniband/uverbs0"

@@ -88,7 +88,6 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         board=sysfs.text(host, f"{folder}/board_id"),
         model=models().get(hca_type or "", hca_type),
         firmware=sysfs.text(host, f"{folder}/fw_ver"),
-        node_guid=sysfs.text(host, f"{folder}/node_guid"),
         is_vf=host.exists(f"{folder}/device/physfn") if address else None,
         bond=_bond(host, name, ports),
         uverbs=uverbs,
@@ -143,9 +142,7 @@ def _with_mtu(host: Host, name: str, port: RdmaPort) -> RdmaPort:
         return port
     if not isinstance(answer, dict):
         return port
-    return replace(
-        port, active_mtu_bytes=mtu_bytes(answer.get("active_mtu")), max_mtu_bytes=mtu_bytes(answer.get("max_mtu"))
-    )
+    return replace(port, active_mtu_bytes=mtu_bytes(answer.get("active_mtu")))
 
 
 def mtu_bytes(code: object) -> int | None:
@@ -332,13 +329,12 @@ def from_netlink(host: Host) -> tuple[RdmaDevice, ...]:
             )
     found = []
     for entry in _ask(host, "devices"):
-        name, guid = str(entry.get("name")), entry.get("node_guid")
+        name = str(entry.get("name"))
         found.append(
             RdmaDevice(
                 name=name,
                 kind=_netlink_kind(name, entry),
                 firmware=str(entry.get("firmware") or "") or None,
-                node_guid=_guid(guid) if isinstance(guid, int) else None,
                 ports=tuple(ports.get(name, ())),
             )
         )
@@ -350,11 +346,6 @@ def _netlink_kind(name: str, entry: dict[str, Json]) -> str:
         return "efa"
     software = next((kind for kind in ("rxe", "siw") if name.startswith(kind)), None)
     return software or "other"  # netlink does not say what is below
-
-
-def _guid(value: int) -> str:
-    digits = f"{value & (1 << 64) - 1:016x}"
-    return ":".join(digits[start : start + 4] for start in range(0, 16, 4))
 
 
 def netns_mode(host: Host) -> str | None:

@@ -69,6 +69,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("lint-env", 0): (("-",), "NCCL_DEBUG=INFO\n"),
     ("lint-env", 2): (("missing.env",), ""),
     ("lint-env", 3): (("-", "--host", SOUND), "NCCL_IB_HCA=mlx5_77\n"),
+    ("lint-env", 5): (("-",), "export NCCL_DEBUG=INFO\nif [ NCCL_P2P_DISABLE=1 ; then\n"),
     ("preflight", 0): (("--host", SOUND), ""),
     ("preflight", 2): (("--host", SOUND, "--require", "no.such"), ""),
     ("preflight", 3): (("--host", SICK), ""),

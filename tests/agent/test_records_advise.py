@@ -42,7 +42,8 @@ SNAPSHOTS = Scanned()
 ROOT = Path(__file__).parent.parent.parent
 ROLLOUT = Path(__file__).parent / "rollout"
 OF_OTHERS = {
-    "LimitsFacts.gpus",  # set for the judgement on the host itself; a cluster has `gpus` of its own
+    "InterfacesFacts.backend", "InterfacesFacts.of_agent", "InterfacesFacts.gloo_ifname",  # judged on the host itself
+    "RdmaDevice.role", "LimitsFacts.gpus",  # set for the judgement on the host itself; a cluster has `gpus` of its own
     "GpuFacts.unread", "Gpu.unread", "GpuPair.unread",  # a situation's, which asks how a probe ended
     "HostinfoFacts.load",  # a forecast's engine has a method of that name
     "Gpu.uuid",  # compared with the graph's, which does not travel either
@@ -133,14 +134,11 @@ def moved(snapshot: Snapshot) -> Snapshot:
         known[address] = f"{head}.{(int(last) + 100) % 250 + 2}"
         return f"{known[address]}{slash}{prefix}"
 
-    interfaces = tuple(
-        replace(i, addresses=tuple(other(a) for a in i.addresses), errors={"rx_errors": 9}, mac="02:00:00:00:00:09")
-        for i in facts.interfaces
-    )
+    interfaces = tuple(replace(i, addresses=tuple(other(a) for a in i.addresses)) for i in facts.interfaces)
     outcomes["interfaces"] = Ok(facts=replace(facts, interfaces=interfaces), seconds=9.0)
     if rdma is not None:
         outcomes["rdma"] = Ok(facts=replace(rdma, devices=tuple(
-            replace(device, node_guid="9", ports=tuple(
+            replace(device, uverbs="/dev/infiniband/uverbs9", ports=tuple(
                 replace(port, counters={"link_downed": 9}, gids=tuple(
                     replace(gid, gid=known_gid(gid.gid, known)) for gid in port.gids)) for port in device.ports))
             for device in rdma.devices)))  # fmt: skip

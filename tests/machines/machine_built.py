@@ -109,7 +109,6 @@ class BuiltHost(LiveHost):
         return {
             "logical": cpu.threads, "physical": cpu.threads // (1 if cpu.architecture == "aarch64" else 2),
             "load_average": [0.5, 0.5, 0.5], "memory_bytes": cpu.memory_gib << 30,
-            "memory_available_bytes": (cpu.memory_gib - 16) << 30,
         }  # fmt: skip
 
     def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
@@ -221,7 +220,6 @@ def write_host(tree: Tree, machine: Machine) -> None:
     tree.write("/proc/self/status", f"Name:\tpython\nCapEff:\t{machine.capabilities:016x}\nSeccomp:\t0")
     tree.write("/proc/self/cgroup", "0::/kubepods/pod1/c1" if machine.container == "kubernetes" else "0::/")
     tree.write("/proc/sys/kernel/numa_balancing", 0)
-    tree.write("/proc/sys/vm/overcommit_memory", 0)
     tree.write("/sys/class/dmi/id/sys_vendor", machine.vendor)
     tree.write("/sys/class/dmi/id/product_name", machine.product)
     tree.write("/etc/os-release", f'PRETTY_NAME="{machine.os}"')

@@ -61,7 +61,6 @@ FORMS = {
         "Slurm batch script", "", "#!/bin/sh\n#SBATCH --export=ALL,NCCL_DEBUG=INFO\nexport NCCL_IB_HCA=mlx5_0,mlx5_1\n",
     ),
     "srun --export": ("shell script", "", "export NCCL_IB_HCA=mlx5_0,mlx5_1\nsrun --export=ALL,NCCL_DEBUG=INFO ./a\n"),
-    "csh": ("C shell script", "", "#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\nsetenv NCCL_IB_HCA mlx5_0,mlx5_1\n"),
     "fish": ("shell script", "env.fish", "set -gx NCCL_DEBUG INFO\nset -x NCCL_IB_HCA mlx5_0,mlx5_1\n"),
     "here-document": (
         "shell script", "", "cat > /etc/nccl.conf <<'EOF'\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nEOF\n",
@@ -286,6 +285,8 @@ def test_env_from_joins_the_pod_and_its_config_map() -> None:
     [
         ('resource "x" "y" {\n  env = { NCCL_DEBUG = "INFO" }\n}\n', "Terraform or HCL"),
         ('#include <stdlib.h>\nint main() { setenv("NCCL_DEBUG", "INFO", 1); }\n', "C or C++"),
+        ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "(line 2), and none sets"),
+        ("#!/bin/tcsh\nsetenv NCCL_DEBUG INFO\n", "It looks like the C shell"),
         ("func main() { use(NCCL_DEBUG) }\n", "Java, Go, Rust or JavaScript"),
         ("", "no variable"), ("HOME=/root\n", "no variable"), ("We advise to set NCCL_DEBUG to INFO\n", "line 1"),
     ],

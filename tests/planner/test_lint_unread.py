@@ -46,6 +46,8 @@ ROWS: tuple[tuple[str, str, dict[str, str | None], tuple[int, ...]], ...] = (
     ("Dockerfile", "ARG V=1\nFROM x AS b\nARG V=2\nENV NCCL_NET=$V\nFROM b\nENV NCCL_ALGO=a\\ b NCCL_PROTO=$NCCL_NET\n",
      {"NCCL_NET": "2", "NCCL_ALGO": "a b", "NCCL_PROTO": "2"}, ()),
     ("Dockerfile", "FROM x\nENV NCCL_NET=IB\nNCCL_ALGO=Ring\nCMD []\n", {"NCCL_NET": "IB"}, (3,)),
+    # a line of the C shell
+    ("a.sh", "export NCCL_NET=IB\nsetenv NCCL_ALGO Ring\n", {"NCCL_NET": "IB"}, (2,)),
     # JSON in an option
     ("a.sh", 'ray job submit --runtime-env-json="{\n  \\"env_vars\\": {\\"NCCL_NET\\": \\"IB\\"}\n}" -- a\n',
      {"NCCL_NET": "IB"}, ()),

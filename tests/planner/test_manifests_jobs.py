@@ -15,6 +15,7 @@ from nccl_env_hosts import host, interface
 from rigs.tables import each_row
 
 from agent.advice.advise import answer
+from agent.advice.pod_network import in_pods
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
@@ -290,7 +291,7 @@ def test_an_index_of_a_hosts_gid_table_is_not_put_into_pods(role: str, kept: boo
     found = node("net1" if role == "secondary" else "ens5", role)
     advice = answer(Request.of(model="tiny-llama", nodes=2, ranks_per_node=1), [found])
     index = replace(advice.settings[0], name="NCCL_IB_GID_INDEX", value="3")
-    made, told = cluster_job.in_pods(replace(advice, settings=(index,)), [found], here=False)
+    made, told = in_pods(replace(advice, settings=(index,)), [found], here=False)
     assert (made.settings == (index,)) is kept and bool(told) is not kept
 
 

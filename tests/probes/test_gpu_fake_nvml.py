@@ -74,7 +74,7 @@ def test_a_refused_call_is_unknown_and_everything_else_stays(kind: str, scanner_
     facts = _facts(scanner_of(H100, inject=f"nvmlDeviceGetTemperature@gpu2={kind}"))
     assert [gpu.temperature_celsius is None for gpu in facts.gpus] == [i == 2 for i in range(8)]
     assert facts.gpus[2].error is None
-    assert facts.gpus[2].power_watts == 105.0
+    assert facts.gpus[2].power_limit_watts == 700.0
 
 
 @pytest.mark.parametrize("symbol", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo", "*"])

@@ -328,7 +328,7 @@ def test_a_bond() -> None:
 def test_netlink_where_sysfs_is_not_mounted() -> None:
     answers = {
         "devices": [
-            {"name": "mlx5_1", "firmware": "28.39.1002", "node_guid": 0xA088C20300123456, "node_type": 1},
+            {"name": "mlx5_1", "firmware": "28.39.1002", "node_type": 1},
             {"name": "rxe0", "node_type": 1},
         ],
         "ports": [
@@ -343,7 +343,6 @@ def test_netlink_where_sysfs_is_not_mounted() -> None:
         ("mlx5_1", "other", "ACTIVE", "LinkUp"),
         ("rxe0", "rxe", "DOWN", "Disabled"),
     ]
-    assert facts.devices[0].node_guid == "a088:c203:0012:3456"
     found = {f.code: f.status for f in rdma.check(facts)}
     assert found["rdma.port.down"] is Status.WARN
     assert "rdma.gid.missing_rocev2" not in found, "netlink says nothing of GIDs, and nothing is no fault"
