@@ -391,7 +391,7 @@ ENDLESS = {
 }  # fmt: skip
 
 
-@each_row("text", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
 @pytest.mark.timeout(60)
 def test_no_text_takes_long(text: str) -> None:
     """What repeats, nests or doubles is read in one pass or refused."""

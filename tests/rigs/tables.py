@@ -25,6 +25,8 @@ def each_row(
     """
     words = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
+    listed = list(ids) if ids is not None and not callable(ids) else None
+
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         taken = inspect.signature(test)
 
@@ -51,6 +53,6 @@ def each_row(
     def name_of(number: int, row: Any, given: Sequence[Any]) -> str:
         if callable(ids):
             return str([ids(each) for each in given])
-        return ids[number] if ids else getattr(row, "id", None) or repr(tuple(given))
+        return listed[number] if listed else getattr(row, "id", None) or repr(tuple(given))
 
     return decorate
