@@ -2,7 +2,7 @@
 
 Specification: YAML 1.1 as PyYAML marks its nodes. A text is read, its data are changed by the caller, and what is new
 in them is inserted as lines of its own; the result is read again and must be what was wanted. ruamel.yaml was tried in
-its place (docs/decisions/0031).
+its place (docs/decisions/0033).
 """
 
 from __future__ import annotations

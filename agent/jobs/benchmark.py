@@ -85,6 +85,7 @@ def preflight_spec(
     return BenchSpec(
         ops=bars.JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
         gpu_pids=gpu_processes(found), force=force, expect=judged, links=bars.links_of(found, ranks, due),
+        host_name=found[0].hostname if found and hosts == 1 else None,
     )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ class LiveHost:
     def identity(self) -> dict[str, Json]:
         """Keys: hostname, pid, uid, kernel, architecture, time (Unix seconds), home."""
         return {
-            "hostname": socket.gethostname(),
+            "hostname": _node_name() or socket.gethostname(),
             "pid": os.getpid(),
             "uid": os.getuid(),
             "kernel": platform.release(),
@@ -336,3 +336,8 @@ def _register(device: str, length: int) -> Json:
 
 def _text(name: Any) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _node_name() -> str:
+    """The node's name in a pod whose manifest sets NODE_NAME: a pod's own host name changes with every pod."""
+    return os.environ.get("NODE_NAME", "") if os.environ.get("KUBERNETES_SERVICE_HOST") else ""

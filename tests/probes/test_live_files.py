@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import shutil
+import socket
 import struct
 from pathlib import Path
 
@@ -183,3 +184,17 @@ def test_without_the_device_the_kernel_log_is_asked_in_one_piece() -> None:
         assert error.filename == "kernel log" or "kernel log" in str(error)
     else:
         assert found == ()
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [({"NODE_NAME": "gpu-07", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True), ({"NODE_NAME": "gpu-07"}, False),
+     ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False)],
+)  # fmt: skip
+def test_a_pod_is_called_by_its_node(environment: dict[str, str], named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's own host name changes with every pod; outside a cluster NODE_NAME means nothing."""
+    for name in ("NODE_NAME", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert LiveHost().identity()["hostname"] == ("gpu-07" if named else socket.gethostname())
