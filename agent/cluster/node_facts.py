@@ -214,6 +214,8 @@ def _bare(value: Any) -> Any:
     for field in fields(value):
         if field.name in kept:
             changes[field.name] = _bare(getattr(value, field.name))
+        elif field.default_factory is not MISSING:
+            changes[field.name] = field.default_factory()
         else:
             changes[field.name] = () if field.default is MISSING else field.default
     if isinstance(value, Gpu) and value.memory_used_bytes is not None:  # a job's varies all the time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import resource
@@ -152,8 +151,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
             super().handle_exit(sig, frame)
 
     server = Server(config)
-    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once all is closed
-        server.run(sockets=places or bind(address, port))
+    server.run(sockets=places or bind(address, port))  # raises KeyboardInterrupt after Ctrl-C, once all is closed
     if not server.started:  # its own words are in the log
         raise click.ClickException("the HTTP agent did not start")
 

@@ -195,7 +195,7 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Pat
     script = tmp_path / "serve.py"
     script.write_text(
         "import sys, json\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]\n"
         "from test_http import agent_on, ready, H100\n"
         "with agent_on(H100) as c:\n"
         "    ready(c)\n"

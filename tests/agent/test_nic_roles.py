@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +30,6 @@ from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
-CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", "/nonexistent")) / "defects" / "machines"
 RECORDED = Path(__file__).parents[1] / "machines"
 GB10 = replace(H100, name="NVIDIA GB10", links=0, capability=(12, 1), memory_bytes=119 << 30)
 
@@ -186,9 +184,7 @@ def test_what_serves_storage_costs_no_step() -> None:
         assert statuses == ({worst} if worst else set()), (name, device, fault)
 
 
-@pytest.mark.parametrize("name", ["lom_real", "dualport_onecable", "oci_h100"])
-def test_shared_recordings_of_healthy_nodes_pass(name: str) -> None:
-    path = CORPUS / f"{name}.json.gz"
-    if not path.exists():
-        pytest.skip("needs TOPOFLIGHT_CORPUS")
-    assert not bad(scan(load(path)))
+@pytest.mark.corpus
+def test_shared_recordings_of_healthy_nodes_pass(corpus: Path) -> None:
+    for name in ("lom_real", "dualport_onecable", "oci_h100"):
+        assert not bad(scan(load(corpus / "defects" / "machines" / f"{name}.json.gz"))), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,7 +178,6 @@ def test_the_first_line_and_the_exit_code(text: str, first: str, code: int) -> N
 
 
 @pytest.mark.corpus
-@pytest.mark.skipif("TOPOFLIGHT_CORPUS" not in os.environ, reason="needs the corpus")
 def test_defects_of_the_corpus(corpus: Path) -> None:
     """Every shared input is read whole."""
     for path in sorted((corpus / "defects" / "lint").iterdir()):
