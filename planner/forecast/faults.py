@@ -331,7 +331,8 @@ ENDS = frozenset(
     (
         "limits.shm.full", "limits.shm.small", "rdma.mtu.mismatch", "interfaces.mtu.mismatch",
         "pci.device.lost", "pci.device.no_driver", "gpu.driver.unusable", "gpu.device.recovery",
-        "gpu.device.mode", "gpu.device.hidden", "gpu.fabric.incomplete", "gpu.ecc.uncorrected", "gpu.ecc.sram", "gpu.memory.remap_failed",
+        "gpu.device.mode", "gpu.device.hidden", "gpu.fabric.incomplete", "gpu.ecc.uncorrected", "gpu.ecc.sram",
+        "gpu.memory.remap_failed",
         "gpu.xid.new", "rdma.gid.missing_rocev2", "rdma.gid.choice", "interfaces.choice.none",
         "interfaces.choice.setting",
     )
