@@ -413,19 +413,6 @@ def test_the_same_command_goes_on_after_a_job_that_failed(
     assert json.loads(files["data"]["plan.json"])["config"]["output_dir"] == "/mnt/shared/sft"
 
 
-def test_each_launch_counts_its_restarts_anew(kubeconfig: ApiServer) -> None:
-    """The pods tell one launch from the next by a file; a dry run prints the same each time."""
-    launched("--api", "job")
-    (config,) = kubeconfig.of_kind("ConfigMap")
-    first = config["data"]["launched"]
-    (job,) = kubeconfig.of_kind("Job")
-    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
-    launched("--api", "job")
-    (config,) = kubeconfig.of_kind("ConfigMap")
-    assert config["data"]["launched"] != first
-    assert "launched" not in printed(*WORDS, "--api", "job")["ConfigMap"]["data"]
-
-
 def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
     """A claim stays as it is, whatever its size; a ConfigMap is updated."""
     words = [word for word in WORDS if word not in ("--claim", "shared")]

@@ -49,7 +49,7 @@ def test_the_user_s_file_is_launched_as_it_stands(
     done = launched(kind)
     assert done.exit_code == 0, done.output
     (job,), (files,) = kubeconfig.of_kind(created), kubeconfig.of_kind("ConfigMap")
-    assert set(files["data"]) == {"plan.json", "launched"}
+    assert set(files["data"]) == {"plan.json"}
     printed = {each["kind"]: each for each in json.loads(dry.stdout)["items"]}
     assert printed["ConfigMap"]["data"]["plan.json"] == files["data"]["plan.json"]
     assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
