@@ -126,7 +126,7 @@ def rdma_facts(answer: dict[str, Any]) -> rdma.RdmaFacts:
 
 
 def codes(answer: dict[str, Any], probe: str = "rdma") -> dict[str, str]:
-    return {finding["code"]: finding["severity"] for finding in answer["findings"][probe]}
+    return {finding["code"]: finding["status"] for finding in answer["findings"][probe]}
 
 
 def test_a_live_port(seen: dict[str, dict[str, Any]]) -> None:
