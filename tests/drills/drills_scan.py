@@ -201,7 +201,8 @@ def sysfs_blocks(ground: Ground) -> list[str]:
     root = machine_root(ground)
     state = root / "sys/class/infiniband/mlx5_3/ports/1/state"
     rdma = replace(BY_NAME["rdma"], timeout_seconds=HURRIED_SECONDS)
-    with variables(ground), Scanner(str(root), probes=(BY_NAME["hostinfo"], rdma, BY_NAME["limits"])) as scanner:
+    with variables(ground), Scanner(str(root), probes=(BY_NAME["hostinfo"], rdma, BY_NAME["limits"]),
+                                     retry_seconds=20.0) as scanner:  # fmt: skip
         with BlockingFile(state.resolve()) as blocking:
             scans = [scanner.scan() for _ in range(3)]
             stuck = len(ground.ours()) - (scanner.child_pid is not None)
