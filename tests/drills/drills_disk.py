@@ -49,21 +49,16 @@ def _files(place: Path) -> set[str]:
 
 
 def _no_room(ground: Ground, *, full: bool) -> list[str]:
-    """The state folder and a --save on such a disk: the result itself stands on stdout, what was kept stays."""
+    """The state folder and a --save on such a disk: refused before any load, and what was kept stays."""
     with _disk(ground.state):
         keep_something(ground)
         _close(ground.state, full=full)
         before = _files(ground.state)
         done = ground.run(*SMALL_BENCH, f"--save={ground.state / 'saved.json'}")
-        lost = _told(done, "saved.json", "No space left" if full else "Read-only file system")
-        try:
-            whole = json.loads(done.stdout)["complete"]
-        except (ValueError, KeyError):
-            whole = False
-        lost += [] if whole else [f"the result is lost: {done.stdout[-200:]}"]
+        lost = _refused(done, "saved.json", "is full" if full else "cannot be written to")
         if full or ground.long:  # a report is written alike on both: the short form holds it on one
             report = ground.run("preflight", "-q", f"--report={ground.state / 'report'}")
-            lost += _told(report, "report", "No space left" if full else "Read-only file system")
+            lost += _refused(report, "report", "is full" if full else "cannot be written to")
         with ground.agent() as agent:
             lost += [] if agent.ready() else [f"the agent is not ready: {agent.words()[-300:]}"]
             status, told = agent.ask("/flights")
@@ -75,9 +70,9 @@ def _no_room(ground: Ground, *, full: bool) -> list[str]:
     return [*lost, *ground.after()]
 
 
-def _told(done: subprocess.CompletedProcess[str], *words: str) -> list[str]:
-    """A message for the user, with exit code 1 and without a traceback."""
-    right = done.returncode == 1 and "Traceback" not in done.stderr and all(word in done.stderr for word in words)
+def _refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> list[str]:
+    """A message for the user that names the place, with this exit code and without a traceback."""
+    right = done.returncode == code and "Traceback" not in done.stderr and all(word in done.stderr for word in words)
     return [] if right else [f"{done.args[0]} ends with {done.returncode}: {done.stderr[-500:]}"]
 
 
@@ -106,7 +101,7 @@ def disk_full_temporary(ground: Ground) -> list[str]:
         commands.append(f"head -c 4096 /dev/zero > {place}/filler")
     mounts = "; ".join(commands)
     done = ground.run(*SMALL_BENCH, DRILL_MOUNTS=f"{mounts}; cd /tmp")  # the working folder is the last resort
-    return [*_told(done, "temporary"), *ground.after()]
+    return [*_refused(done, "temporary", code=1), *ground.after()]
 
 
 @functools.cache
