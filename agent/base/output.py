@@ -12,7 +12,7 @@ import click
 
 from agent.base import streams
 from agent.base.documents import render as render  # for the verbs
-from agent.base.documents import write_atomic
+from agent.base.documents import write_atomic_bytes
 from contracts.plain import printable
 
 if TYPE_CHECKING:
@@ -45,13 +45,12 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
     say(render(value, form), nl=False)
 
 
-def save_json(path: Path | None, text: Callable[[], str]) -> None:
-    """What --save asks for; last, for a full disk must not cost the result, which stands on stdout by now."""
-    if path is not None:
-        try:
-            write_atomic(path, text())
-        except OSError as error:
-            raise click.ClickException(f"--save {path}: {error.strerror}") from None
+def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: str = "") -> None:
+    """Write a file that the user asked for, whole or not at all. ClickException names `named`, or the path, and why."""
+    try:
+        write_atomic_bytes(path, content.encode() if isinstance(content, str) else content, mode)
+    except OSError as error:
+        raise click.ClickException(f"{named or path}: {error.strerror or error}") from None
 
 
 _waiting: list[Any] = []  # the live line that is shown, if one is

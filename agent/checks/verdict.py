@@ -14,10 +14,7 @@ from typing import Literal
 
 from agent.base import units
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
-from agent.checks.order import MANY_CODES as MANY_CODES
-from agent.checks.order import ORDER as ORDER
-from agent.checks.order import places as places
-from agent.checks.order import worst_first as worst_first
+from agent.checks.order import MANY_CODES, ORDER, places
 from contracts.finding import Finding, Status
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.registry import ALL

@@ -17,7 +17,7 @@ from agent.base.documents import write_atomic
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
 from agent.base.inputs import OUTPUT_FILE, SIZE
 from agent.base.options import format_option, save_option, verbose_option
-from agent.base.output import Progress, console, emit, render, save_json, say
+from agent.base.output import Progress, console, emit, render, say, write_result
 
 if TYPE_CHECKING:
     from collectives.bench.results import BenchResult, RdmaResult
@@ -123,7 +123,8 @@ def bench(
 def _save(result: BenchResult | RdmaResult, path: Path | None) -> None:
     from collectives.bench.results import result_to_json
 
-    save_json(path, lambda: json.dumps(result_to_json(result), indent=1) + "\n")
+    if path is not None:
+        write_result(path, json.dumps(result_to_json(result), indent=1) + "\n", named=f"--save {path}")
 
 
 def _report_low(checks: Iterable[Finding]) -> bool:

@@ -9,7 +9,7 @@ import click
 
 from agent.base.inputs import OUTPUT_FILE_OR_STDOUT
 from agent.base.options import root_option
-from agent.base.output import say, waiting
+from agent.base.output import say, waiting, write_result
 
 
 @click.command()
@@ -30,7 +30,6 @@ def bundle(
     Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
     """
     from agent.base import bundle_file
-    from agent.base.documents import write_atomic_bytes
     from agent.jobs import bundle as making
 
     if nodes and not cluster:
@@ -51,10 +50,7 @@ def bundle(
     if target == "-":
         sys.stdout.buffer.write(content)
         return
-    try:
-        write_atomic_bytes(Path(target), content, 0o600)
-    except OSError as error:
-        raise click.ClickException(f"{target}: {error.strerror}") from None
+    write_result(Path(target), content, 0o600)
     failed = [name for name, files in hosts.items() if "error.txt" in files]
     failures = f"; {len(failed)} without an answer: {', '.join(failed)}" if failed else ""
     say(

@@ -8,7 +8,7 @@ import click
 
 from agent.base.inputs import OUTPUT_FILE
 from agent.base.options import root_option
-from agent.base.output import say, waiting
+from agent.base.output import say, waiting, write_result
 
 
 @click.command()
@@ -20,7 +20,6 @@ def capture(root: str, target: Path | None) -> None:
     The recording replays the whole product with --host, without the hardware. It holds no environment variable
     outside NCCL's families, and no process names.
     """
-    from agent.base.documents import write_atomic
     from probes.host.recording import dumps
     from probes.scanner import capture as record
 
@@ -29,8 +28,5 @@ def capture(root: str, target: Path | None) -> None:
     if target is None:
         say(text, nl=False)
         return
-    try:
-        write_atomic(target, text)
-    except OSError as error:
-        raise click.ClickException(f"{target}: {error.strerror}") from None
+    write_result(target, text)
     say(f"{target}: {len(text)} bytes", err=True)

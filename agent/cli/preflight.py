@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.documents import write_atomic
 from agent.base.inputs import OUTPUT_FOLDER, require_writable
 from agent.base.options import host_option, root_option, save_option, verbose_option
-from agent.base.output import Progress, console, render, save_json, say, waiting
+from agent.base.output import Progress, console, render, say, waiting, write_result
 from contracts.plain import printable
 
 if TYPE_CHECKING:
@@ -124,7 +123,8 @@ def preflight(
         raise click.UsageError(str(error)) from None
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
-    save_json(save, lambda: render(report, "json"))
+    if save is not None:
+        write_result(save, render(report, "json"), named=f"--save {save}")
     if folder is not None:
         try:
             written = write_folder(report, folder, pages.report_page(report))
@@ -208,10 +208,7 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
     if path is None:
         say(text, nl=False)
         return
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise click.ClickException(f"-o {form}={path}: {error.strerror}") from None
+    write_result(path, text, named=f"-o {form}={path}")
 
 
 def github(report: Report) -> str:

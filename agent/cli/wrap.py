@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from agent.base import inputs
-from agent.base.documents import difference, write_atomic
+from agent.base.documents import difference
 from agent.base.hosts import snapshots
 from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
-from agent.base.output import say
+from agent.base.output import say, write_result
 from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20
@@ -64,10 +64,7 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     if made == text:
         say("nothing to add", err=True)
     for path in filter(None, (output, Path(source) if in_place and made != text else None)):
-        try:
-            write_atomic(path, made)
-        except OSError as error:
-            raise click.ClickException(f"{path}: {error.strerror}") from None
+        write_result(path, made)
 
 
 def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:

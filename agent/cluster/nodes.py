@@ -24,7 +24,8 @@ from agent.base import units
 from agent.base.version import VERSION
 from agent.checks.coverage import no_gpu_read
 from agent.checks.history import SCANS_TO_RAISE, Event, Kept, Seen
-from agent.checks.verdict import judge, worst_first
+from agent.checks.order import worst_first
+from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster import node_facts
 from agent.cluster.node_facts import clean

@@ -11,7 +11,8 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, point
 from agent.checks.groups import Group, grouped, unknown_ids
-from agent.checks.verdict import ORDER, Verdict
+from agent.checks.order import ORDER
+from agent.checks.verdict import Verdict
 from agent.terminal.findings import finding
 from agent.terminal.links import links
 from contracts.finding import Finding

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 from rigs.tables import each_row
 
-from agent.checks.verdict import GateError, judge, select, with_passes, worst_first
+from agent.checks.order import worst_first
+from agent.checks.verdict import GateError, judge, select, with_passes
 from contracts.finding import Finding, Status
 
 
