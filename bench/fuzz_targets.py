@@ -633,10 +633,10 @@ def targets() -> Mapping[str, Target]:
             seeds=lambda: [NCCL_LOG, NCCL_LOG[:200], NCCL_LOG * 3, gzip.compress(NCCL_LOG), NCCL_LOG + JOB_END],
         ),
         "topo_text": Target(
-            run=topo_text, errors=_own("topology.formats.text", "TopologyTextError"), seeds=lambda: [TOPO]
+            run=topo_text, errors=_own("topology.formats.errors", "TopologyFileError"), seeds=lambda: [TOPO]
         ),
         "topo_xml": Target(
-            run=topo_xml, errors=_own("topology.formats.xml", "TopologyXmlError"), seeds=lambda: [XML, ENTITIES]
+            run=topo_xml, errors=_own("topology.formats.errors", "TopologyFileError"), seeds=lambda: [XML, ENTITIES]
         ),
         "model_config": Target(
             run=model_config,

@@ -90,7 +90,8 @@ def build_node(snapshot: object) -> NodeTopology:
 def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
     name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
-    from topology.formats.text import TopologyTextError, parse
+    from topology.formats.errors import TopologyFileError
+    from topology.formats.text import parse
 
     try:
         plain = bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES) if raw[:2] == b"\x1f\x8b" else raw
@@ -102,18 +103,11 @@ def read_topology(source: str) -> NodeTopology:
     try:
         # A matrix in HTML begins with "<" too.
         if "<system" in text[:4096] or (text.lstrip().startswith("<") and "GPU0" not in text):
-            return _parsed_xml(text, name)
+            from topology.formats import xml
+
+            return xml.parse(text, source=name)
         return parse(text, source=name)
-    except TopologyTextError as error:
-        raise inputs.InputError(f"{name}: {error}") from None
-
-
-def _parsed_xml(text: str, name: str) -> NodeTopology:
-    from topology.formats.xml import TopologyXmlError, parse
-
-    try:
-        return parse(text, source=name)
-    except TopologyXmlError as error:
+    except TopologyFileError as error:
         raise inputs.InputError(f"{name}: {error}") from None
 
 

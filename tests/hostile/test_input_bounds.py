@@ -43,9 +43,8 @@ from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
 from probes.wire import loads as load_snapshot
-from topology.formats.text import TopologyTextError
+from topology.formats.errors import TopologyFileError
 from topology.formats.text import parse as parse_text
-from topology.formats.xml import TopologyXmlError
 from topology.formats.xml import parse as parse_xml
 
 ROOT = Path(__file__).parent.parent.parent
@@ -84,8 +83,8 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     )),
     ("RAS", lambda path: read_ras(path.read_bytes()), RasError, (b'{"communicators": ' + DEEP, b"x" * MIB)),
     ("rank's file", read_state, StateError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
-    ("topo -m", text(parse_text), TopologyTextError, (b"x" * (17 * MIB),)),
-    ("NCCL XML", text(parse_xml), TopologyXmlError, (
+    ("topo -m", text(parse_text), TopologyFileError, (b"x" * (17 * MIB),)),
+    ("NCCL XML", text(parse_xml), TopologyFileError, (
         b" " * (17 * MIB), DEEP_XML, b"<system>" + b"<cpu/>" * 300_000 + b"</system>",
         b'<!DOCTYPE s [<!ENTITY a "b">]><system>&a;</system>',
         b'<!DOCTYPE s SYSTEM "file:///etc/passwd"><system/>', b'<!DOCTYPE s [<!ENTITY % p SYSTEM "http://x/">%p;]><system/>',

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from topology.formats import xml
-from topology.formats.text import TopologyTextError, parse
+from topology.formats.errors import TopologyFileError
+from topology.formats.text import parse
 from topology.render import json_document
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "topo"
@@ -63,5 +64,5 @@ def test_nccl_xml(entry):
 
 @pytest.mark.parametrize("path", sorted((CORPUS / "lookalikes").glob("*")), ids=lambda path: path.name)
 def test_lookalikes_are_refused(path):
-    with pytest.raises(TopologyTextError, match="line 3: "):
+    with pytest.raises(TopologyFileError, match="line 3: "):
         parse(path.read_text(), path.name)

@@ -12,7 +12,8 @@ from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8
 from probes.pci.facts import PciDevice
 from topology.derive import complete
 from topology.formats import xml
-from topology.formats.text import TopologyTextError, parse
+from topology.formats.errors import TopologyFileError
+from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, lower, nvlinks, path_class, rank
 from topology.links import PciTree
 from topology.render import json_document, matrix, svg
@@ -110,7 +111,7 @@ def test_a_damaged_matrix_is_read_or_refused_with_a_line_of_the_text(text, data)
 def reads_or_refuses(text):
     try:
         node = parse(text, "x")
-    except TopologyTextError as error:
+    except TopologyFileError as error:
         assert 1 <= error.line <= text.count("\n") + text.count("\\n") + 1
         assert error.message
     else:
@@ -147,7 +148,7 @@ def test_odd_xml_is_read_or_refused(parts):
     text = '<system version="1"><cpu numaid="-1">' + "".join(parts) + "</cpu></system>"
     try:
         xml.parse(text, "x")
-    except xml.TopologyXmlError as error:
+    except TopologyFileError as error:
         assert error.line >= 1
 
 
@@ -156,7 +157,7 @@ def test_odd_xml_is_read_or_refused(parts):
 def test_any_text_as_xml_is_refused_not_crashed(text):
     try:
         xml.parse(text, "x")
-    except xml.TopologyXmlError as error:
+    except TopologyFileError as error:
         assert error.message
 
 

@@ -6,7 +6,8 @@ import pytest
 from rigs.tables import each_row
 from topo_samples import FOUR_GPUS_TWO_NICS, LEGEND, NVSWITCH8, OLD_SOC, TITLES, TWO_SWITCH_PAIRS, matrix
 
-from topology.formats.text import TopologyTextError, parse
+from topology.formats.errors import TopologyFileError
+from topology.formats.text import parse
 from topology.graph import PathClass
 
 
@@ -223,7 +224,7 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
     ],
 )
 def test_what_cannot_be_read_names_its_line_and_what_was_expected(text, line, words):
-    with pytest.raises(TopologyTextError) as caught:
+    with pytest.raises(TopologyFileError) as caught:
         parse(text, "file.txt")
     assert caught.value.line == line
     assert caught.value.source == "file.txt"

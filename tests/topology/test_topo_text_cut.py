@@ -11,7 +11,8 @@ from topo_samples import OLD_SOC
 
 from agent.cli.topo import topo
 from topology.check import check
-from topology.formats.text import TopologyTextError, parse
+from topology.formats.errors import TopologyFileError
+from topology.formats.text import parse
 
 FOUR = """\
 \tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity
@@ -35,7 +36,7 @@ def test_the_beginning_of_a_count_at_the_very_end_does_not_outvote_the_opposite_
 
 
 def test_a_short_row_with_more_text_below_is_refused():
-    with pytest.raises(TopologyTextError, match="line 4: row GPU2 has 3 cells, expected 6"):
+    with pytest.raises(TopologyFileError, match="line 4: row GPU2 has 3 cells, expected 6"):
         parse(FOUR + "GPU2\tNV12\tNV12\t X \nGPU3\tNV12\tNV12\tNV12")
 
 
@@ -70,7 +71,7 @@ def test_a_markdown_table_with_bold_cells_and_a_short_numa_title():
     ],
 )
 def test_the_tool_of_a_lookalike_is_named(text, tool):
-    with pytest.raises(TopologyTextError, match=f"this looks like {tool}"):
+    with pytest.raises(TopologyFileError, match=f"this looks like {tool}"):
         parse(text)
 
 

@@ -7,6 +7,7 @@ from rigs.tables import each_row
 
 from topology.check import check
 from topology.formats import xml
+from topology.formats.errors import TopologyFileError
 from topology.graph import PathClass
 
 HGX = """<system version="1">
@@ -152,7 +153,7 @@ def test_only_the_first_host_of_a_file_is_read():
     ],
 )
 def test_refused_with_the_line(text, line, words):
-    with pytest.raises(xml.TopologyXmlError, match=words) as caught:
+    with pytest.raises(TopologyFileError, match=words) as caught:
         xml.parse(text, "file.xml")
     assert caught.value.line == line or words == "expected <system>"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from rigs.tables import each_row
 
-from topology.formats.xml import TopologyXmlError, parse
+from topology.formats.errors import TopologyFileError
+from topology.formats.xml import parse
 
 GPU = '<pci busid="0000:{bus}:00.0" class="0x030200"><gpu dev="{dev}" sm="90" rank="{dev}" gdr="1"/></pci>'
 NET = '<nic><net name="{name}" dev="0" speed="400000" port="1"/></nic>'
@@ -31,7 +32,7 @@ def test_ports_that_nccl_joined_are_no_bridge():
     ],
 )
 def test_a_file_of_another_kind_is_named(text, words):
-    with pytest.raises(TopologyXmlError, match=words):
+    with pytest.raises(TopologyFileError, match=words):
         parse(text)
     assert len(parse(system(GPU.format(bus="01", dev=0))).gpus) == 1
 

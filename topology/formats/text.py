@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from topology.derive import complete, rails
+from topology.formats.errors import TopologyFileError
 from topology.formats.matrix import render
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, lower, pair_of
 
-__all__ = ["TopologyTextError", "parse", "render"]
+__all__ = ["parse", "render"]
 
 MOST_BYTES = 16 * 2**20
 _MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
@@ -62,16 +63,6 @@ _OTHER_TOOLS = (  # a word of their matrices, and who prints it
 )
 
 
-class TopologyTextError(ValueError):
-    """The text holds no matrix that can be read; says in which line and what was expected."""
-
-    def __init__(self, source: str, line: int, message: str) -> None:
-        super().__init__(f"line {line}: {message}")
-        self.source = source
-        self.line = line
-        self.message = message
-
-
 @dataclass(slots=True)
 class _Row:
     """One row while it is read: its labels, and in `rest` the text after them."""
@@ -104,20 +95,20 @@ class _Matrix:
         self.warnings.append(what)
         self.lacking.append(what)
 
-    def error(self, row: str, line: int, message: str) -> TopologyTextError:
+    def error(self, row: str, line: int, message: str) -> TopologyFileError:
         """What to raise for a row."""
-        return TopologyTextError(self.source, line, f"row {row} {message}")
+        return TopologyFileError(self.source, line, f"row {row} {message}")
 
 
 _Lines = list[tuple[int, str]]
 
 
 def parse(text: str, source: str = "text") -> NodeTopology:
-    """The topology that a matrix shows. Raises TopologyTextError."""
+    """The topology that a matrix shows. Raises TopologyFileError."""
     if len(text) > MOST_BYTES:
-        raise TopologyTextError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
+        raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_BYTES} that are read")
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
-        raise TopologyTextError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
+        raise TopologyFileError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
     lines = list(_lines(text))
     matrix = _find(lines, 0, source)
     if matrix is None:
@@ -126,7 +117,7 @@ def parse(text: str, source: str = "text") -> NodeTopology:
     whole = text[-1:].isspace()
     for row in matrix.rows:
         _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
-    with suppress(TopologyTextError):
+    with suppress(TopologyFileError):
         if further := _find(lines, matrix.end, source):
             matrix.warnings.append(f"line {further.line}: a further matrix follows and is not read")
     return _not_all_nics(_node(matrix, lines, cut=matrix.ends_text and not whole), text)
@@ -166,7 +157,7 @@ def _is_surely_a_device(word: str) -> bool:
 
 
 def _find(lines: _Lines, start: int, source: str) -> _Matrix | None:
-    """The next header that has rows, with its rows as text. Raises TopologyTextError where they do not fit it."""
+    """The next header that has rows, with its rows as text. Raises TopologyFileError where they do not fit it."""
     header, at = None, 0
     for position in range(start, len(lines)):
         number, line = lines[position]
@@ -180,7 +171,7 @@ def _find(lines: _Lines, start: int, source: str) -> _Matrix | None:
 
 
 def _row(line: str, number: int, matrix: _Matrix) -> _Row | None:
-    """The row that a line holds, whatever stands before its name. Raises TopologyTextError for one without a column."""
+    """The row that a line holds, whatever stands before its name. Raises TopologyFileError for one without a column."""
     for name in _NAME.finditer(line):
         if name[1] in matrix.devices:
             return _Row(name[1], number, line[name.end() :])
@@ -219,14 +210,14 @@ def _collect(lines: _Lines, start: int, matrix: _Matrix) -> None:
     matrix.ends_text = not any(line.strip() for _, line in lines[matrix.end :])
 
 
-def _no_matrix(lines: _Lines, source: str) -> TopologyTextError:
+def _no_matrix(lines: _Lines, source: str) -> TopologyFileError:
     """What to raise where no header has rows: the first row, or a word of a foreign tool, gives the line."""
     hints = (
         (number, _tool(line.split())) for number, line in lines[:1024] if _NAME.search(line) or _tool(line.split())
     )
     number, tool = next(hints, (1, ""))
     message = f"no header line with GPU0 and rows below it{tool}: expected the output of `nvidia-smi topo -m`"
-    return TopologyTextError(source, number, message)
+    return TopologyFileError(source, number, message)
 
 
 def _tool(words: list[str]) -> str:
@@ -267,7 +258,7 @@ def _drop_columns_without_labels(matrix: _Matrix) -> None:
 
 
 def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> None:
-    """Fill in the labels and the rest of one row; `whole`: the text's last word is. Raises TopologyTextError."""
+    """Fill in the labels and the rest of one row; `whole`: the text's last word is. Raises TopologyFileError."""
     devices, count = matrix.devices, len(matrix.devices)
     labels, row.rest, notes = _cells(row.text, count)
     own = devices.index(row.name)

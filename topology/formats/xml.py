@@ -19,11 +19,12 @@ from hardware.gpus import model_of
 from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
 from topology.derive import complete
+from topology.formats.errors import TopologyFileError
 from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import PciTree, joined, pcie_pair
 from topology.reference import recognise
 
-__all__ = ["SOURCE", "TopologyXmlError", "parse"]
+__all__ = ["SOURCE", "parse"]
 
 SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
@@ -31,23 +32,23 @@ SAME_CPU = "PHB/NODE"
 
 
 def parse(text: str, source: str = "xml") -> NodeTopology:
-    """The topology a file describes. Raises TopologyXmlError."""
+    """The topology a file describes. Raises TopologyFileError."""
     root = read_tree(text, source)
     if root.tag == "graphs":
-        raise TopologyXmlError(
+        raise TopologyFileError(
             source,
             root.line,
             "these are rings and trees (NCCL_GRAPH_DUMP_FILE), expected <system> (NCCL_TOPO_DUMP_FILE)",
         )
     if root.tag != "system":
-        raise TopologyXmlError(source, root.line, f"the root is <{root.tag[:40]}>, expected <system>")
+        raise TopologyFileError(source, root.line, f"the root is <{root.tag[:40]}>, expected <system>")
     if root.attributes.get("version") == "2":
-        raise TopologyXmlError(
+        raise TopologyFileError(
             source, root.line, "version 2 is a file of AMD's RCCL, expected version 1 of NCCL: NVIDIA GPUs only"
         )
     cpus = root.named("cpu")
     if not cpus:
-        raise TopologyXmlError(source, root.line, "<system> holds no <cpu>, expected one for each NUMA node")
+        raise TopologyFileError(source, root.line, "<system> holds no <cpu>, expected one for each NUMA node")
     warnings: list[str] = []
     hosts = {cpu.attributes.get("host_hash") for cpu in cpus}
     if len(hosts) > 1:
@@ -193,10 +194,10 @@ def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
 def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     attributes = element.attributes
     if "busid" not in attributes:
-        raise TopologyXmlError(found.source, element.line, "<pci> without busid")
+        raise TopologyFileError(found.source, element.line, "<pci> without busid")
     bus_id = bus_id_of(attributes["busid"])
     if bus_id in found.pci:
-        raise TopologyXmlError(found.source, element.line, f"busid {bus_id} stands twice in the file")
+        raise TopologyFileError(found.source, element.line, f"busid {bus_id} stands twice in the file")
     numa = found.numa_nodes[cpu]
     class_code = _number(attributes.get("class"))
     node = PciDevice(
@@ -216,7 +217,7 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
         found.stray_net_lines.append(stray[0].line)
         nets = nets or stray
     if any("gcn" in gpu.attributes or gpu.named("xgmi") for gpu in gpus):
-        raise TopologyXmlError(
+        raise TopologyFileError(
             found.source, gpus[0].line, "a file of AMD's RCCL (gcn, xgmi), expected one of NCCL: NVIDIA GPUs only"
         )
     base = class_code >> 8 if class_code is not None else None
@@ -277,7 +278,7 @@ def _link(element: Element, found: Found) -> NvLinkTarget:
     attributes = element.attributes
     count = _decimal(attributes.get("count"))
     if count is None or count < 0:
-        raise TopologyXmlError(
+        raise TopologyFileError(
             found.source, element.line, f"<nvlink> count is {attributes.get('count')!r}, not a number"
         )
     kinds = {0x068000: "nvswitch", 0x068001: "cpu", 0x030000: "gpu", 0x030200: "gpu"}
@@ -341,16 +342,6 @@ _DEEPEST = 64  # PCIe trees nest less than ten levels
 _MOST_ELEMENTS = 200_000
 
 
-class TopologyXmlError(ValueError):
-    """The XML is not a topology NCCL could have written, or is refused as unsafe; says in which line."""
-
-    def __init__(self, source: str, line: int, message: str) -> None:
-        super().__init__(f"line {line}: {message}")
-        self.source = source
-        self.line = line
-        self.message = message
-
-
 @dataclass(slots=True)
 class Element:
     """One element, its attributes, the line it starts in and the elements below it; text is not kept."""
@@ -366,16 +357,16 @@ class Element:
 
 
 def read_tree(text: str, source: str) -> Element:
-    """The root element. Raises TopologyXmlError."""
+    """The root element. Raises TopologyFileError."""
     if len(text) > MOST_CHARACTERS:
-        raise TopologyXmlError(source, 1, f"{len(text)} characters are more than the {MOST_CHARACTERS} that are read")
+        raise TopologyFileError(source, 1, f"{len(text)} characters are more than the {MOST_CHARACTERS} that are read")
     parser = expat.ParserCreate(encoding="utf-8")
     document = Element("", {}, 1)
     above, count = [document], 0
 
     def refuse(*_arguments: object) -> None:
         line = parser.CurrentLineNumber
-        raise TopologyXmlError(source, line, "a document type or entity declaration is refused: NCCL writes none")
+        raise TopologyFileError(source, line, "a document type or entity declaration is refused: NCCL writes none")
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal count
@@ -383,7 +374,7 @@ def read_tree(text: str, source: str) -> Element:
         line = parser.CurrentLineNumber
         if len(above) > _DEEPEST or count > _MOST_ELEMENTS:
             message = f"more than {_DEEPEST} levels or {_MOST_ELEMENTS} elements are refused"
-            raise TopologyXmlError(source, line, message)
+            raise TopologyFileError(source, line, message)
         above.append(Element(tag, attributes, line))
         above[-2].children.append(above[-1])
 
@@ -395,5 +386,5 @@ def read_tree(text: str, source: str) -> Element:
         parser.Parse(text.removeprefix("\ufeff").lstrip().encode("utf-8", "replace"), True)
     except expat.ExpatError as error:
         skipped = text.removeprefix("\ufeff")[: len(text) - len(text.lstrip())].count("\n")
-        raise TopologyXmlError(source, error.lineno + skipped, f"no well-formed XML: {error}") from None
+        raise TopologyFileError(source, error.lineno + skipped, f"no well-formed XML: {error}") from None
     return document.children[0]
