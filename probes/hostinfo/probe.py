@@ -15,6 +15,9 @@ from contracts.finding import Finding, Status
 from probes.api import Metric, Probe, Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
+from probes.texts import codes_of, finding, read_texts
+
+TEXTS = read_texts(__file__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,52 +64,22 @@ class HostinfoFacts:
 
 def check(facts: HostinfoFacts) -> Iterator[Finding]:
     """What of the machine itself stands in the way of training or of measuring."""
-    yield from _memoryless_nodes(facts)
+    for node in facts.numa:
+        if node.cpus and node.memory_bytes == 0:
+            empty = (f"/sys/devices/system/node/node{node.node}/meminfo: MemTotal 0 kB",)
+            yield finding(TEXTS, "hostinfo.numa.memoryless", Status.WARN, f"NUMA{node.node}", empty, node=node.node)
     if facts.numa_balancing and len(facts.numa) > 1:
         # Linux Documentation/admin-guide/sysctl/kernel.rst, numa_balancing: to be disabled where the workload is
         # already bound to NUMA nodes; NCCL and the launcher bind each rank to its GPU's node.
-        yield Finding(
-            code="hostinfo.numa.balancing",
-            status=Status.INFO,
-            subject="",
-            message=(
-                "Automatic NUMA balancing is on: pages of ranks bound to a node are unmapped and scanned for nothing."
-            ),
-            evidence=("/proc/sys/kernel/numa_balancing: 1",),
-            remedy="Set kernel.numa_balancing=0 where every rank is bound to its GPU's NUMA node.",
-        )
+        switch = ("/proc/sys/kernel/numa_balancing: 1",)
+        yield finding(TEXTS, "hostinfo.numa.balancing", Status.INFO, "", switch)
     if facts.load is not None and facts.threads and facts.load > facts.threads:
-        yield Finding(
-            code="hostinfo.load.high",
-            status=Status.INFO,
-            subject="",
-            message=(
-                f"{facts.load:.1f} runnable tasks for {facts.threads} CPUs: timings taken now measure the others too."
-            ),
-            evidence=(f"load average (1 minute) = {facts.load:.2f}", f"logical CPUs = {facts.threads}"),
-            remedy="Measure again when the host is quiet.",
-        )
-    if facts.nccl_conf:
-        yield Finding(
-            code="hostinfo.nccl.conf",
-            status=Status.INFO,
-            subject="",
-            message="NCCL also takes settings from a file on this host: " + ", ".join(sorted(facts.nccl_conf)) + ".",
-            evidence=tuple(f"{', '.join(facts.nccl_conf_files)}: {k}={v}" for k, v in sorted(facts.nccl_conf.items())),
-        )
-
-
-def _memoryless_nodes(facts: HostinfoFacts) -> Iterator[Finding]:
-    for node in facts.numa:
-        if node.cpus and node.memory_bytes == 0:
-            yield Finding(
-                code="hostinfo.numa.memoryless",
-                status=Status.WARN,
-                subject=f"NUMA{node.node}",
-                message=f"NUMA node {node.node} has CPUs but no memory: every access of its ranks leaves the socket.",
-                evidence=(f"/sys/devices/system/node/node{node.node}/meminfo: MemTotal 0 kB",),
-                remedy="Populate the memory channels of this socket or bring its memory online.",
-            )
+        counts = (f"load average (1 minute) = {facts.load:.2f}", f"logical CPUs = {facts.threads}")
+        yield finding(TEXTS, "hostinfo.load.high", Status.INFO, "", counts, load=facts.load, threads=facts.threads)
+    if settings := sorted((facts.nccl_conf or {}).items()):
+        files, names = ", ".join(facts.nccl_conf_files), ", ".join(name for name, _ in settings)
+        lines = tuple(f"{files}: {name}={value}" for name, value in settings)
+        yield finding(TEXTS, "hostinfo.nccl.conf", Status.INFO, "", lines, names=names)
 
 
 def samples(facts: HostinfoFacts) -> Iterator[Sample]:
@@ -298,7 +271,7 @@ PROBE = Probe(
     read=read,
     check=check,
     samples=samples,
-    codes=("hostinfo.numa.memoryless", "hostinfo.numa.balancing", "hostinfo.load.high", "hostinfo.nccl.conf"),
+    codes=codes_of(TEXTS),
     metrics=(
         Metric(
             name="hostinfo_virtual_machine_info",

@@ -15,63 +15,10 @@ from contracts.finding import Finding, Status, by_loss
 from probes.api import Metric, Probe, Sample
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
-from probes.texts import codes_of, finding
+from probes.texts import codes_of, finding, read_texts
 
 NET = "/sys/class/net"
-_ONE_UP = "Bring one interface up with an address that the other nodes reach."
-TEXTS = {
-    "interfaces.choice.wrong": (
-        "{library} takes {chosen} {how}, {why}, while {better} ({what}) is there.",
-        "{remedy}",
-    ),
-    "interfaces.choice.none": (
-        "No interface is up, running and has an address: NCCL and gloo cannot start.",
-        _ONE_UP,
-    ),
-    "interfaces.choice.none loopback": (
-        "No interface but {name} is up, running and has an address: no other node reaches this one.",
-        _ONE_UP,
-    ),
-    "interfaces.choice.setting": (
-        "{setting} takes no running interface: {library} cannot start.",
-        "Unset it, or name an interface of this host, such as {other}.",
-    ),
-    "interfaces.network.missing": (
-        "The pod was given the network {network} as {name}, and there is no interface of that name: the job runs "
-        "without it.",
-        "Delete the pod so that it is attached again; if {name} is missing again, read the logs of Multus and the CNI "
-        "plugin on this node.",
-    ),
-    "interfaces.link.down": (
-        "{name} is {state}: NCCL leaves it out.",
-        "Bring {name} up and check what it is attached to.",
-    ),
-    "interfaces.address.missing": (
-        "{name} has no IPv4 address: it gives a RoCE port no routable GID, and NCCL cannot name it.",
-        "Give the network attachment an ipam section (whereabouts, static) so that the pod gets an address.",
-    ),
-    "interfaces.mtu.mismatch": (
-        "{name} has an MTU of {mtu}, {whose} one of {wanted}.",
-        "Set mtu {wanted} in the network attachment of {name}.",
-    ),
-    "interfaces.mtu.mismatch odd": (
-        "{name} has an MTU of {mtu}, the {count} other networks of this kind have {wanted}: packets that a switch or "
-        "the other end does not pass are lost, and the job hangs; otherwise the smaller MTU holds.",
-        "Set mtu {wanted} in the network attachment of {name}, and compare its switch port with those of the others.",
-    ),
-    "interfaces.mtu.mismatch mixed": (
-        "The training interfaces differ in MTU: {mtus}.",
-        "Set one MTU on all of them, and on the switches between the hosts.",
-    ),
-    "interfaces.speed.low": (
-        "{name} runs{speed}, {best} of the same driver{most}.",
-        "Check cable, transceiver and switch port of {name}.",
-    ),
-    "interfaces.network_status.invalid": (
-        "The pod's network-status cannot be read: {error}.",
-        "Mount metadata.annotations['k8s.v1.cni.cncf.io/network-status'] as a downward-API volume.",
-    ),
-}
+TEXTS = read_texts(__file__)
 
 
 def check(facts: InterfacesFacts) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from probes.api import Metric, Probe, Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
-from probes.texts import codes_of, finding
+from probes.texts import codes_of, finding, read_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,70 +193,8 @@ machines with NVLink too (pytorch/torchtitan#853)."""
 SHM = "/dev/shm"  # noqa: S108 - judged by its size, nothing is put there
 NOFILE_DEFAULT = 1024  # the kernel's soft default (INR_OPEN_CUR)
 
-MEMLOCK_REMEDIES = {
-    "kubernetes": 'On OpenShift apply a MachineConfig that writes [crio.runtime] default_ulimits = ["memlock=-1:-1"] '
-    "below /etc/crio/crio.conf.d/; with containerd set LimitMEMLOCK=infinity for its unit; then read the limit again "
-    "in the job's own pod.",
-    "docker": "Start the container with --ulimit memlock=-1:-1.",
-    "podman": "Start the container with --ulimit memlock=-1:-1.",
-    "containerd": "Start the container with --ulimit memlock=-1:-1, or set LimitMEMLOCK=infinity for its unit.",
-    "lxc": "Set lxc.prlimit.memlock = unlimited in the container's configuration.",
-    "systemd-nspawn": "Start the container with --rlimit=RLIMIT_MEMLOCK=infinity.",
-    "another": "Raise the memlock limit to unlimited (soft and hard) in what starts the container.",
-    "none": "Set memlock to unlimited (soft and hard) in /etc/security/limits.d/, in the unit's LimitMEMLOCK, and with "
-    "Slurm in PropagateResourceLimitsExcept=MEMLOCK.",
-}
-SHM_REMEDIES = {
-    "kubernetes": "Mount an emptyDir with medium: Memory and a sizeLimit of at least 1Gi at /dev/shm.",
-    "docker": "Start the container with --shm-size=1g or more, or --ipc=host.",
-    "podman": "Start the container with --shm-size=1g or more, or --ipc=host.",
-    "containerd": "Start the container with --shm-size=1g or more, or --ipc=host (nerdctl).",
-    "another": "Give the container a /dev/shm of at least 1 GiB in what starts it.",
-    "none": "Remount /dev/shm with a larger size: mount -o remount,size=8G /dev/shm.",
-}
-TEXTS = {
-    "limits.memlock.low": (
-        "RLIMIT_MEMLOCK is {soft}: registering RDMA memory beyond it fails with ENOMEM, and NCCL asks for unlimited."
-        "{more}",
-        "{remedy}",
-    ),
-    "limits.memlock.low unbound": (
-        "RLIMIT_MEMLOCK is {soft}; this process has CAP_IPC_LOCK and is not bound by it, but a job that runs as "
-        "another user without that capability is.",
-        "{remedy}",
-    ),
-    "limits.memlock.unknown": (
-        "The memlock limit could not be read.",
-        "Run `ulimit -l` and `ulimit -H -l` in the job's own environment.",
-    ),
-    "limits.shm.small": (
-        "{shm} is {size}, the NCCL user guide asks for 1 GiB: ranks that talk through shared memory fail with “No "
-        "space left on device”.",
-        "{remedy}",
-    ),
-    "limits.shm.small ranks": (
-        "{shm} is {size}, and a job of {gpus} GPUs needs {needed}: each rank opens a segment of 9.2 MiB or "
-        "more, and the job ends with “No space left on device”.",
-        "{remedy}",
-    ),
-    "limits.shm.full": (
-        "{shm} has {free} left: not one NCCL buffer of 4 MiB fits.",
-        "Remove left-over segments of dead jobs from /dev/shm. {remedy}",
-    ),
-    "limits.shm.unknown": (
-        "The size of /dev/shm could not be read; NCCL's SHM transport and DataLoader workers need it.",
-        "{remedy}",
-    ),
-    "limits.nofile.low": (
-        "A process may open {files} files: DataLoader workers pass one descriptor a tensor, NCCL opens some for every "
-        "peer.",
-        "Raise it in the launcher with ulimit -n, up to the hard limit, or in the container engine's ulimits.",
-    ),
-    "limits.numa_policy.denied": (
-        "A seccomp filter without CAP_SYS_NICE usually refuses set_mempolicy: ranks cannot bind memory to a NUMA node.",
-        "Add the capability SYS_NICE to the job's container where it binds memory.",
-    ),
-}
+TEXTS = read_texts(__file__)
+REMEDIES = read_texts(__file__, "remedies.toml")
 
 
 def size(value: int | None) -> str:
@@ -311,12 +249,12 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
         more=" The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
         if facts.memlock_hard_bytes is None
         else "",
-        remedy=_of_engine(facts, MEMLOCK_REMEDIES),
+        remedy=_of_engine(facts, REMEDIES["memlock"]),
     )
 
 
 def _shm(facts: LimitsFacts) -> Iterator[Finding]:
-    remedy, total, free = _of_engine(facts, SHM_REMEDIES), facts.shm_size_bytes, facts.shm_free_bytes
+    remedy, total, free = _of_engine(facts, REMEDIES["shm"]), facts.shm_size_bytes, facts.shm_free_bytes
     if total is None:
         seen = ("statvfs(/dev/shm) failed", facts.whose)
         yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)

@@ -28,7 +28,7 @@ from probes.pci.facts import (
     is_passed_through,
 )
 from probes.pci.read import read
-from probes.texts import codes_of, finding
+from probes.texts import codes_of, finding, read_texts
 
 EVIDENCE_MAX = 16
 SYSFS = "/sys/bus/pci/devices"
@@ -37,78 +37,7 @@ NARROW_GPU = Status.FAIL
 
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
-
-_PEERMEM = "Load nvidia_peermem, or install the open kernel modules on Linux 5.12 or newer."
-TEXTS = {
-    "pci.device.lost": (
-        "The device no longer answers on the bus: its configuration space reads as ones.",
-        "Drain the host, power-cycle it, and have the device replaced if it is lost again.",
-    ),
-    "pci.gpu.unjudged": (
-        "{count} AMD GPUs seen (PCI class and vendor), RCCL is not judged yet.",
-        "Judge them with AMD's own tools (rocm-smi, rvs, rccl-tests); the host is judged for the rest.",
-    ),
-    "pci.device.no_driver": (
-        "The GPU is on the bus, but sysfs shows no driver bound to it: CUDA and NVML do not see it.",
-        "Read the kernel log for NVRM lines of this address, and load or repair the NVIDIA driver.",
-    ),
-    "pci.device.no_driver nouveau": (
-        "The GPU is on the bus, but sysfs shows nouveau bound to it: CUDA and NVML do not see it.",
-        "Blacklist nouveau (and rebuild the initramfs), reboot, and load the NVIDIA driver.",
-    ),
-    "pci.device.passed_through": (
-        "The GPU is held by {driver} for a virtual machine: it is not this host's, and not judged.",
-        "",
-    ),
-    "pci.link.width": (
-        "{what} runs at x{width}, device and slot can do x{possible}: {share:.0%} of its bandwidth.",
-        "Reseat the card or riser, look for corrected PCIe errors in the kernel log, and compare the slot's "
-        "bifurcation.",
-    ),
-    "pci.link.speed": (
-        "{what} runs at {speed:g} GT/s, device and slot can do {fastest:g} GT/s.",
-        "Set the slot's PCIe generation to automatic in the firmware setup, and reseat the card if it stays low.",
-    ),
-    "pci.acs.on": (
-        "ACS is on at {count} PCIe ports between GPUs and their peers: traffic that could turn round in the switch "
-        "goes up to the root complex, and GPUDirect is slow or fails.",
-        "On bare metal turn ACS off on these ports (setpci ECAP_ACS+0x6.w=0000 at boot, or in the firmware setup).",
-    ),
-    "pci.acs.unknown": (
-        "Whether ACS redirects traffic between GPUs and NICs is unknown: only root reads all of configuration space.",
-        "Run the scan once as root, or `lspci -vvv | grep ACSCtl`, and look for SrcValid+.",
-    ),
-    "pci.iommu.translated": (
-        "The IOMMU translates the DMA of GPUs and NICs: peer-to-peer traffic goes through the CPU or fails.",
-        "Boot with iommu=pt (and intel_iommu=on or amd_iommu=on where VFs need it), or turn the IOMMU off.",
-    ),
-    "pci.nic.no_rdma": (
-        "The NIC has no RDMA device{where}. NCCL would use it through sockets only.",
-        "Load the driver's RDMA module (mlx5_ib, efa, ib_uverbs), and check devlink's enable_rdma.",
-    ),
-    "pci.peermem.missing": (
-        "Neither nvidia_peermem nor DMA-BUF lets a NIC reach GPU memory: every message between nodes is copied through "
-        "the host.",
-        _PEERMEM,
-    ),
-    "pci.peermem.unknown": (
-        "Whether a NIC can reach GPU memory is unknown: nvidia_peermem is not seen, and the driver's kind cannot be "
-        "read.",
-        _PEERMEM,
-    ),
-    "pci.tree.virtual": (
-        "The PCIe tree is not the machine's own, {why}: which NIC is near a GPU cannot be decided.",
-        "{remedy}",
-    ),
-    "pci.relaxed_ordering.off": (
-        "Relaxed ordering is off in the NIC's device control: writes to memory keep strict order.",
-        "",
-    ),
-    "pci.rebar.off": (
-        "The GPU offers a larger BAR than it was given: the CPU and NICs reach only a part of its memory at a time.",
-        "",
-    ),
-}
+TEXTS = read_texts(__file__)
 
 
 def check(facts: PciFacts) -> Iterator[Finding]:

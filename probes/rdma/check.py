@@ -31,117 +31,9 @@ from probes.rdma.facts import (
     nccl_gid_index,
     rocev2_gid_index,
 )
-from probes.texts import finding
+from probes.texts import finding, read_texts
 
-_BRING_UP = "Check the cable, the transceiver and the switch port, and that the netdev is up."
-_ADDRESS = (
-    "Bring the port's netdev up with an IP address, and set the device's default RoCE mode to v2 (cma_roce_mode)."
-)
-TEXTS = {
-    "rdma.port.none_active": (
-        "None of {count} RDMA ports is ACTIVE: NCCL falls back to sockets without an error.",
-        _BRING_UP,
-    ),
-    "rdma.port.down": (
-        "The port is {state}, {sisters} of the same model {verb} ACTIVE: NCCL ignores the port silently.",
-        "{remedy}",
-    ),
-    "rdma.port.down unused": (
-        "The port is {state}, and nothing needs it: it has no address, and neither a GPU nor the use of the other "
-        "cards asks for it.",
-        "",
-    ),
-    "rdma.port.unknown": (
-        "The state of the port could not be read.",
-        "Read it with ibstat or `rdma link` as root.",
-    ),
-    "rdma.port.rate": (
-        "The port runs at {rate}, others of the same board at {best}.",
-        "Compare cable, transceiver and switch port with those of the faster ports.",
-    ),
-    "rdma.port.rate lanes": (
-        "The link came up with fewer than four lanes: {rate}.",
-        "Reseat or replace the cable or transceiver, and read the link's counters on both sides.",
-    ),
-    "rdma.port.below_max": (
-        "The port runs at {rate}, its driver supports up to {most}: {share:.0%} of it.",
-        "Compare cable, transceiver and switch port with what the card can do; look for a forced speed.",
-    ),
-    "rdma.port.below_max unknown": (
-        "Whether the port could be faster is unknown: neither its driver nor its model tells.",
-        "Compare the rate with the card's data sheet.",
-    ),
-    "rdma.port.family_rate": (
-        "{rate}; the fastest {model} does {best}: a slower card of the family, a slower switch port, or a link that "
-        "trained down.",
-        "",
-    ),
-    "rdma.pfc.off": (
-        "No priority of a RoCE port has PFC: right for a fabric that is lossy by design with ECN, wrong for one that "
-        "is to be lossless.",
-        "",
-    ),
-    "rdma.pfc.off unmarked": (
-        "{count} RoCE port(s) have neither PFC nor ECN: nothing holds senders back before packets are dropped.",
-        "Turn on ECN for the RoCE priority, or PFC on NICs and switches alike.",
-    ),
-    "rdma.pfc.off unknown": (
-        "Whether RoCE ports have priority flow control is unknown: no driver tells, or no netdev is here.",
-        "Look on the host itself: dcb pfc show dev NETDEV, or mlnx_qos -i NETDEV.",
-    ),
-    "rdma.pfc.mixed": (
-        "RoCE ports of {model} have PFC on different priorities: congested flows are dropped on some.",
-        "Give every RoCE port the same PFC setting (mlnx_qos, dcb pfc), the one of the switches.",
-    ),
-    "rdma.port.mixed_link_layer": (
-        "ACTIVE ports are of {layers}: NCCL may take both, storage ports included.",
-        "Name the ports for training in NCCL_IB_HCA.",
-    ),
-    "rdma.gid.missing_rocev2": (
-        "No GID of this RoCE port is RoCE v2: its traffic cannot be routed, and connections fail or stay in the "
-        "subnet.",
-        _ADDRESS,
-    ),
-    "rdma.gid.missing_rocev2 unknown": ("The types of the GIDs could not be read.", _ADDRESS),
-    "rdma.gid.choice": ("NCCL takes GID index {choice}, which is {kind}; {where}.", "{remedy}"),
-    "rdma.gid.no_ipv4": ("NCCL takes GID index {choice}; {where}.", "{remedy}"),
-    "rdma.gid.no_ipv4 routed": (
-        "The port has RoCE v2 GIDs of IPv6 only: NCCL looks for IPv4 unless NCCL_IB_ADDR_FAMILY is AF_INET6.",
-        "{remedy}",
-    ),
-    "rdma.mtu.small": (
-        "RoCE packets carry {active} bytes because the netdev's MTU is {mtu}; {full} is possible.",
-        "Set the MTU of {netdev} to {wanted} or 9000, on every host and switch port of this network.",
-    ),
-    "rdma.mtu.mismatch": (
-        "{netdev} has an MTU of {mtu}, the {count} other ports of this board have {usual}: packets that a switch or "
-        "the other end does not pass are lost, and the job hangs; otherwise the smaller MTU holds.",
-        "Set the MTU of {netdev} to {usual}, and compare its switch port with those of the others.",
-    ),
-    "rdma.mtu.mismatch mixed": (
-        "The netdevs of the RoCE ports differ in MTU: {mtus}.",
-        "Set the same MTU on every RoCE netdev of the training network.",
-    ),
-    "rdma.uverbs.missing": (
-        "The device is listed, but this process has no node of it below /dev/infiniband: whether a job can use it is "
-        "unknown.",
-        "Request the RDMA resource of the device plugin in the job's pod, or scan where the job runs.",
-    ),
-    "rdma.uverbs.permission": (
-        "This user may not open {node}: NCCL would fall back to sockets.",
-        "Give the user read and write access to {node} (mode 0666 by rdma-core's udev rules, or the device plugin).",
-    ),
-    "rdma.memlock.registration": (
-        "Registering {failed} bytes failed, {worked} bytes worked: {why}.",
-        "Set memlock to unlimited for the job (container engine's default_ulimits or --ulimit memlock=-1:-1, Slurm, "
-        "PAM).",
-    ),
-    "rdma.firmware.mixed": ("Boards {board} run different firmware: {versions}.", ""),
-    "rdma.netns.shared": (
-        "RDMA devices are shared between network namespaces: this list may hold devices that are not this pod's.",
-        "",
-    ),
-}
+TEXTS = read_texts(__file__)
 DOWN_REMEDIES = {
     "INIT": "Start or repair the subnet manager: the port has a link and waits for its address.",
     "ARMED": "Look at the subnet manager: it has configured the port and not activated it.",
@@ -233,7 +125,7 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
             state=state,
             sisters=f"{sisters} port{'' if sisters == 1 else 's'}",
             verb="is" if sisters == 1 else "are",
-            remedy=DOWN_REMEDIES.get(port.state, _BRING_UP),
+            remedy=DOWN_REMEDIES.get(port.state, TEXTS["rdma.port.none_active"]["remedy"]),
         )
 
 
