@@ -272,7 +272,8 @@ def nccl_log(data: bytes) -> object:
 
 def topo_text(data: bytes) -> object:
     """`nvidia-smi topo -m`, drawn again."""
-    from topology.formats.text import parse, render
+    from topology.formats.matrix import render
+    from topology.formats.text import parse
     from topology.render import json_document
 
     node = parse(data.decode("utf-8", errors="replace"))

@@ -14,7 +14,7 @@ from typing import Any
 from contracts.finding import Finding, Status
 from probes.api import Absent, Failed, Ok, Probe, Snapshot, UnavailableError
 from probes.gpu.facts import GpuFacts
-from probes.host.protocol import Host
+from probes.host.protocol import Host, Json
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL, BY_NAME
 from probes.wire import Outcome, SnapshotError, outcome_from_json, outcome_to_json
@@ -45,12 +45,16 @@ def run(probe: Probe[Any], host: Host) -> Outcome:
 
 def scan(host: Host, probes: Sequence[Probe[Any]] = ALL) -> Snapshot:
     """Run the probes in this process: for recordings, which cannot hang."""
-    identity = host.identity()
+    return snapshot_of(host.identity(), {probe.name: _fitting(probe.name, run(probe, host)) for probe in probes})
+
+
+def snapshot_of(identity: dict[str, Json], outcomes: dict[str, Outcome]) -> Snapshot:
+    """The snapshot of a host of this identity (`Host.identity`)."""
     return Snapshot(
         hostname=identity["hostname"],
         taken_at_seconds=identity["time"],
         topoflight_version=version(),
-        outcomes={probe.name: _fitting(probe.name, run(probe, host)) for probe in probes},
+        outcomes=outcomes,
     )
 
 
@@ -61,16 +65,6 @@ def _fitting(name: str, outcome: Outcome) -> Outcome:
     except SnapshotError as error:
         return Failed(error=str(error), seconds=outcome.seconds)
     return outcome
-
-
-def findings(snapshot: Snapshot) -> tuple[Finding, ...]:
-    """What every probe of this release finds wrong with its facts; a failed probe is a finding too."""
-    found: list[Finding] = []
-    for name, outcome in snapshot.outcomes.items():
-        probe = BY_NAME.get(name)
-        if isinstance(outcome, Ok) and probe is not None:
-            found += findings_of(snapshot, probe, outcome.facts)
-    return (*failures(snapshot), *found)
 
 
 def findings_of(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Finding, ...]:

@@ -27,7 +27,7 @@ from probes.host.nvml import CALL_BYTES
 from probes.host.protocol import Json
 from probes.host.recording import archive
 from probes.registry import ALL
-from probes.scan import version
+from probes.scan import snapshot_of
 from probes.wire import Outcome, SnapshotError, outcome_from_json
 
 START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
@@ -69,7 +69,11 @@ class _Worker:
 
         started: Future[subprocess.Popen[bytes]] = Future()
         threading.Thread(target=start, name="probe child", daemon=True).start()
-        self.process = started.result()
+        try:
+            self.process = started.result()
+        except OSError as error:  # no process, no memory, no file left
+            os.close(self._call_file)
+            raise WorkerError(f"{type(error).__name__}: {error}") from None
         self._requests = 0
         self._buffer = bytearray()
         try:
@@ -178,7 +182,7 @@ class Scanner:
         with self._lock:
             identity, self._start_error = self._host.identity(), None
             outcomes = {probe.name: self._run(probe, {}) for probe in self._probes}
-            return _snapshot(identity, outcomes)
+            return snapshot_of(identity, outcomes)
 
     def capture(self, source: str = "") -> tuple[Snapshot, dict[str, Json]]:
         """A scan and the recording of all that the host answered to it (see probes.host.recording)."""
@@ -186,7 +190,7 @@ class Scanner:
             identity, self._start_error = self._host.identity(), None
             answers: dict[str, dict[str, Json]] = {"identity": {"": identity}}
             outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
-        return _snapshot(identity, outcomes), archive(identity, answers, source)
+        return snapshot_of(identity, outcomes), archive(identity, answers, source)
 
     @property
     def child_pid(self) -> int | None:
@@ -271,15 +275,6 @@ def _merge(into: dict[str, Json], answers: dict[str, Json]) -> None:
             into[key].update(answer)
         else:
             into[key] = answer
-
-
-def _snapshot(identity: dict[str, Json], outcomes: dict[str, Outcome]) -> Snapshot:
-    return Snapshot(
-        hostname=identity["hostname"],
-        taken_at_seconds=identity["time"],
-        topoflight_version=version(),
-        outcomes=outcomes,
-    )
 
 
 def capture(root: str = "/", source: str = "", timeout_seconds: float | None = None) -> dict[str, Json]:

@@ -65,20 +65,15 @@ def links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
 
 def has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
     """Whether NVLinks alone close a ring through all."""
-
-    def linked(a: str, b: str) -> bool:
-        pair = known.get(a, b)
-        return bool(pair and pair.nvlinks)
-
-    if all(linked(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]):
+    if all(known.nvlinks(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]):
         return True
     if len(gpus) > _LARGEST_RING:
         return False
 
     def walk(path: list[str], left: set[str]) -> bool:
         if not left:
-            return linked(path[-1], path[0])
-        return any(walk([*path, name], left - {name}) for name in sorted(left) if linked(path[-1], name))
+            return known.nvlinks(path[-1], path[0]) > 0
+        return any(walk([*path, name], left - {name}) for name in sorted(left) if known.nvlinks(path[-1], name))
 
     return walk([gpus[0]], set(gpus[1:]))
 

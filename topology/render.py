@@ -1,4 +1,4 @@
-"""A topology in the forms people want it: JSON document, SVG, matrix text."""
+"""A topology, and a cluster of them, as a JSON document."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ from collections import Counter
 from typing import Any
 
 from topology.formats.matrix import columns
-from topology.formats.matrix import render as matrix
 from topology.graph import ClusterTopology, NearestNic, NodeTopology
 from topology.reference import candidates, departures
-from topology.svg import COLOURS, svg
-
-__all__ = ["COLOURS", "cluster_document", "json_document", "matrix", "svg"]
 
 Json = dict[str, Any]
 

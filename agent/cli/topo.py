@@ -48,7 +48,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
         raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
     if form == "svg":
-        from topology.render import svg
+        from topology.svg import svg
 
         if len(nodes) != 1:
             raise click.UsageError(f"-o svg draws one node, {len(nodes)} were given")

@@ -12,15 +12,13 @@ from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
 from agent.base.units import expected_rate
 from agent.terminal.links import links
 from contracts.finding import Finding
-from topology.formats.matrix import columns
+from topology.formats.matrix import columns, render
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
 from topology.reference import departures
 
 
 def matrix(out: Console, node: NodeTopology) -> None:
     """The link matrix: as `nvidia-smi topo -m` prints it for a pipe or a wide terminal, else in blocks that fit."""
-    from topology.formats.text import render
-
     whole = render(node)
     widest = max(len(line.expandtabs()) for line in whole.splitlines()[: len(node.devices) + 1])
     if not out.is_terminal or widest <= out.width:

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from probes.host import netlink
 from probes.host.nvml import Nvml
@@ -271,18 +270,16 @@ _LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE; pyverbs moved its enumerations betwe
 
 
 def _ask_verbs(what: str, *arguments: int | str) -> Json:
-    """ "version", "devices", "port" with a device's name and a port, "register" with a name and a number of bytes."""
+    """ "version", "port" with a device's name and a port, "register" with a name and a number of bytes."""
     if what == "version":
         return _version()
-    if what == "devices":
-        return _devices()
     if what == "register":
         device, length = arguments
         return _register(str(device), int(length))
     if what == "port":
         device, number = arguments
         return _port(str(device), int(number))
-    raise ValueError(f'verbs answers "version", "devices", "port" and "register", not {what!r}')
+    raise ValueError(f'verbs answers "version", "port" and "register", not {what!r}')
 
 
 @contextmanager
@@ -302,13 +299,6 @@ def _version() -> str:
     import pyverbs.device  # the part that loads libibverbs, which may be missing where the binding is not
 
     return str(getattr(pyverbs, "__version__", "unknown"))
-
-
-def _devices() -> list[Json]:
-    from pyverbs import device as verbs_device
-
-    with _as_oserror():
-        return [{"name": _text(d.name), "node_type": int(d.node_type)} for d in verbs_device.get_device_list()]
 
 
 def _port(device: str, number: int) -> Json:
@@ -332,10 +322,6 @@ def _register(device: str, length: int) -> Json:
         MR(domain, length, _LOCAL_WRITE),
     ):
         return {"registered_bytes": length, "pid": os.getpid()}
-
-
-def _text(name: Any) -> str:
-    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 def _node_name() -> str:

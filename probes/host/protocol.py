@@ -89,7 +89,7 @@ class Host(Protocol):
         """ "devices", "ports" or "system" through NETLINK_RDMA. Raises OSError where the kernel has none."""
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
-        """A question to libibverbs through pyverbs: "version", "devices", ("register", device, bytes).
+        """A question to libibverbs through pyverbs: "version", ("port", device, number), ("register", device, bytes).
 
         Raises OSError from the library, ImportError where pyverbs is not installed.
         """

@@ -80,11 +80,6 @@ class RecordingHost:
         else:
             self.answers.setdefault(method, {})[question(*arguments)] = answer
 
-    def archive(self, source: str = "") -> dict[str, Json]:
-        """The recording so far."""
-        identity = self.answers.get("identity", {}).get("") or self.identity()
-        return archive(identity, self.answers, source)
-
 
 def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
     """The content of a recording file."""

@@ -29,7 +29,7 @@ from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle
 from contracts.run_record import record_of
-from probes.host.recording import RecordedHost, RecordingHost, dumps
+from probes.host.recording import RecordedHost, RecordingHost, archive, dumps
 from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,7 +112,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     found["NodeTopology"] = json.dumps([to_resource(record), node_feature(record, "ns")])
     recorder = RecordingHost(host)
     scan(recorder)  # type: ignore[arg-type]
-    recording = recorder.archive()
+    recording = archive(recorder.identity(), recorder.answers, "")
     found["recording"] = dumps(recording)
     packed = bundle_file.packed({"node-a": bundle.of_host(machine().content, root=str(tmp_path), state=state_folder)})
     found["bundle"] = json.dumps(

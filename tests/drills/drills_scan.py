@@ -21,10 +21,11 @@ from blocking_file import BlockingFile
 from drill_ground import MARK, ROOT, Ground, eventually, machine
 from drill_register import drill
 
+from agent.checks.verdict import checks_of_snapshot
+from contracts.finding import Status
 from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.registry import ALL, BY_NAME
-from probes.scan import findings
 from probes.scanner import Scanner
 
 sys.path.insert(0, str(ROOT / "tests" / "fakes" / "nvml"))
@@ -143,7 +144,7 @@ def nvml_garbage(ground: Ground) -> list[str]:
 def nvml_loses_a_gpu(ground: Ground) -> list[str]:
     """Every call about it answers GPU_IS_LOST: a finding names it."""
     snapshot, lost = _one_gpu(ground, "*@gpu5=gpu_lost", 5)
-    named = [(f.code, f.subject) for f in findings(snapshot)]
+    named = [(f.code, f.subject) for f in checks_of_snapshot(snapshot) if f.status is not Status.PASS]
     return lost if ("gpu.device.lost", "GPU5") in named else [*lost, f"no finding names GPU5: {named}"]
 
 

@@ -19,7 +19,7 @@ from machine_nvml import A40, A100_40, GB200, H100, L40S, TITAN_RTX, NvmlAnswers
 from machine_tree import AMAZON, INTEL, MELLANOX, NVIDIA, ROCE_HW_COUNTERS, Dev, Netdev, Rdma, Tree, port, switch
 
 from probes.host.protocol import Host, Json
-from probes.host.recording import RecordingHost, dumps
+from probes.host.recording import RecordingHost, archive, dumps
 from probes.scan import scan
 
 FOLDER = Path(__file__).parent
@@ -518,7 +518,7 @@ def record(describe: Callable[[Tree], Machine]) -> dict[str, Json]:
         write_host(tree, machine)
         recorder = RecordingHost(cast("Host", BuiltHost(Path(folder), machine)))
         scan(cast("Host", recorder))
-        return recorder.archive(machine.source)
+        return archive(recorder.answers["identity"][""], recorder.answers, machine.source)
 
 
 def main(check: bool) -> int:

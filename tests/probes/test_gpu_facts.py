@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rigs.found import findings
 from rigs.tables import each_row
 
 from contracts.finding import Status
@@ -21,7 +22,7 @@ from probes.host.recording import RecordedHost, load
 from probes.pci.facts import PciDevice, PciFacts
 from probes.pci.probe import check as pci_check
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.scan import findings, scan
+from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
 from topology.reference import departures, reference_of

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rigs.found import findings
 
 from contracts.finding import Status
 from probes.gpu.facts import GpuFacts, MigSlice
-from probes.scan import findings
 from probes.scanner import Scanner
 
 H100, NAME = "hgx-h100-8xH100-8hca", "NVIDIA H100 80GB HBM3"

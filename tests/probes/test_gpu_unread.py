@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.found import findings
 from rigs.tables import each_row
 
 from agent.checks.verdict import checks_of_snapshot
@@ -22,7 +23,7 @@ from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost
 from probes.registry import BY_NAME
-from probes.scan import findings, scan
+from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
 from topology.check import check as topology_check

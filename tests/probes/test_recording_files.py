@@ -16,7 +16,7 @@ from rigs.tables import each_row
 from probes.api import SCHEMA_VERSION
 from probes.host.live import LiveHost
 from probes.host.protocol import GpuHandle, Host, NvmlError
-from probes.host.recording import KIND, RecordedHost, RecordingError, RecordingHost, dumps, load
+from probes.host.recording import KIND, RecordedHost, RecordingError, RecordingHost, archive, dumps, load
 from probes.scan import scan
 from probes.scanner import Scanner
 from probes.wire import to_json
@@ -63,7 +63,7 @@ def test_a_recording_answers_as_the_host_did(tmp_path: Path) -> None:
     ]  # fmt: skip
     live = [_answer(host, method, arguments) for method, arguments in questions]
     path = tmp_path / "host.json"
-    path.write_text(dumps(recorder.archive("test")), encoding="utf-8")
+    path.write_text(dumps(archive(recorder.answers["identity"][""], recorder.answers, "test")), encoding="utf-8")
     recorded = load(path)
     assert [_answer(recorded, method, arguments) for method, arguments in questions] == live
     assert live[1] == ("FileNotFoundError", errno.ENOENT)
@@ -127,7 +127,7 @@ def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     host.environment()
     host.read_text("/proc/cmdline")
     host.read_text("/proc/note")
-    text = dumps(recorder.archive())
+    text = dumps(archive(host.identity(), recorder.answers, ""))
     assert "hidden" not in text
     assert "NCCL_IB_PKEY" in text
     assert "iommu=pt" in text

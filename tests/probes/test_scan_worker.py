@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rigs.found import findings
 from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
@@ -23,7 +24,7 @@ from probes.host.protocol import Host
 from probes.host.recording import load
 from probes.limits.probe import LimitsFacts
 from probes.registry import ALL, BY_NAME
-from probes.scan import findings, run, scan
+from probes.scan import run, scan
 from probes.scanner import Scanner
 from probes.wire import SnapshotError, dumps, from_json, loads, outcome_from_json, to_json
 
@@ -169,6 +170,17 @@ def test_a_child_that_cannot_start_fails_every_probe_once(
             assert "does not start" in outcome.error
             assert words in outcome.error
         (tmp_path / "sitecustomize.py").unlink()
+        assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
+
+
+def test_a_child_that_the_system_refuses_fails_the_probes_and_not_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process, no memory or no file is left: Popen raises OSError."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"])) as scanner:
+        for outcome in scanner.scan().outcomes.values():
+            assert isinstance(outcome, Failed)
+            assert "does not start: FileNotFoundError" in outcome.error
+        monkeypatch.undo()
         assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
 
 

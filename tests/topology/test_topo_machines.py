@@ -16,9 +16,11 @@ from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
 from topology.build import build
 from topology.check import CODES, check
+from topology.formats.matrix import render as matrix
 from topology.formats.text import parse
 from topology.graph import PathClass
-from topology.render import json_document, matrix, svg
+from topology.render import json_document
+from topology.svg import svg
 
 HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"
 

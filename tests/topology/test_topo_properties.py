@@ -13,10 +13,12 @@ from probes.pci.facts import PciDevice
 from topology.derive import complete
 from topology.formats import xml
 from topology.formats.errors import TopologyFileError
+from topology.formats.matrix import render as matrix
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, lower, nvlinks, path_class, rank
 from topology.links import PciTree
-from topology.render import json_document, matrix, svg
+from topology.render import json_document
+from topology.svg import svg
 
 GPU_LABELS = ["NV1", "NV2", "NV4", "NV12", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"]
 NIC_LABELS = ["PIX", "PXB", "PHB", "NODE", "SYS"]

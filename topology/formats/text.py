@@ -18,10 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from topology.derive import complete, rails
 from topology.formats.errors import TopologyFileError
-from topology.formats.matrix import render
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, lower, pair_of
-
-__all__ = ["parse", "render"]
 
 MOST_BYTES = 16 * 2**20
 _MOST_LINE = 8_192  # 256 columns of up to 16 characters, and what a log puts before them
