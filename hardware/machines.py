@@ -32,6 +32,7 @@ class Machine:
     host_gib: float | None = None
     gpu_pattern: str | None = None  # on the GPU's name, from the beginning of a word; None: a scan is not recognised
     product: str | None = None  # on DMI's product name; such a row counts only with it
+    other_sizes: tuple[int, ...] = ()  # GPUs of other sizes of which DMI's product name is the same
     sku: str | None = None  # what a recognised one is called, where that is not the name
     gpu_nic: str | None = None  # label of a GPU to its nearest NIC
     gpu_nic_farthest: str | None = None  # the farthest of a healthy host, where makers of the board differ
@@ -64,7 +65,7 @@ class Known(Machine):
 
 
 _NEEDED = {"gpu", "nics", "nic_gbps", "nic_kind"}
-_LISTS = {"aliases", "links_per_pair"}
+_LISTS = {"aliases", "links_per_pair", "other_sizes"}
 
 
 @cache

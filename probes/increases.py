@@ -39,8 +39,6 @@ REPLAYS_PER_MINUTE = 8.0
 
 def gpu_increases(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator[Finding]:
     """Findings about what increased between two scans of one host, `seconds` apart, under one driver."""
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds}: the second scan must be later than the first")
     if before.driver_version != after.driver_version:
         return
     earlier = {_name(gpu): gpu for gpu in before.gpus if _name(gpu)}
@@ -172,8 +170,6 @@ THRESHOLDS = tuple(
 
 def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Iterator[Finding]:
     """Findings about counters that rose too fast between two scans of one host, `seconds` apart."""
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds}: the second scan must be later than the first")
     earlier = {(d.name, p.port): p for d in before.devices for p in d.ports}
     for device in after.devices:
         for port in device.ports:
@@ -184,23 +180,17 @@ def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Itera
 
 def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> Iterator[Finding]:
     for threshold in THRESHOLDS:
-        start = (before.counters or {}).get(threshold.counter)
-        end = (after.counters or {}).get(threshold.counter)
-        # A counter that fell was reset in between: the rise is unknown.
-        if start is None or end is None or end < start or not threshold.exceeded(end - start, seconds):
-            continue
-        yield finding(
-            "rdma.counters.rising", threshold.status, subject,
-            f"{threshold.counter} rose by {end - start} in {seconds:.0f} s: {threshold.meaning}.",
-            f"{threshold.counter}: {start}, then {end}, {seconds:.0f} s later",
-            "For link errors reseat or replace cable and transceiver; for congestion look at PFC and ECN.",
-        )  # fmt: skip
+        start, end = (port.counters.get(threshold.counter) if port.counters else None for port in (before, after))
+        if threshold.exceeded(rise := _rise(start, end), seconds):
+            yield finding(
+                "rdma.counters.rising", threshold.status, subject,
+                f"{threshold.counter} rose by {rise} in {seconds:.0f} s: {threshold.meaning}.",
+                f"{threshold.counter}: {start}, then {end}, {seconds:.0f} s later",
+                "For link errors reseat or replace cable and transceiver; for congestion look at PFC and ECN.",
+            )  # fmt: skip
 
 
-# Errors that rise between two scans of one host: a counter's value alone counts since the driver was loaded. GPUs,
-# their links and RDMA ports are judged by `probes.increases`.
-
-PAST_SECONDS = 60.0  # the limit of PCIe replays is one of a minute (probes.increases)
+PAST_SECONDS = 60.0  # REPLAYS_PER_MINUTE needs scans that are a minute apart
 KEPT = 4
 
 CODES = ("rdma.counters.rising", "gpu.counters.rising", "gpu.xid.new")
@@ -242,9 +232,7 @@ def _trouble(risen: Finding) -> str:
 class Past:
     """Earlier scans to compare with: the last one, and one that is about a minute old."""
 
-    def __init__(self, seconds: float = PAST_SECONDS) -> None:
-        """`seconds` is how old a scan is to be that a slow rise is seen against."""
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._kept: list[tuple[Snapshot, ...]] = []
 
     def add(self, snapshots: tuple[Snapshot, ...]) -> None:
@@ -252,10 +240,10 @@ class Past:
         if not snapshots:
             return
         now = snapshots[0].taken_at_seconds
-        while len(self._kept) > 1 and now - self._kept[1][0].taken_at_seconds >= self._seconds:
+        while len(self._kept) > 1 and now - self._kept[1][0].taken_at_seconds >= PAST_SECONDS:
             self._kept.pop(0)
         # Scans that follow each other closely take each other's place: a handful stands for the whole time.
-        if len(self._kept) > 1 and now - self._kept[-2][0].taken_at_seconds < self._seconds / KEPT:
+        if len(self._kept) > 1 and now - self._kept[-2][0].taken_at_seconds < PAST_SECONDS / KEPT:
             self._kept.pop()
         self._kept.append(snapshots)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from contracts.finding import Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from topology.traits import Trait, traits
+from topology.traits import WORST_FIRST, Trait, traits
 
-_ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 _MISSING = "missing"
 _LISTED = 12  # nodes named in one line of the fleet text
 
@@ -22,7 +21,7 @@ Traits = dict[tuple[str, str], Trait]
 class Difference:
     """One property that differs."""
 
-    severity: Status
+    status: Status
     subject: str  # "GPU5", "memlock", "mlx5_3"
     what: str  # "PCIe width"; empty where the subject says it all
     message: str  # "GPU5 PCIe width x16 -> x8"
@@ -82,7 +81,7 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
 
 
 def _badness(difference: Difference) -> tuple[int, str, str]:
-    return _ORDER.index(difference.severity), difference.subject, difference.what
+    return WORST_FIRST.index(difference.status), difference.subject, difference.what
 
 
 def _gone(a: Traits, b: Traits) -> set[str]:
@@ -103,13 +102,13 @@ def _difference(
 ) -> Difference:  # fmt: skip
     trait = first or second
     assert trait is not None  # noqa: S101 - a key comes from one of the two
-    severity = min((one.severity for one in (first, second) if one), key=_ORDER.index)
+    status = min((one.status for one in (first, second) if one), key=WORST_FIRST.index)
     if same_host and first and second and first.size is not None and second.size is not None:
-        severity = severity if second.size < first.size else Status.INFO
+        status = status if second.size < first.size else Status.INFO
     if same_host and first is None:
-        severity = Status.INFO if trait.what in ("device", "state", "interface") else severity
+        status = Status.INFO if trait.what in ("device", "state", "interface") else status
     return Difference(
-        severity=severity,
+        status=status,
         subject=trait.subject,
         what=trait.what,
         message=_words(
@@ -143,7 +142,7 @@ def _fold(found: list[Difference]) -> list[Difference]:
     """The same difference on many devices becomes one line: eight GPUs, one driver."""
     folded: dict[tuple[object, ...], list[Difference]] = defaultdict(list)
     for difference in found:
-        folded[(difference.severity, difference.what, difference.a, difference.b, _stem(difference.subject))].append(
+        folded[(difference.status, difference.what, difference.a, difference.b, _stem(difference.subject))].append(
             difference
         )
     result = []
@@ -155,7 +154,7 @@ def _fold(found: list[Difference]) -> list[Difference]:
         listed = ", ".join(difference.subject for difference in group[:3])
         result.append(
             Difference(
-                severity=first.severity,
+                status=first.status,
                 subject=f"{listed} and {len(group) - 3} more",
                 what=first.what,
                 message=first.message.replace(first.subject, f"{listed} and {len(group) - 3} more:", 1),
@@ -163,7 +162,7 @@ def _fold(found: list[Difference]) -> list[Difference]:
                 b=first.b,
             )
         )
-    return sorted(result, key=lambda difference: _ORDER.index(difference.severity))
+    return sorted(result, key=lambda difference: WORST_FIRST.index(difference.status))
 
 
 def _stem(subject: str) -> str:
@@ -234,8 +233,8 @@ def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFa
 
 
 def _worst(group: FleetGroup) -> tuple[int, int]:
-    ranks = [_ORDER.index(difference.severity) for difference in group.differences]
-    return min(ranks, default=len(_ORDER)), -len(ranks)
+    ranks = [WORST_FIRST.index(difference.status) for difference in group.differences]
+    return min(ranks, default=len(WORST_FIRST)), -len(ranks)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -267,7 +266,7 @@ def diff_text(differences: Sequence[Difference]) -> str:
     """One line for each difference."""
     if not differences:
         return "nothing that matters for training differs"
-    return "\n".join(f"{difference.severity:<7} {difference.message}" for difference in differences)
+    return "\n".join(f"{difference.status:<7} {difference.message}" for difference in differences)
 
 
 def fleet_text(view: Fleet) -> str:
@@ -280,10 +279,10 @@ def _family_text(family: FleetFamily) -> str:
     lines = [f"{family.total} {'node' if family.total == 1 else 'nodes'} with {family.kind}, {alike}"]
     lines += [f"! {warning}" for warning in family.warnings]
     if family.odd:
-        lines += [f"  {difference.severity:<7} {difference.message}" for difference in family.common.differences]
+        lines += [f"  {difference.status:<7} {difference.message}" for difference in family.common.differences]
     for group in family.odd:
         lines += ["", f"{'node' if len(group.nodes) == 1 else f'{len(group.nodes)} nodes'} {_listed(group.nodes)}"]
-        lines += [f"  {difference.severity:<7} {difference.message}" for difference in group.differences]
+        lines += [f"  {difference.status:<7} {difference.message}" for difference in group.differences]
     return "\n".join(lines)
 
 

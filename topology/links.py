@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
-from probes.pci.facts import PciDevice, is_bridge, is_network
+from probes.pci.facts import PciDevice, ancestors, is_bridge, is_network
 from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, Pair, PathClass, path_class
 from topology.nccl import (
     INTEL_P2P_OVERHEAD,
@@ -180,9 +180,6 @@ def _ending_at(gpu: Gpu, kind: str | None) -> int:
     return sum(1 for link in gpu.nvlinks if link.active and link.remote_kind == kind)
 
 
-_DEEPEST = 64  # bridges above a device; the specification's 256 buses cannot nest deeper in practice
-
-
 class PciTree:
     """Devices by bus id, and the bridges above each."""
 
@@ -190,22 +187,15 @@ class PciTree:
         """`own_links`: a device's link is that of both its ends, as NCCL's XML has it, where ports are no elements."""
         self._own_links = own_links
         self.devices = {device.bus_id: device for device in devices}
+        self._parents = {device.bus_id: device.parent for device in self.devices.values()}
         self._above: dict[str, tuple[str, ...]] = {}  # asked once for every pair of a device
         self._slots: dict[str, float | None] = {}
 
     def above(self, bus_id: str) -> tuple[str, ...]:
         """Bridges from the root port down to the device's own port."""
         if bus_id not in self._above:
-            self._above[bus_id] = self._chain(bus_id)
+            self._above[bus_id] = tuple(reversed(ancestors(self._parents, bus_id)))
         return self._above[bus_id]
-
-    def _chain(self, bus_id: str) -> tuple[str, ...]:
-        chain: list[str] = []
-        device = self.devices.get(bus_id)
-        while device and device.parent and device.parent not in chain and len(chain) < _DEEPEST:
-            chain.append(device.parent)
-            device = self.devices.get(device.parent)
-        return tuple(reversed(chain))
 
     def label(self, first: str | None, second: str | None) -> str | None:
         """nvidia-smi's word for the path between two devices, None where one is not in the tree."""

@@ -18,7 +18,8 @@ def reference_of(node: NodeTopology) -> Machine | None:
     if len(models) != 1:
         return None
     (model,) = models
-    return next((row for row in recognised() if _fits(row, node, model)), None)
+    row = next((row for row in recognised() if _fits(row, node, model)), None)
+    return row if row and len(node.gpus) not in row.other_sizes else None
 
 
 def _fits(row: Machine, node: NodeTopology, model: str) -> bool:

@@ -16,7 +16,7 @@ from html import escape as escape_html
 from itertools import combinations, pairwise
 
 from hardware.units import bits, rate
-from probes.pci.facts import PciFacts
+from probes.pci.facts import PciFacts, ancestors
 from topology.formats.matrix import columns, printable
 from topology.graph import Island, NicNode, NodeTopology, Pairs, level, rank
 
@@ -216,12 +216,9 @@ def _tops(node: NodeTopology, pci: PciFacts | None) -> dict[str, str]:
     parents = {device.bus_id: device.parent for device in pci.devices}
     found = {}
     for name, bus_id in [(gpu.name, gpu.bus_id) for gpu in node.gpus] + [(b, b) for b in parents]:
-        seen, here = [], bus_id
-        while here is not None and here in parents and here not in seen:
-            seen.append(here)
-            here = parents[here]
-        if len(seen) > 2:  # device, at least one switch port, root port
-            found[name] = seen[-1]
+        above = [bridge for bridge in ancestors(parents, bus_id or "") if bridge in parents]
+        if len(above) > 1:  # at least one switch port, root port
+            found[name] = above[-1]
     return found
 
 

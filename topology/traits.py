@@ -25,7 +25,7 @@ from topology.build import build
 from topology.graph import NodeTopology
 
 FAIL, WARN, INFO = Status.FAIL, Status.WARN, Status.INFO
-_MILDEST_FIRST = (INFO, Status.UNKNOWN, WARN, FAIL)
+WORST_FIRST = tuple(Status)
 HOLDING = ("gpu.thermal.throttling", "gpu.clocks.", "gpu.power.")  # findings on what holds a GPU's clocks down
 UNLIMITED = "unlimited"
 UNKNOWN = "unknown"
@@ -38,7 +38,7 @@ class Trait:
     subject: str  # "GPU5", "mlx5_3:1", "memlock"
     what: str  # "PCIe width"; may be empty where the subject says it all
     value: str  # for people: "x16", "64 KiB"
-    severity: Status  # how bad it is when it differs
+    status: Status  # how bad it is when it differs
     size: float | None = None  # where more is better: then growth on the same host is good news
 
     @property
@@ -80,11 +80,11 @@ def _names_by_place(mine: GpuFacts | None, theirs: GpuFacts | None) -> dict[str,
     return {f"GPU{gpu.index}": places.get(gpu.bus_id, f"GPU at {gpu.bus_id}") for gpu in mine.gpus}
 
 
-def _trait(subject: str, what: str, value: object, severity: Status, size: float | None = None) -> Iterator[Trait]:
+def _trait(subject: str, what: str, value: object, status: Status, size: float | None = None) -> Iterator[Trait]:
     """One trait; none where the value is unknown, since unknown differs from nothing."""
     if value is not None:
         text = {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-        yield Trait(subject=subject, what=what, value=text, severity=severity, size=size)
+        yield Trait(subject=subject, what=what, value=text, status=status, size=size)
 
 
 def size_text(value: float | None) -> str:
@@ -152,8 +152,8 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
         held = ", ".join(sorted(reason for reason in gpu.throttle_reasons if "idle" not in reason)) or "nothing"
         # as bad as the scan calls it: a power cap at full load is none, heat that halves the clocks fails
         found = (f for rule in RULES for f in rule(gpu) if f.code.startswith(HOLDING))
-        worst = max((f.status for f in found), key=_MILDEST_FIRST.index, default=INFO)
-        yield from _trait(name, "held back by", held, worst, -float(_MILDEST_FIRST.index(worst)))
+        worst = min((f.status for f in found), key=WORST_FIRST.index, default=INFO)
+        yield from _trait(name, "held back by", held, worst, float(WORST_FIRST.index(worst)))
 
 
 def _pci(snapshot: Snapshot) -> Iterator[Trait]:

@@ -263,7 +263,7 @@ def _part(difference: Difference) -> str:
 
 
 def _traits(values: Mapping[Key, str]) -> dict[Key, Trait]:
-    return {key: Trait(subject=key[0], what=key[1], value=value, severity=Status.INFO)
+    return {key: Trait(subject=key[0], what=key[1], value=value, status=Status.INFO)
             for key, value in values.items()}  # fmt: skip
 
 

@@ -301,8 +301,7 @@ def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | No
     try:
         answer = host.nvml(XIDS, count)
     except NvmlError as error:
-        gone = does_not_apply(error) or error.name == "FUNCTION_NOT_FOUND"
-        return None, () if gone else (f"{error.symbol} = {error.name}",)
+        return None, () if does_not_apply(error) else (f"{error.symbol} = {error.name}",)
     found: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
     for index, number in answer["xids"]:
         found[index] = (*found.get(index, ()), number)

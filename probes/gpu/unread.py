@@ -43,7 +43,7 @@ def _unread(facts: GpuFacts) -> Iterator[tuple[str, tuple[str, ...]]]:
         if gpu.error is None:
             yield f"GPU{gpu.index}", gpu.unread
     for pair in facts.pairs:
-        yield f"GPU{pair.a}", tuple(question for question in pair.unread)
+        yield f"GPU{pair.a}", pair.unread
 
 
 def _finding(code: str, status: Status, subjects: dict[str, list[str]]) -> Finding:

@@ -55,14 +55,14 @@ class PciFacts:
     topology_files: tuple[str, ...] = ()  # NCCL topology XML the provider put on this host
 
 
-DEPTH_MAX = 64  # a chain of bridges that leads back to itself ends here
+DEPTH_MAX = 64  # bridges; the 256 buses of the specification cannot nest deeper in practice
 
 
-def ancestors(parents: Mapping[str, str | None], device: PciDevice) -> list[str]:
+def ancestors(parents: Mapping[str, str | None], bus_id: str) -> list[str]:
     """The bus ids of the bridges above a device, the nearest first."""
     found: list[str] = []
-    above = device.parent
-    while above is not None and len(found) < DEPTH_MAX:
+    above = parents.get(bus_id)
+    while above is not None and above not in found and len(found) < DEPTH_MAX:
         found.append(above)
         above = parents.get(above)
     return found

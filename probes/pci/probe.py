@@ -128,7 +128,7 @@ def peer_ports(facts: PciFacts) -> set[str]:
     """Ports that traffic between two GPUs, or a GPU and an RDMA NIC, crosses below the bridge they share."""
     parents = {d.bus_id: d.parent for d in facts.devices}
     ends = gpus(facts)
-    chains = {d.bus_id: ancestors(parents, d) for d in (*ends, *_rdma_nics(facts))}
+    chains = {d.bus_id: ancestors(parents, d.bus_id) for d in (*ends, *_rdma_nics(facts))}
     ports: set[str] = set()
     for a, b in combinations(chains, 2):
         if all(d.bus_id not in (a, b) for d in ends):

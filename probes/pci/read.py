@@ -114,7 +114,7 @@ def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
     wanted = {device.bus_id for device in devices if not is_bridge(device.class_code)}
     for device in devices:
         if device.bus_id in wanted:
-            wanted |= set(ancestors(parents, device))
+            wanted |= set(ancestors(parents, device.bus_id))
     return tuple(_configured(host, device) if device.bus_id in wanted else device for device in devices)
 
 
@@ -167,7 +167,7 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
     if hypervisor is None or len(ends) < 2 or any(d.root is None for d in ends):
         return None
     parents = {d.bus_id: d.parent for d in devices}
-    roots, deepest = {d.root for d in ends}, max(len(ancestors(parents, d)) for d in ends)
+    roots, deepest = {d.root for d in ends}, max(len(ancestors(parents, d.bus_id)) for d in ends)
     if len(roots) == 1 and deepest == 0:
         return f"every device sits on the same root bus ({hypervisor})"
     if len(roots) == 1 and deepest == 1 and len({d.parent for d in ends}) == len(ends):

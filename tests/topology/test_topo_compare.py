@@ -103,9 +103,9 @@ def test_narrowed_slot_in_words():
     facts = snapshot(HGX).facts(GpuFacts)
     gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 5 else gpu for gpu in facts.gpus)
     (difference,) = diff(snapshot(HGX), changed(HGX, "gpu", gpus=gpus))
-    assert (difference.message, difference.severity) == ("GPU5 x16 -> x8", Status.FAIL)
+    assert (difference.message, difference.status) == ("GPU5 x16 -> x8", Status.FAIL)
     (better,) = diff(changed(HGX, "gpu", gpus=gpus), snapshot(HGX))
-    assert better.severity is Status.INFO
+    assert better.status is Status.INFO
 
 
 def test_dead_port_in_words():
@@ -128,16 +128,16 @@ def test_throttling_is_as_bad_as_the_scan_calls_it():
     """Heat at half the clock fails; the power cap of full load is no fault; that it ended is good news."""
     hot, cool = snapshot("sick-h100-thermal"), snapshot(HGX)
     judged = {f.status for f in findings_of(hot, GPU_PROBE, hot.facts(GpuFacts)) if f.code.startswith("gpu.thermal.t")}
-    assert {d.severity for d in diff(cool, hot) if d.what == "held back by"} == judged
+    assert {d.status for d in diff(cool, hot) if d.what == "held back by"} == judged
     ended = diff(hot, replace(cool, hostname=hot.hostname))
-    assert {d.severity for d in ended if d.what == "held back by"} == {Status.INFO}
+    assert {d.status for d in ended if d.what == "held back by"} == {Status.INFO}
     gpus = tuple(replace(gpu, throttle_reasons=("sw_power_cap",)) for gpu in cool.facts(GpuFacts).gpus)
-    assert {d.severity for d in diff(cool, changed(HGX, "gpu", gpus=gpus))} == {Status.INFO}
+    assert {d.status for d in diff(cool, changed(HGX, "gpu", gpus=gpus))} == {Status.INFO}
 
 
 def test_worst_first_and_a_vanished_device_once():
     found = diff(snapshot(HGX), snapshot("sick-h100-rdma-off"))
-    ranks = [["fail", "warn", "unknown", "info"].index(difference.severity) for difference in found]
+    ranks = [["fail", "warn", "unknown", "info"].index(difference.status) for difference in found]
     assert ranks == sorted(ranks)
     assert sum("mlx5_0" in difference.message for difference in found) == 1
 
@@ -150,7 +150,7 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
     (family,) = view.families
     assert len(family.common.nodes) == 300
     assert {group.nodes[0] for group in family.odd} == {snapshot.hostname for snapshot in odd}
-    assert all(group.differences[0].severity is Status.FAIL for group in family.odd)
+    assert all(group.differences[0].status is Status.FAIL for group in family.odd)
     text = fleet_text(view)
     assert "GPU3 NVLinks 18 -> 16" in text
     assert "memlock unlimited -> 64 KiB" in text

@@ -234,6 +234,23 @@ def test_an_hgx_that_lost_a_gpu_is_still_an_hgx():
     assert "7 GPUs, HGX H100/H200 has 8" in departures(made)
 
 
+@each_row(
+    ("model", "product", "gpus", "sku"),
+    [
+        ("NVIDIA H100 80GB HBM3", "Google Compute Engine", 8, "GCP A3"),
+        ("NVIDIA H100 80GB HBM3", "Google Compute Engine", 7, "GCP A3"),  # a lost GPU
+        ("NVIDIA H100 80GB HBM3", "Google Compute Engine", 4, None),  # a3-highgpu-4g
+        ("NVIDIA A100 80GB PCIe", "Virtual Machine", 4, "Azure NC A100 v4"),
+        ("NVIDIA A100 80GB PCIe", "Virtual Machine", 1, None),  # NC24ads
+        ("Tesla V100-SXM2-16GB", "8335-GTX", 6, None),
+    ],
+)
+def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, product, gpus, sku):
+    made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
+    assert recognise(made).sku == sku
+    assert [words for words in departures(made) if sku is None] == []
+
+
 def test_pcie_cards_are_no_hgx():
     made = node(8, {}, model="NVIDIA H100 PCIe")
     assert reference_of(made) is None
