@@ -13,8 +13,7 @@ from agent.checks.verdict import Verdict, checks_of_snapshot, judge, with_passes
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from planner.lint.environment import lint
-from planner.lint.machine import machine_of
-from planner.lint.recorded import recorded_environments
+from planner.lint.machine import machine_of, recorded_environments
 from planner.lint.tables import CODES as ENVIRONMENT_CODES
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
