@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.measured import BENCH_CODES, FLIGHT_CODES
 from agent.checks.rdma_bars import RDMA_BENCH_CODES
-from planner.lint.environment import CODES as ENVIRONMENT_CODES
+from planner.lint.tables import CODES as ENVIRONMENT_CODES
 from probes.registry import ALL
 from probes.scan import SCAN_CODES
 from topology.check import CODES as TOPOLOGY_CODES

@@ -12,10 +12,9 @@ from agent.checks.expect_checks import EXPECT_CODES, checks_of, settled
 from agent.checks.verdict import Verdict, judge
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
-from planner.lint.environment import CODES as ENVIRONMENT_CODES
 from planner.lint.environment import lint
-from planner.lint.machine import machine_of
-from planner.lint.recorded import recorded_environments
+from planner.lint.machine import machine_of, recorded_environments
+from planner.lint.tables import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import FREE_MEMORY, is_full, subject_of

@@ -363,11 +363,17 @@ def _gate(spec: JobSpec) -> Document:
         words += ["--require", check]
     mounts = [mount for mount in _mounts(spec) if mount["mountPath"] == "/dev/shm"]  # noqa: S108
     gate: Document = {"name": "preflight", "image": spec.preflight_image, "command": words}
-    gate["env"] = _variables(_environment(spec))  # it judges what the job will run with
+    # it judges what the job will run with
+    gate["env"] = [node_name(), *_variables(_environment(spec))]
     gate["resources"] = _resources(spec)  # it judges the devices that this pod gets, not the node's
     gate["securityContext"] = _security(spec)
     gate["volumeMounts"] = mounts
     return {key: value for key, value in gate.items() if value not in ([], {})}
+
+
+def node_name() -> Document:
+    """The variable by which findings name the node: a pod's own host name changes with every pod."""
+    return {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
 
 
 def _environment(spec: JobSpec) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 from contracts.yaml_edit import documents, extended
 from planner.advice import PodNeed, Setting
 from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
-from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document, node_name
 
 PREFIX = "topoflight.io"  # of annotations
 GATE = "preflight"
@@ -411,8 +411,8 @@ class _Wrapper:
         gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
         trainer = next((part.container for part in self._job.parts if part.kind == "TrainJob"), container)
         resources = copy.deepcopy(trainer.get("resourcesPerNode") or container.get("resources") or {})
-        if env := _plain_variables(trainer):
-            gate["env"] = env  # it judges what the job will run with
+        # it judges what the job will run with
+        gate["env"] = [node_name(), *_plain_variables(trainer)]
         if resources:
             gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
         if container.get("securityContext"):

@@ -18,7 +18,7 @@ from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
 from planner.lint.script import NAME, Assigned, Inner, Script
 from planner.lint.shell import expand, read_shell, read_words
-from planner.lint.values import finding
+from planner.lint.tables import finding
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -269,16 +269,12 @@ class _Walk:
             gone = [each for each in _REFERENCE.findall(text) if each not in before and not _SERVICE.match(each)]
             if gone and not node.get("envFrom"):  # which may set it, and comes first
                 later = "is set after it" if gone[0] in named else "is not set"
-                self._at(source).findings.append(finding(
-                    "env.value.kind", Status.WARN, name, text,
-                    f"{gone[0]} {later}, and Kubernetes puts in only what stands before: the text $({gone[0]}) stays.",
-                    f"Set {gone[0]} before {name} in the container's env.",
-                ))  # fmt: skip
+                note = finding("env.value.kind/reference", name, text, other=gone[0], when=later)
+                self._at(source).findings.append(note)
             if name in before:
-                self._at(source).findings.append(finding(
-                    "env.pair.shadowed", Status.WARN if before[name] != text else Status.INFO, name, before[name],
-                    f"set more than once: the last counts, {name}={text}.", f"Keep one {name}.",
-                ))  # fmt: skip
+                status = Status.WARN if before[name] != text else Status.INFO
+                note = finding("env.pair.shadowed/twice", name, before[name], status=status, last=text)
+                self._at(source).findings.append(note)
             before[name] = text
 
     def _text_wanted(self, source: str, name: str, value: Any) -> None:
@@ -289,10 +285,8 @@ class _Walk:
         text = scalar(value)
         what = "a truth value" if _TRUTH.fullmatch(text) else "a number"
         text = text if _TOLD.match(name) else "..."
-        self._at(source).findings.append(finding(
-            "env.value.kind", Status.FAIL, name, text, f"without quotes {text} is {what}, and {refusal}.",
-            f'Write "{text}" in quotes.',
-        ))  # fmt: skip
+        note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
+        self._at(source).findings.append(note)
 
     def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """One entry of a container's `env:`."""

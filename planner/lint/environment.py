@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from contracts.finding import Finding, Status
 from planner.lint.pairs import check_job, check_pairs, nodes_of
-from planner.lint.tables import settings
+from planner.lint.tables import finding, settings
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
     check_kind,
     check_quotes,
     check_value,
-    finding,
     fits,
     is_quoted,
     other_net,
@@ -41,20 +40,8 @@ from planner.nccl_env.names import (
 )
 from planner.nccl_env.recipes import Platform, platform_of_plugin
 
-
-class Machine(Protocol):
-    """The machine that an environment is for; `planner.lint.machine` reads one from a scan."""
-
-    @property
-    def has_efa(self) -> bool:
-        """Whether EFA carries the traffic between nodes."""
-
-    @property
-    def lacks_nvlink(self) -> bool:
-        """Whether it is known that no NVLink joins two GPUs."""
-
-    def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
-        """Every contradiction between the environment and the machine."""
+if TYPE_CHECKING:
+    from planner.lint.machine import ProbedMachine
 
 
 _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
@@ -65,7 +52,7 @@ def check_leftover(
     value: str,
     entry: NcclName,
     version: Version | None,
-    machine: Machine | None,
+    machine: ProbedMachine | None,
     *,
     plugin: bool,
     vendor: Platform | None,
@@ -76,14 +63,7 @@ def check_leftover(
     if name == "NCCL_IB_GID_INDEX" and version is not None and version >= (2, 21, 0):
         if strtoll(value)[0] < 0:
             return
-        yield finding(
-            "env.gid.needless", Status.INFO, name, value,
-            (
-                f"NCCL {version_text(version)} takes this index on every port without looking; left "
-                "unset it finds the RoCE v2 GID itself, also where the tables of two hosts differ."
-            ),
-            f"Unset {name}.",
-        )  # fmt: skip
+        yield finding("env.gid.needless", name, value, version=version_text(version))
         return
     if entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
@@ -91,21 +71,11 @@ def check_leftover(
         yield from _beside_a_vendors_plugin(name, value, vendor)
         return
     if name == "NCCL_PXN_DISABLE" and machine is not None and machine.lacks_nvlink:
-        yield finding(
-            "env.debug.leftover", Status.INFO, name, value,
-            "A debugging setting that stayed and does nothing here: PXN sends through a GPU that NVLink joins to the "
-            "sender, and no two GPUs of this host are joined so.",
-            f"Unset {name}: on a host with NVLink it costs bandwidth.",
-            ("NCCL src/graph/paths.cc: PXN is PCIe and NVLink",),
-        )  # fmt: skip
+        yield finding("env.debug.leftover/pxn", name, value)
         return
     status = Status.WARN if name in _COSTLY and _turns_off(name, value) else Status.INFO
-    yield finding(
-        "env.debug.leftover", status, name, value,
-        f"A debugging setting that stayed: {settings().effects.get(name, _DEFAULT_EFFECT)}.",
-        f"Unset {name}, unless a measurement on this machine speaks for it.",
-        ("NCCL docs/userguide/source/env.rst: section Debugging",),
-    )  # fmt: skip
+    effect = settings().effects.get(name, _DEFAULT_EFFECT)
+    yield finding("env.debug.leftover", name, value, status=status, effect=effect)
 
 
 def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
@@ -115,11 +85,8 @@ def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterato
         return
     script = vendor.script[0] if vendor.script else "the vendor's script"
     recipe = f"publishes {name}={published}" if published else f"does not publish {name}"
-    yield finding(
-        "env.debug.leftover", Status.INFO, name, value,
-        f"The recipe of the plugin's vendor for {vendor.name} {recipe}. The plugin is tested with that recipe only.",
-        f"Write {name}={published}." if published else f"Compare it with {script} before you change it.",
-    )  # fmt: skip
+    advice = f"Write {name}={published}." if published else f"Compare it with {script} before you change it."
+    yield finding("env.debug.leftover/vendor", name, value, platform=vendor.name, recipe=recipe, advice=advice)
 
 
 # Those that switch a transport or an algorithm off as a whole.
@@ -149,7 +116,7 @@ def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name, (why, only) in settings().efa_needless.items():
         value = environment.get(name)
         if value is not None and value.lower() == (only or value.lower()):
-            yield finding("env.efa.needless", Status.INFO, name, value, f"{why}.", f"Unset {name}.")
+            yield finding("env.efa.needless", name, value, why=why)
 
 
 def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -157,8 +124,7 @@ def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name, switch in settings().torch.items():
         value = environment.get(name, "")
         if value.strip().lower() in switch.when:
-            remedy = switch.remedy.format(name=name)
-            yield finding(switch.code, switch.severity, name, value, f"{switch.effect}.", remedy)
+            yield finding(switch.finding, name, value, status=switch.status, effect=switch.effect)
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -168,27 +134,15 @@ def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
         options = dict(option.partition(":")[::2] for option in value.split(","))
         segments = options.get("expandable_segments")
         if segments is not None and segments.strip() not in ("True", "False"):
-            yield finding(
-                "env.torch.allocator", Status.FAIL, name, value,
-                "PyTorch expects exactly True or False and ends with an error.",
-                f"Write {name}=expandable_segments:True.",
-            )  # fmt: skip
+            yield finding("env.torch.allocator", name, value)
 
 
 def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     """Names PyTorch reads under an old spelling; libnccl never reads them."""
-    if "deprecated alias of " not in entry.reader:
-        return
-    right = entry.reader.split("deprecated alias of ")[1].rstrip(")")
-    yield finding(
-        "env.torch.renamed", Status.INFO, name, value,
-        f"PyTorch reads it, not NCCL, and only as the old name of {right}.",
-        f"Write {right}={value}.",
-    )  # fmt: skip
+    _, alias, right = entry.reader.partition("deprecated alias of ")
+    if alias:
+        yield finding("env.torch.renamed", name, value, right=right.rstrip(")"))
 
-
-CODES = settings().codes
-"""Every code `lint` may return."""
 
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
 
@@ -197,7 +151,7 @@ def lint(
     environment: Mapping[str, str],
     *,
     nccl_version: tuple[int, ...] | None = None,
-    machine: Machine | None = None,
+    machine: ProbedMachine | None = None,
     source: str = "",
     unresolved: Mapping[str, str] | None = None,
     unexported: Mapping[str, str] | None = None,
@@ -225,11 +179,7 @@ def lint(
     carried = other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else "")
     for name, value in environment.items():
         if name == "NCCL_IB_DISABLE" and carried and strtoll(value) == (1, True):
-            found.append(finding(
-                "env.debug.leftover", Status.INFO, name, value,
-                f"it turns off only NCCL's own RDMA transport, and {carried} carries the traffic.",
-                f"Unset {name}: it hides RDMA where the plugin is missing.",
-            ))  # fmt: skip
+            found.append(finding("env.debug.leftover/rdma", name, value, carrier=carried))
             continue
         found += _judge_name(name, value, version, source, machine, plugin=plugin, own=own, vendor=vendor)
     for name, raw in (unresolved or {}).items():
@@ -246,7 +196,7 @@ def lint(
     return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
 
 
-def _plugin_in_use(environment: Mapping[str, str], machine: Machine | None, source: str) -> bool:
+def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
     """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
@@ -260,7 +210,7 @@ def _judge_name(
     value: str,
     version: Version | None,
     source: str,
-    machine: Machine | None,
+    machine: ProbedMachine | None,
     *,
     plugin: bool,
     known: bool = True,
@@ -269,11 +219,7 @@ def _judge_name(
 ) -> Iterator[Finding]:
     """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
     if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
-        yield finding(
-            "env.name.reserved", Status.FAIL, name, value,
-            "reserved: Kubeflow Trainer sets it for torchrun, and its webhook rejects a job that sets it too.",
-            f"Drop {name}; set numNodes and numProcPerNode instead.",
-        )  # fmt: skip
+        yield finding("env.name.reserved", name, value)
         return
     if name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
@@ -294,15 +240,12 @@ def _judge_name(
     if last is not None and (version is None or version > last):
         new = replacement(name)
         use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
-        reads = f"NCCL {version_text(version)}" if version else "every later release"
-        message = f"last read by NCCL {version_text(last)}: {reads} ignores it without a message."
+        reader = f"NCCL {version_text(version)}" if version else "every later release"
         status = Status.WARN if version else Status.INFO  # the release in use may still read it
-        yield finding("env.name.removed", status, name, value, message, use)
+        yield finding("env.name.removed", name, value, status=status, last=version_text(last), reader=reader, use=use)
         return
     if first is not None and version is not None and version < first:
-        message = f"read since NCCL {version_text(first)}: NCCL {version_text(version)} ignores it without a message."
-        remedy = f"Update NCCL, or unset {name}."
-        yield finding("env.name.too_new", Status.WARN, name, value, message, remedy)
+        yield finding("env.name.too_new", name, value, first=version_text(first), version=version_text(version))
         return
     if known:
         yield from check_value(name, value, entry, version)
@@ -314,11 +257,7 @@ def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:
     for name, raw in values.items():
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
-            yield finding(
-                "env.name.unexported", Status.WARN, name, raw,
-                "set in the shell and never exported: no program that the script starts sees it.",
-                f"Write export {name} after it.",
-            )  # fmt: skip
+            yield finding("env.name.unexported", name, raw)
 
 
 def _unknown_nccl(
@@ -330,19 +269,13 @@ def _unknown_nccl(
         why = (
             "the name carries more than its letters (nccl.conf takes all before '=')" if " " in name else "case counts"
         )
-        yield finding(
-            "env.name.unknown", Status.WARN, name, value,
-            f"NCCL does not read this name, {why}: it has no effect.", f"Write {stripped}={value.strip()}.",
-        )  # fmt: skip
+        yield finding("env.name.unknown/letters", name, value, why=why, right=f"{stripped}={value.strip()}")
         return
     if not name.startswith("NCCL_"):
         return
     if version is not None and version > newest_read():
-        yield finding(
-            "env.name.unknown", Status.INFO, name, value,
-            f"no NCCL up to {version_text(newest_read())} reads it; whether {version_text(version)} does is unknown.",
-            f"Check the documentation of NCCL {version_text(version)}.",
-        )  # fmt: skip
+        newest = version_text(newest_read())
+        yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(version))
         return
     yield _unknown(name, value, "NCCL", known=known, own=own)
 
@@ -355,23 +288,16 @@ _OWN_VALUE = re.compile(
 
 def _unknown(name: str, value: str, reader: str, *, known: bool, own: frozenset[str] = frozenset()) -> Finding:
     close = tuple(each for each in nearest(name) if not known or fits(each, value))
-    message = f"no {reader} reads this name: it has no effect, and no message says so."
     if close:
         right = names().get(close[0])
         stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
-        remedy = f"Did you mean {' or '.join(close)}? Correct the name, or unset it."
-        return finding("env.name.unknown", Status.WARN, name, value, message + stays, remedy)
+        meant = " or ".join(close)
+        return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=meant)
     if name in own:
-        message = f"no {reader} reads this name; the script does."
-        return finding("env.name.unknown", Status.INFO, name, value, message, "Nothing, if that is all it is for.")
+        return finding("env.name.unknown/own", name, value, reader=reader)
     if _OWN_VALUE.fullmatch(value.strip()):
-        message = f"no {reader} reads this name; by its value a script or a build may."
-        return finding(
-            "env.name.unknown", Status.INFO, name, value, message, "Nothing, where your own script reads it."
-        )
-    return finding(
-        "env.name.unknown", Status.WARN, name, value, message, f"Unset {name}, if nothing of yours reads it."
-    )
+        return finding("env.name.unknown/own_value", name, value, reader=reader)
+    return finding("env.name.unknown", name, value, reader=reader)
 
 
 def _without_doubles(found: list[Finding]) -> Iterator[Finding]:

@@ -12,14 +12,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from contracts.finding import Finding, Status
-from planner.lint.values import NameList, finding, other_net, strtoll
+from contracts.finding import Finding
+from planner.lint.script import NamedEnvironment
+from planner.lint.tables import finding
+from planner.lint.values import NameList, other_net, strtoll
 from planner.nccl_env.gpus import p2p_level_effect
 from planner.nccl_env.hcas import choose_ports
+from planner.nccl_env.interfaces import UNFIT_ROLES, best_interface, running_interfaces
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.roce import gid_index_problem
 from planner.nccl_env.situation import NodeView, PortView
 from probes.api import Snapshot
+from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
 from topology.build import build
 from topology.graph import NodeTopology
@@ -27,7 +31,7 @@ from topology.graph import NodeTopology
 
 @dataclass(frozen=True, slots=True)
 class ProbedMachine:
-    """The machine of a scan, as planner.lint.environment asks it."""
+    """The machine of a scan, and what contradicts it in an environment."""
 
     node: NodeView
 
@@ -79,8 +83,8 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
             f" NCCL {version_text(version)} finds the right one by itself." if version and version >= (2, 21) else ""
         )
         yield finding(
-            "env.gid.absent", status, name, value, f"entry {index} of {view.name} {what}.{since}", f"Unset {name}.",
-            (f"{view.name} GIDs: {used}",),
+            "env.gid.absent", name, value, f"{view.name} GIDs: {used}", status=status,
+            index=index, port=view.name, what=what, since=since,
         )  # fmt: skip
 
 
@@ -103,16 +107,9 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         return
     name, value = next(iter(variables.items()))
     meant = f"priority {by_dscp}" if by_dscp == by_tag else f"priority {by_dscp} by DSCP or {by_tag} by VLAN tag"
-    yield finding(
-        "env.class.unprotected", Status.WARN, name, value,
-        f"packets travel in {meant} where switches map by default, and flow control protects another one: under load "
-        "they are dropped.",
-        "Take the class of a protected priority, as `topoflight recommend` names it; check it against the switches.",
-        (
-            *(f"{other}={text}" for other, text in variables.items() if other != name),
-            *(f"{view.name}: PFC on {', '.join(map(str, view.port.pfc_priorities or ()))}" for view in bare[:8]),
-        ),
-    )  # fmt: skip
+    others = [f"{other}={text}" for other, text in variables.items() if other != name]
+    ports = [f"{view.name}: PFC on {', '.join(map(str, view.port.pfc_priorities or ()))}" for view in bare[:8]]
+    yield finding("env.class.unprotected", name, value, *others, *ports, priority=meant)
 
 
 def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
@@ -132,32 +129,23 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     if facts is None or len(value) <= 1:
         return
     wanted = NameList.parse(value)
-    running = [
-        each for each in facts.interfaces if each.running is not False and each.up is not False and each.addresses
-    ]
+    running = running_interfaces(facts)
     taken = [each for each in running if wanted.takes(each.name)]
-    listed = ", ".join(each.name for each in running) or "none"
+    evidence = f"running interfaces: {', '.join(each.name for each in running) or 'none'}"
     if not taken:
-        yield _finding(
-            "env.interface.absent", Status.FAIL, name, value,
-            "no running interface with an address matches: NCCL ends with 'no socket interface found'.",
-            (f"running interfaces: {listed}",), "Name an interface that exists on every node, or unset it.",
-        )  # fmt: skip
+        yield finding("env.interface.absent", name, value, evidence)
         return
-    evidence = (f"running interfaces: {listed}",)
     yield from _prefixes(value, wanted, [each.name for each in running], evidence)
     yield from _unfit(value, taken, node)
     secondary = [each.name for each in running if each.role == "secondary"]
     if secondary and taken[0].role == "pod-default":
-        yield _finding(
-            "env.interface.overlay", Status.WARN, name, value,
-            f"it takes {taken[0].name}, the pod's default network: TCP traffic crosses the cluster overlay although "
-            f"the pod has {', '.join(secondary)}.",
-            (f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary"), f"Write {name}={secondary[0]}.",
+        yield finding(
+            "env.interface.overlay", name, value, f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary",
+            first=taken[0].name, secondary=", ".join(secondary), best=secondary[0],
         )  # fmt: skip
 
 
-def _prefixes(value: str, wanted: NameList, running: list[str], evidence: tuple[str, ...]) -> Iterator[Finding]:
+def _prefixes(value: str, wanted: NameList, running: list[str], evidence: str) -> Iterator[Finding]:
     """Entries that take more interfaces than the one they name."""
     name = "NCCL_SOCKET_IFNAME"
     if wanted.exact or wanted.negated:
@@ -166,31 +154,26 @@ def _prefixes(value: str, wanted: NameList, running: list[str], evidence: tuple[
         caught = [each for each in running if wanted.hits(entry, each)]
         if entry[0] in caught and len(caught) > 1:
             more = ", ".join(each for each in caught if each != entry[0])
-            yield _finding(
-                "env.interface.prefix", Status.WARN, name, value,
-                f"names are prefixes: '{entry[0]}' also takes {more}, and TCP traffic is spread over all of them.",
-                evidence, f"Write {name}=={value} ('=' asks for exact names).",
-            )  # fmt: skip
+            yield finding("env.interface.prefix", name, value, evidence, entry=entry[0], more=more)
 
 
 def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Finding]:
     """Interfaces that lead to no other node."""
     name = "NCCL_SOCKET_IFNAME"
-    unfit = [each for each in taken if each.role in ("loopback", "docker", "bridge", "virtual")]
+    unfit = [each for each in taken if each.role in UNFIT_ROLES]
     if unfit:
         first = taken[0] in unfit
         what = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
-        yield _finding(
-            "env.interface.unfit", Status.WARN, name, value,
-            f"it takes {', '.join(each.name for each in unfit)} ({unfit[0].role}): {what}.",
-            tuple(f"{each.name}: {each.role}" for each in unfit), _better(node, name),
+        yield finding(
+            "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),
+            names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=what,
+            advice=_use_better(node, name),
         )  # fmt: skip
 
 
-def _better(node: NodeView, name: str) -> str:
-    facts = node.interfaces()
-    fit = [each.name for each in facts.interfaces if each.role in ("secondary", "host", "pod-default")] if facts else []
-    return f"Write {name}={fit[0]}, or unset it." if fit else f"Unset {name}."
+def _use_better(node: NodeView, name: str) -> str:
+    best = best_interface(node)
+    return f"Write {name}={best.name}, or unset it." if best else f"Unset {name}."
 
 
 def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
@@ -203,11 +186,8 @@ def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     absent = [entry for entry in value.split(",") if entry not in known]
     if absent:
         signs = " '^' and '=' mean nothing to gloo." if value[:1] in "^=" else ""
-        yield _finding(
-            "env.gloo.interface", Status.FAIL, name, value,
-            f"gloo takes exact names and fails at start: there is no {', '.join(absent)}.{signs}",
-            (f"interfaces: {', '.join(sorted(known))}",), f"Name an interface that exists, or unset {name}.",
-        )  # fmt: skip
+        listed = f"interfaces: {', '.join(sorted(known))}"
+        yield finding("env.gloo.interface", name, value, listed, absent=", ".join(absent), signs=signs)
 
 
 def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
@@ -218,95 +198,56 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         return
     ports = node.verbs_ports()
     if not ports and (fabric := _libfabric(node)):
-        yield _finding(
-            "env.hca.efa", Status.INFO, name, value,
-            "it selects devices of NCCL's own IB transport; EFA and Slingshot are reached through aws-ofi-nccl: it "
-            "does nothing.",
-            (f"{fabric}, no HCA",), f"Unset {name}.",
-        )  # fmt: skip
+        yield finding("env.hca.efa", name, value, f"{fabric}, no HCA")
         return
     wanted = NameList.parse(value)
     listed = ", ".join(view.name for view in ports) or "none"
-    evidence = (f"RDMA ports: {listed}" + ("" if facts is None else f" ({facts.source})"),)
+    evidence = f"RDMA ports: {listed}" + ("" if facts is None else f" ({facts.source})")
     matched = [view for view in ports if wanted.takes(view.device.name, view.port.port)]
     if not matched:
-        yield _finding(
-            "env.hca.absent", Status.FAIL, name, value,
-            "no device of this host matches: NCCL prints 'NET/IB : No device found' and goes on over TCP.",
-            evidence, f"Name a device that exists, or unset {name} to use every ACTIVE one.",
-        )  # fmt: skip
+        yield finding("env.hca.absent", name, value, evidence)
         return
     yield from _entries(name, value, wanted, ports, evidence)
     active = [view for view in matched if view.port.state in (None, "ACTIVE")]
     down = [view for view in matched if view not in active]
+    states = [f"{view.name}: {view.port.state}" for view in down]
     if not active:
-        yield _finding(
-            "env.hca.down", Status.FAIL, name, value,
-            "every port it selects is down: NCCL prints 'NET/IB : No device found' and goes on over TCP.",
-            tuple(f"{view.name}: {view.port.state}" for view in down), "Bring the port up, or select another.",
-        )  # fmt: skip
+        yield finding("env.hca.down", name, value, *states)
     elif down and not wanted.negated:
-        yield _finding(
-            "env.hca.down", Status.WARN, name, value,
-            f"not ACTIVE: {', '.join(view.name for view in down)}; NCCL leaves it out without a message.",
-            tuple(f"{view.name}: {view.port.state}" for view in down), "Bring the port up.",
-        )  # fmt: skip
+        yield finding("env.hca.down/some", name, value, *states, ports=", ".join(view.name for view in down))
 
 
-def _entries(
-    name: str, value: str, wanted: NameList, ports: tuple[PortView, ...], evidence: tuple[str, ...]
-) -> Iterator[Finding]:
+def _entries(name: str, value: str, wanted: NameList, ports: tuple[PortView, ...], evidence: str) -> Iterator[Finding]:
     named = {entry[0] for entry in wanted.entries}
     for entry in wanted.entries:
         caught = sorted({view.device.name for view in ports if wanted.hits(entry, view.device.name, view.port.port)})
         more = [each for each in caught if each not in named]
         if not caught and not wanted.negated:
-            yield _finding(
-                "env.hca.absent", Status.WARN, name, value,
-                f"no device matches '{entry[0]}': NCCL leaves it out without a message.", evidence,
-                f"Correct or drop '{entry[0]}'.",
-            )  # fmt: skip
+            yield finding("env.hca.absent/entry", name, value, evidence, entry=entry[0])
         if not wanted.exact and entry[0] in caught and more:
             verb = "leaves out" if wanted.negated else "takes"
-            sign = "^=" if wanted.negated else "="
-            yield _finding(
-                "env.hca.prefix", Status.WARN, name, value,
-                f"names are prefixes: '{entry[0]}' also {verb} {', '.join(more)}.", evidence,
-                f"Write {name}={sign}{value.lstrip('^=')}.",
-            )  # fmt: skip
+            right = ("^=" if wanted.negated else "=") + value.lstrip("^=")
+            yield finding(
+                "env.hca.prefix", name, value, evidence, entry=entry[0], verb=verb, more=", ".join(more), right=right
+            )
 
 
 def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     ports = node.taken_ports()
+    named = [view.name for view in ports]
     value = environment.get("NCCL_IB_DISABLE", "")
     if strtoll(value)[0] != 0 and ports and not other_net(environment):
-        yield _finding(
-            "env.rdma.disabled", Status.FAIL, "NCCL_IB_DISABLE", value,
-            f"this host has {len(ports)} ACTIVE RDMA ports, and NCCL will send everything between nodes over TCP.",
-            tuple(view.name for view in ports), "Unset NCCL_IB_DISABLE.",
-        )  # fmt: skip
+        yield finding("env.rdma.disabled", "NCCL_IB_DISABLE", value, *named, count=len(ports))
     net = environment.get("NCCL_NET", "")
     fabric = _libfabric(node)
     if net.lower() == "socket" and (ports or fabric):
-        yield _finding(
-            "env.rdma.tcp", Status.FAIL, "NCCL_NET", net,
-            "it forces TCP although this host has RDMA.",
-            tuple(view.name for view in ports) or (fabric,), "Unset NCCL_NET.",
-        )  # fmt: skip
+        yield finding("env.rdma.tcp", "NCCL_NET", net, *(named or [fabric]))
     if net.lower() == "ib" and not ports:
         efa = f"; {fabric} need NCCL_NET='AWS Libfabric' or nothing" if fabric else ""
-        yield _finding(
-            "env.net.absent", Status.FAIL, "NCCL_NET", net,
-            f"no RDMA port NCCL could use is on this host{efa}: NCCL ends with an error instead of using TCP.",
-            ("ACTIVE ports: none",), "Unset NCCL_NET.",
-        )  # fmt: skip
+        yield finding("env.net.absent", "NCCL_NET", net, other=efa)
     provider, own = environment.get("FI_PROVIDER", ""), "efa" if node.efa_count() else "cxi"
     if fabric and provider and own not in re.split(r"[;,]", provider.lower()):
-        yield _finding(
-            "env.rdma.tcp", Status.FAIL, "FI_PROVIDER", provider,
-            f"libfabric is told to use another provider than {own}: the plugin finds no network or TCP.",
-            (fabric,), f"Unset FI_PROVIDER, or name {own}.",
-        )  # fmt: skip
+        yield finding("env.rdma.tcp/provider", "FI_PROVIDER", provider, fabric, provider=own)
 
 
 def _libfabric(node: NodeView) -> str:
@@ -322,20 +263,22 @@ def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     linked = [gpu.index for gpu in gpus if any(link.active for link in gpu.nvlinks)]
     value = environment.get("NCCL_P2P_DISABLE", "")
     if strtoll(value)[0] == 1 and len(linked) > 1:
-        yield _finding(
-            "env.p2p.nvlink", Status.FAIL, "NCCL_P2P_DISABLE", value,
-            f"{len(linked)} GPUs of this host are joined by NVLink, and NCCL will send their data through host memory.",
-            tuple(f"GPU{index}: NVLink active" for index in linked[:8]), "Unset NCCL_P2P_DISABLE.",
-        )  # fmt: skip
+        proof = [f"GPU{index}: NVLink active" for index in linked[:8]]
+        yield finding("env.p2p.nvlink", "NCCL_P2P_DISABLE", value, *proof, count=len(linked))
     level = environment.get("NCCL_P2P_LEVEL")
     if level is not None and gpus:
-        yield _finding(
-            "env.p2p.level", Status.INFO, "NCCL_P2P_LEVEL", level, p2p_level_effect(level, node),
-            (f"{len(gpus)} GPUs",), "Unset NCCL_P2P_LEVEL.",
-        )  # fmt: skip
+        effect = p2p_level_effect(level, node)
+        yield finding("env.p2p.level", "NCCL_P2P_LEVEL", level, f"{len(gpus)} GPUs", effect=effect)
 
 
-def _finding(
-    code: str, status: Status, name: str, value: str, message: str, evidence: tuple[str, ...], remedy: str
-) -> Finding:
-    return finding(code, status, name, value, message, remedy, evidence)
+def recorded_environments(snapshot: Snapshot) -> tuple[NamedEnvironment, ...]:
+    """Return the environments that a scan itself saw: the variables of its process, and nccl.conf."""
+    facts = snapshot.facts(HostinfoFacts)
+    if facts is None:
+        return ()
+    found = (("process", facts.nccl_environment), ("nccl.conf", facts.nccl_conf))
+    return tuple(
+        NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=dict(environment))
+        for source, environment in found
+        if environment
+    )

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from contracts.finding import Finding, Status
-from planner.lint.named import NODES
-from planner.lint.tables import settings
-from planner.lint.values import TCP_PROVIDERS, NameList, finding, other_net, strtoll
+from planner.lint.script import NODES
+from planner.lint.tables import finding, settings
+from planner.lint.values import TCP_PROVIDERS, NameList, other_net, strtoll
 
 
 def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
@@ -29,10 +29,7 @@ def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
     for low, high, effect in settings().bounds:
         (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
         if known and whole and least > most > 0:
-            yield finding(
-                "env.pair.shadowed", Status.WARN, low, environment[low],
-                f"it is above {high}={most}: {effect}.", f"Unset {low} or {high}.",
-            )  # fmt: skip
+            yield finding("env.pair.shadowed/bounds", low, environment[low], other=high, most=most, effect=effect)
 
 
 def _holds(value: str | None, wanted: str) -> bool:
@@ -49,10 +46,8 @@ def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
     for cause, wanted, others in settings().shadows:
         for name in others if _holds(environment.get(cause), wanted) else ():
             if name in environment:
-                message = f"{cause}={environment[cause]} comes first: {name} has no effect."
-                yield finding(
-                    "env.pair.shadowed", Status.WARN, name, environment[name], message, f"Unset {cause} or {name}."
-                )
+                first = f"{cause}={environment[cause]}"
+                yield finding("env.pair.shadowed", name, environment[name], cause=first, other=cause)
 
 
 def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -60,41 +55,27 @@ def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
     off = {name: environment.get(name, "") for name in ("NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")}
     if all(strtoll(value)[0] == 1 for value in off.values()):
         tcp = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] == 1 and not other_net(environment)
-        yield finding(
-            "env.pair.network", Status.WARN, "NCCL_SHM_DISABLE", off["NCCL_SHM_DISABLE"],
-            "together with NCCL_P2P_DISABLE=1 it leaves GPUs of one node only the network: all their traffic goes "
-            f"through {'TCP sockets' if tcp else 'the NIC, or through TCP sockets where there is no RDMA'}.",
-            "Unset NCCL_SHM_DISABLE and NCCL_P2P_DISABLE.", ("NCCL_P2P_DISABLE=" + off["NCCL_P2P_DISABLE"],),
-        )  # fmt: skip
+        network = "TCP sockets" if tcp else "the NIC, or through TCP sockets where there is no RDMA"
+        (name, value), (other, its_value) = off.items()
+        yield finding("env.pair.network", name, value, f"{other}={its_value}", network=network)
 
 
 def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
     threads = strtoll(environment.get("NCCL_SOCKET_NTHREADS", ""))[0]
     sockets = strtoll(environment.get("NCCL_NSOCKS_PERTHREAD", ""))[0]
     if threads * sockets > 64:  # env.rst: the product cannot exceed 64
-        yield finding(
-            "env.pair.sockets", Status.WARN, "NCCL_SOCKET_NTHREADS", str(threads),
-            f"times NCCL_NSOCKS_PERTHREAD={sockets} is {threads * sockets} sockets a connection; NCCL caps it at 64.",
-            "Keep the product of both at 64 or less.",
-        )  # fmt: skip
+        product = threads * sockets
+        yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
 
 
 def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
     for name, (other, why) in settings().needs.items():
         if environment.get(name) and other not in named:
-            yield finding(
-                "env.pair.missing", Status.INFO, name, environment[name],
-                f"{why}, and that is not set here.", f"Set {other} too, or unset {name}.",
-            )  # fmt: skip
+            yield finding("env.pair.missing", name, environment[name], why=why, other=other)
     value = environment.get("NCCL_COLLNET_ENABLE", "")
     helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
     if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:
-        yield finding(
-            "env.pair.missing", Status.INFO, "NCCL_COLLNET_ENABLE", value,
-            "CollNet needs a plugin that offers it (nccl-rdma-sharp-plugins, with SHARP in the switches), and nothing "
-            "here names one: without it NCCL goes on without CollNet and says nothing.",
-            "Check that the image has libnccl-net.so of nccl-rdma-sharp-plugins, or unset NCCL_COLLNET_ENABLE.",
-        )  # fmt: skip
+        yield finding("env.pair.missing/collnet", "NCCL_COLLNET_ENABLE", value)
 
 
 def nodes_of(environment: Mapping[str, str]) -> int | None:
@@ -117,19 +98,11 @@ def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Fin
     yield from _unreachable(environment, nodes)
     net = environment.get("NCCL_NET", "")
     if net.lower() == "socket":
-        yield finding(
-            "env.rdma.tcp", Status.WARN, "NCCL_NET", net,
-            "it forces TCP between nodes, also where they have RDMA.",
-            "Unset NCCL_NET, unless the nodes have no RDMA; judge it with --host.",
-        )  # fmt: skip
+        yield finding("env.rdma.tcp/any", "NCCL_NET", net)
     provider = environment.get("FI_PROVIDER", "")
     first = re.split(r"[;,]", provider)[0].strip().lower()
     if first in TCP_PROVIDERS:
-        yield finding(
-            "env.rdma.tcp", Status.WARN, "FI_PROVIDER", provider,
-            f"libfabric is told to use {first}: a libfabric plugin of NCCL (EFA, Slingshot) goes over TCP.",
-            "Unset FI_PROVIDER, or name the fabric's provider (efa, cxi).",
-        )  # fmt: skip
+        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", provider, provider=first)
 
 
 def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
@@ -152,8 +125,4 @@ def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[
             if many
             else "the job's size is not known"
         )
-        yield finding(
-            "env.interface.unfit", status, name, value,
-            f"only its own host reaches {', '.join(local)}: ranks of another node never connect ({known}).",
-            f"Unset {name}, unless the job stays on one node.",
-        )  # fmt: skip
+        yield finding("env.interface.unfit/local", name, value, status=status, names=", ".join(local), size=known)

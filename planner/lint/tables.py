@@ -1,4 +1,4 @@
-"""The names, values and pairs that lint knows, as data/values.toml and data/settings.toml hold them. Read once."""
+"""The names, values, pairs and texts that lint knows, as the tables in data/ hold them. Each is read once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from contracts.finding import Status
+from contracts.finding import Finding, Status
 
 _DATA = Path(__file__).with_name("data")
 
@@ -38,10 +38,9 @@ class Switch:
     """A debugging switch of PyTorch or CUDA."""
 
     when: tuple[str, ...]  # in small letters
-    code: str
-    severity: Status
+    finding: str  # its key in data/findings.toml
+    status: Status
     effect: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,6 @@ class Values:
 class Settings:
     """Settings that do nothing or harm, alone or together."""
 
-    codes: tuple[str, ...]  # every one that lint may return
     plugin_values: Mapping[str, tuple[str, ...]]
     effects: Mapping[str, str]
     efa_needless: Mapping[str, tuple[str, str]]  # why, and the only value for which it holds ("" for any)
@@ -107,18 +105,55 @@ def settings() -> Settings:
     """The table of settings as written."""
     data = _load("settings.toml")
     return Settings(
-        codes=tuple(data["codes"]),
         plugin_values={name: tuple(row) for name, row in data["plugin_values"].items()},
         effects=data["effect"],
         efa_needless={name: (row["why"], row.get("only", "")) for name, row in data["efa_needless"].items()},
         torch={
-            name: Switch(**{**row, "when": tuple(row["when"]), "severity": Status(row["severity"])})
+            name: Switch(**{**row, "when": tuple(row["when"]), "status": Status(row["status"])})
             for name, row in data["torch"].items()
         },
         needs={name: (row["other"], row["why"]) for name, row in data["needs"].items()},
         shadows=tuple((row["cause"], row["set"], tuple(row["names"])) for row in data["shadows"]),
         bounds=tuple((row["least"], row["most"], row["effect"]) for row in data["bounds"]),
     )
+
+
+class Text(NamedTuple):
+    """A finding in words, with fields that the rule fills in."""
+
+    status: Status
+    message: str
+    remedy: str
+    evidence: tuple[str, ...]
+
+
+@cache
+def texts() -> Mapping[str, Text]:
+    """The table of findings as written."""
+    return {
+        key: Text(Status(row["status"]), row["message"], row["remedy"], (row["evidence"],) if "evidence" in row else ())
+        for key, row in _load("findings.toml").items()
+    }
+
+
+CODES = tuple(sorted({key.partition("/")[0] for key in texts()}))
+"""Every code that lint may return."""
+
+
+def finding(
+    key: str, name: str, value: str, /, *evidence: str, status: Status | None = None, **fields: object
+) -> Finding:
+    """Fill in a text of data/findings.toml.
+
+    The variable is the subject, what it was set to the first evidence. `status` is given where it is not the table's.
+    """
+    text = texts()[key]
+    message, remedy = (each.format(name=name, value=value, **fields) for each in (text.message, text.remedy))
+    return Finding(
+        code=key.partition("/")[0], status=status or text.status, subject=name,
+        message=message[:1].upper() + message[1:], evidence=(f"{name}={value}", *text.evidence, *evidence),
+        remedy=remedy,
+    )  # fmt: skip
 
 
 @cache

@@ -12,23 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from contracts.finding import Finding, Status
-from planner.lint.tables import values
+from planner.lint.tables import finding, values
 from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
-
-
-def finding(
-    code: str, status: Status, name: str, value: str, message: str, remedy: str, evidence: tuple[str, ...] = ()
-) -> Finding:
-    """The variable is the subject, what it was set to the first evidence; the message begins a sentence."""
-    return Finding(
-        code=code,
-        status=status,
-        subject=name,
-        message=message[:1].upper() + message[1:],
-        evidence=(f"{name}={value}", *evidence),
-        remedy=remedy,
-    )
-
 
 LEVEL_NAMES = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _LEVEL_SINCE: Mapping[str, Version] = MappingProxyType({"C2C": (2, 26, 2), "P2C": (2, 27, 3), "PXN": (2, 12, 7)})
@@ -136,23 +121,17 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
     """Of an env file, whose reader is not known: some keep the quotes."""
     entry = names().get(name)
     if entry is not None and is_quoted(value):
-        yield finding(
-            "env.value.quotes", Status.WARN, name, value,
-            f"The quotes stay with `docker run --env-file` and in nccl.conf: {_effect_of_garbage(name, entry, None)}. "
-            "Compose, systemd, dotenv and a shell strip them.",
-            f"Write {name}={value.strip(value[0])} without quotes, which every reader takes alike.",
-        )  # fmt: skip
+        effect = _effect_of_garbage(name, entry, None)
+        yield finding("env.value.quotes/env_file", name, value, effect=effect, right=value.strip(value[0]))
 
 
 def _check_blanks(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     """Blanks before or after a value, which docker's env files, nccl.conf and quotes keep."""
     harmless = entry.kind == "integer" and strtoll(value.rstrip())[1]
     effect = "the number is read all the same" if harmless else "it belongs to the text that NCCL compares"
-    yield finding(
-        "env.value.blank", Status.INFO if harmless else Status.WARN, name, value,
-        f"The value {'ends' if value != value.rstrip() else 'begins'} with a blank, which most readers keep: {effect}.",
-        f"Write {name}={value.strip()} without the blank.",
-    )  # fmt: skip
+    ends = "ends" if value != value.rstrip() else "begins"
+    status = Status.INFO if harmless else Status.WARN
+    yield finding("env.value.blank", name, value, status=status, ends=ends, effect=effect, right=value.strip())
 
 
 def check_value(name: str, value: str, entry: NcclName, version: Version | None) -> Iterator[Finding]:
@@ -163,14 +142,8 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
     if is_quoted(value):
         off = name in values().carries_data and strtoll(value.strip(value[0]))[0] != 0
         ends = off or name in values().zero or name in values().bytes or name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
-        yield finding(
-            "env.value.quotes",
-            Status.FAIL if ends else Status.WARN,
-            name,
-            value,
-            f"The quotes are part of the value: {_effect_of_garbage(name, entry, version)}.",
-            f"Write {name}={value.strip(value[0])} without quotes.",
-        )
+        effect, status = _effect_of_garbage(name, entry, version), Status.FAIL if ends else Status.WARN
+        yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
     if name in LEVELS:
         yield from _level(name, value, version)
@@ -229,23 +202,12 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
     elif name == "NCCL_IB_PKEY":
         number, whole = strtoll(value)
         if whole and number >= _MOST_PKEYS:
-            yield finding(
-                "env.value.kind", Status.WARN, name, value,
-                f"An index into the port's table of keys is wanted, and {value} looks like a key: no port has so many "
-                "entries, and connections fail (ibv_modify_qp: Invalid argument).",
-                "Write the index (/sys/class/infiniband/DEVICE/ports/1/pkeys lists them), or from NCCL 2.31 on name "
-                "the key itself in NCCL_IB_PKEY_VALUE.",
-            )  # fmt: skip
+            yield finding("env.value.kind/key", name, value)
         return
     else:
         return
     if wrong:
-        yield finding(
-            "env.value.kind", Status.WARN, name, value,
-            f"It takes names of {wants}; {', '.join(wrong)} does not look like one, and an entry without a match is "
-            "left out in silence.",
-            f"Name what `{lists}` lists, or unset {name}.",
-        )  # fmt: skip
+        yield finding("env.value.kind/names", name, value, wanted=wants, wrong=", ".join(wrong), command=lists)
 
 
 def _effect_of_garbage(name: str, entry: NcclName, version: Version | None) -> str:
@@ -269,62 +231,34 @@ def _default(name: str, entry: NcclName) -> str:
 
 def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     if not value:
-        yield finding(
-            "env.value.ignored", Status.INFO, name, value, "An empty value is no value: NCCL keeps its default.",
-            f"Unset {name}.",
-        )  # fmt: skip
+        yield finding("env.value.ignored/empty", name, value)
         return
     number, whole = strtoll(value)
     if not whole:
         if name in values().bytes and (unit := _UNIT.fullmatch(value)):
             meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
-            yield finding(
-                "env.value.ignored", Status.FAIL, name, value,
-                f"NCCL reads bytes and no unit: {number} bytes, in place of {_default(name, entry)}.",
-                f"Write {name}={meant}, or unset it.",
-            )  # fmt: skip
+            default = _default(name, entry)
+            yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
             return
         yield from _not_a_number(name, value, number, entry)
         return
     if abs(number) > _LARGEST:
-        yield finding(
-            "env.value.ignored", Status.WARN, name, value,
-            f"Too large for 64 bits: NCCL prints 'Invalid value' and keeps {_default(name, entry)}.",
-            f"Write {name} as a smaller number, or unset it.",
-        )  # fmt: skip
+        yield finding("env.value.ignored/large", name, value, default=_default(name, entry))
         return
     if name == "NCCL_P2P_DISABLE" and number not in (0, 1):
-        yield finding(
-            "env.value.ignored", Status.WARN, name, value, "Only exactly 1 disables peer access: it does nothing.",
-            f"Unset {name}.",
-        )  # fmt: skip
+        yield finding("env.value.ignored/one", name, value)
     if re.match(r"\s*[+-]?0[0-9]", value):
-        yield finding(
-            "env.value.ignored", Status.WARN, name, value, f"A leading 0 means octal: NCCL reads {number}.",
-            f"Write {name}={value.strip().lstrip('+-0') or '0'} without the zero.",
-        )  # fmt: skip
+        right = value.strip().lstrip("+-0") or "0"
+        yield finding("env.value.ignored/octal", name, value, number=number, right=right)
     if name in values().choices and number not in values().choices[name]:
-        yield finding(
-            "env.value.range", Status.WARN, name, value,
-            f"Allowed is {', '.join(map(str, values().choices[name]))}: NCCL warns and takes another of these.",
-            f"Unset {name}.",
-        )  # fmt: skip
+        yield finding("env.value.range/choice", name, value, choices=", ".join(map(str, values().choices[name])))
     if name in values().flags and number not in (0, 1) and str(number) != entry.default:
-        yield finding(
-            "env.value.range", Status.INFO, name, value, "Documented is 0 or 1; any number but 0 counts as 1.",
-            f"Write 0 or 1, or unset {name}.",
-        )  # fmt: skip
+        yield finding("env.value.range/flag", name, value)
     yield from _waits(name, value, number)
     low, high = values().ranges.get(name, (number, number))
     if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
-        yield finding(
-            "env.value.range",
-            Status.WARN,
-            name,
-            value,
-            f"Allowed is {low} to {high}: {_out_of_range(name)}.",
-            f"Set {name} within {low} to {high}, or unset it for {_default(name, entry)}.",
-        )
+        effect, default = _out_of_range(name), _default(name, entry)
+        yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
 
 
 def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
@@ -354,34 +288,17 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
         effect = "which turns off what it names" + (", the opposite of the word" if word in _YES else "")
     else:
         effect = f"instead of {_default(name, entry)}"
-    yield finding(
-        "env.value.ignored", status, name, value,
-        f"Not a number: NCCL reads it as {number}, {effect}.{wish}",
-        f"Write {name} as a number, or unset it.",
-    )  # fmt: skip
+    yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
 
 
 def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
     """How long RDMA waits for an answer: 4.096 µs times 2 to this number, so many times (env.rst)."""
     if name == "NCCL_IB_TIMEOUT" and number == 0:
-        yield finding(
-            "env.value.range", Status.WARN, name, value,
-            "0 waits for ever: a peer that died is never noticed, and the job hangs.",
-            f"Unset {name}, or take 20 to 23.",
-        )  # fmt: skip
+        yield finding("env.value.range/timeout_zero", name, value)
     elif name == "NCCL_IB_TIMEOUT" and 0 < number < _OLDEST_TIMEOUT:
-        milliseconds = 4.096e-3 * 2**number
-        yield finding(
-            "env.value.range", Status.WARN, name, value,
-            f"It is an exponent, no time: {milliseconds:.3g} ms a try, shorter than any release's own choice; a short "
-            "stall of the fabric ends the job (ibv_poll_cq: error 12).",
-            f"Unset {name}, or take 20 to 23.",
-        )  # fmt: skip
+        yield finding("env.value.range/timeout_short", name, value, milliseconds=4.096e-3 * 2**number)
     elif name == "NCCL_IB_RETRY_CNT" and number == 0:
-        yield finding(
-            "env.value.range", Status.WARN, name, value, "0 tries once: a single lost packet ends the job.",
-            f"Unset {name}: the default is 7.",
-        )  # fmt: skip
+        yield finding("env.value.range/retries", name, value)
 
 
 def _words(name: str, value: str) -> Iterator[Finding]:
@@ -391,29 +308,20 @@ def _words(name: str, value: str) -> Iterator[Finding]:
     wrong = [each for each in entries if each and each.removeprefix("^").upper() not in allowed]
     if wrong:
         blank = " (a blank belongs to the word)" if any(char.isspace() for char in "".join(wrong)) else ""
-        yield finding(
-            "env.value.token", Status.WARN, name, value,
-            f"NCCL does not know {', '.join(repr(each) for each in wrong)} and leaves it out{blank}.",
-            f"Use {', '.join(allowed)}, with '{separator}' between them.",
-        )  # fmt: skip
+        unknown, words = ", ".join(map(repr, wrong)), ", ".join(allowed)
+        yield finding("env.value.token/list", name, value, wrong=unknown, blank=blank, words=words, separator=separator)
 
 
 def _shape(name: str, value: str) -> Iterator[Finding]:
     shape = values().shapes[name]
     if value and not shape.pattern.fullmatch(value):
-        yield finding(
-            "env.value.kind", Status.WARN, name, value, f"It takes {shape.wanted}; {shape.effect}.",
-            f"Write {name} as {shape.wanted}.",
-        )  # fmt: skip
+        yield finding("env.value.kind", name, value, wanted=shape.wanted, effect=shape.effect)
 
 
 def _file(name: str, value: str) -> Iterator[Finding]:
     """A file's name; a shell expands `~`, NCCL does not."""
     if value.startswith("~"):
-        yield finding(
-            "env.value.kind", Status.WARN, name, value,
-            "NCCL takes ~ as a letter: there is no such file.", "Write the whole path.",
-        )  # fmt: skip
+        yield finding("env.value.kind/tilde", name, value)
 
 
 def _out_of_range(name: str) -> str:
@@ -426,21 +334,17 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     if value in LEVEL_NAMES:
         since = _LEVEL_SINCE.get(value)
         if since and version and version < since:
-            message = f"The level {value} exists since {version_text(since)}: NCCL {version_text(version)} ignores it."
-            yield finding("env.value.level", Status.WARN, name, value, message, f"Unset {name} or update NCCL.")
+            yield finding(
+                "env.value.level/too_new", name, value, since=version_text(since), version=version_text(version)
+            )
         return
     if value[:1].isdigit():
         number, _ = strtoll(value)
-        meant = _OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)]
-        message = f"An old-style number: NCCL reads it as {meant}."
-        yield finding("env.value.level", Status.INFO, name, value, message, f"Write {name}={meant}, or unset it.")
+        yield finding("env.value.level/number", name, value, meant=_OLD_LEVELS[min(number, len(_OLD_LEVELS) - 1)])
         return
     right = value.strip().upper()
     hint = f"Write {name}={right}" if right in LEVEL_NAMES else f"Use one of {', '.join(LEVEL_NAMES)}"
-    message = (
-        "NCCL does not know this level (case counts) and ignores it without a message: the default stays in force."
-    )
-    yield finding("env.value.level", Status.WARN, name, value, message, f"{hint}, or unset it.")
+    yield finding("env.value.level", name, value, hint=hint)
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
@@ -456,18 +360,10 @@ def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Find
         unknown += [token for token in tokens if token and token.lower() not in {each.lower() for each in known}]
     if unknown:
         what = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
-        message = f"NCCL does not know {', '.join(repr(token) for token in unknown)} and {what}."
-        yield finding(
-            "env.value.token", status, name, value, message,
-            f"Use {', '.join(known)}, or unset it.",
-        )  # fmt: skip
-        return
-    if name == "NCCL_ALGO" and strict and not _gathers(value):
-        message = (
-            "Since 2.24 NCCL has no ring to fall back to: all-gather and reduce-scatter (FSDP, ZeRO) have no algorithm "
-            "left and fail."
-        )
-        yield finding("env.value.token", status, name, value, message, "Unset NCCL_ALGO, or add Ring.")
+        wrong, words = ", ".join(map(repr, unknown)), ", ".join(known)
+        yield finding("env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=what, words=words)
+    elif name == "NCCL_ALGO" and strict and not _gathers(value):
+        yield finding("env.value.token/no_ring", name, value, status=status)
 
 
 def _gathers(value: str) -> bool:
@@ -492,10 +388,8 @@ def _token(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     if value in allowed or (not exact and value.upper() in allowed) or not value:
         return
     case = "case counts, " if exact and value.upper() in allowed else ""
-    yield finding(
-        "env.value.token", Status.WARN, name, value, f"Not one of {', '.join(allowed)} ({case}so {effect}).",
-        f"Use {' or '.join(allowed)}, or unset it.",
-    )  # fmt: skip
+    words, choices = ", ".join(allowed), " or ".join(allowed)
+    yield finding("env.value.token", name, value, words=words, case=case, effect=effect, choices=choices)
 
 
 def _default_mode(version: Version | None) -> str:
@@ -513,20 +407,18 @@ def _launch_mode(name: str, value: str, version: Version | None) -> Iterator[Fin
     if not value or mode == default or (mode in ("PARALLEL", "GROUP") and (not exact or value == mode)):
         return
     case = "case counts, " if mode in ("PARALLEL", "GROUP") else ""
+    effect = f"NCCL ignores it and launches in {default} mode"
     yield finding(
-        "env.value.token", Status.WARN, name, value,
-        f"Not one of PARALLEL, GROUP ({case}so NCCL ignores it and launches in {default} mode).",
-        "Use PARALLEL or GROUP, or unset it.",
-    )  # fmt: skip
+        "env.value.token", name, value, words="PARALLEL, GROUP", case=case, effect=effect, choices="PARALLEL or GROUP"
+    )
 
 
 def _list(name: str, value: str) -> Iterator[Finding]:
     if len(value) <= 1:
-        message = "NCCL ignores a value of a single character or none, and chooses by itself."
-        if name == "NCCL_IB_HCA":
-            message = "An empty list matches every device, as if it were not set."
-        if name != "NCCL_IB_HCA" or not value:
-            yield finding("env.value.list", Status.INFO, name, value, message, f"Unset {name}.")
+        if name != "NCCL_IB_HCA":
+            yield finding("env.value.list/short", name, value)
+        elif not value:
+            yield finding("env.value.list/every", name, value)
         return
     bare = value.removeprefix("^").removeprefix("=")
     problems: list[str] = []
@@ -541,10 +433,7 @@ def _list(name: str, value: str) -> Iterator[Finding]:
     if ";" in value:
         problems.append("the separator is a comma; the list is one long name that nothing has")
     if problems:
-        yield finding(
-            "env.value.list", Status.WARN, name, value, "; ".join(problems) + ".",
-            f"Write {name}={_clean(value)}.",
-        )  # fmt: skip
+        yield finding("env.value.list", name, value, problems="; ".join(problems), right=_clean(value))
 
 
 def _clean(value: str) -> str:

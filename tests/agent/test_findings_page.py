@@ -18,7 +18,7 @@ from agent.checks.history import AT_ONCE
 from agent.cli.explain import explain
 from agent.cli.main import cli
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.environment import CODES as ENV_CODES
+from planner.lint.tables import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "findings.md"

@@ -20,7 +20,7 @@ from agent.http.server import create
 from agent.http.state import State
 from agent.metrics import families as metrics
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.environment import CODES as ENV_CODES
+from planner.lint.tables import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")

@@ -10,8 +10,9 @@ from nccl_env_hosts import host, interface, port, v2_gid
 from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
-from planner.lint.environment import CODES, lint
+from planner.lint.environment import lint
 from planner.lint.machine import machine_of
+from planner.lint.tables import CODES
 from planner.lint.values import NameList
 from probes.api import Snapshot
 from probes.host.recording import load

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
-from planner.lint.environment import CODES, lint
+from planner.lint.environment import lint
+from planner.lint.tables import CODES
 from planner.lint.values import strtoll
 
 

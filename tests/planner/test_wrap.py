@@ -117,7 +117,7 @@ def test_the_published_job_keeps_every_line_and_wrapping_it_again_changes_nothin
     annotations = master["metadata"]["annotations"]
     assert annotations["k8s.v1.cni.cncf.io/networks"] == "rdmashared-net"
     assert annotations["topoflight.io/NCCL_CROSS_NIC"] == "0: rails: two NICs"
-    assert {each["name"] for each in gate["env"]} == {"NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_CROSS_NIC"}
+    assert {each["name"] for each in gate["env"]} == {"NODE_NAME", "NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_CROSS_NIC"}
     assert any("2048 MiB is the manifest's and stays; needed: 8192Mi" in note for note in notes)
     assert wrap(made, of_all(made)) == (made, [note for note in notes if "failed gate" not in note])
 
