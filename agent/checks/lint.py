@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +14,12 @@ from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.inputs import InputError, parse_version
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
-from planner.lint.environment import Machine, lint
-from planner.lint.named import NamedEnvironment
+from planner.lint.environment import lint
+from planner.lint.script import NamedEnvironment
 from planner.lint.sources import EnvironmentTextError, Reading, listed_lines, read_text, why_nothing
+
+if TYPE_CHECKING:
+    from planner.lint.machine import ProbedMachine
 
 
 def process_environment(pid: str) -> str:
@@ -44,7 +48,9 @@ class Linted:
         return EXIT_UNKNOWN if self.unread else EXIT_PASS
 
 
-def lint_text(text: str, kind: str, *, nccl_version: str | None, machine: Machine | None, name: str = "") -> Linted:
+def lint_text(
+    text: str, kind: str, *, nccl_version: str | None, machine: ProbedMachine | None, name: str = ""
+) -> Linted:
     """Check every environment in `text`; `name` is its file's.
 
     Raises InputError for a text that cannot be read, or in which no variable is found: an environment that was
@@ -68,7 +74,7 @@ def lint_text(text: str, kind: str, *, nccl_version: str | None, machine: Machin
 
 
 def _checks(
-    named: NamedEnvironment, version_in_use: tuple[int, ...] | None, machine: Machine | None, nodes: int | None
+    named: NamedEnvironment, version_in_use: tuple[int, ...] | None, machine: ProbedMachine | None, nodes: int | None
 ) -> Iterator[Finding]:
     """What one environment adds to the one that it builds on."""
 

@@ -8,6 +8,8 @@ after the first response. Here a connection that waits for its client gives its 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import termios
 from collections import Counter
 from typing import Any
 
@@ -87,7 +89,7 @@ class LimitedProtocol(H11Protocol):
         """End the longest idle connection of the address that has the most; where none is idle, this one at most."""
         if len(self.connections) <= self.most_connections:
             return
-        waiting = [one for one in self._others() if one.waits_for]
+        waiting = [one for one in self._others() if one.is_idle()]
         counts = Counter(one.client and one.client[0] for one in self._others())
         if waiting:
             min(waiting, key=lambda one: (
@@ -95,6 +97,13 @@ class LimitedProtocol(H11Protocol):
             ))._end()  # fmt: skip
         elif len(self.connections) > self.most_connections + self.most_over_limit:
             self._end()
+
+    def is_idle(self) -> bool:
+        """Whether it waits for its client; not where bytes have come that a busy loop has not read yet."""
+        if self.waits_for in (None, "reader"):
+            return self.waits_for is not None
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
 
     def _others(self) -> list[LimitedProtocol]:
         return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from contracts.finding import Finding, Status
 from planner.lint.pairs import check_job, check_pairs, nodes_of
@@ -40,20 +40,8 @@ from planner.nccl_env.names import (
 )
 from planner.nccl_env.recipes import Platform, platform_of_plugin
 
-
-class Machine(Protocol):
-    """The machine that an environment is for; `planner.lint.machine` reads one from a scan."""
-
-    @property
-    def has_efa(self) -> bool:
-        """Whether EFA carries the traffic between nodes."""
-
-    @property
-    def lacks_nvlink(self) -> bool:
-        """Whether it is known that no NVLink joins two GPUs."""
-
-    def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
-        """Every contradiction between the environment and the machine."""
+if TYPE_CHECKING:
+    from planner.lint.machine import ProbedMachine
 
 
 _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
@@ -64,7 +52,7 @@ def check_leftover(
     value: str,
     entry: NcclName,
     version: Version | None,
-    machine: Machine | None,
+    machine: ProbedMachine | None,
     *,
     plugin: bool,
     vendor: Platform | None,
@@ -163,7 +151,7 @@ def lint(
     environment: Mapping[str, str],
     *,
     nccl_version: tuple[int, ...] | None = None,
-    machine: Machine | None = None,
+    machine: ProbedMachine | None = None,
     source: str = "",
     unresolved: Mapping[str, str] | None = None,
     unexported: Mapping[str, str] | None = None,
@@ -208,7 +196,7 @@ def lint(
     return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
 
 
-def _plugin_in_use(environment: Mapping[str, str], machine: Machine | None, source: str) -> bool:
+def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
     """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
@@ -222,7 +210,7 @@ def _judge_name(
     value: str,
     version: Version | None,
     source: str,
-    machine: Machine | None,
+    machine: ProbedMachine | None,
     *,
     plugin: bool,
     known: bool = True,

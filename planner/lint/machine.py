@@ -13,14 +13,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding
+from planner.lint.script import NamedEnvironment
 from planner.lint.tables import finding
 from planner.lint.values import NameList, other_net, strtoll
 from planner.nccl_env.gpus import p2p_level_effect
 from planner.nccl_env.hcas import choose_ports
+from planner.nccl_env.interfaces import UNFIT_ROLES, best_interface, running_interfaces
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.roce import gid_index_problem
 from planner.nccl_env.situation import NodeView, PortView
 from probes.api import Snapshot
+from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
 from topology.build import build
 from topology.graph import NodeTopology
@@ -28,7 +31,7 @@ from topology.graph import NodeTopology
 
 @dataclass(frozen=True, slots=True)
 class ProbedMachine:
-    """The machine of a scan, as planner.lint.environment asks it."""
+    """The machine of a scan, and what contradicts it in an environment."""
 
     node: NodeView
 
@@ -126,9 +129,7 @@ def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     if facts is None or len(value) <= 1:
         return
     wanted = NameList.parse(value)
-    running = [
-        each for each in facts.interfaces if each.running is not False and each.up is not False and each.addresses
-    ]
+    running = running_interfaces(facts)
     taken = [each for each in running if wanted.takes(each.name)]
     evidence = f"running interfaces: {', '.join(each.name for each in running) or 'none'}"
     if not taken:
@@ -159,20 +160,20 @@ def _prefixes(value: str, wanted: NameList, running: list[str], evidence: str) -
 def _unfit(value: str, taken: list[Interface], node: NodeView) -> Iterator[Finding]:
     """Interfaces that lead to no other node."""
     name = "NCCL_SOCKET_IFNAME"
-    unfit = [each for each in taken if each.role in ("loopback", "docker", "bridge", "virtual")]
+    unfit = [each for each in taken if each.role in UNFIT_ROLES]
     if unfit:
         first = taken[0] in unfit
         what = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
         yield finding(
             "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),
-            names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=what, advice=_better(node, name),
+            names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=what,
+            advice=_use_better(node, name),
         )  # fmt: skip
 
 
-def _better(node: NodeView, name: str) -> str:
-    facts = node.interfaces()
-    fit = [each.name for each in facts.interfaces if each.role in ("secondary", "host", "pod-default")] if facts else []
-    return f"Write {name}={fit[0]}, or unset it." if fit else f"Unset {name}."
+def _use_better(node: NodeView, name: str) -> str:
+    best = best_interface(node)
+    return f"Write {name}={best.name}, or unset it." if best else f"Unset {name}."
 
 
 def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
@@ -268,3 +269,16 @@ def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if level is not None and gpus:
         effect = p2p_level_effect(level, node)
         yield finding("env.p2p.level", "NCCL_P2P_LEVEL", level, f"{len(gpus)} GPUs", effect=effect)
+
+
+def recorded_environments(snapshot: Snapshot) -> tuple[NamedEnvironment, ...]:
+    """Return the environments that a scan itself saw: the variables of its process, and nccl.conf."""
+    facts = snapshot.facts(HostinfoFacts)
+    if facts is None:
+        return ()
+    found = (("process", facts.nccl_environment), ("nccl.conf", facts.nccl_conf))
+    return tuple(
+        NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=dict(environment))
+        for source, environment in found
+        if environment
+    )

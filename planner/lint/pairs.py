@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from contracts.finding import Finding, Status
-from planner.lint.named import NODES
+from planner.lint.script import NODES
 from planner.lint.tables import finding, settings
 from planner.lint.values import TCP_PROVIDERS, NameList, other_net, strtoll
 

@@ -1,4 +1,4 @@
-"""What any reader of planner.lint finds in a text: settings, texts inside, and lines that it could not understand."""
+"""What any reader of planner.lint finds in a text, and the environments that follow from it."""
 
 from __future__ import annotations
 
@@ -70,3 +70,24 @@ class Script:
         if self.commands == 0:
             self.assigned[:] = [replace(each, exported=True) for each in self.assigned]
         return self
+
+
+NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
+JOB_SIZE = (*NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Variables that say how large a job is; kept beside those that are judged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedEnvironment:
+    """One environment and where it stands."""
+
+    source: str  # "env file", "nccl.conf", "TrainJob/sft trainer", "shell script, if [ ... ]", "log"
+    environment: dict[str, str]
+    form: str = ""
+    unresolved: dict[str, str] = field(default_factory=dict)  # set from elsewhere: name to how it is written
+    unexported: dict[str, str] = field(default_factory=dict)  # shell variables that no program sees
+    used: frozenset[str] = frozenset()  # names that the script itself reads
+    lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
+    base: NamedEnvironment | None = None  # what holds where this environment's condition does not
+    names: tuple[str, ...] = ()  # those that this one sets itself
+    findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values

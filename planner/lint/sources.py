@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
-from planner.lint.named import JOB_SIZE, NamedEnvironment
-from planner.lint.script import SETS, Assigned, Inner, Script, Unread
+from planner.lint.script import JOB_SIZE, SETS, Assigned, Inner, NamedEnvironment, Script, Unread
 from planner.lint.shell import directives, limit_parsing, read_shell
 from planner.lint.tables import forms
 

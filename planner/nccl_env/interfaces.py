@@ -13,7 +13,8 @@ from planner.nccl_env.situation import NodeView, Situation, by_host, networks, r
 from probes.interfaces.facts import Interface, InterfacesFacts
 
 _NCCL_ORDER = "NCCL src/misc/socket.cc, ncclFindInterfaces"
-_UNFIT = ("loopback", "docker", "bridge", "virtual")
+UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
+"""Roles of interfaces that lead to no other node."""
 
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
@@ -82,8 +83,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
         return Note(topic=topic, text="Set nothing: the job stays on one node.")
     picks: dict[str, Interface] = {}
     for node in case.nodes:
-        facts = node.interfaces()
-        best = _best(node, facts) if facts else None
+        best = best_interface(node)
         if best is not None:
             picks[node.hostname] = best
     if unread := case.unread_nodes(NodeView.interfaces):
@@ -106,9 +106,14 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
     return Setting(name=topic, value=names[0], reason=Reason(rule=rule, evidence=evidence, source=source))
 
 
+def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
+    """Return the interfaces among which NCCL chooses: those that run and have an address."""
+    return [each for each in facts.interfaces if _runs(each) and each.addresses]
+
+
 def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
     """The interfaces NCCL takes for its socket transport with NCCL_SOCKET_IFNAME unset, in its order."""
-    names = [each.name for each in facts.interfaces if _runs(each) and each.addresses]
+    names = [each.name for each in running_interfaces(facts)]
     groups = (
         [name for name in names if name.startswith("ib")],
         [name for name in names if not name.startswith(("docker", "lo", "virbr"))],
@@ -134,7 +139,7 @@ def _runs(interface: Interface) -> bool:
 
 
 def _usable(interface: Interface) -> bool:
-    fit = interface.role not in _UNFIT and interface.master is None
+    fit = interface.role not in UNFIT_ROLES and interface.master is None
     return fit and _runs(interface) and bool(networks(interface))
 
 
@@ -150,9 +155,11 @@ def _rank(node: NodeView, facts: InterfacesFacts, interface: Interface) -> tuple
     return (not behind_hca, not secondary, overlay, -speed, interface.name != facts.default_route)
 
 
-def _best(node: NodeView, facts: InterfacesFacts) -> Interface | None:
-    usable = [each for each in facts.interfaces if _usable(each)]
-    return min(usable, key=lambda each: _rank(node, facts, each), default=None)
+def best_interface(node: NodeView) -> Interface | None:
+    """Return the interface that reaches the other nodes best; None where none does or the interfaces are unknown."""
+    facts = node.interfaces()
+    usable = [each for each in facts.interfaces if _usable(each)] if facts else []
+    return min(usable, key=lambda each: _rank(node, facts, each), default=None) if facts else None
 
 
 _Wanted = tuple[tuple[str, ...], str, str]
@@ -166,7 +173,7 @@ def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[In
 
 def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Wanted | None:
     """(names, rule, evidence) where this node needs the variable."""
-    best = _best(node, facts)
+    best = best_interface(node)
     unasked = _unasked(facts)
     if best is None or unasked is None:
         return None
@@ -186,7 +193,7 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
     if current is not None and not _usable(current) and best.name != unasked:
         what = (
             f"a {current.role} interface"
-            if current.role in _UNFIT
+            if current.role in UNFIT_ROLES
             else "which has no address of its own beyond the link"
         )
         rule = f"NCCL unasked takes {unasked}, {what}: other nodes cannot reach it"

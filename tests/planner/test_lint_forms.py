@@ -9,7 +9,7 @@ import pytest
 from rigs.tables import each_row
 
 from planner.lint.environment import lint
-from planner.lint.named import NamedEnvironment
+from planner.lint.script import NamedEnvironment
 from planner.lint.sources import EnvironmentTextError, Reading, guess_kind, read_text, why_nothing
 
 

@@ -13,8 +13,8 @@ from nccl_env_hosts import host
 from rigs.tables import each_row
 
 from planner.lint.environment import lint
-from planner.lint.named import NamedEnvironment
-from planner.lint.recorded import recorded_environments
+from planner.lint.machine import recorded_environments
+from planner.lint.script import NamedEnvironment
 from planner.lint.sources import (
     KINDS,
     EnvironmentTextError,

@@ -12,7 +12,7 @@ import pytest
 from rigs.found import findings
 from rigs.tables import each_row
 
-from agent.checks.verdict import checks_of_snapshot
+from agent.checks.view import checks_of_snapshot
 from contracts.finding import Status
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
