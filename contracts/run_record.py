@@ -20,6 +20,7 @@ from contracts import bounded, codec
 from contracts.interval import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.plain import loads as plain
+from contracts.redaction import redact, without_secrets
 
 RECORD_VERSION = 1
 WHY = "why.json"  # beside it: the verdict of whoever watches the run
@@ -288,13 +289,17 @@ def compare(record: RunRecord) -> tuple[Comparison, ...]:
 
 
 def record_of(data: dict[str, Any]) -> RunRecord:
-    """The members of a document that are there and of the right kind: older and other jobs write records too."""
+    """The members of a document that are there and of the right kind, without secrets.
+
+    Older and other jobs write records too. A reason or a note quotes what a program printed, and a record is shown to
+    every reader of the agent and of a report.
+    """
     if "plan" not in data:  # a record of before it was kept as one document
         layout = data.get("layout")
         requested = layout.get("asked") if isinstance(layout, dict) else None
         old = {name: data[name] for name in ("forecast", "environment") if name in data}
         data = {**data, "plan": {**old, "layout": requested or None}}
-    return codec.pick(data, RunRecord)
+    return codec.pick(without_secrets(data), RunRecord)
 
 
 def dumps(record: RunRecord) -> str:
@@ -337,9 +342,9 @@ def struck(log: str) -> tuple[int, str] | None:
 
 
 def raised(log: str) -> str:
-    """Return the last line of the last traceback that a rank printed, cut at 300 characters; "" where there is none."""
+    """Return the last line of the last traceback that a rank printed, without secrets; "" where there is none."""
     found = _RAISED.findall(log)
-    return found[-1][:300] if found else ""
+    return redact(found[-1])[:300] if found else ""
 
 
 def aborted(log: str) -> set[int]:

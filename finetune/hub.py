@@ -11,7 +11,7 @@ import dataclasses
 import errno
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from contracts import bounded
@@ -122,7 +122,13 @@ def list_files(name: str, revision: str) -> dict[str, int]:
             return {f.relative_to(folder).as_posix(): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
     if len(listed) > MAX_FILES:
         raise ConfigError(f"dataset_name={name!r}: more than {MAX_FILES} files")
-    return {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
+    found = {entry.path: entry.size for entry in listed if isinstance(entry, RepoFile)}
+    for path in map(PurePosixPath, found):
+        if path.is_absolute() or ".." in path.parts:
+            raise ConfigError(
+                f"dataset_name={name!r}: the hub lists {str(path)!r:.99}, which leads out of the data set"
+            )
+    return found
 
 
 def fetch(name: str, path: str, revision: str) -> Path:

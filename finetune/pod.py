@@ -291,7 +291,7 @@ class Pod:
                     time.sleep(_POLL_SECONDS)
             finally:
                 ranks.end()
-            code = TERMINATED if self.terminating else ended
+            code = TERMINATED if self.terminating and ended else ended  # done is done, also after SIGTERM
             if code:
                 break
         code = code if code >= 0 else run_record.KILLED - code

@@ -54,8 +54,10 @@ def frontier(
     """Every machine, number of nodes and network, with the best layout of each; `tokens` are those of the whole run.
 
     `prices` are of a node-hour, one for all or by machine; `networks` as `machines.over_network` reads them, None for
-    the machine's own. Points of one node have no network and come once.
+    the machine's own. Points of one node have no network and come once. Raises MachineError for an unreadable network.
     """
+    for network in filter(None, networks):
+        machines.network_bytes_per_second(network)
     points = [
         _point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
                (network, transport), model, train, tokens, prices)

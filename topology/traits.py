@@ -259,7 +259,7 @@ def _host(snapshot: Snapshot) -> Iterator[Trait]:
     if facts.memory_bytes:
         # Firmware takes a little of each DIMM: whole GiB are compared.
         yield from _trait("memory", "", f"{round(facts.memory_bytes / 2**30)} GiB", WARN, facts.memory_bytes)
-    for name, value in sorted({**(facts.nccl_conf or {}), **(facts.nccl_environment or {})}.items()):
+    for name, value in sorted(facts.nccl_variables.items()):
         yield from _trait(name, "set to", value, WARN)
 
 

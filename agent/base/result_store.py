@@ -21,8 +21,7 @@ from agent.base.documents import write_atomic
 from collectives.bench.results import BenchResult
 from contracts import bounded, codec
 from contracts.plain import loads as plain
-from contracts.redaction import without_secrets
-from contracts.run_record import MOST_RECORD_BYTES, RecordError, RunRecord, record_of
+from contracts.run_record import MOST_RECORD_BYTES, RecordError, RunRecord
 from contracts.run_record import read as read_record
 
 log = logging.getLogger(__name__)
@@ -105,14 +104,14 @@ def read(path: Path) -> Any:
 
 def _record(path: Path) -> RunRecord | None:
     try:
-        return record_of(without_secrets(codec.write(read_record(path))))  # the agent shows it to every reader
+        return read_record(path)
     except RecordError as error:
         left_out(path, error)
         return None
 
 
 def sweep(place: Path) -> None:
-    """Remove what a killed writer left: temporary files (agent.jobs.report.write_atomic) that nobody writes now."""
+    """Remove what a killed writer left: temporary files (agent.base.documents.write_atomic) that nobody writes now."""
     for path in (*place.glob(".*.json.*"), *(place / FLIGHTS_FOLDER).glob(".*.json.*")):
         with contextlib.suppress(OSError):  # another agent may be quicker, or the folder not ours
             if time.time() - path.stat().st_mtime > WRITTEN_WITHIN_SECONDS:

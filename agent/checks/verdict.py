@@ -1,12 +1,8 @@
-"""The gate: findings in, a verdict and an exit code out.
-
-A check passes only where its probe answered, could judge that code and raised nothing under it; a probe that is absent
-or failed leaves its checks "unknown", which is never a pass. The exit codes are a table in docs/exit-codes.md.
-"""
+"""The gate: findings in, a verdict and an exit code out. The exit codes are a table in docs/exit-codes.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,9 +12,6 @@ from agent.base import units
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
 from agent.checks.order import MANY_CODES, ORDER, places
 from contracts.finding import Finding, Status
-from probes.api import Absent, Failed, Ok, Snapshot
-from probes.registry import ALL
-from probes.scan import SCAN_CODES, failures, findings_of
 
 FailOn = Literal["fail", "warn", "unknown"]
 
@@ -36,41 +29,6 @@ class Verdict:
     counts: dict[str, int]  # of results: a check on ten devices is ten
     why: str
     by_check: dict[str, int] = field(default_factory=dict)  # of checks, each by its worst result: on ten devices one
-
-
-def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
-    """Every code of every probe, judged on one host."""
-    checks: list[Finding] = []
-    for probe in ALL:
-        outcome = snapshot.outcomes.get(probe.name)
-        if isinstance(outcome, Ok):
-            found = findings_of(snapshot, probe, outcome.facts)
-            unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
-            judged = [code for code in probe.codes if code not in unjudged]
-            checks.extend(with_passes(snapshot.hostname, found, judged))
-            checks.extend(_unknown(snapshot.hostname, unjudged))
-            continue
-        if isinstance(outcome, Absent):
-            why = f"absent: {outcome.why}"
-        elif isinstance(outcome, Failed):
-            why = f"the {probe.name} probe failed: {outcome.error}"
-        else:
-            why = f"the {probe.name} probe did not run"
-        checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
-    checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
-    return tuple(checks)
-
-
-def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Finding]:
-    return (Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code, why in codes.items())
-
-
-def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Finding, ...]:
-    """The findings on their node, and a pass for each of `codes` that was judged and raised nothing."""
-    found = tuple(replace(finding, node=node) for finding in findings)
-    raised = {finding.code for finding in found}
-    passed = (Finding(code=code, status=Status.PASS, node=node) for code in codes if code not in raised)
-    return (*found, *passed)
 
 
 def select(

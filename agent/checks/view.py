@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.checks.coverage import covered, no_gpu_read
-from agent.checks.expect_checks import EXPECT_CODES, checks_of, seen, settled
-from agent.checks.verdict import Verdict, checks_of_snapshot, judge, with_passes
+from agent.checks.expect_checks import EXPECT_CODES, checks_of, settled
+from agent.checks.verdict import Verdict, judge
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from planner.lint.environment import lint
 from planner.lint.machine import machine_of, recorded_environments
 from planner.lint.tables import CODES as ENVIRONMENT_CODES
-from probes.api import Ok, Snapshot
+from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import FREE_MEMORY, is_full, subject_of
 from probes.hostinfo.probe import HostinfoFacts
@@ -24,6 +24,8 @@ from probes.increases import risen_since
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts, bare_metal_gpus
 from probes.rdma.facts import RdmaFacts
+from probes.registry import ALL
+from probes.scan import SCAN_CODES, failures, findings_of
 from topology import check as topology_check
 from topology.build import build
 from topology.cluster import join
@@ -99,7 +101,7 @@ def _redacted(check: Finding) -> Finding:
 
 def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     if not isinstance(expected, str):
-        return checks_of(expected, seen(snapshot, node), snapshot.hostname)
+        return checks_of(expected, snapshot, node, snapshot.hostname)
     return (
         Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected, required=True),
     )
@@ -147,6 +149,45 @@ def _nodes(check: Finding) -> set[str]:
     return set(check.node.split(", "))
 
 
+def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
+    """Every code of every probe, judged on one host.
+
+    A check passes only where its probe answered, could judge that code and raised nothing under it; a probe that is
+    absent or failed leaves its checks "unknown", which is never a pass.
+    """
+    checks: list[Finding] = []
+    for probe in ALL:
+        outcome = snapshot.outcomes.get(probe.name)
+        if isinstance(outcome, Ok):
+            found = findings_of(snapshot, probe, outcome.facts)
+            unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
+            judged = [code for code in probe.codes if code not in unjudged]
+            checks.extend(with_passes(snapshot.hostname, found, judged))
+            checks.extend(_unknown(snapshot.hostname, unjudged))
+            continue
+        if isinstance(outcome, Absent):
+            why = f"absent: {outcome.why}"
+        elif isinstance(outcome, Failed):
+            why = f"the {probe.name} probe failed: {outcome.error}"
+        else:
+            why = f"the {probe.name} probe did not run"
+        checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
+    checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
+    return tuple(checks)
+
+
+def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Finding]:
+    return (Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code, why in codes.items())
+
+
+def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings on their node, and a pass for each of `codes` that was judged and raised nothing."""
+    found = tuple(replace(finding, node=node) for finding in findings)
+    raised = {finding.code for finding in found}
+    passed = (Finding(code=code, status=Status.PASS, node=node) for code in codes if code not in raised)
+    return (*found, *passed)
+
+
 def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
     names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
@@ -163,11 +204,10 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
             Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in topology_check.CODES
         )
         return (*found, *silent)
-    level = effective_environment(snapshot).get("NCCL_NET_GDR_LEVEL")
-    pci = snapshot.facts(PciFacts)
+    host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
     told = topology_check.check(
         node,
-        gdr_level=level,
+        gdr_level=host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None,
         gpus_on_bus=bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
     )
@@ -176,12 +216,6 @@ def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
         return (*found, *judged)
     why = "the NVLinks of these GPUs could not be read"
     return (*found, *(replace(c, status=Status.UNKNOWN, message=why) if _of_nvlink(c) else c for c in judged))
-
-
-def effective_environment(snapshot: Snapshot) -> dict[str, str]:
-    """What NCCL of a job started here would read: its files, and over them the environment."""
-    host = snapshot.facts(HostinfoFacts)
-    return {**(host.nccl_conf or {}), **(host.nccl_environment or {})} if host else {}
 
 
 def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:

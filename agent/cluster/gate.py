@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
+from agent.checks import expect_checks
 from agent.checks.bars import BASELINE_LEAST
 from agent.checks.codes import CLUSTER_CODES
-from agent.checks.expect_checks import Seen, seen, settled
-from agent.checks.expect_checks import checks_of as expectations
 from agent.checks.judged import BUSBW, bar_words, status_of
 from agent.checks.verdict import GateError
 from agent.cluster.client import Client, path_of
@@ -75,7 +74,7 @@ def checks_of(
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = published(name, record)
         if expected is not None:
-            found = [*settled((*found, *expectations(expected, _seen(record, held), name)))]
+            found = [*expect_checks.settled((*found, *_expected(expected, record, held)))]
         checks += [*found, *_against_equals(record, peers)]
     return tuple(checks)
 
@@ -122,15 +121,13 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
     return made
 
 
-def _seen(record: NodeRecord, held: Fleet) -> Seen:
-    """What the node has by its record; of a record of another release nothing is known."""
+def _expected(expected: Expectation, record: NodeRecord, held: Fleet) -> tuple[Finding, ...]:
+    """The expectations of a node by its record; of a record of another release nothing is known."""
     node = held.topology(record)
     if node is None:
-        from agent.checks.expect import KEYS
-
         why = f"the record of {record.name} holds no graph of this release"
-        return Seen(why=dict.fromkeys(KEYS, why))
-    return seen(held.snapshot(record), node)
+        return expect_checks.unread(expected, record.name, why)
+    return expect_checks.checks_of(expected, held.snapshot(record), node, record.name)
 
 
 def _why_silent(record: NodeRecord | None, now: float) -> str:

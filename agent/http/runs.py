@@ -23,7 +23,6 @@ from agent.http.models import TOKEN, Kept, problems
 from agent.http.problem import ProblemError
 from agent.http.state import State
 from contracts import plain
-from contracts.redaction import without_secrets
 from contracts.run_record import RunRecord, dumps, record_of
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def read(body: bytes) -> RunRecord:
         found = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:16]]
         detail = "; ".join(f"{e['where'][:64]}: {e['message']}" for e in found)
         raise ProblemError(422, detail, errors=found) from None
-    made = record_of(without_secrets(record))  # every reader of the agent sees it
+    made = record_of(record)
     if len(dumps(made)) > MOST_POSTED_BYTES:  # as it is kept, which may be longer than as it came
         raise ProblemError(422, f"the record takes more than {MOST_POSTED_BYTES} bytes to keep")
     return made

@@ -27,6 +27,7 @@ from collectives.bench import lock, processes
 from contracts import codec, run_record
 from contracts.job_config import DEFAULT_CONFIG
 from contracts.job_plan import JobPlan, RunForecast, dumps
+from contracts.redaction import redact
 from contracts.run_record import RunRecord
 from hardware.units import rate
 from planner.advice import Recommendation
@@ -52,7 +53,7 @@ class Launched:
     exit_code: int  # the job's own (docs/finetune.md) where it could write it, else torchrun's
     seconds: float
     output: Path
-    last_lines: tuple[str, ...]
+    last_lines: tuple[str, ...]  # of its output, without secrets: a report quotes them
     cut_short: str = ""  # why the job was asked to end before it was done; empty: it ended by itself
     killed: bool = False  # it did not end when it was asked to
     grace_seconds: int = GRACE_SECONDS  # that it had to end
@@ -227,7 +228,8 @@ def run(
         raised = run_record.raised(stream.read(_TAIL_BYTES).decode(errors="replace")) if code else ""
     return Launched(
         exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
-        last_lines=tuple(last), raised=raised, cut_short=cut_short, killed=bool(killed), grace_seconds=grace_seconds,
+        last_lines=tuple(map(redact, last)), raised=raised, cut_short=cut_short, killed=bool(killed),
+        grace_seconds=grace_seconds,
     )  # fmt: skip
 
 

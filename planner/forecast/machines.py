@@ -130,24 +130,30 @@ _NETWORK = re.compile(r"(?:(\d{1,2})x)?(\d{1,6}(?:\.\d{1,3})?)([GMT])(?:b/s|bps|
 TRANSPORTS = ("rdma", "tcp")
 
 
+def network_bytes_per_second(network: str) -> float:
+    """Return the rate of a node's network, "100G" or "8x400G", in bytes per second. Raises MachineError."""
+    parts = _NETWORK.fullmatch(network.strip())
+    if parts is None or float(parts[2]) == 0:
+        raise MachineError(f"network={network!r}: must be the bits per second of a node, as 100G, 2x200G or 800M")
+    bits = int(parts[1] or 1) * float(parts[2]) * {"M": 1e-3, "G": 1.0, "T": 1e3}[parts[3].upper()] * GIGA
+    return bits / 8.0
+
+
 def over_network(cluster: ClusterTopology, network: str, transport: str | None = None) -> ClusterTopology:
     """The same nodes, joined by a network of the user's: "100G", "8x400G" of each node, as RDMA or TCP.
 
     Without `transport` it is the one that the nodes have, else TCP. Raises MachineError.
     """
-    parts = _NETWORK.fullmatch(network.strip())
-    if parts is None or float(parts[2]) == 0:
-        raise MachineError(f"network={network!r}: must be the bits per second of a node, as 100G, 2x200G or 800M")
+    bytes_per_second = network_bytes_per_second(network)
     if transport is not None and transport not in TRANSPORTS:
         raise MachineError(f"transport={transport!r}: must be one of {', '.join(TRANSPORTS)}")
     if len(cluster.nodes) < 2:
         raise MachineError(f"network={network!r}: joins nodes, and this is one; name how many")
     if cluster.inter_node_transport == "nvlink":
         raise MachineError(f"network={network!r}: these {len(cluster.nodes)} nodes are one NVLink domain")
-    bits = int(parts[1] or 1) * float(parts[2]) * {"M": 1e-3, "G": 1.0, "T": 1e3}[parts[3].upper()] * GIGA
     had = cluster.inter_node_transport
     return replace(
-        cluster, inter_node_bytes_per_second=bits / 8.0,
+        cluster, inter_node_bytes_per_second=bytes_per_second,
         inter_node_transport=transport or (had if had in ("rdma", "efa") else "tcp"),
     )  # fmt: skip
 

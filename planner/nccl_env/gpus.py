@@ -173,7 +173,7 @@ def p2p_level(case: Situation) -> Note | None:
     topic = "NCCL_P2P_LEVEL"
     for node in case.nodes:
         info = node.hostinfo()
-        level = {**(info.nccl_conf or {}), **(info.nccl_environment or {})}.get(topic) if info else None
+        level = info.nccl_variables.get(topic) if info else None
         if level is not None:
             return Note(topic=topic, text=p2p_level_effect(level, node), evidence=f"{node.hostname}: {topic}={level}")
     return None

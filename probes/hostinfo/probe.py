@@ -58,6 +58,11 @@ class HostinfoFacts:
     nccl_conf_files: tuple[str, ...] = ()  # the files nccl_conf came from, the winning one first
     numa_balancing: bool | None = None  # /proc/sys/kernel/numa_balancing
 
+    @property
+    def nccl_variables(self) -> dict[str, str]:
+        """What NCCL of a job started here reads: its files, and over them the environment."""
+        return {**(self.nccl_conf or {}), **(self.nccl_environment or {})}
+
 
 def check(facts: HostinfoFacts) -> Iterator[Finding]:
     """What of the machine itself stands in the way of training or of measuring."""

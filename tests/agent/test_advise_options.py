@@ -183,7 +183,7 @@ def test_a_sweep_goes_over_a_network_of_ones_own() -> None:
     half = json.loads(CliRunner().invoke(recommend, [*asked, "--ranks-per-node", "4"]).output)
     assert [one["ranks"] for one in half] == [4, 8]
     refused = CliRunner().invoke(recommend, [*asked, "--network", "fast"])
-    assert refused.exit_code == 0 and "network='fast'" in refused.output, refused.output
+    assert refused.exit_code == 2 and "network='fast'" in refused.output, refused.output
 
 
 def test_a_sweep_over_machines_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:

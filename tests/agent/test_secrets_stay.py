@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import time
@@ -27,8 +28,8 @@ from agent.cluster.publish import node_feature
 from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State
-from agent.jobs import bundle
-from contracts.run_record import record_of
+from agent.jobs import bundle, launch
+from contracts import run_record
 from probes.host.recording import RecordedHost, RecordingHost, dumps
 from probes.scan import scan
 
@@ -78,9 +79,10 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     tokens.chmod(0o600)
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
-    keep.keep_flight(record_of(RECORD), state_folder)
+    (state_folder / keep.FLIGHTS_FOLDER).mkdir()
+    (state_folder / keep.FLIGHTS_FOLDER / "20261101T100000-0.json").write_text(json.dumps(RECORD))  # of another writer
     snapshot = scan(host)
-    found: dict[str, str] = {}
+    found = {"record as read": run_record.dumps(run_record.record_of(RECORD)), "last error": run_record.raised(LOG)}
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=state_folder)
     client = TestClient(create(state, tokens=Tokens(token_file=tokens)))
     with client:
@@ -130,7 +132,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
         f"scan --host {tmp_path}/host.json",
         f"preflight --host {tmp_path}/host.json",
         f"scan -v --host {tmp_path}/host.json",
-        f"preflight --json --host {tmp_path}/host.json",
+        f"preflight -o json --host {tmp_path}/host.json",
         f"recommend --host {tmp_path}/host.json",
     ):
         found[words.replace(str(tmp_path), "")] = CliRunner().invoke(cli, words.split()).output
@@ -141,6 +143,15 @@ def test_no_output_holds_a_secret(outputs: dict[str, str]) -> None:
     leaked = {name: sorted({s[:8] for s in SECRETS if s in text}) for name, text in outputs.items()}
     assert not any(leaked.values()), "\n".join(f"{n}: {f}" for n, f in leaked.items() if f)
     assert all(outputs.values()), [name for name, text in outputs.items() if not text]
+
+
+def test_what_a_job_printed_last_is_told_without_its_secrets(tmp_path: Path) -> None:
+    """A report and the gate's findings quote it."""
+    words = [sys.executable, "-c", f"print({LOG!r}); raise SystemExit(1)"]
+    done = launch.run(words, dict(os.environ), tmp_path, 60, lambda _line: None)
+    told = "\n".join((done.fate, *done.last_lines))
+    assert "ValueError" in done.fate and "NCCL WARN" in told
+    assert [s for s in SECRETS if s in told] == []
 
 
 def test_no_line_of_the_log_holds_a_secret() -> None:

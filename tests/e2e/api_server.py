@@ -1,7 +1,8 @@
 """A stand-in for kube-apiserver: the endpoints, watch streams and errors that the product meets, over real HTTP.
 
 It keeps objects with resource versions, pages lists, streams watches, applies patches, keeps status apart, validates
-NodeTopology by its own CRD, judges tokens, and fails on demand: 410, 429, 500, refused connections.
+NodeTopology by its own CRD, judges tokens, authorizes by RBAC rights where it has them, and fails on demand: 410, 429,
+500, refused connections.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kubernetes.client import Configuration
 ROOT = Path(__file__).parent.parent.parent
 CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
 Json = dict[str, Any]
+Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
 # collection path without namespace -> kind
 KINDS = {
     "/apis/topoflight.io/v1alpha1/nodetopologies": "NodeTopology",
@@ -96,6 +98,8 @@ class ApiServer:
         self.tokens = {"agent-token"}  # who may call the API at all
         self.reviewed: dict[str, Json] = {}  # token -> TokenReview status
         self.allowed: set[tuple[str, str, str]] = set()  # user, verb, path
+        self.rights: set[Right] | None = None  # what the caller's roles grant; None grants everything
+        self.used: set[Right] = set()  # the rights that requests needed, granted or not
         self.forbidden: set[str] = set()  # collections that nobody may read
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
         self.refused: dict[str, int] = {}  # name of an object -> what a patch of it is answered with
@@ -237,6 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._status(401, "Unauthorized", "Unauthorized")
             return
         try:
+            if url.path.count("/") > 2:  # discovery of a group is every account's
+                self._authorize(url.path, query)
             self._route(url.path, query, body)
         except RefusedError as refused:
             self._status(refused.status, refused.reason, str(refused))
@@ -244,6 +250,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _do  # noqa: N815 - the standard library's names
+
+    def _authorize(self, path: str, query: dict[str, str], verb: str = "") -> None:
+        """Refuse what no right grants (Kubernetes: Authorization, "Determine the request verb"; RBAC)."""
+        words = path.strip("/").split("/")
+        group, words = ("", words[2:]) if words[0] == "api" else (words[1], words[3:])
+        namespace, words = (words[1], words[2:]) if words[0] == "namespaces" and len(words) > 2 else ("", words)
+        read = "get" if len(words) > 1 else "watch" if query.get("watch") == "true" else "list"
+        verb = verb or {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}.get(self.command, read)
+        resource = "/".join([words[0], *words[2:]])
+        self.api.used.add((namespace, group, resource, verb))
+        if self.api.rights is not None and not self.api.rights & {
+            (at, group, resource, verb) for at in (namespace, "")
+        }:
+            raise RefusedError(403, "Forbidden", f'cannot {verb} resource "{resource}" in API group "{group}"')
 
     def _route(self, path: str, query: dict[str, str], body: Any) -> None:
         if path == "/apis/authentication.k8s.io/v1/tokenreviews":
@@ -395,6 +415,8 @@ class _Handler(BaseHTTPRequestHandler):
             key = collection, namespace, name
             if key not in self.api.objects and (not applying or sub):
                 raise RefusedError(404, "NotFound", f"{collection} {name!r} not found")
+            if key not in self.api.objects:
+                self._authorize(urlsplit(self.path).path, query, "create")  # apply makes what is not there
             old = self.api.objects.get(key, {})
             given = body.get("metadata", {}).get("resourceVersion")
             if given and old and given != old["metadata"]["resourceVersion"]:

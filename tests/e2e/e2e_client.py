@@ -1,15 +1,28 @@
-"""What the end-to-end tests share apart from fixtures: a client of the stand-in."""
+"""What the end-to-end tests share apart from fixtures: a client of the stand-in, and the agent as a process."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import urllib3
 from api_server import ApiServer, configuration
+from rigs.waiting import eventually
 
 from agent.cluster.client import Client
 
-MACHINES = Path(__file__).parent.parent / "machines"
+sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
+
+from kustomization import render
+
+ROOT = Path(__file__).parents[2]
+MACHINES = ROOT / "tests/machines"
 
 
 def merge(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:
@@ -19,3 +32,39 @@ def merge(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]
 
 def client_of(server: ApiServer) -> Client:
     return Client(configuration(server.url), namespace="topoflight")
+
+
+def ask(url: str, *, method: str = "GET", bearer: str | None = None) -> tuple[int, Any]:
+    """Status and document of the answer; 0 and None where nothing answers."""
+    headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+    try:
+        answer = urllib3.request(method, url, headers=headers, timeout=60, retries=False)
+    except urllib3.exceptions.HTTPError:
+        return 0, None
+    return answer.status, answer.json() if "json" in answer.headers["content-type"] else answer.data.decode()
+
+
+@contextmanager
+def serving(config: Path, name: str, log: Path, *words: str, namespace: str) -> Iterator[str]:
+    """The agent of node `name` with the DaemonSet's arguments and `words`: its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (daemonset,) = [d for d in render(ROOT / "deploy/daemonset/overlays/kubernetes") if d["kind"] == "DaemonSet"]
+    (container,) = daemonset["spec"]["template"]["spec"]["containers"]
+    local = ("--address", "127.0.0.1", "--port", str(port))
+    environment = {**os.environ, "KUBECONFIG": str(config), "NODE_NAME": name, "POD_NAMESPACE": namespace}
+    with log.open("ab") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "agent.cli", *container["args"], *local, *words],
+            env=environment,
+            cwd=ROOT,
+            stdout=stream,
+            stderr=stream,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        eventually(lambda: child.poll() is None and ask(url + "/nodes?scope=node")[0] == 200, log.read_text())
+        yield url
+    finally:
+        child.terminate()
+        assert child.wait(60) is not None

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import urllib3
-from e2e_client import merge
+from e2e_client import ask, merge, serving
 from real_cluster import (
     MACHINES,
-    ROOT,
     RUN,
     Document,
     admin,
@@ -98,39 +90,6 @@ def grant(words: str) -> None:
         kubectl(*line.replace("topoflight-load", f"{RUN}-load").split()[1:])
 
 
-def free_port() -> int:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return int(it.getsockname()[1])
-
-
-def ask(url: str, *, method: str = "GET", bearer: str | None = None) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
-    try:
-        answer = urllib3.request(method, url, headers=headers, timeout=60, retries=False)
-    except urllib3.exceptions.HTTPError:
-        return 0, None
-    return answer.status, answer.json()
-
-
-@contextmanager
-def serving(config: Path, name: str, log: Path) -> Iterator[str]:
-    """The agent as the DaemonSet starts it, on a recorded machine."""
-    port = free_port()
-    words = [sys.executable, "-m", "agent.cli", "serve", "--host", str(next(MACHINES.glob("hgx-h100*.json"))),
-             "--port", str(port), "--publish", "--token-review", "--publish-interval", "10"]  # fmt: skip
-    environment = {**os.environ, "KUBECONFIG": str(config), "NODE_NAME": name, "POD_NAMESPACE": RUN}
-    with log.open("wb") as stream:
-        child = subprocess.Popen(words, env=environment, cwd=ROOT, stdout=stream, stderr=stream)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        eventually(lambda: child.poll() is None and ask(url + "/nodes?scope=node")[0] == 200, log.read_text())
-        yield url
-    finally:
-        child.terminate()
-        assert child.wait(30) is not None
-
-
 def test_two_agents_answer_for_the_cluster_and_judge_callers(
     cluster: list[Document], agent_pod: str, published: str, caller: str, tmp_path: Path
 ) -> None:
@@ -143,11 +102,12 @@ def test_two_agents_answer_for_the_cluster_and_judge_callers(
         kubectl("create", "-f", "-", stdin=text([pod]))
         first_token, second_token = token("topoflight", RUN, pod=agent_pod), token(
             "topoflight", RUN, pod=pod["metadata"]["name"])  # fmt: skip
+        words = ("--host", str(next(MACHINES.glob("hgx-h100*.json"))), "--publish-interval", "10")
         logs = [tmp_path / "first.log", tmp_path / "second.log"]
         try:
             with (
-                serving(config_of(tmp_path, first_token), published, logs[0]) as one,
-                serving(config_of(tmp_path, second_token), second, logs[1]) as two,
+                serving(config_of(tmp_path, first_token), published, logs[0], *words, namespace=RUN) as one,
+                serving(config_of(tmp_path, second_token), second, logs[1], *words, namespace=RUN) as two,
             ):
 
                 def seen(url: str) -> set[str]:

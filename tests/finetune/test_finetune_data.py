@@ -1,9 +1,13 @@
 """Rows to batches: shapes of rows, masks, packing, order."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
+from rigs.hub import Hub
 from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig
@@ -221,3 +225,22 @@ def test_rows_of_a_known_shape_and_wrong_content_are_refused(tokenizer, row, wor
     """Neither trained on as the text of a list, nor a stack trace."""
     with pytest.raises(ConfigError, match=word):
         encode(row, tokenizer, job())
+
+
+def test_a_hub_cannot_name_files_outside_its_data_set(tmp_path):
+    """Refused before a file of such a name is made: `datasets` is shown the listing as empty files."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}')
+    code = "import sys; from contracts.job_config import JobConfig; from finetune import sources; "
+    code += "print(sources.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
+    hub = Hub()
+    names = {"org/up": f"../../../../../../../../{tmp_path}/up.jsonl", "org/root": f"{tmp_path}/root.jsonl"}
+    for name, path in names.items():
+        hub.add("datasets", name, tmp_path / "set", listed=(path,))
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=False
+        )
+        assert "ConfigError" in done.stderr and "leads out of the data set" in done.stderr, done.stderr
+    hub.close()
+    assert not list(tmp_path.glob("*.jsonl"))

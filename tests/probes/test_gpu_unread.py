@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rigs.tables import each_row
 
-from agent.checks.verdict import checks_of_snapshot
+from agent.checks.view import checks_of_snapshot
 from contracts.finding import Status
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts

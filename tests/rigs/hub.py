@@ -28,6 +28,7 @@ class Repository:
     sha: str
     branches: dict[str, Path] = field(default_factory=dict)  # other branches, with folders of their own
     tokens: tuple[str, ...] | None = None  # who may read the files of a gated one; None: everybody
+    listed: tuple[str, ...] = ()  # paths that its trees name besides
 
     def at(self, revision: str) -> tuple[str, Path] | None:
         """Commit and folder of a branch or commit."""
@@ -130,6 +131,7 @@ class Hub:
         if inside and not (folder / inside).is_dir():
             return _send(request, 404, {"error": "no such folder"}, {"X-Error-Code": "EntryNotFound"})
         entries = [_entry(p, folder) for p in files if p.relative_to(folder).as_posix().startswith(inside)]
+        entries += [{"type": "file", "path": path, "size": 1, "oid": "0" * 40} for path in repository.listed]
         first = int(query.get("cursor", ["0"])[0])
         more = {}
         if first + PAGE < len(entries):
