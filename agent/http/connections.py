@@ -29,6 +29,7 @@ class LimitedProtocol(H11Protocol):
     """One connection. Every time that it waits for its client has an end."""
 
     most_connections = 512  # each costs some 20 KiB while it is open
+    most_at_once = 192  # as many come within _ROOM_SECONDS before room is made without delay
     most_over_limit = 32  # further ones, which only health checks use
     # Longest wait for a first request's head, a later head, a body, and for the client to read what was written
     seconds = {"head": 20.0, "next head": KEEP_ALIVE_SECONDS + 20.0, "body": 20.0, "reader": 30.0}  # noqa: RUF012
@@ -44,8 +45,9 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that an answer that the client does not read is noticed
         self._update_deadline()
-        if len(self.connections) > self.most_connections:  # only after what the others have sent is read
-            self.loop.call_later(_ROOM_SECONDS, self._make_room)
+        over = len(self.connections) - self.most_connections
+        if over > 0:  # only after what the others have sent is read, unless a flood comes
+            self.loop.call_later(_ROOM_SECONDS if over < self.most_at_once else 0, self._make_room)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline:
