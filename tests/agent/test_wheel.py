@@ -100,14 +100,3 @@ def test_golden_man_page() -> None:
     known = (r"TH|SH|SS|TP|PP", r"\\&", r"\\fB")
     for line in text.splitlines():
         assert not line.startswith((".", "'")) or re.match(rf"\.({known[0]})\b", line), f"roff would take it: {line}"
-
-
-def test_every_shell_is_given_clicks_completion() -> None:
-    """The files ask the command itself: one line each."""
-    for shell, name in (("bash", "topoflight.bash"), ("zsh", "_topoflight"), ("fish", "topoflight.fish")):
-        asked = f"{shell}_source"
-        assert f"_TOPOFLIGHT_COMPLETE={asked} topoflight" in (ROOT / "agent/data/completions" / name).read_text()
-        environment = {**os.environ, "_TOPOFLIGHT_COMPLETE": asked}
-        done = subprocess.run([sys.executable, "-m", "agent.cli"], capture_output=True, text=True, cwd=ROOT,
-                              env=environment, check=False)  # fmt: skip
-        assert "topoflight" in done.stdout, done.stderr
