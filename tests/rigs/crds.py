@@ -15,6 +15,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
     """A structural CRD schema as JSON schema that refuses what the API server would prune."""
     made = {k: v for k, v in schema.items() if not k.startswith("x-kubernetes") and k not in ("format", "nullable")}
+    if "(?i)" in str(made.get("pattern")):
+        del made["pattern"]  # Go's regular expression, not JavaScript's
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     if schema.get("x-kubernetes-embedded-resource") or schema.get("x-kubernetes-preserve-unknown-fields"):
