@@ -22,7 +22,8 @@ from contracts.run_record import Measured, NcclChannels, RunRecord
 
 WORDS = [
     "--host", str(path_of()), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
-    "--api", "job", "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "max_steps=100", "--name", "sft",
+    "--api", "job", "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "max_steps=100",
+    "--name", "sft",
     "--over", "eth0,10G", "--over", "net1=training/macvlan,25G", "--over", "rdma=training/macvlan",
 ]  # fmt: skip
 SECONDS = {"eth0": 9.0, "net1": 4.0, "rdma": 3.0}  # of a step

@@ -394,7 +394,8 @@ UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedul
         ({"phase": "Pending", "conditions": [UNSCHEDULABLE]}, 0, "sft-1: Unschedulable: 0/3 nodes"),
         ({"phase": "Pending", "initContainerStatuses": [{"name": "preflight", "state": {"waiting": IMAGE}}]}, 0,
          "sft-0: preflight: ErrImagePull: no such image"),
-        ({"phase": "Failed", "initContainerStatuses": [{"name": "preflight", "state": ENDED}]}, 3, "sft-0: preflight ended with exit code 3"),
+        ({"phase": "Failed", "initContainerStatuses": [{"name": "preflight", "state": ENDED}]}, 3,
+         "sft-0: preflight ended with exit code 3"),
     ],
 )  # fmt: skip
 def test_a_launch_says_how_its_pods_come(kubeconfig: ApiServer, status: dict[str, Any], code: int, told: str) -> None:

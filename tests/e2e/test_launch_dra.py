@@ -84,7 +84,7 @@ def of_dra(stderr: str) -> list[str]:
 
 def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does(cluster: ApiServer) -> None:
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
-    both(cluster, EIGHT, EIGHT[::-1])
+    two_nodes(cluster, EIGHT, EIGHT[::-1])
     done = fly()
     assert done.stderr == ("DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
     (template,) = cluster.of_kind("ResourceClaimTemplate")
@@ -101,7 +101,7 @@ def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does
 @pytest.mark.parametrize("words", [("--no-dra",), ("--resource", "nvidia.com/gpu=8"), ("--queue", "team")])
 def test_what_was_said_comes_before_what_the_cluster_can(cluster: ApiServer, words: tuple[str, ...]) -> None:
     """--no-dra asks nothing and says nothing; a device by name and a queue are the device plugins'."""
-    both(cluster, EIGHT, EIGHT)
+    two_nodes(cluster, EIGHT, EIGHT)
     done = fly(*words)
     assert len(of_dra(done.stderr)) == (words != ("--no-dra",))
     assert cluster.of_kind("ResourceClaimTemplate") == []
@@ -116,7 +116,7 @@ def test_a_plan_of_more_nics_than_gpus_stays_with_the_device_plugins(cluster: Ap
     assert done.stderr.splitlines()[0] == f"DRA: not used: {told}"
 
 
-def both(api: ApiServer, gpus: list[str], nics: list[str], **more: Any) -> None:
+def two_nodes(api: ApiServer, gpus: list[str], nics: list[str], **more: Any) -> None:
     """Two nodes of these GPUs, and of these NICs."""
     for node in ("a", "b"):
         slice_of(api, node, "gpu.nvidia.com", gpus, **({"kind": more["kind"]} if "kind" in more else {}))
@@ -137,7 +137,7 @@ def old(api: ApiServer) -> None:
 
 def outdated(api: ApiServer) -> None:
     """Of a pool only the newest generation counts: its GPUs have gone."""
-    both(api, EIGHT, EIGHT)
+    two_nodes(api, EIGHT, EIGHT)
     for node in ("a", "b"):
         slice_of(api, node, "gpu.nvidia.com", EIGHT[:4], generation=2)
 
@@ -152,12 +152,12 @@ NO_ATTRIBUTE = "no device of class {} on these nodes has the attribute"
         (old, "resource.k8s.io v1beta1 is too old: v1 came with Kubernetes 1.34"),
         (lambda api: api.delete(f"{API}/deviceclasses", "", "dranet.net"),
          "there is no DeviceClass dranet.net: there are gpu.nvidia.com; --dra nic=NAME names it"),
-        (lambda api: both(api, EIGHT, [""] * 8), f"{NO_ATTRIBUTE.format('dranet.net')} {ROOT}"),
+        (lambda api: two_nodes(api, EIGHT, [""] * 8), f"{NO_ATTRIBUTE.format('dranet.net')} {ROOT}"),
         (lambda api: node_of(api, "a", EIGHT, EIGHT),
          "the nodes have room for 1 of 2 pods of 8 GPUs each with a NIC under its PCIe root"),
-        (lambda api: both(api, EIGHT, [f"{root}f" for root in EIGHT]), "the nodes have room for 0 of 2 pods"),
-        (lambda api: both(api, EIGHT, EIGHT, kind="mig"), NO_ATTRIBUTE.format("gpu.nvidia.com")),
-        (lambda api: both(api, EIGHT, EIGHT, rdma=False), NO_ATTRIBUTE.format("dranet.net")),
+        (lambda api: two_nodes(api, EIGHT, [f"{root}f" for root in EIGHT]), "the nodes have room for 0 of 2 pods"),
+        (lambda api: two_nodes(api, EIGHT, EIGHT, kind="mig"), NO_ATTRIBUTE.format("gpu.nvidia.com")),
+        (lambda api: two_nodes(api, EIGHT, EIGHT, rdma=False), NO_ATTRIBUTE.format("dranet.net")),
         (outdated, "the nodes have room for 0 of 2 pods"),
     ],
 )  # fmt: skip
@@ -173,7 +173,7 @@ def test_where_the_cluster_cannot_the_device_plugins_are_asked(cluster: ApiServe
 @pytest.mark.parametrize("what", ["deviceclasses", "resourceslices"])
 def test_what_may_not_be_read_is_unknown_and_not_used(cluster: ApiServer, what: str) -> None:
     """403: in the server's words."""
-    both(cluster, EIGHT, EIGHT)
+    two_nodes(cluster, EIGHT, EIGHT)
     cluster.forbidden.add(f"{API}/{what}")
     done = fly()
     assert re.match(f"DRA: not used: unknown whether the cluster can: .*{what} is forbidden", done.stderr)
@@ -194,7 +194,7 @@ def test_a_dry_run_asks_a_cluster_that_is_named_and_no_other(
     cluster: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without one DRA is off, unless it is asked for; then GPU and NIC are the claim's alone."""
-    both(cluster, EIGHT, EIGHT)
+    two_nodes(cluster, EIGHT, EIGHT)
     asked = fly("--dry-run")
     assert "DRA: used" in asked.stderr and "ResourceClaimTemplate" in asked.stdout
     monkeypatch.delenv("KUBECONFIG")
@@ -290,7 +290,7 @@ def test_what_names_no_class_is_refused(cluster: ApiServer, words: tuple[str, ..
 def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
     """The plan names the interface that Multus makes; asked for, DRA takes the RDMA device all the same, once."""
     roce = path_of("r760xa-2xA40-bf3")
-    both(cluster, EIGHT, EIGHT)
+    two_nodes(cluster, EIGHT, EIGHT)
     for node in ("a", "b"):
         status = {"allocatable": {"rdma/shared_eth": "1k"}}
         cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}, "status": status})

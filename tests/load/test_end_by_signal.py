@@ -43,10 +43,6 @@ def get(path: str) -> str:
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def idle(port: int) -> list[socket.socket]:
-    return []
-
-
 def crowded(port: int) -> list[socket.socket]:
     """Silent, slow and deaf clients."""
     return connect(port, *[""] * 20, *["GET / HTTP/1.1\r\nX: "] * 20, *[get("/snapshot") * 100] * 20)
@@ -70,7 +66,7 @@ def silent(tmp_path: Path) -> Iterator[Path]:
         yield write_kubeconfig(tmp_path / "kubeconfig", f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
-@pytest.mark.parametrize("busy", [None, idle, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
+@pytest.mark.parametrize("busy", [None, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
 def test_it_ends_in_time(
     busy: Callable[[int], list[socket.socket]] | None, silent: Path, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:

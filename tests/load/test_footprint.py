@@ -65,17 +65,7 @@ def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
     """Drawing, page templates and torch come with the first who asks; drivers are the child's."""
     code = "import agent.http.server, agent.http.serve, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    late = {
-        "rich",
-        "jinja2",
-        "torch",
-        "pynvml",
-        "psutil",
-        "kubernetes",
-        "websockets",
-        "agent.pages.render",
-        "agent.base.tables",
-    }
+    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages.render"}
     assert not late.intersection(done.stdout.split())
 
 
