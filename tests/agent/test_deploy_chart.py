@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -16,10 +15,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kubectl_layer import helm, tool
+from kubectl_layer import helm
 from kustomization import LOADER, render
 from rigs.tables import each_row
-from test_deploy_manifests import CUSTOM, FOLDERS, OVERLAYS
+from test_deploy_manifests import CUSTOM, OVERLAYS
 
 from agent.checks.expect import KEYS, _made
 from agent.checks.verdict import GateError
@@ -61,13 +60,6 @@ def test_the_chart_renders_what_the_overlay_renders(overlay: str) -> None:
     assert made.keys() == wanted.keys()
     for key, document in wanted.items():
         assert made[key] == document, key
-
-
-@each_row("folder", FOLDERS, ids=lambda path: path.name)
-def test_kubectl_renders_the_same(folder: Path) -> None:
-    """Our stand-in for Kustomize says what Kustomize says."""
-    said = subprocess.run([str(tool("kubectl")), "kustomize", str(folder)], capture_output=True, text=True, check=True)
-    assert by_name(list(yaml.load_all(said.stdout, Loader=LOADER))) == by_name(render(folder))
 
 
 def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:

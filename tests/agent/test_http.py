@@ -133,6 +133,18 @@ def test_a_scan_that_fails_is_said_and_survived() -> None:
         ready(running)
 
 
+def test_a_later_scan_that_fails_is_said_on_the_page() -> None:
+    """The older view stays, and says that it is one."""
+    left = [(snapshot("cpu-only-vm"),)]
+    state = State(lambda: left.pop(), interval_seconds=3600)
+    state.refresh()
+    with pytest.raises(IndexError), TestClient(create(state)) as running:
+        eventually(lambda: state.error is not None, "the scan at the start has failed")
+        page = running.get("/").text
+        assert 'role="alert"' in page and "<h1>vm" in page
+        raise IndexError
+
+
 def test_version_names_the_release_before_the_first_scan() -> None:
     """The one that the command line prints; it rests on no scan, and is closed where reads are."""
     client = TestClient(create(State(tuple, interval_seconds=3600)))

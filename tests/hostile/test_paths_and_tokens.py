@@ -184,8 +184,8 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
     said = tmp_path / "said"
     with said.open("wb") as stream:
         agent = subprocess.Popen(
-            [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={path_of(MACHINE)}", f"--port={port}", "--reads=token",
-             f"--token-file={tokens}", f"--state={tmp_path}"],
+            [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={path_of(MACHINE)}", f"--port={port}",
+             "--reads=token", f"--token-file={tokens}", f"--state={tmp_path}"],
             stdout=stream, stderr=stream, cwd=ROOT,
         )  # fmt: skip
     answers = []

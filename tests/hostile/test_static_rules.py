@@ -1,7 +1,7 @@
 """What the product's source never does: run text as code, unpickle, start a shell, trust YAML tags or foreign code.
 
-Ruff's rules of flake8-bandit find eval, exec, pickle, shells and unsafe YAML (`make lint`); what is excused of them, and
-what they do not know, is held here.
+Ruff's rules of flake8-bandit find eval, exec, pickle, shells and unsafe YAML (`make lint`); what is excused of them,
+and what they do not know, is held here.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def read_answer(one: socket.socket) -> bytes:
      (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nPOST /preflight HTTP/1.1\r\nHost: localhost\r\n"
       b"Content-Length: 100\r\n\r\n{", [200, 403]),
      (b"POST /preflight HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n", [403])],
-    ids=["silence", "line", "header", "second head", "body of a read", "body", "body behind another request", "body that waits for a word"],
+    ids=["silence", "line", "header", "second head", "body of a read", "body",
+         "body behind another request", "body that waits for a word"],
 )  # fmt: skip
 def test_a_request_that_never_ends_is_closed(impatient: Served, start: bytes, answers: list[int]) -> None:
     """A byte now and then does not buy more time. Where the endpoint refuses before the body, its own status stands."""
