@@ -25,7 +25,7 @@ from rigs.tables import each_row
 from agent.base import result_store as keep
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.runs import MOST_POSTED_BYTES, MOST_VALUES, Record
+from agent.http.runs import MOST_VALUES, Record
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import job, manifests
@@ -72,21 +72,6 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
     assert "a-model-of-ours" in http.get("/").text
     assert len(kept(folder)) == 1
-
-
-def test_no_reader_sees_a_secret_of_a_record(http: TestClient, folder: Path) -> None:
-    """Reason, notes and environment, of a record that is posted and of one that a job left in the folder."""
-    secret = "hunter2hunter2"  # noqa: S105 - of no door
-    record = {**RECORD, "reason": f"exec failed: tool --password {secret}", "notes": [f"HF_TOKEN={secret}", "kept"],
-              "plan": {"environment": {"WANDB_API_KEY": secret, "NCCL_DEBUG": "INFO"}}}  # fmt: skip
-    assert [http.post("/flights", headers=HEADERS, json=record).status_code for _ in range(2)] == [201, 200]
-    keep.keep_flight(record_of({**record, "host": "left-here"}), folder)
-    assert http.post("/flights", headers=HEADERS, json={**RECORD, "host": "another"}).status_code == 201
-    shown = http.get("/flights")
-    assert {one["host"] for one in shown.json()} == {"sft-0", "left-here", "another"}
-    for text in (shown.text, http.get("/flights?format=yaml").text, http.get("/").text):
-        assert secret not in text
-    assert "exec failed" in shown.text and "kept" in shown.text and "INFO" in shown.text
 
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
@@ -149,19 +134,15 @@ def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
     assert http.get("/flights").json()[0]["loss"] == {"first": 5.0, "last": None}
 
 
-def test_the_largest_record_of_a_job_is_taken_and_a_larger_body_is_not(http: TestClient) -> None:
-    """As many steps as the recorder keeps; the bound holds whatever length is announced."""
+def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
+    """As many steps as the recorder keeps."""
     whole = {**RECORD, "step_seconds": [1234.567891] * STEPS}
     assert http.post("/flights", headers=HEADERS, json=whole).status_code == 201
-    body = b" " * (MOST_POSTED_BYTES + 1)
-    assert http.post("/flights", headers=HEADERS, content=body).status_code == 413
-    assert http.post("/flights", headers=HEADERS, content=iter([body[:1000], body])).status_code == 413
 
 
 def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path) -> None:
     """401 before the record is looked at; 403 where nobody judges tokens."""
-    for headers in ({}, {"Authorization": "Bearer " + "x" * 20}):
-        assert http.post("/flights", headers=headers, content=b"{").status_code == 401
+    assert http.post("/flights", content=b"{").status_code == 401
     closed = agent(MACHINE, folder).post("/flights", headers=HEADERS, json=RECORD)
     assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
     assert kept(folder) == []
@@ -176,15 +157,6 @@ def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> No
     full.mkdir()
     (full / "flights").write_text("a file where the folder would be")
     assert agent(MACHINE, full, tokens=tokens).post("/flights", headers=HEADERS, json=RECORD).status_code == 507
-
-
-def test_records_a_minute_are_capped(http: TestClient) -> None:
-    """429 with Retry-After."""
-    answers = [http.post("/flights", headers=HEADERS, content=b"{}")]
-    while answers[-1].status_code == 422 and len(answers) < 200:  # one more is let in each five seconds
-        answers.append(http.post("/flights", headers=HEADERS, content=b"{}"))
-    assert len(answers) > 12 and answers[-1].status_code == 429
-    assert answers[-1].headers["retry-after"]
 
 
 @pytest.fixture

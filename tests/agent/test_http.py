@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,23 +100,6 @@ def test_errors_are_problem_documents_that_name_what_is_allowed(client: TestClie
     problem = response.json()
     assert problem["status"] == status
     assert problem["detail"]
-
-
-def test_not_ready_before_the_first_scan_but_alive() -> None:
-    """A scan that takes long keeps /readyz at 503 and /healthz at 200."""
-    gate = threading.Event()
-
-    def slow() -> Any:
-        gate.wait()
-        return (snapshot(),)
-
-    with scanning(slow) as running:
-        assert running.get("/healthz").status_code == 200
-        response = running.get("/readyz")
-        assert response.status_code == 503
-        assert response.headers["retry-after"]
-        gate.set()
-        ready(running)
 
 
 def test_a_scan_that_fails_is_said_and_survived() -> None:

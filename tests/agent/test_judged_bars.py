@@ -166,14 +166,6 @@ def test_a_baseline_is_the_first_bar(tmp_path: Path) -> None:
         read_baseline(path, ("busbw",))
 
 
-@each_row("text", ["", '{"bench": {"schema_version": 1}}', '{"measurements": 3}'])
-def test_a_file_without_a_benchmark_that_can_be_read_is_a_usage_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "b.json"
-    path.write_text(text)
-    with pytest.raises(GateError, match=r"--baseline .*b\.json"):
-        read_baseline(path)
-
-
 def test_a_node_is_held_against_the_best_tenth_of_its_equals() -> None:
     """A tenth is one of eleven; a node of other GPUs, and one that measured other ranks, do not count."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 import socket
 import sys
@@ -28,6 +27,7 @@ from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.cluster.client import Client
+from agent.http import runs, why
 from agent.http.access import Tokens, grant
 from agent.http.problem import ProblemError
 from agent.http.server import MOST_BODY_BYTES
@@ -202,44 +202,23 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
             one.join()
 
 
-def test_reads_can_be_closed_too(tmp_path: Path) -> None:
-    """All but the kubelet's probes."""
-    http = agent(tokens=tokens(tmp_path, reads_open=False))
-    for path in ("/", "/metrics", "/topology", "/nodes", "/openapi.json", "/preflight"):
-        assert http.get(path).status_code == 401, path
-        assert http.get(path, headers=bearer()).status_code == 200, path
-    assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
-
-
-def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """At the most talkative level, whether refused, granted or failed."""
-    caplog.set_level(logging.DEBUG)
-    http = reviewing(api)
-    http.post("/preflight", headers=bearer())
-    api.allowed.add((USER, "post", "/flights"))
-    http.post("/flights", headers=bearer(), json={"ops": ["none"]})
-    api.down()
-    reviewing(api).post("/preflight", headers=bearer())
-    assert caplog.text
-    assert TOKEN not in caplog.text and "agent-token" not in caplog.text
-
-
 def test_nothing_makes_load_from_afar(http: TestClient) -> None:
     """The gate over HTTP scans; it takes no word that would measure, and no endpoint starts a benchmark."""
     assert http.post("/preflight", headers=bearer(), json={"measure": True}).status_code == 422
     assert http.post("/benchmarks", headers=bearer()).status_code == 404
 
 
-def test_a_large_body_is_refused(http: TestClient) -> None:
-    """Before it is read whole."""
-    body = b'{"skip": ["' + b"x" * (MOST_BODY_BYTES * 2) + b'"]}'
-    assert http.post("/preflight", headers=bearer(), content=body).status_code == 413
-
-
-def test_the_rate_is_capped(http: TestClient) -> None:
-    """429 with Retry-After."""
-    answers = [http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]})]
-    while answers[-1].status_code == 400 and len(answers) < 200:  # one more is let in each five seconds
-        answers.append(http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]}))
-    assert len(answers) > 12 and answers[-1].status_code == 429
-    assert answers[-1].headers["retry-after"]
+@each_row(
+    ("path", "most"),
+    [("/preflight", MOST_BODY_BYTES), ("/flights", runs.MOST_POSTED_BYTES), ("/why", why.MOST_POSTED_BYTES)],
+)
+def test_bodies_and_the_rate_of_posts_are_bounded(path: str, most: int, tmp_path: Path) -> None:
+    """413, whatever length is announced; 429 with Retry-After, of a dozen and one more each five seconds."""
+    http = agent(tokens=tokens(tmp_path))
+    body = b" " * (most + 1)
+    for content in (body, iter([body[:1000], body])):
+        assert http.post(path, headers=bearer(), content=content).status_code == 413
+    answers = [http.post(path, headers=bearer(), content=b"[]")]
+    while answers[-1].status_code != 429 and len(answers) < 200:
+        answers.append(http.post(path, headers=bearer(), content=b"[]"))
+    assert len(answers) > 8 and answers[-1].status_code == 429 and answers[-1].headers["retry-after"]

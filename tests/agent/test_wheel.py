@@ -69,27 +69,6 @@ def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> No
     assert (tmp_path / "own/share/man/man1/topoflight.1").exists()
 
 
-@pytest.mark.long
-def test_uvx_starts_the_wheel_from_its_file(wheel: Path, tmp_path: Path) -> None:
-    """As a reader types it, packages from PyPI: the demo's sick node is told, and torch is not among what was fetched.
-
-    Skipped where PyPI gives no uv, which CI does not allow.
-    """
-    venv.create(tmp_path / "tool", symlinks=True)
-    asked = [sys.executable, "-m", "pip", "--python", str(tmp_path / "tool/bin/python"), "install", "-q", "uv"]
-    if (fetched := subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)).returncode:
-        pytest.skip(f"no uv from PyPI: {fetched.stderr.strip().splitlines()[-1]}")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "UV_"))}
-    clean |= {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_PYTHON_DOWNLOADS": "never"}
-    words = ["--python", sys.executable, "--from", str(wheel), "topoflight", "demo"]
-    done = subprocess.run([str(tmp_path / "tool/bin/uvx"), *words], capture_output=True, text=True, cwd=tmp_path,
-                          env=clean, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "nearest NIC of GPU7 is farther than PXB" in " ".join(done.stdout.split())
-    packages = {path.name for path in (tmp_path / "cache").glob("archive-v*/*/lib/python*/site-packages/*")}
-    assert {"fastapi", "agent"} <= packages and not {"torch", "numpy", "transformers"} & packages
-
-
 def test_golden_man_page() -> None:
     """What `make golden` writes anew from the verbs."""
     place = ROOT / "agent/data/topoflight.1"

@@ -13,7 +13,6 @@ from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 from starlette.testclient import TestClient
 
-from agent.http.why import MOST_POSTED_BYTES
 from contracts.rank_state import RankState, dumps
 
 MACHINE = "titan-rtx-2x-nv2"
@@ -97,11 +96,9 @@ def test_what_is_wrong_is_named(http: TestClient, body: Any, words: str) -> None
         assert answer.json()["unknown"]
 
 
-def test_bodies_and_posts_are_bounded(http: TestClient) -> None:
-    assert http.post("/why", content=b"x" * (MOST_POSTED_BYTES + 1), headers=HEADERS).status_code == 413
+def test_a_deep_body_is_refused(http: TestClient) -> None:
     deep = b'{"traces": {"0": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
     assert http.post("/why", content=deep, headers=HEADERS).status_code == 400
-    assert 429 in {http.post("/why", json={}, headers=HEADERS).status_code for _ in range(14)}
 
 
 def test_a_posted_manifest_is_answered(http: TestClient, tmp_path: Path) -> None:

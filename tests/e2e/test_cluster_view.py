@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from api_server import CRD, ApiServer, configuration, write_kubeconfig
-from e2e_client import client_of, merge
+from e2e_client import client_of
 from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row
 from rigs.waiting import eventually
@@ -181,26 +181,6 @@ def test_a_watch_follows_what_is_written_and_deleted(client: Client, node: str) 
     eventually(lambda: verdict() is None, "the node goes")
     assert watcher.lists == 1
     watcher.stop()
-
-
-def test_a_field_that_the_definition_lacks_is_refused(client: Client, node: str) -> None:
-    """Strict validation: a typing error in the agent is an error, not a silent loss."""
-    with pytest.raises(ApiError) as caught:
-        client.apply(path_of(API_VERSION, PLURAL, node), {
-            "apiVersion": API_VERSION, "kind": "NodeTopology", "metadata": {"name": node}, "spec": {"nodeNam": node},
-        })  # fmt: skip
-    assert caught.value.status in (400, 422, 500)
-
-
-def test_an_old_resource_version_conflicts(client: Client, node: str) -> None:
-    """A write that was decided on an older object is refused."""
-    path = path_of(API_VERSION, PLURAL, node)
-    made = client.apply(path, to_resource(record_of(H100, node))[0])
-    old = made["metadata"]["resourceVersion"]
-    merge(client, path, {"metadata": {"labels": {"a": "b"}}})
-    with pytest.raises(ApiError) as caught:
-        merge(client, path, {"metadata": {"resourceVersion": old, "labels": {"a": "c"}}})
-    assert caught.value.status == 409
 
 
 def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, node: str) -> None:
