@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer
 from e2e_client import client_of
 from rigs.recorded import changed, snapshot
 from rigs.waiting import eventually
@@ -73,8 +73,7 @@ class Agent:
 
 
 @pytest.fixture
-def agents(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
+def agents(kubeconfig: ApiServer, tmp_path: Path) -> Iterator[Any]:
     count = iter(range(9))
     yield lambda snapshots, first: Agent(tmp_path / f"pod-{next(count)}", snapshots, first)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer
 from click.testing import CliRunner
 from e2e_client import client_of
 from rigs.recorded import path_of, snapshot
@@ -52,12 +51,6 @@ def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
     assert len(list(cluster_job.create(client, documents("trainjob", "sft")))) == 3
     with pytest.raises(JobError, match=r"trainjob/sft: the API server says 409.*nothing was made"):
         list(cluster_job.create(client, documents("trainjob", "sft")))
-
-
-@pytest.fixture
-def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
-    yield api
 
 
 WORDS = [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer
 from click.testing import CliRunner, Result
 from rigs.recorded import path_of
 from rigs.tables import each_row
@@ -26,12 +25,11 @@ WORDS = [
 
 
 @pytest.fixture
-def cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """The stand-in, named by KUBECONFIG, with the classes of both drivers as their installations make them."""
-    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
+def cluster(kubeconfig: ApiServer) -> ApiServer:
+    """With the classes of both drivers as their installations make them."""
     for name in ("gpu.nvidia.com", "dranet.net"):
-        class_of(api, name)
-    yield api
+        class_of(kubeconfig, name)
+    return kubeconfig
 
 
 def class_of(api: ApiServer, name: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer
 from click.testing import CliRunner, Result
 from rigs.recorded import path_of
 from rigs.tables import each_row
@@ -19,14 +18,6 @@ from contracts.job_config import read_config
 from contracts.job_plan import JobPlan, read
 
 USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
-
-
-@pytest.fixture
-def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
-    monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield api
 
 
 def launched(kind: str, *more: str, config: Path = USERS, host: tuple[str, ...] = ("--host", str(path_of()))) -> Result:
@@ -70,7 +61,6 @@ def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing says how long the rows are: 4096 tokens are assumed and named, and refuse nothing."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("KUBECONFIG", raising=False)
     wrong, memory = [], []
     for kind in ("pytorchjob", "job", "local"):
@@ -137,10 +127,9 @@ def test_what_cannot_run_is_refused_before_anything_starts(kubeconfig: ApiServer
     ],
 )  # fmt: skip
 def test_other_words_of_such_a_file_are_what_is_planned(
-    tmp_path: Path, changed: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, changed: dict[str, Any], words: list[str]
 ) -> None:
     """Each value of the layout that is printed is the file's."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     job = tmp_path / "job.yaml"
     file = {**yaml.safe_load(USERS.read_text()), **changed}
     job.write_text(yaml.safe_dump({name: value for name, value in file.items() if value is not None}))

@@ -13,6 +13,7 @@ import pytest
 import resident
 import yaml
 from load_served import H100, ROOT
+from rigs.waiting import eventually
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
@@ -67,9 +68,7 @@ def silent(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("busy", [None, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
-def test_it_ends_in_time(
-    busy: Callable[[int], list[socket.socket]] | None, silent: Path, tmp_path: Path, eventually: Callable[..., None]
-) -> None:
+def test_it_ends_in_time(busy: Callable[[int], list[socket.socket]] | None, silent: Path, tmp_path: Path) -> None:
     """None: before anything is loaded but the listening socket."""
     port = resident.free_port()
     words = ["--publish", "--token-review"] if busy is asking_the_cluster else []

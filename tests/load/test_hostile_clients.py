@@ -8,7 +8,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ import pytest
 import resident
 from load_served import H100, Served
 from rigs.tables import each_row
+from rigs.waiting import eventually
 
 from agent.http.connections import LimitedProtocol
 from agent.http.serve import BACKLOG, HEAD_BYTES
@@ -137,7 +138,7 @@ def test_a_request_that_never_ends_is_closed(impatient: Served, start: bytes, an
     impatient.honest()
 
 
-def test_a_client_that_does_not_read_is_let_go(impatient: Served, eventually: Callable[..., None]) -> None:
+def test_a_client_that_does_not_read_is_let_go(impatient: Served) -> None:
     """It asks for far more than the sockets hold and takes nothing."""
     before = impatient.descriptors()
     deaf = []
@@ -158,9 +159,7 @@ def test_a_client_that_does_not_read_is_let_go(impatient: Served, eventually: Ca
 
 
 @pytest.mark.parametrize("how", ["half-open", "reset"])
-def test_a_client_that_leaves_in_the_midst_is_let_go(
-    impatient: Served, how: str, eventually: Callable[..., None]
-) -> None:
+def test_a_client_that_leaves_in_the_midst_is_let_go(impatient: Served, how: str) -> None:
     """It shuts its side after half a request and keeps the socket; or it is killed while its answer comes."""
     before = impatient.descriptors()
     left = [connect(impatient, b"GET /snapshot HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n" * (how == "reset"))
@@ -189,9 +188,7 @@ def get_once(agent: Served, path: str, source: str = "127.0.0.1") -> int:
      b"GET /snapshot HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200],
     ids=["silent", "slow", "kept", "deaf"],
 )  # fmt: skip
-def test_idle_connections_keep_nobody_out(
-    impatient: Served, addresses: int, start: bytes, eventually: Callable[..., None]
-) -> None:
+def test_idle_connections_keep_nobody_out(impatient: Served, addresses: int, start: bytes) -> None:
     """Three times as many as there are places, held open, the kubelet's own address among them."""
     held = []
     for number in range(3 * PLACES):
@@ -210,7 +207,7 @@ def test_idle_connections_keep_nobody_out(
         one.close()
 
 
-def test_every_place_busy_leaves_health_checks(impatient: Served, eventually: Callable[..., None]) -> None:
+def test_every_place_busy_leaves_health_checks(impatient: Served) -> None:
     """Requests that are worked on are not ended for new ones: who comes then is told so, the kubelet is answered."""
     question = (
         "GET /recommendations?model=Llama-3.1-405B&nodes=20000&sequence_length={} HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -226,7 +223,7 @@ def test_every_place_busy_leaves_health_checks(impatient: Served, eventually: Ca
 
 
 @pytest.mark.nightly
-def test_ten_thousand_connections_attempted(served: Served, eventually: Callable[..., None]) -> None:
+def test_ten_thousand_connections_attempted(served: Served) -> None:
     """Silent, speaking and slow ones of four addresses, as many as there are descriptors for, beside a scraper."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -261,7 +258,7 @@ def test_ten_thousand_connections_attempted(served: Served, eventually: Callable
     served.honest()
 
 
-def test_without_descriptors_it_waits_and_does_not_spin(served: Served, eventually: Callable[..., None]) -> None:
+def test_without_descriptors_it_waits_and_does_not_spin(served: Served) -> None:
     """EMFILE at accept(2): the listener pauses, the process keeps quiet, and goes on when there are some again."""
     agent = psutil.Process(served.pid)
     soft, hard = agent.rlimit(psutil.RLIMIT_NOFILE)

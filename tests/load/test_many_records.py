@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import psutil
 import pytest
 import resident
 from load_served import H100, ROOT, Served
+from rigs.waiting import eventually
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
@@ -54,7 +55,7 @@ def taken(agent: Served) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", ["/nodes", "/nodes?format=yaml", "/cluster"])
-def test_many_clients_share_one_answer(cluster: Served, path: str, eventually: Callable[..., None]) -> None:
+def test_many_clients_share_one_answer(cluster: Served, path: str) -> None:
     """Each of them slow to read; the agent and its worker stay below the pod's limit, and others are served."""
     clients = []
     for _ in range(CLIENTS):
