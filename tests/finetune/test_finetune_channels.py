@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rigs.tables import each_row
 
-from finetune import channels, train
+from finetune import channels
 from finetune.channels import look, planned_channels, record
 
 ROOT = Path(__file__).parents[2]
@@ -278,6 +278,8 @@ def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_job_over_gloo_asks_nccl_nothing(tmp_path):
     """Whatever the plan says of it: the record has gloo's transports, and no log is set up."""
+    from finetune import train
+
     layout = {"world_size": 1, "sharding": "ddp", "micro_batch": 4, "precision": "fp32"}
     plan = {"layout": layout, "environment": {}, "transport": {"network": "IB", "gdrdma": True}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))

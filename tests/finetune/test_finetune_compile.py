@@ -26,15 +26,6 @@ JOB = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """A C++ compiler, and a folder for what it makes that all tests here share."""

@@ -15,6 +15,8 @@ from finetune.data import Loader, collate, pack, prepare
 from finetune.rows import IGNORED, encode, load_tokenizer
 from finetune.sources import load_rows
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def tokenizer():

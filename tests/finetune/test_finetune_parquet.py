@@ -15,6 +15,8 @@ from finetune import sources
 from finetune.data import prepare
 from finetune.rows import encode, load_tokenizer
 
+pytestmark = pytest.mark.long
+
 
 def load_rows(config, split):
     """The members of the rows."""

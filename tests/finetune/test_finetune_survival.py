@@ -43,15 +43,6 @@ profile_steps: 0
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def fly(folder, *overrides, job=JOB, plan=None):
     """Run the job in this process; returns exit code and flight."""
     folder.mkdir(exist_ok=True, parents=True)
