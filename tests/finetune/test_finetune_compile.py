@@ -72,6 +72,7 @@ def test_the_job_alone_compiles(kernels, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_without_a_compiler_the_job_is_refused(tmp_path):
     """Before the first step, in one line that says what to install or to set."""
     argv, flight = job(tmp_path, True)
