@@ -33,7 +33,7 @@ from topology.graph import ClusterTopology, NodeTopology
 from topology.roles import with_topology
 
 if TYPE_CHECKING:
-    from agent.base.bench_history import Line
+    from agent.base.result_store import Line
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult
