@@ -15,7 +15,7 @@ from rigs.hub import Hub
 from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig
-from finetune import sources
+from finetune import rows as row_reader
 from finetune.data import Loader, collate, pack, prepare
 from finetune.rows import IGNORED, encode, load_tokenizer
 
@@ -46,7 +46,7 @@ def job(path=None, **settings):
 
 def load_rows(config, split):
     """The members of the rows."""
-    return [row.members for row in sources.load_rows(config, split)]
+    return [row.members for row in row_reader.load_rows(config, split)]
 
 
 def write(path, rows):
@@ -234,8 +234,8 @@ def test_a_hub_cannot_name_files_outside_its_data_set(tmp_path):
     """Refused before a file of such a name is made: `datasets` is shown the listing as empty files."""
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}')
-    code = "import sys; from contracts.job_config import JobConfig; from finetune import sources; "
-    code += "print(sources.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
+    code = "import sys; from contracts.job_config import JobConfig; from finetune import rows; "
+    code += "print(rows.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
     hub = Hub()
     names = {"org/up": f"../../../../../../../../{tmp_path}/up.jsonl", "org/root": f"{tmp_path}/root.jsonl"}
     for name, path in names.items():
@@ -336,7 +336,7 @@ def test_what_is_not_parquet_is_said_in_one_line(tmp_path):
 
 def test_rows_are_bounded_as_they_unpack(tmp_path, monkeypatch):
     """A small file of a long text, a million times: counted unpacked, and only as far as rows are asked for."""
-    monkeypatch.setattr(sources, "MAX_BYTES", 1 << 20)  # a limit of gigabytes, at a size that a test can unpack
+    monkeypatch.setattr(row_reader, "MAX_BYTES", 1 << 20)  # a limit of gigabytes, at a size that a test can unpack
     path = write(tmp_path / "train.parquet", [{"text": "x" * 100_000}] * 4000)
     assert path.stat().st_size < 1 << 20
     with pytest.raises(ConfigError, match="dataset_rows"):
@@ -370,7 +370,7 @@ def test_nothing_of_datasets_is_written_or_asked(tmp_path):
     write(tmp_path / "train.parquet", [SUM])
     code = (
         "import socket, sys; socket.socket.connect = None\n"
-        "from contracts.job_config import JobConfig; from finetune.sources import load_rows\n"
+        "from contracts.job_config import JobConfig; from finetune.rows import load_rows\n"
         f"assert len(load_rows(JobConfig(dataset_name={str(tmp_path)!r}), 'train')) == 1\n"
     )
     home = {"HF_HOME": "/proc/none", "HOME": "/proc/none", "XDG_CACHE_HOME": "/proc/none"}
