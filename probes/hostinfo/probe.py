@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from contracts.finding import Finding, Status
-from probes.api import Metric, Probe, Sample
+from contracts.finding import Finding
+from probes.api import Probe, Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
-from probes.texts import codes_of, finding, read_texts
+from probes.texts import codes_of, finding, read_metrics, read_texts
 
 TEXTS = read_texts(__file__)
 
@@ -71,20 +71,17 @@ def check(facts: HostinfoFacts) -> Iterator[Finding]:
     """What of the machine itself stands in the way of training or of measuring."""
     for node in facts.numa:
         if node.cpus and node.memory_bytes == 0:
-            empty = (f"/sys/devices/system/node/node{node.node}/meminfo: MemTotal 0 kB",)
-            yield finding(TEXTS, "hostinfo.numa.memoryless", Status.WARN, f"NUMA{node.node}", empty, node=node.node)
+            yield finding(TEXTS, "hostinfo.numa.memoryless", subject=f"NUMA{node.node}", node=node.node)
     if facts.numa_balancing and len(facts.numa) > 1:
         # Linux Documentation/admin-guide/sysctl/kernel.rst, numa_balancing: to be disabled where the workload is
         # already bound to NUMA nodes; NCCL and the launcher bind each rank to its GPU's node.
-        switch = ("/proc/sys/kernel/numa_balancing: 1",)
-        yield finding(TEXTS, "hostinfo.numa.balancing", Status.INFO, "", switch)
+        yield finding(TEXTS, "hostinfo.numa.balancing")
     if facts.load is not None and facts.threads and facts.load > facts.threads:
-        counts = (f"load average (1 minute) = {facts.load:.2f}", f"logical CPUs = {facts.threads}")
-        yield finding(TEXTS, "hostinfo.load.high", Status.INFO, "", counts, load=facts.load, threads=facts.threads)
+        yield finding(TEXTS, "hostinfo.load.high", facts=facts)
     if settings := sorted((facts.nccl_conf or {}).items()):
         files, names = ", ".join(facts.nccl_conf_files), ", ".join(name for name, _ in settings)
         lines = tuple(f"{files}: {name}={value}" for name, value in settings)
-        yield finding(TEXTS, "hostinfo.nccl.conf", Status.INFO, "", lines, names=names)
+        yield finding(TEXTS, "hostinfo.nccl.conf", None, "", lines, names=names)
 
 
 def samples(facts: HostinfoFacts) -> Iterator[Sample]:
@@ -277,17 +274,5 @@ PROBE = Probe(
     check=check,
     samples=samples,
     codes=codes_of(TEXTS),
-    metrics=(
-        Metric(
-            name="hostinfo_virtual_machine_info",
-            help="Hypervisor this host runs on.",
-            labels=("hypervisor",),
-            kind="info",
-        ),
-        Metric(
-            name="hostinfo_numa_distance_ratio",
-            help="Memory distance between NUMA nodes, 1 is local.",
-            labels=("numa_node", "peer_numa_node"),
-        ),
-    ),
+    metrics=read_metrics(__file__),
 )
