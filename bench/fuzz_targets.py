@@ -633,11 +633,9 @@ def targets() -> Mapping[str, Target]:
             errors=_own("collectives.nccl_log.reader", "LogFileError"),
             seeds=lambda: [NCCL_LOG, NCCL_LOG[:200], NCCL_LOG * 3, gzip.compress(NCCL_LOG), NCCL_LOG + JOB_END],
         ),
-        "topo_text": Target(
-            run=topo_text, errors=_own("topology.formats.errors", "TopologyFileError"), seeds=lambda: [TOPO]
-        ),
+        "topo_text": Target(run=topo_text, errors=_own("topology.formats", "TopologyFileError"), seeds=lambda: [TOPO]),
         "topo_xml": Target(
-            run=topo_xml, errors=_own("topology.formats.errors", "TopologyFileError"), seeds=lambda: [XML, ENTITIES]
+            run=topo_xml, errors=_own("topology.formats", "TopologyFileError"), seeds=lambda: [XML, ENTITIES]
         ),
         "model_config": Target(
             run=model_config,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import without_gdr
 from hardware.links import most_links
-from hardware.series import is_of
+from hardware.tables import is_of
 from probes.texts import codes_of, finding, read_texts
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes

@@ -40,7 +40,7 @@ class LimitsFacts:
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
-    gpus: int | None = None  # of this host: set for the judgement by `topology.roles`
+    gpus: int | None = None  # of this host: set for the judgement by `topology.build`
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
 
 

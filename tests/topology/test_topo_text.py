@@ -6,7 +6,7 @@ import pytest
 from rigs.tables import each_row
 from topo_samples import FOUR_GPUS_TWO_NICS, LEGEND, NVSWITCH8, OLD_SOC, TITLES, TWO_SWITCH_PAIRS, matrix
 
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.text import parse
 from topology.graph import PathClass
 

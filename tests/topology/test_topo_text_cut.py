@@ -11,7 +11,7 @@ from topo_samples import OLD_SOC
 
 from agent.cli.topo import topo
 from topology.check import check
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.text import parse
 
 FOUR = """\

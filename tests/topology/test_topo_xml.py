@@ -6,8 +6,7 @@ import pytest
 from rigs.tables import each_row
 
 from topology.check import check
-from topology.formats import xml
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError, xml
 from topology.graph import PathClass
 
 HGX = """<system version="1">

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rigs.tables import each_row
 
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.xml import parse
 
 GPU = '<pci busid="0000:{bus}:00.0" class="0x030200"><gpu dev="{dev}" sm="90" rank="{dev}" gdr="1"/></pci>'
