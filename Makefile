@@ -86,9 +86,15 @@ drills: $(READY)
 serve: $(RUNS)
 	$(BIN)/topoflight serve
 
-# every figure, each bench in turn (some ten minutes), onto reports/bench.md or PAGE
+# every figure, each bench in turn (some ten minutes), onto reports/bench.md or PAGE; compare within one run only
+BENCHES := "footprint.py" "speed.py" "forecast.py" "finetune_vs_trl.py --rounds 1 --ranks 1"
 bench: $(READY)
-	$(BIN)/python bench/figures.py --page $(or $(PAGE),reports/bench.md)
+	@mkdir -p reports
+	@{ printf '# Figures of one run\n\n%s, %s cores (%s), %s\n' "$$(date -u +%F)" "$$(nproc)" \
+		"$$(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -1)" "$$($(BIN)/python -V)"; \
+	for words in $(BENCHES); do printf '\n## `python bench/%s`\n\n' "$$words"; \
+		$(BIN)/python bench/$$words || echo "It ended with $$?: it broke, or a limit of its own is not held."; \
+	done; } | tee $(or $(PAGE),reports/bench.md)
 
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)

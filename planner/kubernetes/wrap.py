@@ -16,7 +16,7 @@ from typing import Any
 from contracts.yaml_text import documents, extended
 from planner.advice import PodNeed, Setting
 from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
-from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document, node_name
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 
 PREFIX = "topoflight.io"  # of annotations
 GATE = "preflight"
@@ -411,8 +411,9 @@ class _Wrapper:
         gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
         trainer = next((part.container for part in self._job.parts if part.kind == "TrainJob"), container)
         resources = copy.deepcopy(trainer.get("resourcesPerNode") or container.get("resources") or {})
-        # it judges what the job will run with
-        gate["env"] = [node_name(), *_plain_variables(trainer)]
+        # it judges what the job will run with, and names the node: a pod's own host name changes with every pod
+        node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+        gate["env"] = [node, *_plain_variables(trainer)]
         if resources:
             gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
         if container.get("securityContext"):

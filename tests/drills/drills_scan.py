@@ -21,7 +21,7 @@ from blocking_file import BlockingFile
 from drill_ground import MARK, ROOT, Ground, eventually, machine
 from drill_register import drill
 
-from agent.checks.verdict import checks_of_snapshot
+from agent.checks.view import checks_of_snapshot
 from contracts.finding import Status
 from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts

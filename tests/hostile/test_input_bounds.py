@@ -228,7 +228,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     bounded = {
         "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
-        "topo_xml", "flight_recorder", "ras", "rank_state",
+        "topo_xml", "flight_recorder", "ras_answer", "rank_state",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
     flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file"}
