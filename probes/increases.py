@@ -20,9 +20,9 @@ from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import XID_CAUSES, named_xids, xids_of
 from probes.gpu.health import finding as gpu_finding
+from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaFacts, RdmaPort
-from probes.rdma.probe import TEXTS as RDMA_TEXTS
-from probes.texts import finding
+from probes.texts import finding, read_texts
 
 NVLINK_COUNTERS = ("replay", "recovery", "receive", "recovery_failed")
 """Of each link: any rise is one too many. From Blackwell on packets received with errors, and links that were lost."""
@@ -99,9 +99,6 @@ def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
                 yield f"link {link.link} {name}: {start}, then {end}"
 
 
-HOUR_SECONDS = 3600.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
     """More than `count` within `seconds`, or within the interval where that is longer, pro rata."""
@@ -118,19 +115,8 @@ class Threshold:
 
 
 THRESHOLDS = tuple(
-    Threshold(counter=counter, count=count, seconds=seconds, status=status, meaning=meaning)
-    for counter, count, seconds, status, meaning in (
-        ("link_downed", 0, 1, Status.FAIL, "the link went down"),
-        ("excessive_buffer_overrun_errors", 0, 1, Status.FAIL, "receive buffers overran"),
-        ("local_link_integrity_errors", 0, 1, Status.FAIL, "physical errors exceeded what the link tolerates"),
-        ("rnr_nak_retry_err", 0, 1, Status.FAIL, "a peer never posted receives and retries ran out"),
-        ("symbol_error", 120, HOUR_SECONDS, Status.FAIL, "bit errors"),
-        ("link_error_recovery", 5, 60, Status.WARN, "the link retrained"),
-        ("port_rcv_errors", 10, 1, Status.WARN, "broken packets arrived"),
-        ("local_ack_timeout_err", 1, 1, Status.WARN, "acknowledgements came too late: loss or congestion"),
-        ("port_xmit_discards", 100, 1, Status.WARN, "packets were discarded before sending: congestion"),
-        ("roce_slow_restart", 10, 1, Status.WARN, "RoCE flows started over"),
-    )
+    Threshold(counter=counter, **{**row, "status": Status(row["status"])})
+    for counter, row in read_texts(rdma.__file__, "counters.toml").items()
 )
 
 
@@ -149,7 +135,7 @@ def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> It
         start, end = (port.counters.get(threshold.counter) if port.counters else None for port in (before, after))
         if threshold.exceeded(rise := _rise(start, end), seconds):
             yield finding(
-                RDMA_TEXTS, "rdma.counters.rising", threshold.status, subject, counter=threshold.counter, rise=rise,
+                rdma.TEXTS, "rdma.counters.rising", threshold.status, subject, counter=threshold.counter, rise=rise,
                 seconds=seconds, meaning=threshold.meaning, start=start, end=end,
             )  # fmt: skip
 
