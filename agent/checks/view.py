@@ -32,7 +32,7 @@ from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
 
 if TYPE_CHECKING:
-    from agent.base.bench_history import Line
+    from agent.base.result_store import Line
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import advise
+from agent.advice.advise import POD_ROLES, advise, in_pods
 from agent.advice.job_settings import planned_for
-from agent.advice.pod_network import POD_ROLES, in_pods
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import InputError, RequestError

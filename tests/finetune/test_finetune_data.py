@@ -12,8 +12,7 @@ from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune.data import Loader, collate, pack, prepare
-from finetune.rows import IGNORED, encode, load_tokenizer
-from finetune.sources import load_rows
+from finetune.rows import IGNORED, encode, load_rows, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +230,7 @@ def test_a_hub_cannot_name_files_outside_its_data_set(tmp_path):
     """Refused before a file of such a name is made: `datasets` is shown the listing as empty files."""
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}')
-    code = "import sys; from contracts.job_config import JobConfig; from finetune import sources; "
+    code = "import sys; from contracts.job_config import JobConfig; from finetune import rows as sources; "
     code += "print(sources.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
     hub = Hub()
     names = {"org/up": f"../../../../../../../../{tmp_path}/up.jsonl", "org/root": f"{tmp_path}/root.jsonl"}

@@ -18,8 +18,8 @@ from contracts.layout import ROPE_TYPES, Layout
 from contracts.run_record import Measured, RunPart, RunRecord
 from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
+from finetune.loop import clip_gradients, learning_rate
 from finetune.model import build_model, causal_lm, cut
-from finetune.optim import clip_gradients, learning_rate
 from finetune.parallel import stage_bounds
 from finetune.parts import beside_forecast, divide, hold_against, part_of
 from finetune.plan import refusals

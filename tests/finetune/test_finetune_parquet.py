@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from contracts.job_config import ConfigError, JobConfig
-from finetune import sources
+from finetune import rows as sources
 from finetune.data import prepare
 from finetune.rows import encode, load_tokenizer
 
@@ -214,7 +214,7 @@ def test_nothing_of_datasets_is_written_or_asked(tmp_path):
     write(tmp_path / "train.parquet", [SUM])
     code = (
         "import socket, sys; socket.socket.connect = None\n"
-        "from contracts.job_config import JobConfig; from finetune.sources import load_rows\n"
+        "from contracts.job_config import JobConfig; from finetune.rows import load_rows\n"
         f"assert len(load_rows(JobConfig(dataset_name={str(tmp_path)!r}), 'train')) == 1\n"
     )
     home = {"HF_HOME": "/proc/none", "HOME": "/proc/none", "XDG_CACHE_HOME": "/proc/none"}
