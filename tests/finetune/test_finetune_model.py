@@ -29,6 +29,8 @@ from planner.forecast.models import model_from_config
 from planner.forecast.specs import TrainSpec
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
+pytestmark = pytest.mark.long
+
 SMALL = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16, "tie_word_embeddings": False,
