@@ -13,9 +13,8 @@ from peft import PeftModel
 from test_finetune_model import FAMILIES, batch_of, job, total
 from transformers import AutoModelForCausalLM
 
-from contracts.families import MIXTURES
 from contracts.job_config import ConfigError
-from contracts.layout import Layout
+from contracts.layout import MIXTURES, Layout
 from finetune import train
 from finetune.loop import multiplied
 from finetune.model import build_model, causal_lm, cut

@@ -11,11 +11,10 @@ from filled import filled_model
 from rigs.tables import each_row
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
-from contracts.families import ROPE_TYPES
 from contracts.interval import Interval
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import NamedValue, RunForecast
-from contracts.layout import Layout
+from contracts.layout import ROPE_TYPES, Layout
 from contracts.run_record import Measured, RunPart, RunRecord
 from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
