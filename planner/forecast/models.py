@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded
-from contracts.families import FAMILIES
+from contracts.layout import FAMILIES
 from contracts.plain import loads as plain
 from planner.forecast.specs import ModelSpec
 
