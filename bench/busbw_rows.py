@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from contracts.interval import Interval
 from hardware.gpus import Gpu, gpu_named
 from hardware.machines import catalogue
 from hardware.units import GIGA
 from topology.expected import Paths, span
-from topology.nccl import nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.paths import pcie_generations
+from topology.plan import nvlink_bytes_per_second, pcie_bytes_per_second
 
 MIB = 1 << 20
 _DOMAIN = 72  # GPUs of an NVL72
@@ -106,35 +108,6 @@ class _Instance:
     virtual: bool = False  # peers do not reach each other over PCIe
 
 
-# Words of the sources for machines of hardware/machines.toml, and how their network was used where a row cannot say it.
-_HOST = "RDMA without GPUDirect"
-_NAMED = (
-    (r"p6e-gb200", "p6e-gb200.36xlarge", {}), (r"gb300", "gb300-nvl72", {}), (r"p6-b300", "p6-b300.48xlarge", {}),
-    (r"a4x|gb200|nvl72", "gb200-nvl72", {}), (r"g5\.(12|24)", "g5.12xlarge", {"virtual": True}),
-    (r"\bg5\b|\bg5\.", "g5.48xlarge", {"virtual": True, "network": _HOST}),
-    (r"\bg6e\b|\bg6e\.", "g6e.48xlarge", {"virtual": True, "network": _HOST}),
-    (r"p3\.", "p3.16xlarge", {}), (r"p4de?\b", "p4d.24xlarge", {}), (r"p5en\b", "p5en.48xlarge", {}),
-    (r"p5e?\b", "p5.48xlarge", {}), (r"p6-b200", "p6-b200.48xlarge", {}),
-    (r"a3[- ]?mega", "a3-megagpu-8g", {"network": "RDMA"}), (r"a3[- ]?ultra", "a3-ultragpu-8g", {}),
-    (r"a3[- ]?high", "a3-highgpu-8g", {"network": _HOST}), (r"\ba4\b|a4-high", "a4-highgpu-8g", {}),
-    (r"a2-", "a2-highgpu-8g", {}), (r"nd.*h200", "ND96isr_H200_v5", {}), (r"nd.*h100|ndv5", "ND96isr_H100_v5", {}),
-    (r"\bndm?\b.*a100|nd96a|ndv4", "ND96asr_v4", {}), (r"bm\.gpu4|bm\.gpu\.(b4|a100|gm4)", "BM.GPU4.8", {}),
-    (r"bm\.gpu\.h100", "BM.GPU.H100.8", {}), (r"bm\.gpu\.h200|bm\.gpu\.b200", "BM.GPU.H200.8", {}),
-    (r"[dh]gx[- ]?b300", "dgx-b300", {}), (r"[dh]gx[- ]?b200", "dgx-b200", {}),
-    (r"dgx[- ]?h[12]00", "dgx-h100", {}), (r"dgx[- ]?a100", "dgx-a100", {}),
-)  # fmt: skip
-# Machines of the corpus that it does not have; the makers' instance pages, facts of the sources' own text.
-_INSTANCES = (
-    _Instance(pattern=r"g4dn", gpu="T4", gpus=8, nics=1, gbps=100, network=_HOST, virtual=True),
-    _Instance(pattern=r"\bg6\b|\bg6\.", gpu="L4", gpus=8, nics=1, gbps=100, network=_HOST, virtual=True),
-    _Instance(pattern=r"p3dn", gpu="V100", gpus=8, nics=1, gbps=100, network=_HOST),
-    _Instance(pattern=r"nc80adis|nc40ads", gpu="H100 NVL", gpus=2, nics=1, gbps=80, network="sockets"),
-    _Instance(pattern=r"nc\d+ads", gpu="A100 PCIe", gpus=4, nics=1, gbps=80, network="sockets"),
-    _Instance(pattern=r"nd40|ndv2", gpu="V100", gpus=8, nics=1, gbps=100),
-    _Instance(pattern=r"gh200", gpu="GH200", gpus=1, nics=1, gbps=400),
-    _Instance(pattern=r"dgx-?2", gpu="V100", gpus=16, nics=8, gbps=100),
-    _Instance(pattern=r"dgx-?1", gpu="V100", gpus=8, nics=4, gbps=100),
-)
 _RATES = r"(25|40|50|56|80|100|200|400|800)"
 _WORDS = {"xdr": 800, "ndr": 400, "hdr": 200, "edr": 100, "fdr": 56}
 
@@ -180,22 +153,22 @@ def _nvls(row: Row) -> bool | None:
 
 @cache
 def _instances() -> tuple[_Instance, ...]:
+    """The rows of busbw_machines.toml, and the machines of the catalogue by their own names."""
+    tables = tomllib.loads(Path(__file__).with_name("busbw_machines.toml").read_text(encoding="utf-8"))
     kinds = {"efa": "RDMA", "hca": "RDMA", "ethernet": "sockets"}
     rows = {row.name: row for row in catalogue()}
-    named = (*_NAMED, *((re.escape(name.lower()), name, {}) for name in rows))
-    return (
-        *_INSTANCES,
-        *(
-            replace(
-                _Instance(
-                    pattern=pattern, gpu=row.gpu, gpus=row.gpus, nics=row.nics, gbps=row.nic_gbps,
-                    network=kinds[row.nic_kind],
-                ),
-                **used,
-            )
-            for pattern, row, used in ((pattern, rows[name], used) for pattern, name, used in named)
-        ),
-    )  # fmt: skip
+    found = [_Instance(**row) for row in tables["instance"]]
+    for named in (*tables["named"], *({"pattern": re.escape(name.lower()), "machine": name} for name in rows)):
+        row = rows[named.pop("machine")]
+        about: dict[str, Any] = {
+            "gpu": row.gpu,
+            "gpus": row.gpus,
+            "nics": row.nics,
+            "gbps": row.nic_gbps,
+            "network": kinds[row.nic_kind],
+        }
+        found.append(_Instance(**about | named))
+    return tuple(found)
 
 
 def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tuple[int, Interval | None]:

@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 from rows import Row, Unread, read_rows
@@ -37,7 +38,7 @@ from planner.forecast.intervals import Widths, key_of, kinds_of, widths
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.search import TIGHT_SHARE, search
+from planner.search import SIGMA_PAIR, SIGMA_PAIR_SAME, TIGHT_SHARE, degrees_of, search
 from planner.stacks import ENGINES
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
@@ -593,6 +594,34 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
     _print_table("Memory", lines)
 
 
+NORMAL_MEDIAN = 0.6745  # median of |x| over its standard deviation
+
+
+def print_pairs(answers: Iterable[Answer]) -> None:
+    """The error in the difference of two forecasts of one job that differs in its layout only (SIGMA_PAIR).
+
+    It is what a gain must exceed before a less simple layout is chosen.
+    """
+    groups: dict[tuple[str, ...], list[Answer]] = defaultdict(list)
+    for one in answers:
+        if one.scored:
+            groups[same_job(one.row)].append(one)
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    jobs: Counter[bool] = Counter()
+    for members in groups.values():
+        differ = [(a, b) for a, b in combinations(members, 2) if a.row.layout != b.row.layout]
+        alike = [degrees_of(a.row.layout) == degrees_of(b.row.layout) for a, b in differ]
+        for same, (a, b) in zip(alike, differ, strict=True):
+            errors[same].append(abs(math.log(a.ratio / b.ratio)))
+        jobs.update(set(alike))
+    lines = [("differ in", "jobs", "pairs", "standard deviation, by the median", "all", "shipped")]
+    for same, name, shipped in ((False, "degrees", SIGMA_PAIR), (True, "batch or recomputation", SIGMA_PAIR_SAME)):
+        if found := errors[same]:
+            spread, median = math.sqrt(statistics.mean(x * x for x in found)), statistics.median(found) / NORMAL_MEDIAN
+            lines.append((name, str(jobs[same]), str(len(found)), f"{median:.3f}", f"{spread:.3f}", str(shipped)))
+    _print_table("Layouts of one job", lines)
+
+
 def print_constants(fitted: Constants) -> None:
     """Where the fit starts, what it gives on all sources, and what the planner ships."""
     lines = [("constant", "start", "fitted on all", "shipped")]
@@ -600,19 +629,6 @@ def print_constants(fitted: Constants) -> None:
         start, found, shipped = (f"{getattr(c, name):.3g}" for c in (PRIOR, fitted, DEFAULT))
         lines.append((name, start, found, shipped))
     _print_table("Constants", lines)
-
-
-def print_worst(answers: Sequence[Answer], count: int) -> None:
-    """The rows that are furthest off."""
-    lines = [("row", "source", "forecast / measured", "model", "GPUs", "layout", "method", "engine", "assumed")]
-    for a in sorted(answers, key=lambda a: -abs(math.log(a.ratio)))[:count]:
-        row, at = a.row, a.row.layout
-        lines.append((
-            row.row_id, row.source, f"{a.ratio:.2f}", row.model.name, f"{at.world_size} {row.gpu.name}",
-            f"{at.family} mbs {at.micro_batch} s {row.train.sequence_length} {row.precision} {row.checkpointing}",
-            row.train.method, row.stack.engine.name, " ".join(row.assumed),
-        ))  # fmt: skip
-    _print_table("Furthest off", lines)
 
 
 def print_scores(title: str, answers: Sequence[Answer], table: Table) -> None:
@@ -674,14 +690,14 @@ this page, and the widths in `planner/forecast/intervals.json`.
 """
 
 
-def report(rows: Sequence[Row], unread: Sequence[Unread], shipped: bool, save: bool) -> list[Answer]:
+def report(rows: Sequence[Row], unread: Sequence[Unread], shipped: bool, save: bool) -> None:
     """Print every table."""
     if shipped or len({row.source for row in rows}) < 2:  # with one source nothing is left to fit on
         answers = as_shipped(rows)
         print_rows(answers, unread)
         print_scores("Step time, constants and stacks as shipped (in sample)", answers, lambda _: widths())
         print_memory(answers, answers)
-        return answers
+        return
     result = left_out(rows, lambda text: print(text, file=sys.stderr))
     answers = result.answers
     others = {source: learned(result, source) for source in {row.source for row in rows}}
@@ -697,7 +713,6 @@ def report(rows: Sequence[Row], unread: Sequence[Unread], shipped: bool, save: b
     print_summary(answers, known, unread, others.__getitem__)
     if save:
         write(learned(result), INTERVALS)
-    return answers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -709,7 +724,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help="write the planner's widths and docs/measurements/forecast.md"
     )
-    parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N rows furthest off")
+    parser.add_argument(
+        "--pairs", action="store_true", help="print the error in the difference of two forecasts, alone"
+    )
     options = parser.parse_args(arguments)
     for file in options.rows:
         if not file.is_file():
@@ -720,15 +737,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fit:
         print_constants(Fit([(row, as_run(row)) for row in rows]).without(()))
         return 0
+    if options.pairs:
+        print_pairs(as_shipped(rows))
+        return 0
     text = io.StringIO()
     with redirect_stdout(text):
-        answers = report(rows, unread, options.as_shipped, options.write)
+        report(rows, unread, options.as_shipped, options.write)
     print(text.getvalue())
     if options.write:
         tables = re.sub(r"^\|.*$", lambda line: re.sub(r" *\| *", "|", line[0]), text.getvalue(), flags=re.MULTILINE)
         PAGE.write_text(HEADER + re.sub(r"\|-[-|]*\|", lambda m: re.sub(r"-+", "-", m[0]), tables), encoding="utf-8")
-    if options.worst:
-        print_worst([a for a in answers if a.scored], options.worst)
     print(f"\n{time.perf_counter() - started:.1f} s")
     return 0
 

@@ -1,39 +1,28 @@
-"""Scrapes and load: `python bench/load.py [--seconds 10] [--scrapes 2000]`.
+"""Clients of the agent's HTTP server: one scraper's latencies, many keep-alive clients, a crowd of costly questions.
 
-One scraper's latency from /metrics, in turn with node_exporter's in the same run; the same beside 200 clients on costly
-questions, no two of which ask the same; and answers a second for 100 keep-alive clients. The clients are one process
-without an HTTP library: sockets in one epoll, each request one write, each answer read to the length it names. It
-shares the machine's cores with the server.
+The clients are one process without an HTTP library: sockets in one epoll, each request one write, each answer read to
+the length it names. They share the machine's cores with the server. tests/load holds the server against node_exporter's
+figures, taken in turns, and against its own without a crowd.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import re
 import select
 import socket
-import statistics
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, Process
 from multiprocessing.connection import Connection
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import resident
 
 CLIENTS = 100
 ASKERS = 200  # of costly questions, from several addresses: one address has fewer connections
 PER_ADDRESS = 50
 COSTLY = "/recommendations?model=Llama-3.1-405B&nodes=64&lora_rank={}&sequence_length={}"
-ENDPOINTS = ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B", "/healthz")
 LONGEST_SECONDS = 120.0  # for the least number of answers
 BLOCK = 50  # scrapes of one server before it is the other's turn, so that both see the same machine
 _HEAD = re.compile(rb"HTTP/1\.1 (\d+) .*?\r\ncontent-length: (\d+)\r\n", re.IGNORECASE | re.DOTALL)
@@ -202,76 +191,3 @@ def side_by_side(ports: Sequence[int], scrapes: int) -> list[list[float]]:
 def percentile(values: Sequence[float], share: float) -> float:
     """The value that this share of all stays below."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def main() -> int:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--scrapes", type=int, default=2000)
-    parser.add_argument("--interval", default="30", help="seconds between the agent's scans")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        root, environment = resident.restore(folder)
-        words = ("--root", root, "--interval", arguments.interval)
-        with resident.agent(folder, *words, environment=environment) as (pid, port, _):
-            scraped(port, arguments.scrapes)
-            beside_questions(pid, port, arguments.scrapes)
-            crowded(pid, port, arguments.seconds)
-    return 0
-
-
-def scraped(port: int, scrapes: int) -> None:
-    """One scraper, beside the yardstick where it is installed."""
-    print("| one scraper of /metrics | median ms | p99 ms | bytes |\n|---|---|---|---|")
-    try:
-        with resident.exporter() as (_, theirs):
-            ours, other = side_by_side([port, theirs], scrapes)
-            _row("topoflight", ours, port)
-            _row("node_exporter", other, theirs)
-    except FileNotFoundError as error:
-        _row("topoflight", latencies(port, "/metrics", scrapes), port)
-        print(f"\nNo yardstick: {error}")
-        return
-    late, usual = percentile(ours, 0.99) / percentile(other, 0.99), statistics.median(ours) / statistics.median(other)
-    print(f"\np99 is {late:.2f} of node_exporter's, the median {usual:.2f}.")
-
-
-def beside_questions(pid: int, port: int, scrapes: int) -> None:
-    """One scraper, alone and beside many who ask the planner; what the worker process takes."""
-    resident.get(port, COSTLY.format(1, 1024))  # the worker is there
-    idle = latencies(port, "/metrics", scrapes)
-    with background_load(port) as found:
-        loaded = latencies(port, "/metrics", scrapes)
-        memory = [(one.pid, one.memory_info().rss / resident.MIB, one.memory_full_info().pss / resident.MIB)
-                  for one in resident.family(pid)]  # fmt: skip
-    print(f"\n| /metrics beside {ASKERS} clients on costly questions | median ms | p99 ms |\n|---|---|---|")
-    for name, values in (("idle", idle), ("loaded", loaded)):
-        print(f"| {name} | {statistics.median(values) * 1e3:.2f} | {percentile(values, 0.99) * 1e3:.2f} |")
-    print(f"\np99 is {percentile(loaded, 0.99) / percentile(idle, 0.99):.2f} of its idle value; "
-          f"answers by status: {dict(found)}.")  # fmt: skip
-    for process, rss, pss in memory:
-        print(f"process {process}: {rss:.0f} MiB resident, {pss:.0f} MiB PSS")
-
-
-def crowded(pid: int, port: int, seconds: float) -> None:
-    """Many clients that never pause."""
-    print(f"\n| {CLIENTS} keep-alive clients | answers/s | other statuses | errors | server's CPU ms per answer |")
-    print("|---|---|---|---|---|")
-    for path in ENDPOINTS:
-        resident.get(port, path)
-        before = resident.cpu_seconds(pid)
-        found = load(port, path, seconds=seconds)
-        spent = (resident.cpu_seconds(pid) - before) / max(1, found.statuses[200])
-        rest = sum(found.statuses.values()) - found.statuses[200]
-        print(f"| {path} | {found.per_second:.0f} | {rest} | {found.errors} | {spent * 1e3:.2f} |", flush=True)
-
-
-def _row(name: str, values: Sequence[float], port: int) -> None:
-    size = len(resident.get(port, "/metrics")[1])
-    print(f"| {name} | {statistics.median(values) * 1e3:.2f} | {percentile(values, 0.99) * 1e3:.2f} | {size} |")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

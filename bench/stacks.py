@@ -1,22 +1,23 @@
 """Training stacks by their names in published tables: their engines, and what they do where a row is silent.
 
-The engines made here are traits read off the code and documents of stacks that no planner asks for. Where only one
+The engines of stacks.toml are traits read off the code and documents of stacks that no planner asks for. Where only one
 source has rows of a stack, its traits are tied to that source: left out, its rows are those of `unknown_stack`.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from contracts.layout import Checkpointing, Sharding
 from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
 from planner.forecast.specs import TrainSpec
 from planner.stacks import ENGINES
-
-_DEEPSPEED_STATES = ENGINES["deepspeed"].states
 
 
 class LitGpt(Engine):
@@ -49,113 +50,24 @@ class MegatronDeepSpeed(Engine):
         return stored._replace(gradients=6.0) if share.layout.precision == "bf16" else stored
 
 
-# "PyTorch NVIDIA Release 24.04" and "NGC PyTorch 24.09" are the containers that NeMo and Megatron come in.
-# NVIDIA's performance recipes reduce gradients in bf16 (ddp.grad_reduce_in_fp32=False), Megatron-LM by itself in fp32.
+def _stack(row: dict[str, Any]) -> Stack:
+    """One row of stacks.toml."""
+    engine, traits = row.pop("engine"), row.pop("traits", {})
+    if (states := traits.get("states")) is not None:
+        traits["states"] = (
+            ENGINES[states].states if isinstance(states, str) else StateBytes(*states[:3], copy=states[3])
+        )
+    kinds = {kind.__name__: kind for kind in (Engine, Fsdp, LitGpt, MegatronDeepSpeed)}
+    made = kinds[engine](**traits) if engine in kinds else replace(ENGINES[engine], **traits)
+    if "lora_targets" in row:
+        row["lora_targets"] = tuple(row["lora_targets"])
+    return Stack(engine=made, **row)
+
+
+STACKS = tuple(map(_stack, tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["stack"]))
+_MEGATRON = STACKS[-1]
+# Megatron-LM by itself reduces gradients in fp32.
 _MEGATRON_FP32 = Stack(engine=ENGINES["megatron"], default_sharding="zero1", pattern=r"megatron.?(core|lm)")
-_MEGATRON = Stack(
-    engine=replace(
-        ENGINES["megatron"], states=StateBytes(2.0, 2.0, 12.0, copy=4.0), gradient_bytes=2, replica_gradient_bytes=2,
-        sends_tokens_once=True,  # moe_flex_dispatcher_backend: deepep, hybridep
-    ),
-    default_sharding="zero1",
-    lora_targets=("q_proj", "k_proj", "v_proj"),  # NeMo's default
-    pattern=r"megatron|nemo\b|nemo[_ ]|nemo/|mcore|nvidia release|nvidia pytorch|ngc pytorch|transformer.?engine",
-)  # fmt: skip
-
-# First match wins: those that no planner asks for before the engines that it knows.
-STACKS: tuple[Stack, ...] = (
-    Stack(
-        engine=MegatronDeepSpeed(
-            name="megatron-2022", fused=True, attention="unfused", states=_DEEPSPEED_STATES, gradient_buffer=True,
-            selective_attention=True, dp_overlap=False, fused_cross_entropy=False,
-            bucket_bytes=2e9,  # two buckets of 5e8 half-precision values
-        ),
-        pattern=r"megatron.?deepspeed|gpt-?neox", default_sharding="ddp", sequence_parallel=False,
-    ),
-    Stack(
-        engine=Engine(
-            name="megatron-2022", fused=True, attention="unfused", states=StateBytes(2.0, 4.0, 12.0, copy=4.0),
-            gradient_buffer=True, selective_attention=True, dp_overlap=False, gradient_bytes=4,
-            replica_gradient_bytes=4, fused_cross_entropy=False,
-        ),
-        pattern=r"megatron.?lm|megatron.?llama", default_sharding="ddp", sequence_parallel=False,
-    ),
-    Stack(
-        engine=Fsdp(
-            name="llm-foundry", attention="flash1", reduce_every_micro_batch=True, fused_cross_entropy=False,
-            gradient_bytes=2,  # its benchmarks' mixed_precision: PURE
-            logits_bytes=4.0,  # loss_fn: fused_crossentropy (flash-attn's): logits and their gradient in bf16
-        ),
-        pattern=r"llm.?foundry|composer|mosaic",
-    ),
-    Stack(
-        engine=Engine(
-            name="nanotron", states=StateBytes(2.0, 4.0, 12.0, copy=4.0), gradient_buffer=True,
-            selective_attention=True, gradient_bytes=4, replica_gradient_bytes=4, logits_bytes=8.0,
-            fused_cross_entropy=False,
-        ),
-        pattern=r"nanotron", default_sharding="zero1",
-    ),
-    Stack(
-        engine=Fsdp(name="maxtext", fused=True, gradient_bytes=2), pattern=r"maxtext|\bjax|levanter|easylm|paxml",
-        default_checkpointing="full",
-    ),
-    Stack(
-        engine=Fsdp(
-            name="automodel", attention="flash3", fused=True, fused_cross_entropy=False,
-            sends_tokens_once=True,  # dispatcher: deepep (examples/llm_benchmark)
-        ),
-        pattern=r"automodel",
-    ),
-    Stack(
-        engine=Engine(name="torchtune", adapter_bytes=2.0, logits_bytes=10.0, ends_apart=True), pattern=r"torchtune",
-        default_checkpointing="full",
-    ),
-    Stack(
-        engine=LitGpt(name="litgpt", adapter_bytes=2.0, fused_cross_entropy=False), pattern=r"lit-?gpt",
-        lora_targets=("q_proj", "v_proj"),
-    ),
-    Stack(
-        engine=Engine(name="peft", adapter_bytes=2.0, fused_cross_entropy=False, logits_bytes=20.0),
-        pattern=r"^(?!.*deepspeed).*peft", lora_targets=("q_proj", "v_proj"),
-    ),
-    Stack(
-        engine=Engine(
-            name="xtuner", states=_DEEPSPEED_STATES, gradient_buffer=True, selective_attention=True,
-            fused_cross_entropy=False, logits_bytes=20.0,
-        ),
-        pattern=r"xtuner|llama.?factory", default_checkpointing="full",
-    ),
-    Stack(
-        engine=Engine(
-            name="colossalai", fused=True, states=_DEEPSPEED_STATES, gradient_buffer=True, selective_attention=True
-        ),
-        pattern=r"coloss", default_sharding="zero1",
-    ),
-    Stack(  # its step makes two copies of the gradients, one in fp32, and AdamW of one flat tensor two of the states
-        engine=Engine(
-            name="internevo", fused=True, states=StateBytes(2.0, 2.0, 26.0, copy=4.0), gradient_buffer=True,
-            fused_cross_entropy=False,
-        ),
-        pattern=r"intern-?(evo|lm)", default_sharding="zero1",
-    ),
-    Stack(
-        engine=Fsdp(name="fsdp", fused_cross_entropy=False, gradient_bytes=2),  # bfSixteen of fms-fsdp, llama-recipes
-        pattern=r"^(?!.*torchtitan).*(fsdp|llama.?(recipes|cookbook)|olmo)",
-    ),
-    Stack(
-        engine=ENGINES["trl"],
-        pattern=r"^(?!.*(deepspeed|megatron))"
-        r".*(\btrl|accelerate|transformers|hf trainer|hugging ?face|axolotl|swift|unsloth)",
-    ),
-    Stack(  # Qwen's own code computes the loss in bf16: logits, their shifted copy, log-softmax, two gradients
-        engine=replace(ENGINES["deepspeed"], logits_bytes=10.0), pattern=r"finetune\.py",
-    ),
-    Stack(engine=ENGINES["deepspeed"], pattern=r"deepspeed"),
-    Stack(engine=ENGINES["torchtitan"], pattern=r"torchtitan"),
-    _MEGATRON,
-)  # fmt: skip
-
 
 # Of one GPU, or said to be so, plain PyTorch: weights, gradients and states in the type that is computed with.
 _UNKNOWN_PLAIN = Stack(engine=Engine(name="unknown"), pattern="", known=False)

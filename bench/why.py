@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
@@ -56,75 +57,14 @@ class Fault:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def _innocent(name: str, words: str, limit: float = 40.0, calls: int = 20, **env: str) -> Fault:
-    return Fault(name=name, words=words, states=("fine",), ranks=(), limit=limit, calls=calls, env=env)
+def _fault(row: dict[str, Any]) -> Fault:
+    also = tuple(map(tuple, row.pop("also", ())))
+    return Fault(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}, also=also)
 
 
-def _timeout(name: str, words: str) -> Fault:
-    """The run ends, and no rank is at fault."""
-    return Fault(name=name, words=words, states=("failed",), code="timeout.short", ranks=(), calls=0,
-                 env={"WHY_TIMEOUT": "20"})  # fmt: skip
-
-
-def _stuck(name: str, words: str, code: str, **more: Any) -> Fault:
-    return Fault(name=name, words=words, states=("stuck",), code=code, **more)
-
-
-def _odd(name: str, words: str, code: str) -> Fault:
-    """Calls that do not match: gloo waits for ever, or notices and ends."""
-    return Fault(name=name, words=words, states=("stuck", "failed"), code=code, also=((),) if "size" in code else ())
-
-
-def _gone(name: str, words: str, **more: Any) -> Fault:
-    return Fault(name=name, words=words, states=("failed",), code="rank.gone", **more)
-
-
-def _slow(name: str, words: str, code: str, **more: Any) -> Fault:
-    return Fault(name=name, words=words, states=("slow",), code=code, **more)
-
-
-FAULTS: tuple[Fault, ...] = (
-    _stuck("stopped", "stops itself (SIGSTOP)", "rank.stopped"),
-    _stuck("none-stop", "is stopped from outside (SIGSTOP)", "rank.stopped", act="SIGSTOP"),
-    _gone("killed", "kills itself (SIGKILL)"),
-    _gone("none-kill", "is killed from outside (SIGKILL)", act="SIGKILL"),
-    _gone("segfault", "crashes (SIGSEGV)"),
-    _gone("killed-saving", "is killed while it saves (SIGKILL)"),
-    _gone("raises", "ends with an exception"),
-    _gone("exits", "ends early, without an error"),
-    _odd("other-collective", "calls another collective", "call.other"),
-    _odd("extra-collective", "calls one more barrier", "call.other"),
-    _odd("other-size", "reduces a tensor of another size", "call.size"),
-    _odd("other-dtype", "reduces another data type", "call.size"),
-    _odd("order", "calls two collectives in the other order", "call.order"),
-    _odd("skips", "leaves out a collective", "call.order"),
-    _stuck("loader-hangs", "its data loader waits for ever", "rank.data"),
-    _stuck("reads-forever", "reads a pipe that nobody fills", "rank.data"),
-    _stuck("computes-forever", "computes without end", "rank.compute"),
-    _stuck("sleeps-forever", "sleeps without end", "rank.compute"),
-    _slow("loader-slow", "its data loader is slow: 60 ms", "rank.data"),
-    _slow("compute-slow", "computes 4 times longer", "rank.compute"),
-    _slow("spins", "does other work beside each step (busy loop)", "rank.compute"),
-    _slow("throttled", "its cgroup has a tenth of a CPU", "rank.compute", act="cgroup"),
-    _slow("all-slow", "all ranks compute 4 times longer", "all.compute", ranks=(),
-          env={"WHY_AT": "300"}),
-    _stuck("link-cut", "a host's cable is pulled", "link", ranks=(), nodes=("host-2",), act="cut",
-           hosts=4),
-    _stuck("link-pair", "two hosts drop what they send each other", "link", ranks=(),
-           nodes=("host-1", "host-2"), act="pair", hosts=4),
-    _slow("link-shaped", "a host's port is slowed to 2 Mbit/s", "link", ranks=(), nodes=("host-2",),
-          act="shape", hosts=4, env={"WHY_SIZE": "16384"}),
-    _timeout("compile-outlasts", "its first step compiles for longer than the group's timeout of 20 s"),
-    _timeout("save-outlasts", "saves for longer than the group's timeout of 20 s"),
-    _innocent("none", "nothing: a healthy run"),
-    _innocent("long-checkpoint", "saves for 30 s"),
-    _innocent("long-evaluation", "evaluates for 30 s"),
-    _innocent("all-evaluate", "all ranks evaluate for 20 s"),
-    _innocent("often-saves", "rank 0 saves every 200 steps"),
-    _innocent("uneven-last-batch", "its last batch takes 20 times longer", WHY_STEPS="400"),
-    _innocent("first-step-compile", "its first step compiles", limit=90.0, calls=0, WHY_TIMEOUT="600"),
-    _innocent("none-ends", "a run that comes to its end", WHY_STEPS="200"),
-)  # fmt: skip
+FAULTS = tuple(
+    map(_fault, tomllib.loads(Path(__file__).with_name("why_faults.toml").read_text(encoding="utf-8"))["fault"])
+)
 
 
 @dataclass(slots=True)

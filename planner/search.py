@@ -27,7 +27,7 @@ _LEAST_TOKENS = 1024  # of a sequence, on a context-parallel rank: with fewer no
 # SIGMA_PAIR_SAME, and no matter how far off both may be together.
 TIE = 1.02
 # Standard deviation of the error in the difference of two forecasts (log) of one job, whose common errors cancel:
-# `python bench/search.py --pairs ROWS.csv...`, from the median over pairs of published runs that differ only so.
+# `python bench/forecast.py --pairs ROWS.csv...`, from the median over pairs of published runs that differ only so.
 SIGMA_PAIR = 0.11  # in their degrees
 SIGMA_PAIR_SAME = 0.06  # in micro-batch, chunks or recomputation only
 SIGMA_LINK_ASSUMED = 0.5  # of the share of a step that crosses a link whose speed nobody knows

@@ -135,8 +135,7 @@ def launch(
     unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
     """
     from agent.advice.advise import advise, with_fsdp
-    from agent.advice.dataset import for_whole_run, with_rows
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.jobs.benchmark import flight_request

@@ -147,8 +147,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 def _there(options: dict[str, Any]) -> NetworkBars:
     """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
     from agent.advice.advise import answer, with_fsdp
-    from agent.advice.dataset import for_whole_run, with_rows
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.cluster.client import AccessError, ApiError, connect

@@ -19,6 +19,9 @@ from agent.base.output import Progress, console, render, say, waiting, write_res
 from contracts.plain import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agent.cluster.nodes import NodeRecord
     from agent.jobs.report import Report
 
 FORMATS = ("table", "json", "yaml", "junit", "github")
@@ -195,7 +198,6 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
     if form == "table":
         from agent.base.tables import plain_console
-        from agent.terminal.report import report as show
 
         if path is None:
             show(console(), report, verbose=verbose, everything=everything)
@@ -235,3 +237,50 @@ def _escape(text: str, *, attribute: bool = False) -> str:
     """As the runner wants it: a line break would end the command."""
     text = printable(text.replace("\r\n", "\n")).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
+
+
+def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool = False) -> None:
+    """The verdict and what to do, then what it rests on; `verbose` with hosts, links and proofs."""
+    from rich.markup import escape
+
+    from agent.terminal import hosts, measured
+    from agent.terminal.advice import recommendation
+    from agent.terminal.findings import findings, verdict
+    from agent.terminal.topology import node
+
+    one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
+    hosts.opening(out, whole.verdict, whole.checks, at=one, seconds=whole.seconds)
+    if not verbose:
+        hosts.hosts_in_brief(out, whole.snapshots, whole.topologies, whole.checks)
+        hosts.sound_nodes(out, [(record.name, _kind(record)) for record in whole.nodes], whole.checks)
+    else:
+        for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
+            hosts.host(out, snapshot)
+            node(out, topology, brief=True)
+    if whole.bench is not None:
+        measured.bench(out, whole.bench, verbose=verbose)
+    if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
+        recommendation(out, whole.recommendation, brief=not verbose)
+    if whole.flight is not None:
+        measured.run(out, whole.flight)
+        measured.comparison(out, whole.flight)
+    measured.by_network(out, whole)
+    if verbose:
+        out.print("\n[bold]Findings[/bold]")
+        findings(out, whole.checks, everything=everything)
+    else:
+        hosts.findings_in_brief(out, whole.checks)
+    for note in whole.notes:
+        out.print(f"· {escape(note)}")
+    if verbose:
+        verdict(out, whole.verdict, whole.seconds)
+
+
+def _kind(node: NodeRecord) -> str:
+    """What a node has, by its record: "8 x NVIDIA H100; RDMA 8/8 active"."""
+    gpus = (
+        "no GPU"
+        if node.gpus == 0
+        else f"{'unknown number of' if node.gpus is None else node.gpus} x " + (node.product or "unknown GPU")
+    )
+    return f"{gpus}; RDMA {node.rdma or 'unknown'}"

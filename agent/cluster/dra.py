@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from agent.base import units
 from agent.cluster.client import ApiError, Client, path_of
 from planner.kubernetes.job import DEVICE_CLASSES, JobSpec
-from planner.kubernetes.manifests import claim_templates
+from planner.kubernetes.manifests import claims
 
 Json = dict[str, Any]
 MOST_LISTED = 20  # DeviceClasses in a message
@@ -49,7 +49,7 @@ INSTALLED = dict(
 
 def check(client: Client, spec: JobSpec) -> None:
     """CannotError says that the API or a DeviceClass that the job's claims name is not there; ApiError: unknown."""
-    api = claim_templates(spec)[0]["apiVersion"]
+    api = claims(spec)[0]["apiVersion"]
     group, _, version = api.partition("/")
     serves(client, group, version)
     for kind, name in zip(("gpu", "nic"), spec.device_classes, strict=True):
@@ -72,7 +72,7 @@ def able(client: Client, spec: JobSpec, nodes: Collection[str] | None = None) ->
     that is unknown.
     """
     check(client, spec)
-    (template,) = claim_templates(spec)
+    template = claims(spec)[0]
     constraints = template["spec"]["spec"]["devices"]["constraints"]
     attribute = constraints[0]["matchAttribute"]
     rooted: list[Counter[tuple[str, str]]] = []  # of each class, (node, PCIe root): devices

@@ -24,7 +24,7 @@ from agent.base import counters
 from agent.base.documents import document as plain_document
 from agent.base.version import VERSION
 from agent.checks.codes import ALL_CODES
-from agent.checks.order import worst_first
+from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn, GateError, judge, select
 from agent.checks.view import View
 from agent.cluster.nodes import Fleet

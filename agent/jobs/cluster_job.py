@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.advice import job_settings
-from agent.advice.pod_network import in_pods
+from agent.advice.advise import in_pods
 from agent.base.inputs import RequestError
 from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import GateError, select

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agent.base.documents import document, write_atomic
 from agent.checks.baseline import REPORT_VERSION
-from agent.checks.order import worst_first
+from agent.checks.groups import worst_first
 from agent.checks.verdict import Verdict, unjudged
 from agent.cluster.nodes import NodeRecord
 from collectives.bench.results import BenchResult

@@ -10,6 +10,7 @@ from decimal import Decimal
 
 from planner.advice import Recommendation
 
+CHANNEL = "compute-domain-channel"  # a pod's claim of an IMEX channel
 DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # as NVIDIA's DRA driver installs and DRANET's examples say
 # RFC 1123 label, as Kubernetes wants the names of namespaces.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -139,7 +140,6 @@ class JobSpec:
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
     device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: of GPU and NIC, as the cluster calls them
     compute_domain: bool = False  # NVIDIA's DRA driver: an IMEX channel for each pod, for NVLink between nodes
-    active_deadline_seconds: int | None = None
     restarts: int = RESTARTS  # of ranks that saved and ended, and of pods that were lost
     peer_wait_seconds: int = PEER_WAIT_SECONDS
     save_seconds: int = SAVE_SECONDS  # that ranks have for a checkpoint once the pod is told to end
@@ -191,9 +191,30 @@ class JobSpec:
             toleration(taint)
 
     @property
-    def qualified_networks(self) -> str:
-        """Value of the annotation k8s.v1.cni.cncf.io/networks."""
-        return ",".join(self.networks)
+    def variables(self) -> dict[str, str]:
+        """The environment, with the hub's cache on the claim: else every pod downloads the model at every start."""
+        return {**({"HF_HOME": CACHE} if self.claim else {}), **self.environment}
+
+    @property
+    def requests(self) -> dict[str, str]:
+        """What the pods request: an extended resource must be requested as it is limited, or the pod is refused.
+
+        Kubernetes refuses huge pages alone ("HugePages require cpu or memory"); each rank keeps one core busy.
+        """
+        alone = not {"cpu", "memory"} & self.limits.keys()
+        pages = alone and any(name.startswith("hugepages-") for name in self.limits)
+        return {**self.limits, **({"cpu": str(self.processes_per_node)} if pages else {})}
+
+    @property
+    def claims(self) -> dict[str, str]:
+        """Of a pod: each claim's name in it, and the ResourceClaimTemplate that it is made from."""
+        claims = {"gpu-nic": self.resource_claim_template} if self.resource_claim_template else {}
+        return claims | ({CHANNEL: f"{self.name}-{CHANNEL}"} if self.compute_domain else {})
+
+    @property
+    def tolerations(self) -> list[dict[str, str]]:
+        """What its pods tolerate, as Kubernetes writes it."""
+        return [toleration(taint) for taint in self.tolerate]
 
 
 def save_seconds(

@@ -14,15 +14,14 @@ pod Multus names them net1 to netN, in the annotation's order.
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
-import urllib.parse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.advice import PodNeed, Reason, Recommendation, Setting
 from planner.kubernetes.job import JobError
+from planner.kubernetes.manifests import Document, from_template
 from planner.nccl_env.hcas import PortChoice, choose_ports
 from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.rdma import hca_list
@@ -164,13 +163,8 @@ def _node(snapshot: Snapshot) -> NodeView:
     return NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=None)
 
 
-Document = dict[str, Any]
-
 # Linux: an interface's name has at most 15 bytes, and no slash or white space.
 _INTERFACE = re.compile(r"[^\s/]{1,15}")
-# NVIDIA's image of the NIC driver; its version goes with the operator's release and the nodes' kernel.
-_OFED_DRIVER = {"repository": "nvcr.io/nvidia/mellanox", "image": "doca-driver"}
-_RDMA_SHARES = 63  # pods that may share one HCA: the network operator's own example
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,134 +280,14 @@ def _infiniband(snapshot: Snapshot) -> bool:
     return any(port.state == "ACTIVE" and port.link_layer == "InfiniBand" for port in ports)
 
 
-def nic_cluster_policy(spec: NetworkSpec) -> Document:
-    """NVIDIA network operator: the shared RDMA device plugin for the probed interfaces, and the NIC driver if asked.
-
-    The image is that of the operator's releases 24.10 and 25.1; later releases start it by the same command.
-    """
-    shared: list[tuple[str, Document]] = []
-    if spec.interfaces:
-        shared.append((spec.resource_name, {"ifNames": list(spec.ports or spec.interfaces)}))
-    if spec.infiniband:  # whatever a node calls its ports; they are found by their IPoIB netdevs (module ib_ipoib)
-        shared.append((spec.infiniband_name, {"linkTypes": ["infiniband"]}))
-    config = {
-        "configList": [
-            {"resourceName": name, "rdmaHcaMax": _RDMA_SHARES, "selectors": selectors} for name, selectors in shared
-        ]
-    }
-    return {
-        "apiVersion": "mellanox.com/v1alpha1",
-        "kind": "NicClusterPolicy",
-        "metadata": {"name": "nic-cluster-policy"},  # the operator accepts this name alone
-        "spec": {
-            **({"ofedDriver": dict(_OFED_DRIVER)} if spec.host_mofed is False else {}),
-            "rdmaSharedDevicePlugin": {
-                "image": "k8s-rdma-shared-dev-plugin",
-                "repository": "ghcr.io/mellanox",
-                "version": "v1.5.2",
-                "config": json.dumps(config, indent=2),
-            },
-        },
-    }
-
-
-def macvlan_network(spec: NetworkSpec) -> Document:
-    """A macvlan over the interface, made by the network operator; of several interfaces, one for each of `rails()`."""
-    return {
-        "apiVersion": "mellanox.com/v1alpha1",
-        "kind": "MacvlanNetwork",
-        "metadata": {"name": spec.name},
-        "spec": {
-            "networkNamespace": spec.namespace,
-            "master": spec.interfaces[0],
-            "mode": "bridge",
-            "mtu": spec.mtu_bytes,
-            "ipam": json.dumps(_ipam(spec)),
-        },
-    }
-
-
-def network_attachment(spec: NetworkSpec) -> Document:
-    """The same network as Multus reads it, for clusters without the operator."""
-    config = {
-        "cniVersion": "0.3.1",
-        "name": spec.name,
-        "type": "macvlan",
-        "master": spec.interfaces[0],
-        "mode": "bridge",
-        "mtu": spec.mtu_bytes,
-        "ipam": _ipam(spec),
-    }
-    return {
-        "apiVersion": "k8s.cni.cncf.io/v1",
-        "kind": "NetworkAttachmentDefinition",
-        "metadata": {"name": spec.name, "namespace": spec.namespace},
-        "spec": {"config": json.dumps(config)},
-    }
-
-
-def cluster_policy_rdma(spec: NetworkSpec) -> Document:
-    """The GPU operator's ClusterPolicy: its driver loads nvidia_peermem; a patch, to be merged.
-
-    The GPU driver waits for the network operator's driver container (ofedDriver) unless it is told that the host brings
-    the NIC's driver (gpu-operator, validator/main.go, USE_HOST_MOFED). Where that is not known it is left out.
-    """
-    rdma: Document = {"enabled": True, **({"useHostMofed": True} if spec.host_mofed else {})}
-    return {
-        "apiVersion": "nvidia.com/v1",
-        "kind": "ClusterPolicy",
-        "metadata": {"name": "gpu-cluster-policy"},
-        "spec": {"driver": {"rdma": rdma}},
-    }
-
-
-def memlock_machine_config(*, role: str = "worker", memlock: str = "-1:-1") -> Document:
-    """CRI-O's default memlock for every container of a role's nodes; they restart to take it."""
-    if not re.fullmatch(r"-1:-1|[0-9]{1,15}:[0-9]{1,15}", memlock):
-        raise JobError(f"memlock={memlock!r}: must be soft:hard in bytes, or -1:-1")
-    content = f'[crio.runtime]\ndefault_ulimits = [\n  "memlock={memlock}"\n]\n'
-    file = {
-        "path": "/etc/crio/crio.conf.d/10-custom",
-        "mode": 420,
-        "overwrite": True,
-        "contents": {"source": "data:," + urllib.parse.quote(content)},
-    }
-    return {
-        "apiVersion": "machineconfiguration.openshift.io/v1",
-        "kind": "MachineConfig",
-        "metadata": {
-            "name": f"02-{role}-container-runtime",
-            "labels": {"machineconfiguration.openshift.io/role": role},
-        },
-        "spec": {"config": {"ignition": {"version": "3.2.0"}, "storage": {"files": [file]}}},
-    }
-
-
 def shared_claim(
     *, name: str = "shared", namespace: str = "default", size: str = "500Gi", storage_class: str
 ) -> Document:
     """A claim that every pod of the job may write: model, cache, checkpoints."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "resources": {"requests": {"storage": size}},
-            "storageClassName": storage_class,
-        },
-    }
+    (claim,) = from_template("claim", name=name, namespace=namespace, size=size, storage_class=storage_class)
+    return claim
 
 
 def network(spec: NetworkSpec) -> tuple[Document, ...]:
     """Everything that a cluster needs for RDMA in pods, in the order to apply it."""
-    rails = spec.rails()
-    second = (*map(macvlan_network, rails), *map(network_attachment, rails))
-    return (memlock_machine_config(), nic_cluster_policy(spec), cluster_policy_rdma(spec), *second)
-
-
-def _ipam(spec: NetworkSpec) -> dict[str, str]:
-    ipam = {"type": "whereabouts", "range": spec.range}
-    if spec.gateway:
-        ipam["gateway"] = spec.gateway
-    return ipam
+    return from_template("network", spec=spec)

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from contracts.yaml_edit import documents, extended
+from contracts.yaml_text import documents, extended
 from planner.advice import PodNeed, Setting
 from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
-from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document, node_name
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
 
 PREFIX = "topoflight.io"  # of annotations
 GATE = "preflight"
@@ -168,7 +168,7 @@ def others_in(manifest: list[Any]) -> list[str]:
 def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[str]]:
     """The manifest with its jobs' additions, in the order of `jobs_in`, and notes on what was left as the user has it.
 
-    Raises WrapError, and EditError of contracts.yaml_edit where the text takes no more lines.
+    Raises WrapError, and EditError of contracts.yaml_text where the text takes no more lines.
     """
     manifest = documents(text)
     notes: list[str] = []
@@ -411,8 +411,9 @@ class _Wrapper:
         gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
         trainer = next((part.container for part in self._job.parts if part.kind == "TrainJob"), container)
         resources = copy.deepcopy(trainer.get("resourcesPerNode") or container.get("resources") or {})
-        # it judges what the job will run with
-        gate["env"] = [node_name(), *_plain_variables(trainer)]
+        # it judges what the job will run with, and names the node: a pod's own host name changes with every pod
+        node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+        gate["env"] = [node, *_plain_variables(trainer)]
         if resources:
             gate["resources"] = {k: v for k, v in resources.items() if k in ("limits", "requests", "claims")}
         if container.get("securityContext"):

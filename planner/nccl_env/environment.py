@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.advice import Note, PodNeed, Reason, Setting
+from planner.advice import Note, PodNeed, Setting
 from planner.nccl_env import gpus as gpus
 from planner.nccl_env import interfaces as interfaces
 from planner.nccl_env import platforms as platforms
@@ -23,6 +23,7 @@ from planner.nccl_env.hcas import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.platforms import published, settings_as_published
 from planner.nccl_env.situation import NodeView, Situation, situation
+from planner.nccl_env.texts import need, note, setting
 from probes.api import Snapshot
 from topology.graph import ClusterTopology
 
@@ -37,22 +38,22 @@ class RenderError(ValueError):
 def render_env(settings: Sequence[Setting]) -> str:
     """An env file: values stand as they are, as `docker run --env-file` takes them, reasons as comments."""
     lines: list[str] = []
-    for setting in _checked(settings):
-        lines += [f"# {setting.reason.rule}", f"{setting.name}={setting.value}"]
+    for each in _checked(settings):
+        lines += [f"# {each.reason.rule}", f"{each.name}={each.value}"]
     return _text(lines, "# nothing to set")
 
 
 def render_shell(settings: Sequence[Setting]) -> str:
     """Exports that a POSIX shell can source."""
     lines: list[str] = []
-    for setting in _checked(settings):
-        lines += [f"# {setting.reason.rule}", f"export {setting.name}={shlex.quote(setting.value)}"]
+    for each in _checked(settings):
+        lines += [f"# {each.reason.rule}", f"export {each.name}={shlex.quote(each.value)}"]
     return _text(lines, "# nothing to set")
 
 
 def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
     """The `env:` list of a container."""
-    return [{"name": setting.name, "value": setting.value} for setting in _checked(settings)]
+    return [{"name": each.name, "value": each.value} for each in _checked(settings)]
 
 
 def render_k8s(settings: Sequence[Setting]) -> str:
@@ -63,15 +64,13 @@ def render_k8s(settings: Sequence[Setting]) -> str:
 
 
 def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
-    for setting in settings:
-        if setting.name in RESERVED:
-            raise RenderError(f"{setting.name}: reserved for the launcher, must not be set")
-        if not setting.name.isidentifier() or not setting.name.isascii():
-            raise RenderError(f"{setting.name!r}: not a name of an environment variable")
-        if any(mark in setting.value for mark in "\n\r\0"):
-            raise RenderError(
-                f"{setting.name}: the value {setting.value!r} has a line break, which no env file can carry"
-            )
+    for each in settings:
+        if each.name in RESERVED:
+            raise RenderError(f"{each.name}: reserved for the launcher, must not be set")
+        if not each.name.isidentifier() or not each.name.isascii():
+            raise RenderError(f"{each.name!r}: not a name of an environment variable")
+        if any(mark in each.value for mark in "\n\r\0"):
+            raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
     return settings
 
 
@@ -83,64 +82,34 @@ def allocator(case: Situation) -> Setting | None:
     """PYTORCH_CUDA_ALLOC_CONF: segments that grow, so that unequal sequence lengths do not fragment the memory."""
     if not case.gpus:
         return None
-    rule = (
-        "Fine-tuning batches differ in length, so fixed segments fragment and reserve more than is used; segments that "
-        "grow keep the peak near what the forecast counts"
-    )
     evidence = f"{case.gpus} CUDA GPUs; newer PyTorch also reads it as PYTORCH_ALLOC_CONF"
-    source = "PyTorch docs, notes/cuda: optimizing memory usage, expandable_segments"
-    reason = Reason(rule=rule, evidence=evidence, source=source)
-    return Setting(name="PYTORCH_CUDA_ALLOC_CONF", value="expandable_segments:True", reason=reason)
+    return setting("allocator", "expandable_segments:True", evidence)
 
 
 def watchdog(case: Situation) -> Note | None:
     """TORCH_NCCL_*: the defaults already abort a hung collective."""
     if case.backend != "nccl":
         return None
-    text = (
-        "Set nothing: TORCH_NCCL_ASYNC_ERROR_HANDLING is on by default and ends a job whose collective hangs; "
-        "TORCH_NCCL_BLOCKING_WAIT=1 would turn that off and stall the overlap. To find who hung, "
-        "TORCH_NCCL_DUMP_ON_TIMEOUT=1 with TORCH_NCCL_TRACE_BUFFER_SIZE=2000 writes the flight record."
-    )
-    return Note(topic="TORCH_NCCL_ASYNC_ERROR_HANDLING", text=text)
+    return note("watchdog")
 
 
 def omp_threads(case: Situation) -> Setting | Note | None:
     """OMP_NUM_THREADS: torchrun sets 1 where several ranks share a node, and nothing for a rank that is alone."""
-    topic = "OMP_NUM_THREADS"
     if case.amd:
         return None
     shares = [share for node in case.nodes if (share := _cores_per_rank(case, node)) is not None]
     if not shares:
         return None
     share = min(shares, key=lambda share: share.threads)
-    source = "PyTorch torch/distributed/run.py: OMP_NUM_THREADS is 1 for each of several ranks of a node, unless set"
     if share.ranks == 1:
         if case.backend == "gloo" or share.limited:
-            rule = (
-                "torchrun sets nothing for a rank that is alone on its node, which then starts a thread for each core "
-                "that it sees, whatever its container may use: name the cores that it has"
-            )
-            reason = Reason(rule=rule, evidence=share.evidence, source=source)
-            return Setting(name=topic, value=str(share.threads), reason=reason)
-        text = (
-            "Unset: a rank that is alone on its node starts a thread per core; where a pod has a CPU limit, set that."
-        )
-        return Note(topic=topic, text=text, evidence=f"{share.hostname}: {share.evidence}")
+            return setting("omp.limited", str(share.threads), share.evidence)
+        return note("omp.alone", f"{share.hostname}: {share.evidence}")
     if case.backend == "gloo":
         if share.threads <= 1:
-            return Note(topic=topic, text="Set nothing: torchrun's 1 thread per rank is what the cores allow.")
-        rule = (
-            "The ranks compute on the CPU, and torchrun would give each a single thread: share the cores among "
-            f"{share.ranks} ranks"
-        )
-        reason = Reason(rule=rule, evidence=share.evidence, source=source)
-        return Setting(name=topic, value=str(share.threads), reason=reason)
-    text = (
-        "Set nothing: torchrun gives each rank 1 thread, enough where the GPU computes. With parameters or optimizer "
-        f"on the CPU (offload) set it to {share.threads}, the cores of one rank."
-    )
-    return Note(topic=topic, text=text, evidence=f"{share.hostname}: {share.evidence}")
+            return note("omp.one_core")
+        return setting("omp.cpu", str(share.threads), share.evidence, ranks=share.ranks)
+    return note("omp.gpu", f"{share.hostname}: {share.evidence}", threads=share.threads)
 
 
 class _Share(NamedTuple):
@@ -175,17 +144,11 @@ def cpu_binding(case: Situation) -> Note | None:
         facts = node.gpu()
         nodes = {gpu.numa_node for gpu in facts.gpus if gpu.numa_node is not None} if facts else set()
         if len(nodes) > 1:
-            text = (
-                "NCCL binds its own threads to the CPUs near each GPU"
-                + ("" if published(case, "NCCL_IGNORE_CPU_AFFINITY") else " (NCCL_IGNORE_CPU_AFFINITY stays unset)")
-                + ". The ranks are not bound: torchrun --numa-binding=node keeps their memory near their GPU too."
-            )
+            unset = "" if published(case, "NCCL_IGNORE_CPU_AFFINITY") else " (NCCL_IGNORE_CPU_AFFINITY stays unset)"
             evidence = f"{node.hostname}: GPUs on NUMA nodes {', '.join(str(each) for each in sorted(nodes))}"
-            return Note(topic="CPU binding", text=text, evidence=evidence)
+            return note("cpu_binding", evidence, unset=unset)
     return None
 
-
-_TROUBLESHOOTING = "NCCL docs/userguide/source/troubleshooting.rst"
 
 # NCCL's troubleshooting page starts containers with --shm-size=1g; DataLoader workers hand their batches over in the
 # same file system, one set per rank. An emptyDir in memory costs only what is written to it.
@@ -200,8 +163,8 @@ def pod_needs(case: Situation) -> tuple[PodNeed, ...]:
     if not case.nodes:
         return ()
     found: dict[tuple[str, str], PodNeed] = {}
-    for need in _needs(case):
-        found.setdefault((need.name, need.value), need)
+    for each in _needs(case):
+        found.setdefault((each.name, each.value), each)
     return tuple(found.values())
 
 
@@ -209,28 +172,13 @@ def _needs(case: Situation) -> Iterator[PodNeed]:
     largest = max(case.nodes, key=lambda node: node.gpu_count())
     yield _shm(largest, case.ranks_on(largest))
     if case.gpus:
-        yield PodNeed(
-            name="resource",
-            value=f"nvidia.com/gpu: {largest.gpu_count()}",
-            reason=Reason(
-                rule="One pod per node with all its GPUs keeps NVLink and shared memory usable: pods do not share them",
-                evidence=f"{largest.hostname}: {largest.gpu_count()} GPUs",
-                source="NCCL src/transport/{p2p,shm}.cc: ranks of different hosts or containers use the network",
-            ),
+        yield need(
+            "pod.gpus", f"nvidia.com/gpu: {largest.gpu_count()}", f"{largest.hostname}: {largest.gpu_count()} GPUs"
         )
     if case.one_node:
         return
     if joined := gpus.nvlink_between_nodes(case):
-        yield PodNeed(
-            name="compute_domain",
-            value="resource.nvidia.com/v1beta1",
-            reason=Reason(
-                rule="Pods share GPU memory over NVLink between nodes only with an IMEX channel, which a claim of a "
-                "ComputeDomain brings; without it NCCL falls back to the network",
-                evidence=joined,
-                source="NVIDIA DRA driver, docs and api/nvidia.com/resource/v1beta1/computedomain.go",
-            ),
-        )
+        yield need("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
     if case.rdma_ports or case.efa or case.cxi or any(map(_has_hcas, case.nodes)):
         yield from _locked_memory(case)
     if case.efa:
@@ -252,30 +200,12 @@ def _shm(node: NodeView, ranks: int) -> PodNeed:
     if have is not None and limits is not None:
         evidence += f"; /dev/shm of {limits.whose}: {have / 2**20:.0f} MiB"
     users = "NCCL and DataLoader workers pass" if node.gpu_count() else "DataLoader workers pass"
-    rule = f"{users} data through /dev/shm, which container engines limit to 64 MiB"
-    return PodNeed(
-        name="shm_bytes",
-        value=str(ranks * _SHM_BYTES_PER_RANK),
-        reason=Reason(rule=rule, evidence=evidence, source=f"{_TROUBLESHOOTING} (--shm-size=1g), here per rank"),
-    )
+    return need("pod.shm", str(ranks * _SHM_BYTES_PER_RANK), evidence, users=users)
 
 
 def _locked_memory(case: Situation) -> Iterator[PodNeed]:
-    rule = (
-        "RDMA pins the memory it registers: under a small limit ibv_reg_mr fails with 'Cannot allocate memory'. "
-        "The limit of a pod comes from the container engine (default_ulimits memlock=-1:-1), not from its manifest"
-    )
-    yield PodNeed(
-        name="memlock",
-        value="unlimited",
-        reason=Reason(rule=rule, evidence=_memlock_evidence(case), source=_TROUBLESHOOTING),
-    )
-    lifts = "IPC_LOCK lifts the memlock limit for processes that hold it: root in the container, not other users"
-    yield PodNeed(
-        name="capability",
-        value="IPC_LOCK",
-        reason=Reason(rule=lifts, evidence=_memlock_evidence(case), source="capabilities(7)"),
-    )
+    yield need("pod.memlock", "unlimited", _memlock_evidence(case))
+    yield need("pod.ipc_lock", "IPC_LOCK", _memlock_evidence(case))
 
 
 def _memlock_evidence(case: Situation) -> str:
@@ -294,26 +224,12 @@ def _efa(case: Situation) -> Iterator[PodNeed]:
     gpus, ranks = node.gpu_count(), case.ranks_on(node)
     part = ranks < gpus  # the other GPUs' pods want theirs
     count = -(-node.efa_count() * ranks // gpus) if part else node.efa_count()
-    source = "AWS EKS user guide: machine learning training with EFA"
-    yield PodNeed(
-        name="resource",
-        value=f"vpc.amazonaws.com/efa: {count}",
-        reason=Reason(
-            rule="EFA devices reach a pod only as this resource; fewer than the node has give away their bandwidth",
-            evidence=f"{node.hostname}: {node.efa_count()} EFA devices"
-            + (f", for {ranks} of {gpus} GPUs" if part else ""),
-            source=source,
-        ),
+    yield need(
+        "pod.efa",
+        f"vpc.amazonaws.com/efa: {count}",
+        f"{node.hostname}: {node.efa_count()} EFA devices" + (f", for {ranks} of {gpus} GPUs" if part else ""),
     )
-    yield PodNeed(
-        name="resource",
-        value=_EFA_HUGEPAGES,
-        reason=Reason(
-            rule="libfabric's EFA provider takes its bounce buffers from 2 MiB huge pages",
-            evidence=_hugepages(node),
-            source=source,
-        ),
-    )
+    yield need("pod.hugepages", _EFA_HUGEPAGES, _hugepages(node))
 
 
 def _hugepages(node: NodeView) -> str:
@@ -330,36 +246,16 @@ def _roce_in_pod(node: NodeView) -> Iterator[PodNeed]:
     choice = choose_ports(node)
     for interface in facts.interfaces if facts else ():
         if interface.role == "secondary" and interface.multus_network:
-            yield PodNeed(
-                name="network",
-                value=interface.multus_network,
-                reason=Reason(
-                    rule="The job's pods must be on the secondary network that this one was probed on",
-                    evidence=f"{node.hostname}: {interface.name} is on {interface.multus_network}",
-                    source="Multus annotation k8s.v1.cni.cncf.io/networks",
-                ),
+            yield need(
+                "pod.network",
+                interface.multus_network,
+                f"{node.hostname}: {interface.name} is on {interface.multus_network}",
             )
     if choice.secondary:
         devices = ", ".join(f"{device} ({interface})" for device, interface in choice.secondary.items())
         functions = sum(is_virtual_function(view) for view in choice.keep)
-        rule = (
-            "The RDMA device reaches a pod only as the resource of its device plugin; its name is the cluster's own: "
-            "look it up in the node's allocatable (rdma/..., openshift.io/..., nvidia.com/...)"
-        )
-        if functions:
-            rule += (
-                "; a virtual function is handed out once, so that the pod needs as many as it has networks on them, "
-                "each of the resource that its network names"
-            )
-        yield PodNeed(
-            name="resource",
-            value=f"rdma/*: {functions or 1}",
-            reason=Reason(
-                rule=rule,
-                evidence=f"{node.hostname}: {devices}",
-                source="Kubernetes device plugins: node.status.allocatable",
-            ),
-        )
+        more = ["pod.virtual_functions"] if functions else []
+        yield need("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,10 +335,9 @@ def settings(
         chosen, notes = _with_published(case, chosen, notes)
     if platforms.leave_to_the_vendor(case):
         chosen, notes = _without_nccl(case, chosen, notes)
-    unknown = any(note.text.startswith("Unknown") or note.topic == "platform" for note in notes)
+    unknown = any(each.text.startswith("Unknown") or each.topic == "platform" for each in notes)
     if case.backend == "nccl" and not unknown and not any(each.name.startswith("NCCL_") for each in chosen):
-        text = "Set no NCCL variable: NCCL finds what this machine offers by itself."
-        notes = (Note(topic="NCCL", text=text), *notes)
+        notes = (note("nccl.nothing"), *notes)
     return EnvAdvice(settings=chosen, notes=notes, needs=pod_needs(case), backend=case.backend)
 
 
@@ -454,11 +349,11 @@ def _with_published(case: Situation, chosen: tuple[Setting, ...], notes: tuple[N
     named = {one.name for one in chosen}
     added = tuple(each for each in settings_as_published(case) if each.name not in named)
     published = {each.name for each in added}
-    return (*chosen, *added), tuple(note for note in notes if note.topic not in published)
+    return (*chosen, *added), tuple(each for each in notes if each.topic not in published)
 
 
 def _without_nccl(case: Situation, chosen: tuple[Setting, ...], notes: tuple[Note, ...]) -> _Answers:
     """What is left where the vendor's own script or plugin sets NCCL's variables."""
     if platforms.vendor_script(case) is not None:
-        notes = tuple(note for note in notes if not note.topic.startswith("NCCL_") or note.topic in _KEPT)
+        notes = tuple(each for each in notes if not each.topic.startswith("NCCL_") or each.topic in _KEPT)
     return tuple(each for each in chosen if not each.name.startswith("NCCL_")), notes

@@ -9,17 +9,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hardware.machines import catalogue, topology_series
-from planner.advice import Note, Reason, Setting
+from planner.advice import Note, Setting
 from planner.nccl_env.situation import NodeView, Situation
+from planner.nccl_env.texts import note, setting
 from topology.graph import PathClass
-
-_ENV_RST = "NCCL docs/userguide/source/env.rst"
 
 
 def unread(case: Situation) -> Note | None:
     """GPUs that could not be read: the advice stands on less."""
     failed = case.unread("gpu")
-    return Note(topic="GPU", text="Unknown: the GPUs could not be read.", evidence=failed) if failed else None
+    return note("gpu.unread", failed) if failed else None
 
 
 def nvlink_between_nodes(case: Situation) -> str | None:
@@ -42,11 +41,7 @@ def mnnvl(case: Situation) -> Note | None:
     evidence = nvlink_between_nodes(case)
     if evidence is None:
         return None
-    text = (
-        "Set nothing: NVLink across hosts is on by default (2). It needs the IMEX service in state READY on every host "
-        "of the domain (nvidia-imex-ctl -N), in Kubernetes a ComputeDomain; without it NCCL falls back to the network."
-    )
-    return Note(topic="NCCL_MNNVL_ENABLE", text=text, evidence=evidence)
+    return note("mnnvl", evidence)
 
 
 def _of_a_rack(node: NodeView) -> bool:
@@ -69,13 +64,7 @@ def nvls(case: Situation) -> Note | None:
     ]
     if not capable:
         return None
-    text = (
-        "Set nothing: NCCL uses NVLink SHARP by itself where switches and driver support it (2 = automatic); 1 only "
-        "turns a missing fabric manager into an error, 0 gives the speed away."
-    )
-    return Note(
-        topic="NCCL_NVLS_ENABLE", text=text, evidence=f"{capable[0]}: NVSwitch, compute capability 9.0 or later"
-    )
+    return note("nvls", f"{capable[0]}: NVSwitch, compute capability 9.0 or later")
 
 
 def gdr_c2c(case: Situation) -> Note | None:
@@ -86,28 +75,19 @@ def gdr_c2c(case: Situation) -> Note | None:
     coherent = [node.hostname for node, gpus in facts if any(gpu.c2c_links for gpu in gpus.gpus)]
     if not coherent:
         return None
-    topic = "NCCL_NET_GDR_C2C"
     if case.older_than((2, 26, 2)):
-        return Note(topic=topic, text="This NCCL does not know it; GPUDirect RDMA through C2C needs NCCL 2.27.")
+        return note("gdr_c2c.unknown_to_this_release")
     if case.older_than((2, 27, 3)):
-        text = (
-            "NCCL 2.26 leaves GPUDirect RDMA through C2C off; 2.27 turns it on by itself: upgrade rather than set it."
-        )
-        return Note(topic=topic, text=text, evidence=f"{coherent[0]}: C2C links")
-    text = "Set nothing: since 2.27 NCCL uses GPUDirect RDMA through the CPU's C2C link by itself."
-    return Note(topic=topic, text=text, evidence=f"{coherent[0]}: C2C links")
+        return note("gdr_c2c.off_in_2_26", f"{coherent[0]}: C2C links")
+    return note("gdr_c2c.automatic", f"{coherent[0]}: C2C links")
 
 
 def gdrdma(case: Situation) -> Note | None:
     """GPUDirect RDMA that a log shows to be off: no variable turns it on."""
     if case.evidence is None or case.evidence.gdrdma not in ("off", "partial") or case.one_node:
         return None
-    text = (
-        "Set nothing: no variable turns GPUDirect RDMA on. It needs nvidia_peermem or DMA-BUF (open kernel modules), a "
-        "NIC behind the same PCIe switch as the GPU (PXB or nearer), and ACS off on the bridges between."
-    )
     state = f"an earlier run's channels: GPUDirect RDMA {case.evidence.gdrdma}"
-    return Note(topic="NCCL_NET_GDR_LEVEL", text=text, evidence=state)
+    return note("gdrdma.off", state)
 
 
 def topo_file(case: Situation) -> Setting | Note | None:
@@ -121,32 +101,15 @@ def topo_file(case: Situation) -> Setting | Note | None:
         evidence = f"{node.hostname}: {why}"
         named = (info.nccl_conf or {}).get(topic) if info else None
         if named:
-            text = (
-                "Set nothing on the host: nccl.conf names the file. In a container mount the file and set the variable."
-            )
-            return Note(topic=topic, text=text, evidence=f"{evidence}; nccl.conf: {topic}={named}")
+            return note("topo_file.nccl_conf", f"{evidence}; nccl.conf: {topic}={named}")
         if case.efa:
-            text = "Set nothing: the aws-ofi-nccl plugin brings the topology file of this instance type."
-            return Note(topic=topic, text=text, evidence=evidence)
+            return note("topo_file.efa", evidence)
         path = _azure_file(node)
         if path is not None:
-            rule = (
-                "This VM hides its PCIe tree, so NCCL cannot tell which HCA is near which GPU; the provider's images "
-                "carry the file that says it. In a container mount it at the same path: where it is missing NCCL goes "
-                "on without it, and since 2.27 says so at INFO level only"
-            )
-            source = f"{_ENV_RST}; NCCL src/graph/xml.cc; Azure azhpc-images 8e9d055 (2026-07-29)"
-            reason = Reason(rule=rule, evidence=f"{evidence}; {path} is there", source=source)
-            return Setting(name=topic, value=path, reason=reason)
+            return setting("topo_file.azure", path, f"{evidence}; {path} is there")
         if nvidia := [path for path in _topology_files(node) if path.startswith("/var/run/nvidia-topologyd/")]:
-            text = "Set nothing: NCCL reads the hypervisor's topology file unasked."
-            return Note(topic=topic, text=text, evidence=f"{evidence}; {nvidia[0]}")
-        text = (
-            "Unknown: this VM hides its PCIe tree, so NCCL cannot tell which NIC is near which GPU, and none of the "
-            "topology files of its provider is on this disk. Where the provider has one, mount it and name it with "
-            "NCCL_TOPO_FILE; a wrong path is silent at NCCL_DEBUG=WARN since 2.27."
-        )
-        return Note(topic=topic, text=text, evidence=evidence)
+            return note("topo_file.topologyd", f"{evidence}; {nvidia[0]}")
+        return note("topo_file.absent", evidence)
     return None
 
 
@@ -234,11 +197,6 @@ def pcie_pairs(case: Situation) -> Note | None:
         far = [p for p in node.topology.pairs if p.a.startswith("GPU") and p.b.startswith("GPU") and p.path]
         beyond = [pair for pair in far if pair.path and pair.path > PathClass.PXB]
         if beyond:
-            text = (
-                "Set nothing: these GPUs meet at the CPU, where NCCL goes through host memory by itself. Raising "
-                "NCCL_P2P_LEVEL to PHB or SYS belongs to debugging: peer access across host bridges is often slower, "
-                "and hangs where the platform does not forward it."
-            )
             pair = beyond[0]
-            return Note(topic="NCCL_P2P_LEVEL", text=text, evidence=f"{node.hostname}: {pair.a}-{pair.b} {pair.label}")
+            return note("p2p_level.pcie", f"{node.hostname}: {pair.a}-{pair.b} {pair.label}")
     return None

@@ -8,49 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from planner.advice import Note, Reason, Setting
+from planner.advice import Note, Setting
 from planner.nccl_env.situation import NodeView, Situation, by_host, networks, rdma_device_of, some
+from planner.nccl_env.texts import note, setting
 from probes.interfaces.facts import Interface, InterfacesFacts
 
-_NCCL_ORDER = "NCCL src/misc/socket.cc, ncclFindInterfaces"
 UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
 """Roles of interfaces that lead to no other node."""
 
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
     """NCCL_SOCKET_IFNAME, where NCCL's own order of choice would miss the right interface."""
-    topic = "NCCL_SOCKET_IFNAME"
-    if case.backend != "nccl":
-        return None
-    if case.one_node:
+    if case.backend != "nccl" or case.one_node:
         return None
     if case.cxi:
-        return _slingshot(topic, case)
+        return _slingshot(case)
     judged = [(node, facts) for node in case.nodes if (facts := node.interfaces()) is not None]
     if not judged:
-        text = "Unknown: no probe read the network interfaces."
-        return Note(topic=topic, text=text, evidence=case.unread("interfaces"))
+        return note("socket_ifname.unread", case.unread("interfaces"))
     wanted = {node.hostname: _wanted(node, facts, sockets_carry_data=not _fast_fabric(case)) for node, facts in judged}
     if not any(wanted.values()):
         wanted = _shared_subnet(judged)
     if not any(wanted.values()):
-        return _left_alone(topic, judged, case.unread_nodes(NodeView.interfaces))
+        picks = by_host((node.hostname, _unasked(facts) or "none") for node, facts in judged)
+        unread = case.unread_nodes(NodeView.interfaces)
+        return note("socket_ifname.automatic", picks + (f"; not read on {some(unread)}" if unread else ""))
     named = {host: choice for host, choice in wanted.items() if choice is not None}
     fills = {node.hostname: tuple(filter(None, (_unasked(facts),))) for node, facts in judged}
     names = {host: named[host][0] if host in named else fills[host] for host in wanted}
     value = _joined(names, judged)
     if value is None:
-        text = (
-            "The right interface has another name on each node and one list would catch a wrong one: set it per node: "
-        )
-        return Note(topic=topic, text=text + by_host((host, ",".join(each)) for host, each in names.items()))
-    host, (_, rule, evidence) = next(iter(named.items()))
+        listed = by_host((host, ",".join(each)) for host, each in names.items())
+        return note("socket_ifname.names_differ", listed=listed)
+    host, (_, key, evidence, fields) = next(iter(named.items()))
     if len(judged) > 1:
         evidence = f"{host}: {evidence}"
-    return Setting(name=topic, value=value, reason=Reason(rule=rule, evidence=evidence, source=_NCCL_ORDER))
+    return setting(key, value, evidence, **fields)
 
 
-def _slingshot(topic: str, case: Situation) -> Setting | Note:
+def _slingshot(case: Situation) -> Setting | Note:
     """The interfaces of Slingshot's NICs by their common prefix: libfabric uses all of them, the bootstrap one."""
     found = {node.hostname: node.cxi() for node in case.nodes if node.cxi()}
     known = {node.hostname: {each.name for each in facts.interfaces} for node in case.nodes if (
@@ -60,50 +56,36 @@ def _slingshot(topic: str, case: Situation) -> Setting | Note:
     stems = {name.rstrip("0123456789") for names in found.values() for name in names}
     unseen = [host for host, names in found.items() if not set(names) <= known.get(host, set())]
     if unseen or len(stems) != 1 or not (stem := stems.pop()):
-        text = "Unknown: the interfaces of Slingshot's NICs have no common name here. Name all of them (hsn on HPE's)."
-        return Note(topic=topic, text=text, evidence=evidence)
+        return note("socket_ifname.slingshot_unnamed", evidence)
     others = [
         name for host, names in known.items() for name in names - set(found.get(host, ())) if name.startswith(stem)
     ]
     value = "=" + ",".join(next(iter(found.values()))) if others else stem
-    rule = (
-        "NCCL unasked may take the management network for its bootstrap; the interfaces of Slingshot's NICs all share "
-        "this prefix"
-    )
-    source = "HewlettPackard/shs-ccl-docs 438fcce (2026-04-30), ccl_env.sh; the same of CSCS and Isambard"
-    return Setting(name=topic, value=value, reason=Reason(rule=rule, evidence=evidence, source=source))
+    return setting("socket_ifname.slingshot", value, evidence)
 
 
 def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
     """GLOO_SOCKET_IFNAME on hosts without GPUs: gloo otherwise takes whatever the host name resolves to."""
-    topic = "GLOO_SOCKET_IFNAME"
     if case.backend != "gloo":
         return None
     if case.one_node:
-        return Note(topic=topic, text="Set nothing: the job stays on one node.")
+        return note("gloo.one_node")
     picks: dict[str, Interface] = {}
     for node in case.nodes:
         best = best_interface(node)
         if best is not None:
             picks[node.hostname] = best
     if unread := case.unread_nodes(NodeView.interfaces):
-        return Note(topic=topic, text=f"Unknown: the network interfaces of {some(unread)} were not read.",
-                    evidence=case.unread("interfaces"))  # fmt: skip
+        return note("gloo.unread", case.unread("interfaces"), hosts=some(unread))
     if without := [node.hostname for node in case.nodes if node.hostname not in picks]:
-        text = f"Set nothing: {some(without)} has no interface with an address besides loopback."
-        return Note(topic=topic, text=text)
+        return note("gloo.no_address", hosts=some(without))
     names = sorted({pick.name for pick in picks.values()})
     if len(names) > 1:
         listed = by_host((host, pick.name) for host, pick in picks.items())
-        return Note(topic=topic, text=f"The interface has another name on each node: set it per node: {listed}")
+        return note("gloo.names_differ", listed=listed)
     pick = next(iter(picks.values()))
-    rule = (
-        "gloo binds to the address the host name resolves to, which is a loopback address on many distributions and "
-        "leaves other nodes unable to connect: name the interface"
-    )
     evidence = f"{pick.name}: {pick.role}, {', '.join(pick.addresses)}"
-    source = "PyTorch torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice"
-    return Setting(name=topic, value=names[0], reason=Reason(rule=rule, evidence=evidence, source=source))
+    return setting("gloo.name_it", names[0], evidence)
 
 
 def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
@@ -162,7 +144,7 @@ def best_interface(node: NodeView) -> Interface | None:
     return min(usable, key=lambda each: _rank(node, facts, each), default=None) if facts else None
 
 
-_Wanted = tuple[tuple[str, ...], str, str]
+_Wanted = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
 
 
 def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
@@ -172,7 +154,7 @@ def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[In
 
 
 def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Wanted | None:
-    """(names, rule, evidence) where this node needs the variable."""
+    """The interfaces to name and why, where this node needs the variable."""
     best = best_interface(node)
     unasked = _unasked(facts)
     if best is None or unasked is None:
@@ -184,30 +166,20 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
         network = f" ({best.multus_network})" if best.multus_network else ""
         device = rdma_device_of(best, node.taken_ports())
         behind = f", on RDMA device {device}" if device else ""
-        rule = (
-            f"NCCL unasked takes {unasked}, the pod's default network: bootstrap and any fallback to TCP would cross "
-            "the cluster overlay; the secondary network is the one laid for this traffic"
-        )
         more = f"; as good: {', '.join(name for name in names if name != best.name)}" if len(names) > 1 else ""
-        return names, rule, f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}{more}"
+        evidence = f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}{more}"
+        return names, "socket_ifname.overlay", evidence, {"unasked": unasked}
     if current is not None and not _usable(current) and best.name != unasked:
-        what = (
-            f"a {current.role} interface"
-            if current.role in UNFIT_ROLES
-            else "which has no address of its own beyond the link"
-        )
-        rule = f"NCCL unasked takes {unasked}, {what}: other nodes cannot reach it"
-        return names, rule, f"{best.name}: {best.role}, {', '.join(best.addresses)}"
+        unfit = current.role in UNFIT_ROLES
+        what = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
+        evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
+        return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": what}
     taken = nccl_takes(facts)
     others = [each for name in taken if name not in names and (each := node.interface_of(name)) is not None]
     if sockets_carry_data and others and best.name in taken:
-        rule = (
-            "There is no RDMA, so NCCL opens its sockets on every interface that it finds, and one that does not reach "
-            "the other nodes hangs the job (slower ones its search leaves unused): name those that carry the data"
-        )
-        kept = ", ".join(names)
         left = ", ".join(f"{each.name} ({each.role}{_speed(each)})" for each in others)
-        return names, rule, f"{kept}: {best.role}{_speed(best)}; NCCL would add {left}"
+        evidence = f"{', '.join(names)}: {best.role}{_speed(best)}; NCCL would add {left}"
+        return names, "socket_ifname.tcp", evidence, {}
     return None
 
 
@@ -223,11 +195,11 @@ def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[s
     if len(judged) < 2 or set.intersection(*chosen) or not common:
         return {}
     subnet = min(common)
-    rule = "NCCL unasked takes interfaces in different subnets on these nodes; this one all of them share"
     found: dict[str, _Wanted | None] = {}
     for node, facts in judged:
         name = next(each.name for each in facts.interfaces if subnet in _subnets(facts, each.name))
-        found[node.hostname] = ((name,), rule, f"{name}: {subnet}; NCCL would take {_unasked(facts)}")
+        evidence = f"{name}: {subnet}; NCCL would take {_unasked(facts)}"
+        found[node.hostname] = ((name,), "socket_ifname.shared_subnet", evidence, {})
     return found
 
 
@@ -248,11 +220,3 @@ def _joined(names: Mapping[str, tuple[str, ...]], judged: Sequence[tuple[NodeVie
     if any(present[host] & set(distinct) != set(own) for host, own in names.items()):
         return None
     return exact_if_needed(distinct, {name for there in present.values() for name in there})
-
-
-def _left_alone(topic: str, judged: Sequence[tuple[NodeView, InterfacesFacts]], unread: Sequence[str]) -> Note:
-    picks = by_host((node.hostname, _unasked(facts) or "none") for node, facts in judged)
-    more = f"; not read on {some(unread)}" if unread else ""
-    return Note(
-        topic=topic, text="Set nothing: NCCL's own order of choice ends at a fit interface.", evidence=picks + more
-    )

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from planner.advice import Note, Reason, Setting
 from planner.nccl_env.recipes import Platform, platforms
 from planner.nccl_env.situation import NodeView, Situation, by_host, together
+from planner.nccl_env.texts import note, setting
 from probes.hostinfo.probe import HostinfoFacts
-
-_ENV_RST = "NCCL docs/userguide/source/env.rst"
 
 
 def amd(case: Situation) -> Note | None:
@@ -26,11 +25,9 @@ def amd(case: Situation) -> Note | None:
         found := node.amd_gpus()
     ))  # fmt: skip
     how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
-    text = f"AMD GPUs {how}, RCCL is not judged yet: no environment and no layout is advised."
     known = [row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd]
-    if known:
-        text += f" {known[0]} publishes one: docs/platforms.md names it and its source."
-    return Note(topic="RCCL", text=f"Unknown: {text}", evidence=seen)
+    more = ["rccl.published"] if known else []
+    return note("rccl.not_judged", seen, *more, how=how, platform=next(iter(known), ""))
 
 
 def vendor_script(case: Situation) -> Note | None:
@@ -51,11 +48,12 @@ def vendor_script(case: Situation) -> Note | None:
             how = f"source {there or row.script[0]} in the job's command"
         else:
             how = f"install the {row.plugin} plugin and source its script, {row.script[0]}: it is not on this disk"
-        text = (
-            f"Set no NCCL variable of your own: {how}. It sets {listed}; a variable set before it may be refused by "
-            "the plugin's checker. Without the plugin NCCL goes over TCP."
+        return note(
+            "platform.vendor_script",
+            f"{node.hostname}: {row.name}; {source.name}, {source.date}",
+            how=how,
+            listed=listed,
         )
-        return Note(topic="platform", text=text, evidence=f"{node.hostname}: {row.name}; {source.name}, {source.date}")
     return None
 
 
@@ -73,12 +71,8 @@ def unknown_platform(case: Situation) -> Note | None:
         cloud = cloud_of(info) if info else None
         if info is None or not (cloud or info.virtual_machine):
             continue
-        text = (
-            f"{_sentence(which_platform(case))}: traffic class, time-outs and topology files that its provider may "
-            "ask for are left out. Advised is only what the probes saw."
-        )
         of = CLOUDS[cloud[0]] if cloud else info.virtual_machine
-        return Note(topic="platform", text=text, evidence=f"{node.hostname}: {of}")
+        return note("platform.unknown", f"{node.hostname}: {of}", platform=_sentence(which_platform(case)))
     return None
 
 
@@ -95,28 +89,14 @@ def slingshot_protocol(case: Situation) -> Setting | Note | None:
     ]
     if not coherent:
         return None
-    rule = (
-        "NCCL 2.27 and later use the LL128 protocol between nodes, which gives wrong data on Slingshot with GPUs "
-        "joined to their CPU by C2C, and is slower there in any case: leave it out"
-    )
-    source = "NVIDIA/nccl issue 2001; eth-cscs/cscs-docs 80abed1 (2026-08-20), nccl_env_vars"
-    return Setting(
-        name="NCCL_PROTO",
-        value="^LL128",
-        reason=Reason(rule=rule, evidence=f"{coherent[0]}: C2C links, {len(_cxi(case))} Cassini NICs", source=source),
-    )
+    return setting("proto.slingshot", "^LL128", f"{coherent[0]}: C2C links, {len(_cxi(case))} Cassini NICs")
 
 
 def slingshot_tuning(case: Situation) -> Note | None:
     """What the sites with Slingshot do not agree on."""
     if not case.cxi or case.one_node or case.backend != "nccl":
         return None
-    text = (
-        "Unknown: the sites differ in FI_CXI_DEFAULT_TX_SIZE (2048 HPE and Isambard, 16384 CSCS) and "
-        "FI_CXI_RX_MATCH_MODE (hybrid HPE and Isambard, software CSCS): ask yours. FI_CXI_RDZV_PROTO=alt_read only "
-        "together with the launcher's --network=disable_rdzv_get. NCCL_NET is for jobs of several nodes alone."
-    )
-    return Note(topic="FI_CXI", text=text, evidence=f"{case.nodes[0].hostname}: {', '.join(_cxi(case)[:8])}")
+    return note("cxi.sites_differ", f"{case.nodes[0].hostname}: {', '.join(_cxi(case)[:8])}")
 
 
 def _cxi(case: Situation) -> tuple[str, ...]:
@@ -125,8 +105,7 @@ def _cxi(case: Situation) -> tuple[str, ...]:
 
 def collnet(case: Situation) -> Setting | Note | None:
     """NCCL_COLLNET_ENABLE: SHARP in InfiniBand's switches, through nccl-rdma-sharp-plugins."""
-    topic = "NCCL_COLLNET_ENABLE"
-    if case.one_node or case.backend != "nccl" or published(case, topic) is not None:
+    if case.one_node or case.backend != "nccl" or published(case, "NCCL_COLLNET_ENABLE") is not None:
         return None
     infiniband = [
         node for node in case.nodes if any(view.port.link_layer == "InfiniBand" for view in node.taken_ports())
@@ -137,18 +116,8 @@ def collnet(case: Situation) -> Setting | Note | None:
     evidence = by_host(plugin.items())
     used = case.evidence is not None and any("SHARP" in each for each in case.evidence.hcas)
     if used:
-        rule = (
-            "The plugin is on the disk and an earlier run's log lists ports with SHARP: the switches can reduce, and "
-            "NCCL asks them only when this is set"
-        )
-        reason = Reason(rule=rule, evidence=f"{evidence}; the log names SHARP", source=_ENV_RST)
-        return Setting(name=topic, value="1", reason=reason)
-    text = (
-        "The SHARP plugin is on the disk and the fabric is InfiniBand; whether the fabric runs an aggregation manager "
-        f"no probe can see. Where it does, {topic}=1 lets the switches reduce; a log line 'NET/IB : Using ... /SHARP' "
-        "shows it."
-    )
-    return Note(topic=topic, text=text, evidence=evidence)
+        return setting("collnet.sharp", "1", f"{evidence}; the log names SHARP")
+    return note("collnet.plugin", evidence)
 
 
 def _sharp_plugin(node: NodeView) -> str | None:
@@ -167,12 +136,7 @@ def gdr_prerequisites(case: Situation) -> Note | None:
         found += [(node.hostname, each) for each in _in_the_way(node)]
     if not found:
         return None
-    text = (
-        "GPUDirect RDMA: no variable turns it on, and here something stands in its way. It needs nvidia_peermem or "
-        "DMA-BUF (open kernel modules, Linux 5.12), and on bare metal ACS and address translation off between GPU and "
-        "NIC. NCCL_NET_GDR_LEVEL does not mend that."
-    )
-    return Note(topic="NCCL_NET_GDR_LEVEL", text=text, evidence=by_host(together(found)))
+    return note("gdrdma.prerequisites", by_host(together(found)))
 
 
 def _in_the_way(node: NodeView) -> list[str]:

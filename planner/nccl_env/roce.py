@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 
 from contracts.finding import Status
-from planner.advice import Note, Reason, Setting
+from planner.advice import Note, Setting
 from planner.nccl_env.hcas import choose_ports, is_unaddressed
 from planner.nccl_env.names import version_text
 from planner.nccl_env.platforms import published, which_platform
@@ -23,10 +23,9 @@ from planner.nccl_env.situation import (
     networks,
     together,
 )
+from planner.nccl_env.texts import note, setting
 from probes.rdma.facts import is_link_local
 
-_ENV_RST = "NCCL docs/userguide/source/env.rst"
-_CONNECT_CC = "NCCL src/transport/net_ib/connect.cc, ncclIbGetGidIndex"
 _DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX needs no setting since 2.21
 
 # The class of priority 3 that NVIDIA's RoCE configuration of its cards and switches defaults to: DSCP 26, which is 106
@@ -52,81 +51,48 @@ def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
 
 def ib_gid_index(case: Situation) -> Setting | Note | None:
     """NCCL_IB_GID_INDEX: only before 2.21, where NCCL would take index 0."""
-    topic = "NCCL_IB_GID_INDEX"
     roce = _roce(case)
     if not roce:
         return None
     bare = [(host, view) for host, view in roce if is_unaddressed(view)]
     if bare:
-        text = (
-            "Unknown: these ports have link-local GIDs only, which NCCL does not choose: it would stay on index 0, "
-            "RoCE v1, and reach nothing beyond the link. No variable mends that: give the interface an IP address."
-        )
-        return Note(topic=topic, text=text, evidence=_say(bare, lambda view: view.name))
+        return note("gid_index.link_local", _say(bare, lambda view: view.name))
     older = case.older_than(_DYNAMIC_GID)
     if several := _in_several_subnets(case):
         lever = (
             "NCCL_IB_GID_INDEX, the entry's index" if older is True else "NCCL_IB_ADDR_RANGE, a range that covers it"
         )
-        text = (
-            "Unknown: ports have RoCE v2 IPv4 GIDs in several subnets (VLANs, or beside one), NCCL 2.21 and later "
-            "takes the first of the table, and nothing here says which of them the training fabric is. Choose it with "
-            f"{lever} on every port."
-        )
-        return Note(topic=topic, text=text, evidence=by_host(together(several)))
+        return note("gid_index.several_subnets", by_host(together(several)), lever=lever)
     known = {_v2_ipv4_index(view) for _, view in roce}
     found = None not in known
     listed = _say(roce, lambda view: f"{view.name} index {_v2_ipv4_index(view)}")
     unread = [(host, view) for host, view in roce if not view.port.gids_known]
     if unread:
-        text = "Unknown: the GID tables could not be read. NCCL 2.21 or later looks for a RoCE v2 IPv4 GID by itself."
-        return Note(topic=topic, text=text, evidence=_say(unread, lambda view: view.name))
+        return note("gid_index.unread", _say(unread, lambda view: view.name))
     if older is False and found:
-        text = (
-            "Set nothing: since 2.21 NCCL finds the RoCE v2 GID itself, and a fixed index breaks where tables differ."
-        )
-        return Note(topic=topic, text=text, evidence=f"NCCL {version_text(case.nccl_version or ())}")
+        return note("gid_index.automatic", f"NCCL {version_text(case.nccl_version or ())}")
     if not found and older is not True:
         return None  # the address family, or RoCE v1: the rules below
     if older is None:
-        text = "Set nothing with NCCL 2.21 or later, which finds the GID itself; an older NCCL takes index 0 (RoCE v1)."
-        return Note(topic=topic, text=text, evidence=f"NCCL version unknown; RoCE v2 IPv4 GID: {listed}")
+        return note("gid_index.version_unknown", f"NCCL version unknown; RoCE v2 IPv4 GID: {listed}")
     if not found:
-        text = (
-            "Unknown: an NCCL older than 2.21 takes GID index 0, and not every port has a RoCE v2 IPv4 GID: set it to "
-            "the entry with the address that the fabric uses, or use NCCL 2.21."
-        )
-        return Note(topic=topic, text=text, evidence=_say(roce, lambda view: f"{view.name} {_families(view)}"))
+        return note("gid_index.old_nccl_without_ipv4", _say(roce, lambda view: f"{view.name} {_families(view)}"))
     if len(known) != 1:
-        text = "The index of the RoCE v2 IPv4 GID is not the same on every port: set it per node, or use NCCL 2.21."
-        return Note(topic=topic, text=text, evidence=listed)
+        return note("gid_index.differs", listed)
     version = version_text(case.nccl_version or ())
-    rule = f"NCCL {version} is older than 2.21 and takes GID index 0, which is RoCE v1: name the RoCE v2 IPv4 entry"
-    return Setting(name=topic, value=str(known.pop()), reason=Reason(rule=rule, evidence=listed, source=_ENV_RST))
+    return setting("gid_index.old_nccl", str(known.pop()), listed, version=version)
 
 
 def ib_addr_family(case: Situation) -> Setting | Note | None:
     """NCCL_IB_ADDR_FAMILY, where the fabric has IPv6 addresses and not on every port IPv4, which NCCL looks for."""
-    topic = "NCCL_IB_ADDR_FAMILY"
     roce = [(host, view) for host, view in _roce(case) if view.port.gids and not is_unaddressed(view)]
     without = [(host, view) for host, view in roce if not _has_family(view, 4)]
     if not without or case.older_than(_DYNAMIC_GID) is True:
         return None
     if not all(_has_family(view, 6) for _, view in roce):
-        text = (
-            "Unknown: some RoCE ports have IPv4 GIDs and others IPv6 ones only: no one address family fits all. "
-            "Give every port an address of one family."
-        )
-        return Note(topic=topic, text=text, evidence=_say(roce, _families))
-    rule = (
-        "NCCL looks for an IPv4 GID of RoCE v2, and without one stays on index 0, which is RoCE v1 and link-local; "
-        "these RoCE ports have IPv6 GIDs"
-    )
-    if case.nccl_version is None:
-        rule += ". Read since NCCL 2.21; an older one needs NCCL_IB_GID_INDEX"
+        return note("addr_family.mixed", _say(roce, _families))
     evidence = _say(without, lambda view: f"{view.name} {len(view.port.gids)} GIDs, none IPv4 of RoCE v2")
-    reason = Reason(rule=rule, evidence=evidence, source=f"{_ENV_RST}; {_CONNECT_CC}")
-    return Setting(name=topic, value="AF_INET6", reason=reason)
+    return setting("addr_family.ipv6", "AF_INET6", evidence, *_needs_dynamic_gid(case))
 
 
 def ib_roce_version(case: Situation) -> Setting | None:
@@ -136,11 +102,12 @@ def ib_roce_version(case: Situation) -> Setting | None:
         return None
     if any(gid.type == "RoCE v2" for _, view in roce for gid in view.port.gids):
         return None
-    rule = "NCCL looks for RoCE v2; the ports have RoCE v1 GIDs only, which work within one layer-2 segment"
-    if case.nccl_version is None:
-        rule += ". Read since NCCL 2.21; an older one needs NCCL_IB_GID_INDEX"
-    reason = Reason(rule=rule, evidence=_say(roce, lambda view: view.name), source=_ENV_RST)
-    return Setting(name="NCCL_IB_ROCE_VERSION_NUM", value="1", reason=reason)
+    return setting("roce_version.v1", "1", _say(roce, lambda view: view.name), *_needs_dynamic_gid(case))
+
+
+def _needs_dynamic_gid(case: Situation) -> tuple[str, ...]:
+    """The text that follows where the release is not known: the variable is read since `_DYNAMIC_GID`."""
+    return ("gid_index.read_since",) if case.nccl_version is None else ()
 
 
 def ib_traffic_class(case: Situation) -> Setting | Note | None:
@@ -148,11 +115,10 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
 
     Which class that is only the fabric's configuration says: a published value, the ports' own, or a note.
     """
-    topic = "NCCL_IB_TC"
     roce = _roce(case)
     if not roce:
         return None
-    if (known := published(case, topic)) is not None:
+    if (known := published(case, "NCCL_IB_TC")) is not None:
         return known
     classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
@@ -161,80 +127,48 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
         return None  # the class is not looked at: `ib_service_level`
     if len(classes) == 1:
         evidence = _say(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
-        rule = "The ports are configured for one traffic class; NCCL unasked marks its packets 0, best effort"
-        priority = next(iter(classes)) >> 5  # DSCP >> 3
+        (found,) = classes
+        priority, more = found >> 5, []  # DSCP >> 3
         if lossless and priority not in lossless:
-            rule += (
-                f". By default it is priority {priority}, and flow control protects {_numbers(lossless)}: "
-                "check ports and switches"
-            )
-            evidence += "; " + _say(roce, _protected)
-        reason = Reason(rule=rule, evidence=evidence, source=_ENV_RST)
-        return Setting(name=topic, value=str(classes.pop()), reason=reason)
+            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_say(roce, _protected)}"
+        protected = _numbers(lossless)
+        return setting("traffic_class.one", str(found), evidence, *more, priority=priority, protected=protected)
     if len(pfc_configs) > 1 and not classes:
-        text = "Flow control protects other priorities on one port than on the next: agree on one, then set NCCL_IB_TC."
-        return Note(topic=topic, text=text, evidence=_say(roce, _protected))
+        return note("traffic_class.pfc_differs", _say(roce, _protected))
     if len(lossless) == 1 and not classes:
-        return _class_of_priority(case, topic, lossless.pop(), roce)
+        return _class_of_priority(case, lossless.pop(), roce)
     if classes or lossless:
-        text = "The ports are configured for different classes: agree on one for RoCE, then set NCCL_IB_TC to it."
-        found = f"traffic classes {sorted(classes)}, PFC priorities {sorted(lossless)}"
-        return Note(topic=topic, text=text, evidence=found)
+        evidence = f"traffic classes {sorted(classes)}, PFC priorities {sorted(lossless)}"
+        return note("traffic_class.classes_differ", evidence)
     if all(view.port.pfc_priorities is None and view.port.traffic_class is None for _, view in roce):
-        text = (
-            "Set nothing unless the fabric has a lossless class: PFC and traffic class could not be read on this host."
-        )
-        return Note(topic=topic, text=text)
-    return Note(topic=topic, text="Set nothing: no lossless class is configured on the ports.")
+        return note("traffic_class.unread")
+    return note("traffic_class.lossy")
 
 
-def _class_of_priority(
-    case: Situation, topic: str, priority: int, roce: Sequence[tuple[str, PortView]]
-) -> Setting | Note:
+def _class_of_priority(case: Situation, priority: int, roce: Sequence[tuple[str, PortView]]) -> Setting | Note:
     evidence = _say(roce, _protected)
     if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
-        rule = (
-            f"PFC protects priority {priority} only; NCCL unasked sends as class 0 and would be dropped under load. "
-            f"DSCP 26 is what NVIDIA's RoCE configuration puts in that priority: check it against the switches"
-        )
-        source = f"{_ENV_RST}; NVIDIA RoCE configuration (DSCP 26, priority 3)"
-        reason = Reason(rule=rule, evidence=evidence, source=source)
-        return Setting(name=topic, value=str(_NVIDIA_CLASS), reason=reason)
+        return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
     mapped = sorted({code for _, view in roce for code, to in view.port.dscp_priorities or () if to == priority})
     if mapped:
         evidence += f"; the ports map DSCP {_numbers(mapped)} to priority {priority}"
-    text = (
-        f"Unknown: PFC protects priority {priority}, and which DSCP the switches put in it is the site's own choice: "
-        f"no value is published for it ({which_platform(case)}). Ask for that DSCP, then set {topic} to 4 times it."
-    )
-    return Note(topic=topic, text=text, evidence=evidence)
+    return note("traffic_class.dscp_unknown", evidence, priority=priority, platform=which_platform(case))
 
 
 def ib_service_level(case: Situation) -> Setting | Note | None:
     """NCCL_IB_SL, where the ports classify by the priority bits of the VLAN tag and not by DSCP."""
-    topic = "NCCL_IB_SL"
     roce = _roce(case)
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
     if not _by_pcp(roce) or not lossless or published(case, "NCCL_IB_TC") is not None:
         return None
     evidence = _say(roce, lambda view: f"{_protected(view)}, trust pcp")
     if len(lossless) > 1:
-        text = "Flow control protects several priorities: agree on one for RoCE, then set NCCL_IB_SL to it."
-        return Note(topic=topic, text=text, evidence=evidence)
+        return note("service_level.several", evidence)
     priority = lossless.pop()
     tagged = all(_tagged(node, view) for node in case.nodes for view in choose_ports(node).keep)
     if not tagged:
-        text = (
-            f"The ports classify by the VLAN tag's priority (trust pcp), where NCCL_IB_SL={priority} is the lever and "
-            "NCCL_IB_TC has no effect; but their addresses are on no VLAN, and a packet without a tag is in no "
-            "protected priority. Put the RoCE addresses on a VLAN, or let the ports trust DSCP."
-        )
-        return Note(topic=topic, text=text, evidence=evidence)
-    rule = (
-        f"The ports classify by the VLAN tag's priority and PFC protects {priority} only: NCCL unasked sends with "
-        "service level 0, which becomes priority 0; NCCL_IB_TC would have no effect"
-    )
-    return Setting(name=topic, value=str(priority), reason=Reason(rule=rule, evidence=evidence, source=_ENV_RST))
+        return note("service_level.no_vlan", evidence, priority=priority)
+    return setting("service_level.of_priority", str(priority), evidence, priority=priority)
 
 
 def _by_pcp(roce: Sequence[tuple[str, PortView]]) -> bool:

@@ -14,7 +14,11 @@ from agent.advice.request import Request
 from agent.base.documents import document
 from agent.metrics import families as metrics
 
-SOUND = {name: H100 for name in NAMES if name.startswith("sick-h100")}
+SOUND = {
+    **{name: H100 for name in NAMES if name.startswith("sick-h100")},
+    "sick-l40s-x4": "l40s-4x-pcie",
+    "r760xa-2xA40-bf3-memlock-8MiB": "r760xa-2xA40-bf3",
+}
 Golden = Callable[..., None]
 
 

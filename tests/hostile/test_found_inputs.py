@@ -73,7 +73,9 @@ FOUND: dict[str, tuple[str, bytes]] = {
         {"busId": a, "class": "060400", "id": "10de:2330", "parent": b} for a, b in ("ab", "ba")]}]})),
     "a benchmark of 10^30 bytes": ("bench_result", bench(world_size=10**30)),
     "a benchmark that took NaN": ("bench_result", bench(seconds="nan")),
-    "a loss that is NaN": ("flight", plain({**fuzz_targets.FLIGHT, "loss": {"first": float("nan"), "last": 1e400}})),
+    "a loss that is NaN": (
+        "flight", plain({**fuzz_targets.document_of("flight"), "loss": {"first": float("nan"), "last": 1e400}})
+    ),
     "steps without end": ("flight", b'\1{"steps_done": 1e999, "status": "\\ud800"}'),
     "a memory limit in words": ("recording", recording(limit={"memlock": ["x", "y"], "nofile": "z"})),
     "half a surrogate in a file": ("recording", b'\1\0{"kind": "topoflight-recording", "hostname": "\\ud800"}'),
@@ -101,12 +103,12 @@ def test_what_was_found_stays_mended(name: str) -> None:
 def test_every_reader_takes_what_the_fuzzer_starts_from(name: str) -> None:
     """The seeds themselves: a reader that refuses all of them is fuzzed at its first line only."""
     refused = 0
-    for seed in TARGETS[name].seeds():
+    for seed in TARGETS[name].seeds:
         try:
             TARGETS[name].run(seed)
         except TARGETS[name].errors:
             refused += 1
-    assert refused < len(TARGETS[name].seeds())
+    assert refused < len(TARGETS[name].seeds)
 
 
 @each_row(

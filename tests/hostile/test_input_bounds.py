@@ -44,7 +44,7 @@ from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
 from probes.wire import loads as load_snapshot
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
 
@@ -112,12 +112,12 @@ def test_a_pickle_costs_bounded_time_and_memory() -> None:
     code = """
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
-from collectives.traces.plain_pickle import PickleError, loads
+from collectives.traces.calls import PickleError, unpickle
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_000_000, b")" + b"\\x85" * 4_000_000):
     began = time.process_time()
     try:
-        loads(raw)
+        unpickle(raw)
     except PickleError as error:
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - before
         print(raw[:2], round(time.process_time() - began, 1), grown, error)
@@ -229,7 +229,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     bounded = {
         "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
-        "topo_xml", "flight_recorder", "ras", "rank_state",
+        "topo_xml", "flight_recorder", "ras_answer", "rank_state",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
     flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file"}

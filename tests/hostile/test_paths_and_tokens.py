@@ -31,7 +31,7 @@ from agent.http import serve
 from contracts.run_record import record_of
 from planner.advice import Reason, Setting
 from planner.kubernetes.job import JobError, JobSpec
-from planner.kubernetes.manifests import config_map, indexed_job, pytorchjob, render, trainjob
+from planner.kubernetes.manifests import APIS, config_map, render
 from planner.nccl_env.environment import RenderError, render_k8s, render_shell
 from probes.host import sysfs
 from probes.host.live import LiveHost
@@ -146,7 +146,7 @@ def test_manifests_hold_any_text_as_data(words: list[str], value: str, network: 
             name="job", image="i", nodes=2, processes_per_node=1, command=tuple(words), environment={"NCCL_X": value},
             networks=(network,), config_map="settings",
         )  # fmt: skip
-        documents = (*trainjob(spec), *pytorchjob(spec), *indexed_job(spec), config_map(spec, {"a.yaml": file}))
+        documents = (*(one for api in APIS.values() for one in api(spec)), config_map(spec, {"a.yaml": file}))
     except JobError:
         return
     try:

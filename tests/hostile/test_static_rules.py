@@ -23,7 +23,7 @@ SOURCES = {str(path.relative_to(ROOT)): path for room in ROOMS for path in sorte
 RULES = ["S102", "S301", "S302", "S306", "S307", "S323", "S506", "S602", "S604", "S605", "S609"]
 EXCUSED = {"agent/jobs/script_rank.py": {"S102"}}  # the user's own script
 WORKER = {"agent/http/worker.py", "agent/http/questions.py"}
-PICKLES = {"collectives/traces/plain_pickle.py"}  # Python's reader, without what makes a pickle code
+PICKLES = {"collectives/traces/calls.py"}  # Python's reader, without what makes a pickle code
 UNPICKLES = re.compile(r"(pickle|cPickle|marshal|shelve|dill|joblib|cloudpickle)$")
 WANTED = {"trust_remote_code": False, "weights_only": True, "use_safetensors": True}
 

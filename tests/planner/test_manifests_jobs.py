@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from nccl_env_hosts import host, interface
 from rigs.tables import each_row
 
-from agent.advice.advise import answer
-from agent.advice.pod_network import in_pods
+from agent.advice.advise import answer, in_pods
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
@@ -78,7 +77,7 @@ def meant_for_retry(job: dict[str, Any], code: int) -> bool:
 
 def test_75_and_lost_pods_of_an_indexed_job_come_again_and_other_codes_end_it() -> None:
     """A pod that went with its node is counted."""
-    spec = manifests.indexed_job(SPEC)[-1]["spec"]
+    spec = manifests.APIS["job"](SPEC)[-1]["spec"]
     assert spec["backoffLimit"] == SPEC.restarts * SPEC.nodes
     assert [code for code in range(1, 256) if meant_for_retry(spec, code)] == [75, 137, 143]
     first = spec["podFailurePolicy"]["rules"][0]
@@ -110,10 +109,10 @@ def test_jobset_restarts_all_pods_and_the_jobs_own_codes_end_it(api: str) -> Non
 def test_a_pytorchjobs_operator_restarts_its_containers() -> None:
     """And counts their restarts over all pods, with a claim or without."""
     for spec in (SPEC, replace(SPEC, claim=None)):
-        (job,) = manifests.pytorchjob(spec)
+        (job,) = manifests.APIS["pytorchjob"](spec)
         assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"OnFailure"}
         assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 9}
-    (job,) = manifests.pytorchjob(replace(SPEC, restarts=0))
+    (job,) = manifests.APIS["pytorchjob"](replace(SPEC, restarts=0))
     assert {r["restartPolicy"] for r in job["spec"]["pytorchReplicaSpecs"].values()} == {"Never"}
     assert job["spec"]["runPolicy"] == {"cleanPodPolicy": "None"}
 

@@ -40,7 +40,7 @@ def containers(node: Any) -> list[dict[str, Any]]:
 
 def test_a_trainjobs_claims_are_where_the_trainer_carries_them_to_the_pod() -> None:
     """A TrainJob's resourcesPerNode loses its claims on the way, and replaces all that the runtime says."""
-    runtime, job = manifests.trainjob(replace(SPEC, resource_claim_template="sft-gpu-nic"))[-2:]
+    runtime, job = manifests.APIS["trainjob"](replace(SPEC, resource_claim_template="sft-gpu-nic"))[-2:]
     (container,) = containers(runtime)
     assert container["resources"]["claims"] == [{"name": "gpu-nic"}]
     assert container["resources"]["limits"] == SPEC.limits
@@ -49,22 +49,14 @@ def test_a_trainjobs_claims_are_where_the_trainer_carries_them_to_the_pod() -> N
 
 def test_without_claims_the_trainjob_says_what_a_node_takes() -> None:
     """As Kubeflow documents it; the runtime then says nothing of it."""
-    runtime, job = manifests.trainjob(SPEC)
+    runtime, job = manifests.APIS["trainjob"](SPEC)
     assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == SPEC.limits
     assert "resources" not in containers(runtime)[0]
 
 
-def test_a_trainjobs_deadline_is_one_that_every_trainer_knows() -> None:
-    """TrainJob has the field from 2.2; an earlier API server would drop it without a word."""
-    runtime, job = manifests.trainjob(replace(SPEC, active_deadline_seconds=3600))
-    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["template"]["spec"]["activeDeadlineSeconds"] == 3600
-    assert "activeDeadlineSeconds" not in job["spec"]
-
-
 def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
     """Kueue 0.15.0 takes the quota of the runtime's Job, which without these two is one pod's."""
-    runtime, job = manifests.trainjob(replace(SPEC, queue="team"))
+    runtime, job = manifests.APIS["trainjob"](replace(SPEC, queue="team"))
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     said = replicated["template"]["spec"]
     assert said["parallelism"] == said["completions"] == job["spec"]["trainer"]["numNodes"] == 3
@@ -72,7 +64,7 @@ def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
 
 def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain() -> None:
     """Two pod sets of the same required level may still land in two domains, unless they are a group."""
-    (job,) = manifests.pytorchjob(replace(SPEC, queue="team", topology_label="cloud.example/rack"))
+    (job,) = manifests.APIS["pytorchjob"](replace(SPEC, queue="team", topology_label="cloud.example/rack"))
     replicas = job["spec"]["pytorchReplicaSpecs"]
     said = [replicas[role]["template"]["metadata"]["annotations"] for role in ("Master", "Worker")]
     assert said[0] == said[1] == {REQUIRED: "cloud.example/rack", GROUP: "sft"}
@@ -86,7 +78,7 @@ def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain() -> None:
 )
 def test_no_group_where_kueue_refuses_one(spec: JobSpec) -> None:
     """A group of one pod set, or without a topology, is an error to Kueue's webhook."""
-    (job,) = manifests.pytorchjob(spec)
+    (job,) = manifests.APIS["pytorchjob"](spec)
     for replica in job["spec"]["pytorchReplicaSpecs"].values():
         assert GROUP not in replica["template"].get("metadata", {}).get("annotations", {})
 
@@ -212,5 +204,6 @@ def test_the_gpu_driver_waits_for_no_driver_container_that_nobody_makes() -> Non
 def test_the_network_operator_is_asked_for_nothing_that_the_network_does_not_use() -> None:
     """The macvlan's addresses are whereabouts'; each further part would be another image of one release."""
     spec = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000)
-    assert set(network_manifests.nic_cluster_policy(spec)["spec"]) == {"rdmaSharedDevicePlugin"}
-    assert json.loads(network_manifests.macvlan_network(spec)["spec"]["ipam"])["type"] == "whereabouts"
+    kinds = {document["kind"]: document["spec"] for document in network_manifests.network(spec)}
+    assert set(kinds["NicClusterPolicy"]) == {"rdmaSharedDevicePlugin"}
+    assert json.loads(kinds["MacvlanNetwork"]["ipam"])["type"] == "whereabouts"

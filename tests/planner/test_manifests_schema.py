@@ -34,7 +34,7 @@ SPEC = JobSpec(
     node_selector={"nvidia.com/gpu.product": "NVIDIA-A40"},
     tolerate=("nvidia.com/gpu",), preflight_image="registry.example/topoflight:1",
     preflight_require=("rdma.port.down",), measure=True, agent="http://topoflight-node.topoflight:9402",
-    resource_claim_template="gpu-nic", compute_domain=True, active_deadline_seconds=86400,
+    resource_claim_template="gpu-nic", compute_domain=True,
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
 
@@ -146,7 +146,7 @@ def pod_templates(node: Any) -> list[Any]:
 
 def test_pytorchjob_carries_the_names_openshift_ai_documents() -> None:
     """Container, annotation, resources and replicas of the documented RoCE job."""
-    job = manifests.pytorchjob(SPEC)[-1]
+    job = manifests.APIS["pytorchjob"](SPEC)[-1]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert job["spec"]["nprocPerNode"] == "2"
     assert worker["replicas"] == 1
@@ -159,14 +159,14 @@ def test_pytorchjob_carries_the_names_openshift_ai_documents() -> None:
 
 def test_trainjob_environment_is_in_the_trainer_and_not_in_the_runtime() -> None:
     """The webhook refuses environment patches of the container `node`."""
-    runtime, job = manifests.trainjob(SPEC)[-2:]
+    runtime, job = manifests.APIS["trainjob"](SPEC)[-2:]
     assert {"name": "NCCL_IB_HCA", "value": "=mlx5_1"} in job["spec"]["trainer"]["env"]
     assert "env" not in pod_templates(runtime)[0]["spec"]["containers"][0]
 
 
 def test_machine_config_is_ignition_three() -> None:
     """A data URL in place of `inline`, and the limit in it as CRI-O reads it."""
-    (file,) = network_manifests.memlock_machine_config()["spec"]["config"]["storage"]["files"]
+    (file,) = network_manifests.network(NETWORK)[0]["spec"]["config"]["storage"]["files"]
     assert set(file["contents"]) == {"source"}
     text = unquote(file["contents"]["source"].removeprefix("data:,"))
     assert '"memlock=-1:-1"' in text and text.startswith("[crio.runtime]\n")
@@ -224,7 +224,7 @@ def test_what_the_api_server_would_refuse_is_refused(field: str, value: Any, tol
 def test_a_taint_is_borne_as_kubectl_writes_it(taint: str, made: dict[str, str]) -> None:
     """KEY[=VALUE][:EFFECT]."""
     spec = JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=("true",), tolerate=(taint,))
-    (_, job) = manifests.indexed_job(spec)
+    (_, job) = manifests.APIS["job"](spec)
     assert job["spec"]["template"]["spec"]["tolerations"] == [made]
 
 
@@ -242,7 +242,7 @@ def test_hostile_values_stay_data() -> None:
     """Whatever a value holds, it reads back as that value and nothing else."""
     value = 'x"\n  - name: EVIL\n    value: 1 # {{ }} $(id) `id`'
     spec = JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=(value,), environment={"A": value})
-    (_, job) = yaml.safe_load_all(manifests.render(manifests.indexed_job(spec)))
+    (_, job) = yaml.safe_load_all(manifests.render(manifests.APIS["job"](spec)))
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][-1] == value
     assert container["env"] == [{"name": "A", "value": value}]

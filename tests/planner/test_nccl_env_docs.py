@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Formatter
 
 from planner.lint.tables import CODES, settings, texts
+from planner.nccl_env.texts import texts as advice_texts
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "nccl-env.md").read_text(encoding="utf-8")
 
@@ -31,3 +32,20 @@ def test_every_text_is_used_and_filled_in() -> None:
         for key, text in texts().items()
     }
     assert given == wanted
+
+
+def test_every_text_of_the_advice_is_used_and_filled_in() -> None:
+    """Each text of advice.toml is named by a rule, and what a rule passes are fields of the texts that it names."""
+    table, used = advice_texts(), set[str]()
+    for path in (Path(__file__).parents[2] / "planner" / "nccl_env").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in table}
+        for call in ast.walk(tree):
+            match call:
+                case ast.Call(func=ast.Name("note" | "setting" | "need" as kind), args=[ast.Constant(str(key)), *more]):
+                    assert key in table and ("source" in table[key]) == (kind != "note"), key
+                    fields = {name for _, name, _, _ in Formatter().parse(table[key]["text"]) if name}
+                    given = {word.arg for word in call.keywords}
+                    continued = any(isinstance(each, ast.Starred) for each in more)
+                    assert fields <= given and (continued or fields == given), key
+    assert used == set(table)

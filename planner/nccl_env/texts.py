@@ -1,0 +1,39 @@
+"""The texts of the advice, as data/advice.toml holds them: notes, and the reasons of settings and of a pod's needs."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from planner.advice import Note, PodNeed, Reason, Setting
+
+
+@cache
+def texts() -> Mapping[str, Mapping[str, str]]:
+    """The table as written: "name", "text", and "source" of what is set or needed."""
+    return tomllib.loads((Path(__file__).with_name("data") / "advice.toml").read_text(encoding="utf-8"))
+
+
+def note(key: str, evidence: str = "", /, *more: str, **fields: object) -> Note:
+    """Fill in a note's text; `more` are keys of texts that follow it."""
+    return Note(topic=texts()[key]["name"], text=_filled((key, *more), fields), evidence=evidence)
+
+
+def setting(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> Setting:
+    """Fill in a setting's reason; `more` are keys of texts that follow its rule."""
+    return Setting(name=texts()[key]["name"], value=value, reason=_reason(key, evidence, more, fields))
+
+
+def need(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> PodNeed:
+    """Fill in the reason of something that a pod needs."""
+    return PodNeed(name=texts()[key]["name"], value=value, reason=_reason(key, evidence, more, fields))
+
+
+def _reason(key: str, evidence: str, more: Iterable[str], fields: Mapping[str, object]) -> Reason:
+    return Reason(rule=_filled((key, *more), fields), evidence=evidence, source=texts()[key]["source"])
+
+
+def _filled(keys: Iterable[str], fields: Mapping[str, object]) -> str:
+    return "".join(texts()[key]["text"].format(**fields) for key in keys)
