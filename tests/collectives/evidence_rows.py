@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -35,3 +37,13 @@ def codes(*lines: str, **options: list[str]) -> list[str]:
 def in_order(*lines: str) -> list[str]:
     """The same, the first problem first."""
     return [problem.code for problem in evidence.read(list(lines)).problems]
+
+
+def dressed(form: str, number: int, line: str, **more: object) -> str:
+    """A line in one of the forms of `dresses`, which says what the fields are."""
+    packed = json.dumps(f"{line}\n")
+    return form.format(
+        n=number + 1, rank=number % 16, three=number % 3, line=line, json=json.dumps(line),
+        json_line=packed.replace(">", "\\u003e"), json_json=json.dumps(f'{{"log": {packed}}}'),
+        html=line.replace("<", "&lt;").replace(">", "&gt;"), html_all=html.escape(line, quote=False), **more,
+    )  # fmt: skip

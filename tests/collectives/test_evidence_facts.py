@@ -50,29 +50,7 @@ def test_the_rule_excuses_old_gpus(name: str) -> None:
 
 def test_generations_by_name() -> None:
     """Names as drivers print them; a name without a generation tells nothing."""
-    newer = (
-        "H100 80GB HBM3",
-        "GH200 480GB",
-        "GB200",
-        "B300 SXM6",
-        "A40",
-        "A10G",
-        "L40S",
-        "GeForce RTX 4090",
-        "RTX 6000 Ada Generation",
-        "RTX A6000",
-        "H20",
-    )
-    older = (
-        "V100-PCIE-16GB",
-        "T4",
-        "GeForce RTX 2080 Ti",
-        "GeForce GTX 1080 Ti",
-        "TITAN V",
-        "Quadro RTX 8000",
-        "P40",
-        "K80",
-    )
+    newer, older = rows("gpus_from_ampere_on"), rows("gpus_before_ampere")
     assert [name for name in newer if gpus_before_ampere([name]) is not False] == []
     assert [name for name in older if gpus_before_ampere([name]) is not True] == []
     assert gpus_before_ampere([]) is None
@@ -182,17 +160,7 @@ def test_traffic_of_one_host_over_the_network_is_named() -> None:
 # --- libfabric's providers
 
 
-@each_row(
-    ("provider", "code", "word"),
-    [
-        ("efa", "efa_without_gdrdma", "EFA"),
-        ("efa, fabric is efa-direct", "efa_without_gdrdma", "EFA"),
-        ("cxi", "slingshot_without_gdrdma", "FI_CXI"),
-        ("tcp", "libfabric_over_tcp", "FI_PROVIDER"),
-        ("tcp;ofi_rxm", "libfabric_over_tcp", "FI_PROVIDER"),
-        ("psm3", "net_without_gdrdma", "plugin"),
-    ],
-)
+@each_row(("provider", "code", "word"), rows("provider_advice"))
 def test_each_provider_has_its_own_advice(provider: str, code: str, word: str) -> None:
     """The same plugin drives EFA, Slingshot and TCP."""
     chosen = f"{INFO}NET/OFI Selected Provider is {provider} (found 4 nics)"
@@ -440,14 +408,7 @@ def test_the_rule_held_for_every_gpu_before_2_19(name: str) -> None:
     assert [p.code for p in evidence.read(nvlink).problems] == ["gdr_partial"]
 
 
-@each_row(
-    "line",
-    [
-        f"{INFO}rocm_smi_lib: version 5.0.0.0",
-        f"{INFO}NET/Plugin : No plugin found (librccl-net.so), using internal implementation",
-        f"{INFO}Channel 00/0 : 9[d6000] -> 0[d6000] [receive] via NET/AWS Libfabric/2/GDRDMA comm 0x9bbf nRanks 4096",
-    ],
-)
+@each_row("line", rows("rccl_lines"))
 def test_rccl_is_known_without_its_version(line: str) -> None:
     """It prints NCCL's prefix; ROCm's libraries and the end of a channel line give it away."""
     assert evidence.read([line]).library == "rccl"

@@ -77,20 +77,10 @@ def test_a_host_that_lists_fewer_ports_than_its_peers() -> None:
     assert (problem.code, problem.message.endswith("node-2: mlx5_1:1")) == ("dead_port", True)
 
 
-@each_row(
-    ("listing", "ports"),
-    [
-        ("[0]mlx5_0+mlx5_1:1/IB [RO]; OOB", ("mlx5_0+mlx5_1:1/IB",)),
-        ("[0]mlx5_0:1:3:1/IB [1]mlx5_1:1:4:1/IB [RO]; OOB", ("mlx5_0:1:3:1/IB", "mlx5_1:1:4:1/IB")),
-        ("[0]mlx5_0:1/IB/SHARP [1]mlx5_1:1/IB/SHARP ; OOB", ("mlx5_0:1/IB", "mlx5_1:1/IB")),
-        ("[0]={[0] bnxt_re0:1/RoCE, [1] bnxt_re1:1/RoCE} [RO]; OOB", ("bnxt_re0:1/RoCE", "bnxt_re1:1/RoCE")),
-        ("[0]mlx5_0_dma:1/RoCE [RO]; OOB", ("mlx5_0_dma:1/RoCE",)),
-        ("[RO]; OOB", ()),
-    ],
-)
-def test_lists_of_devices(listing: str, ports: tuple[str, ...]) -> None:
+@each_row(("listing", "ports"), rows("device_lists"))
+def test_lists_of_devices(listing: str, ports: list[str]) -> None:
     """Merged NICs, rails and planes, SHARP, RCCL, data-direct devices, and the empty list."""
-    assert evidence.read([f"{INFO}NET/IB : Using {listing} eth0:10.0.0.1<0>"]).hcas == ports
+    assert evidence.read([f"{INFO}NET/IB : Using {listing} eth0:10.0.0.1<0>"]).hcas == tuple(ports)
 
 
 def test_gate_without_gdrdma() -> None:
