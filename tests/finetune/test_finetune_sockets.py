@@ -107,6 +107,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", ["torchrun", "none"])
 def test_the_connections_of_real_ranks_are_found(tmp_path, launcher):

@@ -43,7 +43,7 @@ from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
 from probes.wire import loads as load_snapshot
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
 
