@@ -3,96 +3,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import yaml
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
 
+ENDS = yaml.safe_load(Path(__file__).with_name("log_lines.yaml").read_text())["ends"]
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
 GOOD = [
     f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA",
     f"{INFO}Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
 ]
-
-ENDS = [
-    # the process
-    ("[node-1:04242] Signal: Segmentation fault (11)", "process_crashed"),
-    ("[node-1:4242 :0:4242] Caught signal 11 (Segmentation fault: address not mapped to object at address 0x8)", "process_crashed"),
-    ("Fatal Python error: Segmentation fault", "process_crashed"),
-    ("/opt/run.sh: line 31: 4242 Segmentation fault      (core dumped) python train.py", "process_crashed"),
-    ("srun: error: node-1: task 3: Bus error (core dumped)", "process_crashed"),
-    ("terminate called after throwing an instance of 'c10::Error'", "process_aborted"),
-    ("  exitcode  : -11 (pid: 4242)", "process_crashed"),
-    ("  traceback : Signal 6 (SIGABRT) received by PID 4242", "process_aborted"),
-    ("prterun noticed that process rank 3 with PID 4242 on node node-1 exited on signal 11 (Segmentation fault).", "process_crashed"),
-    ("command terminated with exit code 139", "process_crashed"),
-    ("  traceback : Signal 9 (SIGKILL) received by PID 4242", "process_killed"),
-    ("mpirun noticed that process rank 0 with PID 0 on node node-1 exited on signal 9 (Killed).", "process_killed"),
-    ("Killed", "process_killed"),
-    ("*** SIGSEGV received at time=1767322800 on cpu 12 ***", "process_crashed"),
-    ("*** SIGBUS (@0x7f00) received by PID 4242 (TID 0x7f01) from PID 8; stack trace: ***", "process_crashed"),
-    ("torch.multiprocessing.spawn.ProcessExitedException: process 3 terminated with signal SIGSEGV", "process_crashed"),
-    ("subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGABRT: 6>.", "process_aborted"),
-    ("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Segmentation fault (signal 11)", "process_crashed"),
-    ("=   KILLED BY SIGNAL: 9 (Killed)", "process_killed"),
-    ("RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed.", "process_killed"),
-    ("    Exit Code:    139", "process_crashed"),
-    ("    Exit Code:    137", "process_killed"),
-    ("the task exited with status code 137", "process_killed"),
-    ("=>> PBS: job killed: mem 12582912kb exceeded limit 8388608kb", "host_out_of_memory"),
-    ("(raylet) A worker died or was killed while executing a task by an unexpected system error.", "job_failed"),
-    ("[rank3]:[F102 03:04:05 ProcessGroupNCCL.cpp:1387] [PG 0 Rank 3] ProcessGroupNCCL's watchdog got stuck for 480 seconds", "watchdog_hung"),
-    ("NCCL operation ncclCommInitRank(&comm, nranks, id, rank) failed: unhandled system error", "call_failed"),
-    ("srun: error: node-1: tasks 0-7: Killed", "process_killed"),
-    ('    "exitCode": 137,', "process_killed"),
-    # memory
-    ("slurmstepd: error: Detected 1 oom_kill event in StepId=4242.0. Some of the step tasks have been OOM Killed.", "host_out_of_memory"),
-    ("slurmstepd: error: Detected 3 oom-kill event(s) in StepId=4242.0 cgroup.", "host_out_of_memory"),
-    ("[ 4242.1] Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB", "host_out_of_memory"),
-    ("      reason: OOMKilled", "host_out_of_memory"),
-    ("srun: error: node-1: task 0: Out Of Memory", "host_out_of_memory"),
-    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB", "gpu_out_of_memory"),
-    ("RuntimeError: CUDA error: out of memory", "gpu_out_of_memory"),
-    ("RuntimeError: HIP out of memory. Tried to allocate 2.00 GiB", "gpu_out_of_memory"),
-    ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", "gpu_out_of_memory"),
-    ("RuntimeError: CUDA error: an illegal memory access was encountered", "cuda_error"),
-    # schedulers
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***", "time_limit_reached"),
-    ("slurmstepd: error: *** JOB 4242 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE to TIME LIMIT ***", "time_limit_reached"),
-    ("=>> PBS: job killed: walltime 3610 exceeded limit 3600", "time_limit_reached"),
-    ("TERM_RUNLIMIT: job killed after reaching LSF run time limit.", "time_limit_reached"),
-    ("Job was active longer than specified deadline", "time_limit_reached"),
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION ***", "job_preempted"),
-    ("  reason: Preempted", "job_preempted"),
-    ("The node was low on resource: memory.", "job_preempted"),
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***", "node_failed"),
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 ***", "job_cancelled"),
-    ("torch.distributed.elastic.multiprocessing.api.SignalException: Process 4242 got signal: 15", "job_stopped"),
-    # launchers
-    ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "job_failed"),
-    ("  exitcode  : 1 (pid: 4242)", "job_failed"),
-    ("srun: error: node-1: task 3: Exited with exit code 1", "job_failed"),
-    ("mpirun detected that one or more processes exited with non-zero status, thus causing the job to be terminated.", "job_failed"),
-    ("Primary job  terminated normally, but 1 process returned a non-zero exit code.", "job_failed"),
-    ("MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD", "job_failed"),
-    ("=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", "job_failed"),
-    ("subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 2.", "job_failed"),
-    ("[2026-01-02 03:04:05] [ERROR] [launch.py:322:sigkill_handler] ['python', 'train.py'] exits with return code = 1", "job_failed"),
-    ("Job has reached the specified backoff limit", "job_failed"),
-    ("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "job_failed"),
-    # PyTorch and NCCL
-    ("[rank3]:[E102 03:04:05 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)", "watchdog_timeout"),
-    ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error", "call_failed"),
-    ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.", "call_failed"),
-    ("torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.", "rendezvous_timeout"),
-    ("# Out of bounds values : 4 FAILED", "wrong_results"),
-    # libfabric
-    ("libfabric:4242:1767322800::efa:cq:efa_rdm_txe_handle_error():244<warn> err: 5, message: Input/output error, prov_err: Unresponsive receiver My EFA addr: fi_addr_efa://[fe80::1] Peer EFA addr: fi_addr_efa://[fe80::2]", "efa_request_failed"),
-    ("libfabric:4242:1767322800::efa:cq:efa_rdm_rxe_handle_error():207<warn> err: 103, message: Software caused connection abort", "efa_request_failed"),
-    ("libfabric:4242:1767322800::cxi:ep_data:cxip_rdzv_pte_src_cb():120<warn> node-1: Request: 0x1 error: completion error 5", "slingshot_request_failed"),
-    ("libfabric:4242:1767322800::verbs:cq:vrb_poll_cq():1<warn> err: 12", "libfabric_request_failed"),
-]  # fmt: skip
 
 
 @each_row(("line", "code"), ENDS, ids=lambda value: value[-48:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import Evidence, rank_words
@@ -107,48 +108,13 @@ def test_the_reason_in_the_log_comes_before_the_module() -> None:
 
 
 WARN = "h:1:2 [1] src/x.cc:220 NCCL WARN "
-# a line, the code that comes first, ranks
-TEXTS = [
-    (f"{WARN}hipIpcGetMemHandle failed : invalid argument", "cuda_failure", ()),
-    (f"{WARN}hipMemGetAddressRange failed: invalid argument", "cuda_failure", ()),
-    (f"{WARN}HIP failure 'out of memory'", "cuda_failure", ()),
-    (f"{WARN}HIP failure 'invalid device ordinal'", "gpu_not_there", ()),
-    (f"{WARN}ROCm SMI init failure An error occurred during initialization", "rocm_smi_failed", ()),
-    ("ERROR:root:ROCm SMI returned 8 (the expected value is 0)", "rocm_smi_failed", ()),
-    ("Memory access fault by GPU node-3 (Agent handle: 0x5) on address 0x7f. Reason: Unknown.", "gpu_memory_fault", ()),
-    ("HW Exception by GPU node-9 (Agent handle: 0x631351bb5a20) reason :GPU Hang", "gpu_hang", ()),
-    ("[ 12.000001] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!", "gpu_hang", ()),
-    (f"{WARN}failed to open CUDA IPC handle : 217 peer access is not supported between these two devices",
-     "peer_access_refused", ()),
-    (f"{WARN}Cuda failure 'API call is not supported in the installed CUDA driver'", "driver_mismatch", ()),
-    ("ERROR:root:AMDSMI Error: AMDSMI_STATUS_INVAL: Invalid parameters.", "rocm_smi_failed", ()),
-    ("RuntimeError: connect() timed out. Original timeout was 60000 ms.", "rendezvous_timeout", ()),
-    ("z292: Test NCCL failure common.cu:1279 'unhandled cuda error / '", "call_failed", ()),
-    (f"{WARN}Invalid rank requested : 2/2", "invalid_argument", ()),
-    (f"{WARN}Reduce : invalid root 0 (root should be in the 0..0 range)", "invalid_argument", ()),
-    (f"{WARN}AllReduce : invalid type 99", "invalid_argument", ()),
-    (f"{WARN}AllReduce : sendbuff argument is NULL", "invalid_argument", ()),
-    (f"{WARN}Invalid config blocking attribute value -5", "invalid_argument", ()),
-    ("g1: Test CUDA failure common.cu:941 'invalid device ordinal'", "gpu_not_there", ()),
-    ("g1: Test CUDA failure common.cu:941 'out of memory'", "cuda_error", ()),
-    ("g1: Test HIP failure common.cu:941 'unknown error'", "cuda_error", ()),
-    (" .. g1 pid 1: Test failure common.cu:891", "job_failed", ()),
-    ("[rank0]: RuntimeError: [Rank 0]: Rank 3 failed to pass monitoredBarrier in 30000 ms", "barrier_timeout", (0,)),
-    ("[rank1]: RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is", "collective_mismatch", (1,)),
-    ("[rank4]: torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /a", "rendezvous_timeout", (4,)),
-    ("torch.distributed.DistStoreError: Socket Timeout", "rendezvous_timeout", ()),
-    ("The client socket has timed out after 60s while trying to connect to (n1, 29500)", "rendezvous_timeout", ()),
-    ("The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).", "port_in_use", ()),
-    ("[ 10.123456] mlx5_core 0000:1a:00.0 eth2: Link down", "ib_port_error", ()),
-    ("[ 10.123456] mlx5_core 0000:1a:00.0: poll_health:792: device's health compromised", "rdma_device_failed", ()),
-]  # fmt: skip
 
 
 def test_texts_of_runtimes_and_launchers() -> None:
     wrong = []
-    for line, code, ranks in TEXTS:
+    for line, code, ranks in yaml.safe_load(Path(__file__).with_name("log_lines.yaml").read_text())["texts"]:
         problem = evidence.read([line]).problems[0]
-        if (problem.code, problem.ranks) != (code, ranks):
+        if (problem.code, list(problem.ranks)) != (code, ranks):
             wrong.append((line, problem.code, problem.ranks))
     assert wrong == []
     # a library that one host needs not is no cause: the call that failed stays a failure
