@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from planner.advice import Note, Reason, Setting
-from planner.nccl_env.recipes import Platform, platforms
+from planner.nccl_env.names import Platform, platforms
 from planner.nccl_env.situation import NodeView, Situation, by_host, together
 from planner.nccl_env.texts import note, setting
 from probes.hostinfo.probe import HostinfoFacts
