@@ -1,7 +1,7 @@
 """One fine-tune over each network of a cluster: a job per network, one after another, and what their records say.
 
 Each job's pods are attached to the network that it is for and told to take it; pod 0 leaves the short form of its
-record as its container's termination message (finetune.pod), which is read back from its status. Surface: the job APIs
+record as its container's termination message (finetune.post), which is read back from its status. Surface: the job APIs
 of `launch`, and pods of core/v1.
 """
 
