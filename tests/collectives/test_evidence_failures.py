@@ -1,26 +1,16 @@
-# ruff: noqa: E501 - messages are quoted as they are printed
 """Failures in the forms that releases, plugins and PyTorch give them: none passes, and each is named for what it is."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import yaml
+from evidence_rows import HEAD, INFO, codes, rows
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 
-FAILURES = yaml.safe_load(Path(__file__).with_name("log_lines.yaml").read_text())["failures"]
-HEAD = "node-1:100:120 [0] "
-INFO = f"{HEAD}NCCL INFO "
 CHANNEL = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
 
 
-def codes(*lines: str) -> list[str]:
-    return sorted(problem.code for problem in evidence.read(list(lines)).problems)
-
-
-@each_row(("line", "code"), FAILURES, ids=lambda value: value[-50:])
+@each_row(("code", "line"), rows("failures"))
 def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
     """Channels were made before it came: the log is failed, and the line is the proof."""
     verdict = evidence.read([CHANNEL, "loss 1.0", line])
@@ -29,17 +19,7 @@ def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
     assert evidence.exit_code(verdict) == evidence.FAILED
 
 
-HARMLESS = [
-    f"{INFO}misc/socket.cc:583 socketPollConnect: connect to 10.0.0.2<40> returned Connection refused, retrying (1/34) after sleep for 100 msec",
-    f"{INFO}Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1, retrying 1/2 after 500 msec of sleep",
-    f"{INFO}init.cc:990 -> 2",
-    f"{HEAD}proxy.cc:1521 NCCL WARN [Proxy Service 2] Failed to execute operation Close from rank 2, retcode 3",
-    "[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 45, pid=1234, Ch 00000008",
-    f"{INFO}NCCL_IB_DISABLE set by environment to 0.",
-]
-
-
-@each_row("line", HARMLESS, ids=lambda value: value[-50:])
+@each_row("line", rows("harmless"))
 def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
     """Retries, NCCL's way on without SHARP, the shutdown, and variables set to their default."""
     verdict = evidence.read([CHANNEL, line])

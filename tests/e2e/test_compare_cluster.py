@@ -19,6 +19,7 @@ from contracts import run_record
 from contracts.interval import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.run_record import Measured, NcclChannels, RunRecord
+from finetune.post import write_termination_message
 
 WORDS = [
     "--host", str(path_of()), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
@@ -49,8 +50,6 @@ class Cluster(ApiServer):
 
 def said(network: str, taken: str) -> str:
     """What finetune.pod leaves of a run, in its own words."""
-    from finetune.pod import write_termination_message
-
     seen = {"transports": ["NET/IB/0/GDRDMA"]} if taken == "rdma" else {"transports": ["NET/Socket/0"]}
     made = RunRecord(
         status="complete", steps_done=20, nccl=NcclChannels(interfaces=[] if taken == "rdma" else [taken]),

@@ -71,7 +71,7 @@ def test_the_safe_loader_with_an_end_makes_plain_data_only() -> None:
 
 
 def test_templates_escape_everything_but_our_own_markup() -> None:
-    """`| safe` stands nowhere in a template; Markup() in code only around files, drawings and quoted YAML of our own."""
+    """`| safe` stands nowhere in a template; Markup() in code only around what is ours or quoted."""
     for path in (ROOT / "agent/pages/templates").glob("*.j2"):
         assert not re.search(r"\|\s*safe\b|autoescape\s+false", path.read_text(encoding="utf-8")), path
     marked = {
