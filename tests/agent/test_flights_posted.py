@@ -182,6 +182,7 @@ def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) ->
     assert record.posted_by == USER
 
 
+@pytest.mark.long
 def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
     """Version and number of steps are those of the job and of what is kept."""
     from finetune.recorder import MAX_STEPS  # and with it torch

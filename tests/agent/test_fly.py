@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.ranks, pytest.mark.real, pytest.mark.timeout(900)]
+
 # Sums with at most two-digit numbers are learnt far below half the loss of random weights within the default steps;
 # a job that does not train, or trains one rank only, stays above.
 LOSS_RATIO = 0.5
 
 
-@pytest.mark.ranks
-@pytest.mark.real
-@pytest.mark.timeout(900)
 def test_the_whole_command_measures_trains_and_reports(tmp_path: Path) -> None:
     """Verified collectives, a run that is what was asked for, its forecast beside it, and no pass without a GPU."""
     folder = tmp_path / "reports"

@@ -10,6 +10,8 @@ from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig, parse_config
 
+pytestmark = pytest.mark.long  # imports torch
+
 EVIL = "from pathlib import Path\nPath({mark!r}).write_text('ran')\nclass Evil: ...\n"
 
 
