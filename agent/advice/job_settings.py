@@ -137,7 +137,7 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
 
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
 EPOCHS = 3.0  # the job's own default (contracts/default.yaml)
-FILES = (".jsonl", ".json", ".parquet", ".csv")  # as finetune.sources reads them
+FILES = (".jsonl", ".json", ".parquet", ".csv")  # as finetune.rows reads them
 WRONG_DATA = 3  # finetune.lengths' exit code where the rows themselves are at fault, and no tokenizer or hub
 _NAMES = (
     "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",

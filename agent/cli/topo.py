@@ -82,7 +82,7 @@ def build_node(snapshot: object) -> NodeTopology:
 def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
     name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
-    from topology.formats.errors import TopologyFileError
+    from topology.formats import TopologyFileError
     from topology.formats.text import parse
 
     try:

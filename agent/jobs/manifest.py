@@ -13,8 +13,7 @@ from agent.base import units
 from agent.base.hosts import snapshots
 from agent.base.inputs import InputError
 from agent.jobs.wrapped import advised as advice_for
-from contracts.yaml_edit import documents
-from contracts.yaml_text import YamlTextError
+from contracts.yaml_text import YamlTextError, documents
 from planner.forecast.machines import names
 from planner.kubernetes.manifests import mappings
 from planner.kubernetes.wrap import WrapError, jobs_in

@@ -216,18 +216,14 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
     """All-gathers and reduce-scatters of two ranks over one network."""
     spec = BenchSpec(
         cases=tuple(Case(op=op, bytes=BENCH_BYTES) for op in ("all_gather", "reduce_scatter")), backend="gloo",
-        ranks_per_host=1, hosts=HOSTS, rendezvous=f"{rig.address(network, 0)}:29511", budget_seconds=BENCH_SECONDS,
-        warmup=1, min_iterations=3, max_iterations=20,
+        ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=f"{rig.address(network, 0)}:29511",
+        budget_seconds=BENCH_SECONDS, warmup=1, min_iterations=3, max_iterations=20,
     )  # fmt: skip
     started, clock = time.time(), time.monotonic()
     with lock.run_folder() as folder:
         made = plan_of(spec, folder, "gloo")
         write_plan(made, folder / "plan.json")
-        place = watch.Where(
-            ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=spec.rendezvous, startup_seconds=120.0,
-            total_seconds=made.limit_seconds,
-        )  # fmt: skip
-        seen = watch.Watch(made, place, lambda _event: None)
+        seen = watch.Watch(made, spec, lambda _event: None)
         codes = rig.run(
             network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=made.limit_seconds
         )

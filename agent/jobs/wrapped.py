@@ -18,8 +18,7 @@ from agent.checks.verdict import GateError, select
 from agent.jobs.hub import shape_of
 from contracts import bounded
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
-from contracts.yaml_edit import EditError, documents
-from contracts.yaml_text import YamlTextError
+from contracts.yaml_text import EditError, YamlTextError, documents
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit

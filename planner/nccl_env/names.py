@@ -7,13 +7,14 @@ Specification: `data/nccl_env_names.tsv`, from NCCL's source up to 2.30.7 and fr
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 _DATA = Path(__file__).with_name("data")
 
@@ -37,36 +38,6 @@ class NcclName:
 
 # Injected by the launcher; Kubeflow Trainer's webhook rejects a TrainJob that sets one (pkg/apply, reserved names).
 RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-
-# Wrong names seen in the wild whose right name is not the nearest spelling; each takes the same kind of value.
-_KNOWN_WRONG: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "NCCL_IB_HBA": ("NCCL_IB_HCA",),
-        "NCCL_MIN_CHANNELS": ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"),
-        "NCCL_MAX_CHANNELS": ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"),
-        "NCCL_GDR_LEVEL": ("NCCL_NET_GDR_LEVEL",),
-        "NCCL_GDR_READ": ("NCCL_NET_GDR_READ",),
-        "NCCL_IFNAME": ("NCCL_SOCKET_IFNAME",),
-        "NCCL_INTERFACE": ("NCCL_SOCKET_IFNAME",),
-        "NCCL_DEBUG_LEVEL": ("NCCL_DEBUG",),
-        "NCCL_ALGORITHM": ("NCCL_ALGO",),
-        "NCCL_PROTOCOL": ("NCCL_PROTO",),
-    }
-)
-
-# What took the place of a removed name: NCCL docs/userguide/source/env.rst.
-_REPLACED_BY: Mapping[str, str] = MappingProxyType(
-    {
-        "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
-        "NCCL_IB_GDR_LEVEL": "NCCL_NET_GDR_LEVEL",
-        "NCCL_MNNVL": "NCCL_MNNVL_ENABLE",
-        "NCCL_WORK_FIFO_DEPTH": "NCCL_WORK_FIFO_BYTES",
-        "NCCL_NCCL_ALLOC_P2P_NET_LL_BUFFERS": "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
-        "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
-        "NCCL_LL_THRESHOLD": "NCCL_PROTO",
-        "NCCL_THREAD_THRESHOLD": "NCCL_THREAD_THRESHOLDS",
-    }
-)
 
 
 def parse_version(text: str) -> Version:
@@ -99,6 +70,11 @@ def torch_names() -> frozenset[str]:
     """The TORCH_NCCL_ names PyTorch reads."""
     lines = (_DATA / "torch_nccl_names.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+@cache
+def _right_names() -> Mapping[str, Any]:
+    return tomllib.loads((_DATA / "right_names.toml").read_text(encoding="utf-8"))
 
 
 @cache
@@ -178,8 +154,9 @@ def nearest(name: str) -> tuple[str, ...]:
     Near are names of the same words where one word differs by a letter or two, or where only underscores differ:
     another word (TIMEOUT for IFNAME) is another name, whatever the share of equal letters.
     """
-    if name in _KNOWN_WRONG:
-        return _KNOWN_WRONG[name]
+    known = _right_names()["known_wrong"].get(name)
+    if known is not None:
+        return tuple(known)
     if f"TORCH_{name}" in torch_names():
         return (f"TORCH_{name}",)
     if name.startswith("TORCH_NCCL_"):
@@ -224,4 +201,5 @@ def _letters(one: str, other: str) -> int:
 
 def replacement(name: str) -> str | None:
     """What took a removed name's place."""
-    return _REPLACED_BY.get(name)
+    new: str | None = _right_names()["replaced_by"].get(name)
+    return new

@@ -9,8 +9,7 @@ import dataclasses
 import shlex
 from typing import Any
 
-from contracts.families import ROPE_TYPES, TRAINED, WHOLE_ROPE
-from contracts.layout import Layout, most_ranks
+from contracts.layout import ROPE_TYPES, TRAINED, WHOLE_ROPE, Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id

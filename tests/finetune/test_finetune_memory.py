@@ -27,6 +27,8 @@ import resource, sys
 from finetune import train
 from peft import LoraConfig
 import transformers
+
+pytestmark = pytest.mark.long
 lines = open("/proc/self/status").read().splitlines()
 now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (now + (400 << 20), -1))
@@ -62,7 +64,6 @@ def job(tmp_path):
     return run
 
 
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_runs(job):
     """torch's allocator fails under a limit of the system: exit code, record, words; the layout named fits."""

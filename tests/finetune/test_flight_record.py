@@ -22,6 +22,8 @@ from finetune import pod
 from finetune.loop import multiplied
 from finetune.recorder import flops_per_token
 
+pytestmark = pytest.mark.long
+
 PARTS = [
     {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},
     {"part": "gather", "measured_seconds": 0.62, "share": 0.31, "hidden_seconds": 0.1, "forecast_seconds": None},

@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from drill_ground import ROOT, SMALL_BENCH, Ground, compiled, eventually
-from drill_register import drill
-from drills_kills import FLIGHT, keep_something, state_lost
+import pytest
+from drill_ground import FLIGHT, ROOT, SMALL_BENCH, Ground, compiled, drill, eventually, keep_something, state_lost
 
 from agent.base.result_store import FLIGHTS_FOLDER, KEPT_FLIGHTS
 from contracts.run_record import record_of
+
+pytestmark = pytest.mark.long
 
 DAY_SECONDS = 86400
 
@@ -76,20 +77,21 @@ def _refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2)
     return [] if right else [f"{done.args[0]} ends with {done.returncode}: {done.stderr[-500:]}"]
 
 
-@drill("Full disk: state folder, --save and --report", marks=("ranks",))
-def disk_full(ground: Ground) -> list[str]:
+@drill
+def test_disk_full(ground: Ground) -> list[str]:
     """Nothing can be written where results are kept."""
     return _no_room(ground, full=True)
 
 
-@drill("Read-only disk: state folder, --save and --report", marks=("ranks",))
-def disk_read_only(ground: Ground) -> list[str]:
+@pytest.mark.nightly
+@drill
+def test_disk_read_only(ground: Ground) -> list[str]:
     """The same on a disk that the kernel has turned read-only."""
     return _no_room(ground, full=False)
 
 
-@drill("Full disk: no temporary folder left")
-def disk_full_temporary(ground: Ground) -> list[str]:
+@drill
+def test_disk_full_temporary(ground: Ground) -> list[str]:
     """Neither TMPDIR nor /tmp nor /var/tmp takes a byte: a benchmark says so and starts nothing."""
     places = ('"$TMPDIR"', "/tmp", "/var/tmp", "/dev/shm")
     commands = [f"mkdir /run/lock/project && mount --bind {shlex.quote(str(ROOT))} /run/lock/project"]
@@ -118,8 +120,8 @@ def _clock(ground: Ground) -> tuple[Path, dict[str, str]]:
     return file, {"LD_PRELOAD": str(clock_library()), "DRILL_CLOCK": str(file)}
 
 
-@drill("Clock: jumps a day forth and back under a serving agent")
-def clock_of_the_agent(ground: Ground) -> list[str]:
+@drill
+def test_clock_of_the_agent(ground: Ground) -> list[str]:
     """It stays ready, goes on to scan, and dates its scans by the new clock."""
     file, shifted = _clock(ground)
     lost = []
@@ -140,8 +142,9 @@ def clock_of_the_agent(ground: Ground) -> list[str]:
     return [*lost, *ground.orphans()]
 
 
-@drill("Clock: jumps while a benchmark measures", marks=("ranks",))
-def clock_of_a_benchmark(ground: Ground) -> list[str]:
+@pytest.mark.nightly
+@drill
+def test_clock_of_a_benchmark(ground: Ground) -> list[str]:
     """A whole result; no time in it is negative or a day long."""
     file, shifted = _clock(ground)
     over = threading.Event()
@@ -163,8 +166,8 @@ def clock_of_a_benchmark(ground: Ground) -> list[str]:
     return [*lost, *ground.after()]
 
 
-@drill("Clock: set back before the record of a flight is kept", long=5)
-def clock_of_a_record(ground: Ground) -> list[str]:
+@drill
+def test_clock_of_a_record(ground: Ground) -> list[str]:
     """The folder is full of records that look newer: the new one stays."""
     file, shifted = _clock(ground)
     flights = ground.state / FLIGHTS_FOLDER

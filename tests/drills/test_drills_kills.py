@@ -11,24 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, eventually
-from drill_register import LONG_KILLS, drill
+import pytest
+from drill_ground import MACHINES, SMALL_BENCH, Agent, Ground, drill, eventually, keep_something, state_lost
 
 from agent.base.exits import EXIT_STOPPED
-from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
-from agent.http.state import State
-from collectives.bench.results import BenchResult, result_to_json
-from contracts.run_record import record_of
-from probes.host.recording import load
-from probes.scan import scan
 
-KEPT = BenchResult(
-    measurements=(), world_size=2, backend="gloo", hosts=("kept",), environment={}, versions={},
-    started_at_seconds=1.0, seconds=1.0,
-)  # fmt: skip
-FLIGHT = {"schema_version": 1, "status": "complete", "reason": "kept"}
+pytestmark = pytest.mark.long
+
 SMALL_JOB = (
     "--ranks=2", "--set=max_steps=6", "--set=save_steps=2", "--set=dataset_rows=64", "--set=eval_strategy=no",
     "--set=profile_steps=0",
@@ -45,22 +35,6 @@ dist.destroy_process_group()
 # Seconds that a run takes, corrected by each that ended before its kill came: kills fall on the whole life.
 SHORT_SECONDS = 16.0  # of a life, where the test suite kills; what comes later is drilled in the long form
 _life = {"bench": 7.0, "launch": 16.0, "preflight": 45.0}
-
-
-def keep_something(ground: Ground) -> None:
-    """What earlier runs left in the state folder."""
-    flights = ground.state / FLIGHTS_FOLDER
-    flights.mkdir(exist_ok=True)
-    (ground.state / BENCH_FILE).write_text(json.dumps(result_to_json(KEPT)))
-    (flights / "20260101T000000-1.json").write_text(json.dumps(FLIGHT))
-
-
-def state_lost(folder: Path) -> list[str]:
-    """Whether what was kept before can be read back, or something newer in its place."""
-    snapshot = scan(load(MACHINES / "hgx-h100-8xH100-8hca.json"))
-    view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
-    lost = [] if view.bench is not None else ["the last benchmark's result is gone"]
-    return lost if record_of(FLIGHT) in view.flights else [*lost, "the record of an earlier flight is gone"]
 
 
 def _stage(ground: Ground) -> str:
@@ -84,7 +58,6 @@ def _kill_at_random(ground: Ground, kind: str, *words: str) -> None:
         try:
             process.communicate(timeout=ground.moment(last))
         except subprocess.TimeoutExpired:
-            ground.notes.append(f"at: {_stage(ground)}")
             process.send_signal(signal.SIGKILL)
             process.communicate()
             return
@@ -99,12 +72,8 @@ def _again(ground: Ground, seconds: float, *words: str) -> list[str]:
     return [] if done.returncode == 0 else [f"the next run ends with {done.returncode}: {done.stderr[-300:]}"]
 
 
-def _share(part: float) -> int:
-    return max(1, round(part * LONG_KILLS))
-
-
-@drill("SIGKILL of the agent during a benchmark", short=2, long=_share(0.6), marks=("ranks",))
-def kill_during_a_benchmark(ground: Ground) -> list[str]:
+@drill(long=90)
+def test_kill_during_a_benchmark(ground: Ground) -> list[str]:
     """The verb bench, two ranks."""
     keep_something(ground)
     words = (*SMALL_BENCH, f"--save={ground.folder / 'saved.json'}")
@@ -113,8 +82,8 @@ def kill_during_a_benchmark(ground: Ground) -> list[str]:
     return [*lost, *_again(ground, 120, *words)]
 
 
-@drill("SIGKILL of the agent during a launch", short=1, long=_share(0.3), marks=("ranks",))
-def kill_during_a_launch(ground: Ground) -> list[str]:
+@drill(long=60)
+def test_kill_during_a_launch(ground: Ground) -> list[str]:
     """The verb launch, two ranks that train and save."""
     keep_something(ground)
     words = ("launch", f"--output={ground.folder / 'out'}", *SMALL_JOB)
@@ -123,8 +92,9 @@ def kill_during_a_launch(ground: Ground) -> list[str]:
     return [*lost, *_again(ground, 180, *words)]
 
 
-@drill("A script of the user's own on a host whose CPUs are busy", short=0, long=100, marks=("ranks",))
-def script_while_cpus_are_busy(ground: Ground) -> list[str]:
+@pytest.mark.nightly
+@drill(long=100)
+def test_script_while_cpus_are_busy(ground: Ground) -> list[str]:
     """Two ranks of DDP over gloo, launched with two busy processes for each CPU: both end with 0."""
     script = ground.folder / "train.py"
     script.write_text(SCRIPT)
@@ -140,8 +110,8 @@ def script_while_cpus_are_busy(ground: Ground) -> list[str]:
     return [] if done.returncode == 0 else [f"exit code {done.returncode}: {done.stderr[-500:]}"]
 
 
-@drill("SIGKILL of the agent during a preflight that flies", long=_share(0.1), marks=("ranks",))
-def kill_during_a_preflight(ground: Ground) -> list[str]:
+@drill(long=20)
+def test_kill_during_a_preflight(ground: Ground) -> list[str]:
     """Scan, benchmark, calibration, launch and report."""
     keep_something(ground)
     reports = ground.folder / "reports"
@@ -149,8 +119,8 @@ def kill_during_a_preflight(ground: Ground) -> list[str]:
     return [*ground.after(reports), *state_lost(ground.state)]
 
 
-@drill("SIGTERM of a preflight that flies, while it calibrates", marks=("ranks",))
-def sigterm_of_a_preflight(ground: Ground) -> list[str]:
+@drill
+def test_sigterm_of_a_preflight(ground: Ground) -> list[str]:
     """The report holds the scan and the benchmark; verdict and exit code say that it was stopped."""
     keep_something(ground)
     reports = ground.folder / "reports"
@@ -174,8 +144,8 @@ def sigterm_of_a_preflight(ground: Ground) -> list[str]:
     return [*lost, *ground.after(reports), *state_lost(ground.state)]
 
 
-@drill("SIGTERM of the serving agent in the middle of a scan", long=20)
-def sigterm_during_a_scan(ground: Ground) -> list[str]:
+@drill(long=20)
+def test_sigterm_during_a_scan(ground: Ground) -> list[str]:
     """Of its first, of all probes: it ends in order, its child with it."""
     keep_something(ground)
     with ground.agent("--interval=1") as agent:
@@ -185,8 +155,8 @@ def sigterm_during_a_scan(ground: Ground) -> list[str]:
     return [*lost, *ground.after(), *state_lost(ground.state)]
 
 
-@drill("SIGTERM of the serving agent in the middle of an answer", long=20)
-def sigterm_during_an_answer(ground: Ground) -> list[str]:
+@drill(long=20)
+def test_sigterm_during_an_answer(ground: Ground) -> list[str]:
     """Asked for, or half sent to a reader that is slow: what has begun to come still comes whole."""
     hosts = [f"--host={path}" for path in sorted(MACHINES.glob("*.json"))]
     with ground.agent(*hosts) as agent:
@@ -194,15 +164,13 @@ def sigterm_during_an_answer(ground: Ground) -> list[str]:
         with _slow_reader(agent.port, "/snapshot?format=json") as reader:
             begun = reader.recv(1) if ground.random.random() < 0.5 else b""
             time.sleep(ground.random.uniform(0.0, 0.3))
-            ground.notes.append("half sent" if begun else "asked")
             agent.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)  # it has seen the signal before anything more is taken
             head, _, body = _rest(reader, begun).partition(b"\r\n\r\n")
         lost = _ended(agent)
     length = next((line.split(b":")[1] for line in head.lower().split(b"\r\n") if b"content-length" in line), b"-1")
-    if not head and not begun:
-        ground.notes.append("the question came too late")  # closed before any of it was read: the client asks again
-    elif not head.startswith(b"HTTP/1.1 200") or len(body) != int(length):
+    # where the question came too late it was closed before any of it was read: the client asks again
+    if (head or begun) and (not head.startswith(b"HTTP/1.1 200") or len(body) != int(length)):
         lost.append(f"{len(body)} of {int(length)} bytes came: {head[:60]!r}")
     return [*lost, *ground.after()]
 

@@ -1,4 +1,4 @@
-"""Recordings, state and baselines that are corrupt or of a newer release: named and refused, the rest kept."""
+"""Recordings and state that are corrupt or of a newer release: named and left out, the rest kept."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from drill_ground import MACHINES, Ground
-from drill_register import drill
-from drills_kills import FLIGHT, keep_something
+import pytest
+from drill_ground import FLIGHT, MACHINES, Ground, drill, keep_something
 
 from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
-from agent.checks import baseline
-from agent.checks.verdict import GateError
 from agent.http.state import State
 from contracts.run_record import record_of
 from probes.api import Failed, Probe
-from probes.host.recording import RecordingError, RecordingHost, load
+from probes.host.recording import RecordingHost, load
 from probes.registry import ALL
 from probes.scan import run, scan
+
+pytestmark = pytest.mark.long
 
 MACHINE = MACHINES / "titan-rtx-2x-nv2.json"
 CORRUPTIONS = 40  # of one file in one run
@@ -58,31 +57,8 @@ def _log() -> Iterator[list[str]]:
         logging.getLogger("agent").removeHandler(handler)
 
 
-@drill("Recording: corrupt or of a newer release")
-def recording_corrupt(ground: Ground) -> list[str]:
-    """Refused by its name; one that can still be read is scanned, and no probe's error leaves the scan."""
-    path, whole, lost = ground.folder / "machine.json", MACHINE.read_bytes(), []
-    for number in range(CORRUPTIONS):
-        content = _newer(whole) if number == 0 else _corrupt(ground, whole)
-        path.write_bytes(content)
-        try:
-            scan(load(path))
-            ground.notes.append("could still be read")
-            if number == 0:
-                lost.append("a newer recording is read")
-        except RecordingError as error:
-            ground.notes.append("refused by name")
-            if str(path) not in str(error) or (number == 0 and "99" not in str(error)):
-                lost.append(f"the error does not name the file: {error}")
-    path.write_bytes(_newer(whole))
-    done = ground.run("scan", f"--host={MACHINE}", f"--host={path}")
-    if done.returncode != 2 or str(path) not in done.stderr or "Traceback" in done.stderr:
-        lost.append(f"scan: {done.returncode} {done.stderr[-300:]}")
-    return lost
-
-
-@drill("Recording: one answer of many is of the wrong kind")
-def recording_partly_wrong(ground: Ground) -> list[str]:
+@drill
+def test_recording_partly_wrong(ground: Ground) -> list[str]:
     """At most the probes that ask for it fail; the others answer."""
     content = json.loads(MACHINE.read_text())
     asked = {probe.name: _asked(probe) for probe in ALL}
@@ -97,7 +73,6 @@ def recording_partly_wrong(ground: Ground) -> list[str]:
         path.write_text(json.dumps(bent))
         found = scan(load(path)).outcomes
         failed = [name for name, outcome in found.items() if isinstance(outcome, Failed)]
-        ground.notes.append(f"{len(failed)} probes failed")
         lost += [f"{name} did not ask {question!r} and failed" for name in failed if question not in asked[name]]
         lost += [] if len(found) == len(ALL) else [f"only {list(found)} answered"]
     return lost
@@ -111,8 +86,8 @@ def _asked(probe: Probe[Any]) -> set[str]:
     return {question for answers in host.answers.values() for question in answers} | set(symbols)
 
 
-@drill("State: last benchmark and flights corrupt or of a newer release")
-def state_corrupt(ground: Ground) -> list[str]:
+@drill
+def test_state_corrupt(ground: Ground) -> list[str]:
     """Each bad file is named in the log, the good record is served."""
     keep_something(ground)
     whole, lost = (ground.state / BENCH_FILE).read_bytes(), []
@@ -134,8 +109,8 @@ def state_corrupt(ground: Ground) -> list[str]:
     return lost
 
 
-@drill("State: the agent starts on a corrupt state folder")
-def state_corrupt_at_start(ground: Ground) -> list[str]:
+@drill
+def test_state_corrupt_at_start(ground: Ground) -> list[str]:
     """It is ready, serves the good part on page and in JSON, and names the bad files in its log."""
     keep_something(ground)
     (ground.state / BENCH_FILE).write_text("[" * 100_000)
@@ -152,26 +127,3 @@ def state_corrupt_at_start(ground: Ground) -> list[str]:
     lost += [] if page == 200 else [f"the page: {page}"]
     lost += [f"{name} is not named" for name in (BENCH_FILE, "20260102T000000-1.json") if name not in words]
     return [*lost, *ground.orphans()]
-
-
-@drill("Baseline: corrupt or of a newer release")
-def baseline_corrupt(ground: Ground) -> list[str]:
-    """A usage error that names it, before anything runs."""
-    report = ground.run("preflight", f"--host={MACHINE}", "-q", "-o", f"json={ground.folder / 'report.json'}")
-    path = ground.folder / "report.json"
-    if not path.exists():
-        return [f"no report: {report.stderr[-300:]}"]
-    whole, bad, lost = path.read_bytes(), ground.folder / "baseline.json", []
-    for number in range(CORRUPTIONS):
-        bad.write_bytes(_newer(whole) if number == 0 else _corrupt(ground, whole))
-        try:
-            baseline.read(bad)
-            ground.notes.append("could still be read")
-            lost += ["a newer report is read"] if number == 0 else []
-        except GateError as error:
-            ground.notes.append("refused by name")
-            lost += [] if str(bad) in str(error) else [f"the error does not name the file: {error}"]
-    bad.write_bytes(_newer(whole))
-    done = ground.run("preflight", f"--host={MACHINE}", "-q", f"--baseline={bad}")
-    right = done.returncode == 2 and str(bad) in done.stderr and "99" in done.stderr
-    return lost if right else [*lost, f"preflight: {done.returncode} {done.stderr[-300:]}"]
