@@ -76,9 +76,8 @@ def _asked(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and _is_environment(node.value):
             yield from _text(node.slice)
-        elif isinstance(node, ast.Call):
-            if node.args and _asks(node.func):
-                yield from _text(node.args[0])
+        elif isinstance(node, ast.Call) and node.args and _asks(node.func):
+            yield from _text(node.args[0])
 
 
 def _asks(function: ast.expr) -> bool:
