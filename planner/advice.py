@@ -11,44 +11,9 @@ from typing import Any
 from contracts.interval import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.nccl_env.texts import Note, PodNeed, Setting
 
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """Why: the rule, the probed fact it rests on, and where the rule is written."""
-
-    rule: str
-    evidence: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One environment variable, never without its reason."""
-
-    name: str
-    value: str
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodNeed:
-    """Something the job needs that is no environment variable: shm size, memlock, a resource, an annotation."""
-
-    name: str  # "shm_bytes", "memlock", "resource", "network", "capability", "compute_domain"
-    value: str
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Something left alone on purpose, or to be known: "NCCL finds the HCAs by itself: set nothing"."""
-
-    topic: str
-    text: str
-    evidence: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
