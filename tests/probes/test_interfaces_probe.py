@@ -312,25 +312,12 @@ def test_nccl_skips_what_is_not_running_and_prefers_ipv4() -> None:
     assert nccl_choice(listed) == "d"
 
 
-def test_sysfs_where_netlink_is_refused() -> None:
-    files: dict[str, Content] = {
-        "/sys/class/net/eth0/flags": "0x1003\n",
-        "/sys/class/net/eth0/operstate": "up\n",
-        "/sys/class/net/eth0/ifindex": "2\n",
-        "/sys/class/net/eth0/iflink": "2\n",
-        "/sys/class/net/eth0/mtu": "9000\n",
-        "/proc/net/route": "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\n"
-        "eth0\t00000000\t0102A8C0\t0003\t0\t0\t0\t00000000\t0\n",
-    }
-    facts = interfaces.read(DictHost(files))
-    assert (facts.source, facts.default_route, facts.nccl_choice) == ("sysfs", "eth0", None)
-    assert (facts.interfaces[0].running, facts.interfaces[0].mtu_bytes) == (True, 9000)
-    assert not list(interfaces.check(facts)), "addresses are unknown without netlink, and that is no fault"
-
-
-def test_nothing_to_list_is_absent() -> None:
+def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
+    """glibc lists interfaces through netlink: where it is refused NCCL and gloo find none either."""
     with pytest.raises(UnavailableError):
-        interfaces.read(DictHost())
+        interfaces.read(DictHost(netlink={}))
+    with pytest.raises(OSError, match="no netlink"):
+        interfaces.read(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
 
 
 def test_samples_fit_their_families() -> None:
