@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What measures this host or holds its one benchmark lock runs by itself. Ranks, hosts as namespaces, guests, containers,
 # browsers and Prometheus servers wait for half of their time: three files of them at once on two cores, each file's
-# ranks and servers started once; those that take longest begin first (tests/conftest.py).
+# ranks, servers and recorded machines made once; those that take longest begin first (tests/conftest.py).
 ALONE := alone or kube or gpu
 SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
@@ -44,7 +44,7 @@ lint: $(READY)
 test-fast test-real test-two test-alone test-nightly: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q -n 3 -m "not ($(HEAVY) or nightly)"
+	$(PYTEST) -q $(SPREAD) -m "not ($(HEAVY) or nightly)"
 
 test-real: $(READY)
 	$(PYTEST) -q $(SPREAD) -m "real and not nightly"

@@ -49,6 +49,8 @@ TIERS = (
 # Files of minutes, which begin first: the last to begin would run beside nothing.
 LONGEST = (
     "test_agent_image.py",
+    "test_fly.py",
+    "test_softroce.py",
     "test_short_fuzz.py",
     "test_finetune_equivalence.py",
     "test_finetune_pods.py",

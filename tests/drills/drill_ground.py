@@ -278,14 +278,6 @@ def obstacle() -> str | None:
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
-def compiled(source: Path, folder: Path, *more: str) -> Path:
-    """A shared library from one C file beside this one."""
-    library = folder / f"{source.stem}.so"
-    command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(library), str(source), *more]
-    subprocess.run(command, check=True)
-    return library
-
-
 def machine(name: str) -> dict[str, Any]:
     """A recorded machine's content."""
     content: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drill_ground import FLIGHT, ROOT, SMALL_BENCH, Ground, compiled, drill, eventually, keep_something, state_lost
+from drill_ground import FLIGHT, ROOT, SMALL_BENCH, Ground, drill, eventually, keep_something, state_lost
 
 from agent.base.result_store import FLIGHTS_FOLDER, KEPT_FLIGHTS
 from contracts.run_record import record_of
@@ -106,18 +104,17 @@ def test_disk_full_temporary(ground: Ground) -> list[str]:
     return [*_refused(done, "temporary", code=1), *ground.after()]
 
 
-@functools.cache
-def clock_library() -> Path:
-    """The library that shifts the clock, built once."""
-    source = Path(__file__).with_name("clock_shift.c")
-    return compiled(source, Path(tempfile.mkdtemp(prefix="drill-clock-")))
-
-
 def _clock(ground: Ground) -> tuple[Path, dict[str, str]]:
     """The file that holds the shift, and the environment that makes a process obey it."""
-    file = ground.folder / "clock"
+    file, library, source = (
+        ground.folder / "clock",
+        ground.folder / "clock.so",
+        Path(__file__).with_name("clock_shift.c"),
+    )
     file.write_text("0")
-    return file, {"LD_PRELOAD": str(clock_library()), "DRILL_CLOCK": str(file)}
+    command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    return file, {"LD_PRELOAD": str(library), "DRILL_CLOCK": str(file)}
 
 
 @drill

@@ -20,6 +20,8 @@ from finetune import memory
 from finetune.parts import hold_against
 from hardware.units import GIB
 
+pytestmark = pytest.mark.long
+
 # What the process has is what its program needs; the rest of the limit is for the model. 400 MB hold a step of 16 rows
 # and not one of 128: logits alone are 128 x 512 x 2048 x 4 bytes.
 CODE = """
@@ -27,8 +29,6 @@ import resource, sys
 from finetune import train
 from peft import LoraConfig
 import transformers
-
-pytestmark = pytest.mark.long
 lines = open("/proc/self/status").read().splitlines()
 now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (now + (400 << 20), -1))
