@@ -21,9 +21,10 @@ from agent.jobs.networks import Bar, bar_of
 from agent.jobs.transport import transport
 from contracts.job_plan import RunForecast
 from contracts.run_record import RunRecord, record_of
-from planner.advice import Reason, Recommendation, Setting
+from planner.advice import Recommendation
 from planner.kubernetes.job import JobError
 from planner.kubernetes.manifests import POD_LABELS, Document
+from planner.nccl_env.texts import Reason, Setting
 from probes.api import Snapshot
 
 MOST_NETWORKS = 8
