@@ -24,13 +24,14 @@ from contracts.finding import Finding
 from contracts.interval import Interval
 from contracts.layout import LayoutError
 from planner import stacks
-from planner.advice import ExportError, Note, RankedLayout, Recommendation, request_of
+from planner.advice import ExportError, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
+from planner.nccl_env.texts import Note
 from planner.recommend import recommend
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.inputs import InputError
-from agent.base.options import format_option, verbose_option
+from agent.base.options import with_options
 from agent.base.output import emit
 from agent.base.tables import COLOURS, GLYPHS, indented, pairs
 
@@ -21,14 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
-@click.option(
-    "--port", "ports", multiple=True, help="An RDMA port that should appear (mlx5_0:1): a missing one is dead."
-)
-@click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn"]), show_default=True)
-@click.option("--require-gdrdma/--no-require-gdrdma", default=True, show_default=True,
-              help="Whether RDMA without GPUDirect fails: EFA of g5 and g6 has none.")  # fmt: skip
-@format_option
-@verbose_option
+@with_options("evidence")
 def evidence(
     source: tuple[str, ...],
     ports: tuple[str, ...],

@@ -18,7 +18,7 @@ from agent.cluster import dra
 from agent.cluster.client import ApiError, Client, path_of
 from agent.jobs.launch import LaunchError, job_plan, storage_rate, to_save
 from contracts.job_plan import JobPlan, dumps
-from planner.advice import Reason, Recommendation, Setting
+from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
@@ -32,6 +32,7 @@ from planner.kubernetes.job import (
     from_advice,
     save_seconds,
 )
+from planner.nccl_env.texts import Reason, Setting
 from probes.api import Snapshot
 
 Document = dict[str, Any]

@@ -1,7 +1,7 @@
 """One fine-tune over each network of a cluster: a job per network, one after another, and what their records say.
 
 Each job's pods are attached to the network that it is for and told to take it; pod 0 leaves the short form of its
-record as its container's termination message (finetune.pod), which is read back from its status. Surface: the job APIs
+record as its container's termination message (finetune.post), which is read back from its status. Surface: the job APIs
 of `launch`, and pods of core/v1.
 """
 
@@ -21,9 +21,10 @@ from agent.jobs.networks import Bar, bar_of
 from agent.jobs.transport import transport
 from contracts.job_plan import RunForecast
 from contracts.run_record import RunRecord, record_of
-from planner.advice import Reason, Recommendation, Setting
+from planner.advice import Recommendation
 from planner.kubernetes.job import JobError
 from planner.kubernetes.manifests import POD_LABELS, Document
+from planner.nccl_env.texts import Reason, Setting
 from probes.api import Snapshot
 
 MOST_NETWORKS = 8

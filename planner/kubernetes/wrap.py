@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.yaml_text import documents, extended
-from planner.advice import PodNeed, Setting
 from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
+from planner.nccl_env.texts import PodNeed, Setting
 
 PREFIX = "topoflight.io"  # of annotations
 GATE = "preflight"

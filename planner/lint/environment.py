@@ -33,16 +33,17 @@ from planner.lint.values import (
 from planner.nccl_env.names import (
     RESERVED,
     NcclName,
+    Platform,
     Version,
     names,
     nearest,
     newest_read,
+    platform_of_plugin,
     plugin_of,
     replacement,
     torch_names,
     version_text,
 )
-from planner.nccl_env.recipes import Platform, platform_of_plugin
 
 if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from evidence_rows import HEAD, INFO, codes, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from agent.cli.evidence import evidence as verb
@@ -17,15 +19,9 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.messages import gpus_before_ampere
 from collectives.nccl_log.reader import BLOCK_BYTES, WORDS, LogFileError
 
-HEAD = "node-1:100:120 [0] "
-INFO = f"{HEAD}NCCL INFO "
 SEND = f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0"
 RECEIVE = f"{INFO}Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA"
 P2P = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
-
-
-def codes(*lines: str) -> list[str]:
-    return sorted(problem.code for problem in evidence.read(list(lines)).problems)
 
 
 def table(name: str, rank: int = 0, host: str = "node-1") -> str:
@@ -35,25 +31,12 @@ def table(name: str, rank: int = 0, host: str = "node-1") -> str:
 
 # --- sends without GPUDirect RDMA
 
-AGAINST = [
-    table("NVIDIA H100 80GB HBM3"),
-    "| 0  NVIDIA A100-SXM4-80GB        On   | 00000000:07:00.0 Off |",
-    "(EngineCore pid=1) device: NVIDIA RTX PRO 6000 Blackwell Server Edition",
-    table("Tesla V100-SXM2-32GB"),  # NVLink: the rule does not hold
-    f"{INFO}NVLS multicast support is available on dev 0",
-    f"{INFO}NVLS comm 0x55 headRank 0 nHeads 8 nvlsRanks 8 buffSize 1 nvlsPerRankSize 2 nvlsTotalSize 3",
-    f"{INFO}GPU Direct RDMA Disabled for GPU 7 / HCA 0 (distance 8 > 6)",
-    f"{INFO}GPU Direct RDMA Enabled for GPU 0 / HCA 0 (distance 4 <= 5), read 1 mode Default",
-    f"{INFO}comm 0x55 rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 1",
-    f"{INFO} Pattern 4, crossNic 0, nChannels 12, bw 20.0/20.0, type NVL/PIX, sameChannels 1",
-]  # fmt: skip
 
-
-@each_row("fact", AGAINST, ids=lambda value: value[-40:])
+@each_row("fact", rows("against_old_gpus"))
 def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
     """Any fact of the log that speaks against such a GPU takes the excuse away, wherever it stands."""
     for lines in ([fact, SEND, RECEIVE], [SEND, RECEIVE, fact]):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert [problem.code for problem in verdict.problems] == ["gdr_partial"]
         assert evidence.exit_code(verdict) == evidence.FAILED
 
@@ -61,36 +44,14 @@ def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
 @each_row("name", ["Tesla V100-PCIE-32GB", "Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 6000", "Tesla P100-PCIE-16GB"])
 def test_the_rule_excuses_old_gpus(name: str) -> None:
     """Without NVLink, before compute capability 8.0: NCCL's default."""
-    verdict = evidence.read([table(name), SEND, RECEIVE])
+    verdict = read([table(name), SEND, RECEIVE])
     assert [problem.code for problem in verdict.problems] == ["gdr_read_disabled_pre_ampere"]
     assert evidence.exit_code(verdict) == evidence.PASS
 
 
 def test_generations_by_name() -> None:
     """Names as drivers print them; a name without a generation tells nothing."""
-    newer = (
-        "H100 80GB HBM3",
-        "GH200 480GB",
-        "GB200",
-        "B300 SXM6",
-        "A40",
-        "A10G",
-        "L40S",
-        "GeForce RTX 4090",
-        "RTX 6000 Ada Generation",
-        "RTX A6000",
-        "H20",
-    )
-    older = (
-        "V100-PCIE-16GB",
-        "T4",
-        "GeForce RTX 2080 Ti",
-        "GeForce GTX 1080 Ti",
-        "TITAN V",
-        "Quadro RTX 8000",
-        "P40",
-        "K80",
-    )
+    newer, older = rows("gpus_from_ampere_on"), rows("gpus_before_ampere")
     assert [name for name in newer if gpus_before_ampere([name]) is not False] == []
     assert [name for name in older if gpus_before_ampere([name]) is not True] == []
     assert gpus_before_ampere([]) is None
@@ -100,7 +61,7 @@ def test_generations_by_name() -> None:
 @each_row("name", ["NVIDIA GB10", "NVIDIA GeForce RTX 4090", "GeForce RTX 3090"])
 def test_gpus_without_gpudirect_rdma_by_design(name: str) -> None:
     """No advice to load a module that cannot help, and no failure."""
-    verdict = evidence.read(
+    verdict = read(
         [
             table(name),
             f"{INFO}NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'",
@@ -138,7 +99,7 @@ def test_more_ranks_than_a_node_holds() -> None:
         [f"{INFO}Channel 00/0 : 12[4] -> 13[5] via P2P/CUMEM"],
         [f"{INFO}comm 0x55 rank 3 nranks 16 cudaDev 3 busId 2a000 - Init COMPLETE", P2P],
     ):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert [problem.code for problem in verdict.problems] == ["no_inter_node_evidence"]
         assert evidence.exit_code(verdict) == evidence.NO_EVIDENCE
 
@@ -166,7 +127,7 @@ def test_sockets_of_one_host_are_no_fallback() -> None:
     assert codes(start(0, 2), start(1, 2, host="node-2"), socket) == ["socket_fallback"]
     # Rank 1 is not in the log, or both name the same GPU, which two hosts of one name may do: not known.
     for lines in ([start(0, 2), socket], [start(0, 2), start(1, 2, bus="1b000"), socket]):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert [(p.code, p.severity) for p in verdict.problems if p.code == "socket_fallback"] == [
             ("socket_fallback", "warn")
         ]
@@ -184,7 +145,7 @@ def test_traffic_of_one_host_over_the_network_is_named() -> None:
         [start(0, 2), start(1, 2)],
         [f"{INFO}comm 0x55 rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0"],
     ):
-        verdict = evidence.read([*one_host, *env, *net])
+        verdict = read([*one_host, *env, *net])
         assert verdict.inter_node_transport is None
         assert [p.code for p in verdict.problems] == ["net_only_within_node"]
         assert "NCCL_P2P_LEVEL=LOC, NCCL_SHM_DISABLE=1" in verdict.problems[0].message
@@ -200,42 +161,17 @@ def test_traffic_of_one_host_over_the_network_is_named() -> None:
 # --- libfabric's providers
 
 
-@each_row(
-    ("provider", "code", "word"),
-    [
-        ("efa", "efa_without_gdrdma", "EFA"),
-        ("efa, fabric is efa-direct", "efa_without_gdrdma", "EFA"),
-        ("cxi", "slingshot_without_gdrdma", "FI_CXI"),
-        ("tcp", "libfabric_over_tcp", "FI_PROVIDER"),
-        ("tcp;ofi_rxm", "libfabric_over_tcp", "FI_PROVIDER"),
-        ("psm3", "net_without_gdrdma", "plugin"),
-    ],
-)
+@each_row(("provider", "code", "word"), rows("provider_advice"))
 def test_each_provider_has_its_own_advice(provider: str, code: str, word: str) -> None:
     """The same plugin drives EFA, Slingshot and TCP."""
     chosen = f"{INFO}NET/OFI Selected Provider is {provider} (found 4 nics)"
-    verdict = evidence.read([chosen, SEND.replace("NET/IB", "NET/AWS Libfabric")])
+    verdict = read([chosen, SEND.replace("NET/IB", "NET/AWS Libfabric")])
     assert [problem.code for problem in verdict.problems] == [code]
     assert word in verdict.problems[0].action
     assert ("EFA" in verdict.problems[0].message) == provider.startswith("efa")
 
 
-@each_row(
-    ("line", "efa", "cxi"),
-    [
-        (
-            "NET/OFI Request 0x7f completed with error. RC: 5. Error: 5 (Input/output error)",
-            "efa_request_failed",
-            "slingshot_request_failed",
-        ),
-        (
-            "NET/OFI Unable to register memory (type = 2) for device 2. RC: -22, Error: Invalid argument",
-            "efa_memory_not_registered",
-            "libfabric_setup_failed",
-        ),
-        ("NET/OFI Couldn't open AV. RC: -22, ERROR: Invalid argument", "efa_endpoint_failed", "libfabric_setup_failed"),
-    ],
-)
+@each_row(("efa", "cxi", "line"), rows("providers"))
 def test_a_failure_in_the_words_of_its_provider(line: str, efa: str, cxi: str) -> None:
     """EFA's advice helps nobody on Slingshot."""
     warning = f"{HEAD}ofi_process_cq:120 NCCL WARN {line}"
@@ -252,13 +188,13 @@ def test_multicast_is_hardware_and_a_communicator_is_use() -> None:
         f"{INFO}NVLS multicast support is available on dev 0",
         f"{INFO}NVLS comm 0x55 headRank 0 nHeads 8 buffSize 1",
     )
-    assert evidence.read([P2P]).nvls_use == "unknown"
-    assert evidence.read([P2P, available]).nvls_use == "available"
-    assert evidence.read([P2P, available.replace("is available", "is not available")]).nvls_use == "not available"
-    used = evidence.read([P2P, available, made])
+    assert read([P2P]).nvls_use == "unknown"
+    assert read([P2P, available]).nvls_use == "available"
+    assert read([P2P, available.replace("is available", "is not available")]).nvls_use == "not available"
+    used = read([P2P, available, made])
     assert (used.nvls, used.nvls_use) == (True, "used")
     assert [row.line for row in used.fabric if row.proves == "fabric: NVLS in use"] == [3]
-    assert evidence.read([f"{INFO}Connected NVLS tree"]).nvls_use == "used"
+    assert read([f"{INFO}Connected NVLS tree"]).nvls_use == "used"
 
 
 def test_nvlink_between_nodes() -> None:
@@ -267,59 +203,26 @@ def test_nvlink_between_nodes() -> None:
     off = f"{INFO}comm 0x55 rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 0"
     clique = f"{INFO}MNNVL 1 cliqueId 7ffe cliqueSize 8 cliqueRank 0"
     channel = f"{INFO}Channel 00/0 : 0[0] -> 4[0] via P2P/MNNVL"
-    assert evidence.read([P2P]).mnnvl_use == "unknown"
-    assert evidence.read([off]).mnnvl_use == "off"
-    assert evidence.read([fabric.replace("5c2f7a3e.1d", "0.0"), off]).mnnvl_use == "off"
-    assert evidence.read([fabric, off]).mnnvl_use == "available"
-    enabled = evidence.read([fabric, clique])
+    assert read([P2P]).mnnvl_use == "unknown"
+    assert read([off]).mnnvl_use == "off"
+    assert read([fabric.replace("5c2f7a3e.1d", "0.0"), off]).mnnvl_use == "off"
+    assert read([fabric, off]).mnnvl_use == "available"
+    enabled = read([fabric, clique])
     assert (enabled.mnnvl_use, enabled.mnnvl_clique) == ("enabled", 8)
-    assert evidence.read([clique, channel]).mnnvl_use == "used"
+    assert read([clique, channel]).mnnvl_use == "used"
 
 
 # --- NCCL's own diagnostics
 
 
-@each_row(
-    ("text", "code"),
-    [
-        ("[INFO] p2p: only 52/56 GPU-to-GPU peer accesses passed verification", "diag_p2p_failed"),
-        (
-            "[INFO] p2p: write mismatch srcRank=6 dstRank=5 path=NVL expected=0x1 got=0x0; check nvidia-smi nvlink",
-            "diag_p2p_failed",
-        ),
-        ("[INFO] p2p: peer-memory import failed srcRank=6 dstRank=5 path=PIX", "diag_p2p_failed"),
-        (
-            "[INFO] net bw: cross-nic rank 3 (node0): 265.1 Gbit/s, >30% off median 391.5 Gbit/s in comm 0x7a3f",
-            "diag_net_slow",
-        ),
-        ("[INFO] net bw: rank 0 (node0) mlx5_0: tool run timed out in comm 0x7a3f", "diag_net_failed"),
-        ("[INFO] ECC: uncorrected volatile errors on rank(s) {3} in comm 0x7a3f", "diag_ecc"),
-        ("[INFO] NVLink: inactive link(s) on rank(s) {3} in comm 0x7a3f", "diag_nvlink_down"),
-        ("[INFO] NVLink: inconsistent link speeds on rank(s) {3} across 8 ranks in comm 0x7a3f", "diag_nvlink_down"),
-        ("[INFO] NCCL environment: mismatch across 16 ranks in comm 0x5fa3 for NCCL_BUFFSIZE", "diag_mismatch"),
-        ("[INFO] IOMMU mode: enabled (DMA remapping) on 4 device(s) in comm 0x7a3f", "iommu_not_passthrough"),
-        ("[INFO] rdma_topo check: failed on rank(s) {3} across 8/8 ranks in comm 0x7a3f", "diag_net_failed"),
-        ("[INFO] Xid 79 detected 2 times on host node0. Restart the affected application.", "gpu_xid"),
-        ("[INFO] p2p: resource cleanup failed rank=3 result=2; some resources may remain", "diag_incomplete"),
-        ("[INFO] net bw: required external tool missing in comm 0x7a3f", "diag_incomplete"),
-        ("[INFO] GPU inventory: unavailable via NVML in comm 0x7a3f", "diag_incomplete"),
-    ],
-)
+@each_row(("code", "text"), rows("diagnostics"))
 def test_lines_of_nccl_run_diagnostics(text: str, code: str) -> None:
     """What NCCL_RUN_DIAGNOSTICS and NCCL_RUN_RAS_DIAGNOSTICS report, on stdout and without NCCL's usual header."""
     for line in (f"node0:24563 NCCL DIAG {text}", f"NCCL DIAG {text}"):
         assert codes(P2P, line) == [code]
 
 
-@each_row(
-    "text",
-    [
-        "Xid 79 detected 1 time on host node0. No user action or further investigation is required for this Xid.",
-        "Xid 31 detected 1 time on host node0. Restart the affected application.",
-        "IOMMU groups: GPU and NIC groups differ on 4 pair(s) in comm 0x7a3f; first rank 0",
-        "IOMMU mode: passthrough for 12 relevant device(s) across 8/8 ranks in comm 0x7a3f",
-    ],
-)
+@each_row("text", rows("diagnostics_mention"))
 def test_what_the_diagnostics_only_mention_is_no_problem(text: str) -> None:
     """Texts of libnccl.so.2 2.32.3 that accuse nothing."""
     assert codes(P2P, f"node0:24563 NCCL DIAG [INFO] {text}") == []
@@ -362,7 +265,7 @@ SECOND = [
 
 def test_two_runs_in_one_file_are_judged_apart() -> None:
     """The GPU has another process: a later run, not ranks that chose different networks."""
-    verdict = evidence.read([*FIRST, "loss 1.0", *SECOND])
+    verdict = read([*FIRST, "loss 1.0", *SECOND])
     assert [(run.first.line, run.inter_node_transport, run.gdrdma) for run in verdict.runs] == [
         (1, "Socket", "off"),
         (5, "IB", "on"),
@@ -370,14 +273,14 @@ def test_two_runs_in_one_file_are_judged_apart() -> None:
     assert [problem.code for problem in verdict.problems] == ["socket_fallback"]
     assert "several_runs" in [note.code for note in verdict.notes]
     assert evidence.exit_code(verdict) == evidence.FAILED
-    again = evidence.read([*SECOND, *[line.replace(":900:", ":990:").replace("0xbb", "0xcc") for line in SECOND]])
+    again = read([*SECOND, *[line.replace(":900:", ":990:").replace("0xbb", "0xcc") for line in SECOND]])
     assert (len(again.runs), again.problems, evidence.exit_code(again)) == (2, (), evidence.PASS)
 
 
 def test_a_run_without_evidence_beside_a_good_one_is_unknown() -> None:
     """The worse of both."""
     third = [line.replace(":900:", ":990:").replace("0xbb", "0xcc") for line in SECOND[:2]]
-    assert evidence.exit_code(evidence.read([*SECOND, *third])) == evidence.NO_EVIDENCE
+    assert evidence.exit_code(read([*SECOND, *third])) == evidence.NO_EVIDENCE
 
 
 def test_ranks_of_one_run_stay_one() -> None:
@@ -391,7 +294,7 @@ def test_ranks_of_one_run_stay_one() -> None:
     ]
     other_host = [line.replace("node-1", "node-2") for line in SECOND]
     for more in (other_rank, other_host):
-        assert evidence.read([*SECOND, *more]).runs == ()
+        assert read([*SECOND, *more]).runs == ()
     mixed = [line.replace("node-1", "node-2") for line in FIRST]
     assert "mixed_networks" in codes(*SECOND, *mixed)
 
@@ -401,7 +304,7 @@ def test_two_hosts_of_one_name_are_one_run() -> None:
     text = "ubuntu:{}:920 [{}] NCCL INFO Channel {:02}/0 : {}[1] -> {}[2] via SHM/direct"
     lines = [text.format(900 + host, gpu, step, 1 + 8 * host, 2 + 8 * host)
              for step in range(3) for gpu in (1, 2) for host in (0, 1)]  # fmt: skip
-    verdict = evidence.read(lines)
+    verdict = read(lines)
     assert (verdict.runs, verdict.transports) == ((), {"SHM": 12})
 
 
@@ -481,19 +384,19 @@ def test_one_gpu_to_a_node_has_no_excuse() -> None:
     """NCCL lets the NIC read the memory of a GPU that is alone on its node (ncclTopoCheckGdr)."""
     alone = f"{INFO}comm 0x55 rank 0 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0"
     beside = f"{INFO}comm 0x66 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0"
-    assert [p.code for p in evidence.read([alone, SEND, RECEIVE]).problems] == ["gdr_partial"]
+    assert [p.code for p in read([alone, SEND, RECEIVE]).problems] == ["gdr_partial"]
     # Another communicator may have made the channels.
-    both = evidence.read([alone, beside, SEND, RECEIVE])
+    both = read([alone, beside, SEND, RECEIVE])
     assert [p.code for p in both.problems] == ["gdr_read_disabled_pre_ampere"]
 
 
 def test_without_the_name_of_a_gpu_the_excuse_is_a_warning() -> None:
     """The message says what it rests on; a named GPU makes it a note."""
-    unnamed = evidence.read([SEND, RECEIVE]).problems[0]
+    unnamed = read([SEND, RECEIVE]).problems[0]
     assert (unnamed.code, unnamed.severity) == ("gdr_read_disabled_pre_ampere", "warn")
     assert "names no GPU" in unnamed.message
-    assert evidence.exit_code(evidence.read([SEND, RECEIVE]), fail_on="warn") == evidence.WARNED
-    assert evidence.read([table("Tesla T4"), SEND, RECEIVE]).problems[0].severity == "info"
+    assert evidence.exit_code(read([SEND, RECEIVE]), fail_on="warn") == evidence.WARNED
+    assert read([table("Tesla T4"), SEND, RECEIVE]).problems[0].severity == "info"
 
 
 @each_row("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A40", "NVIDIA A10"])
@@ -501,28 +404,21 @@ def test_the_rule_held_for_every_gpu_before_2_19(name: str) -> None:
     """The compute capability came into it with 2.19; NVLink always took it away."""
     for version, code in (("2.18.5", "gdr_read_disabled_pre_ampere"), ("2.19.3", "gdr_partial")):
         lines = [f"{INFO}NCCL version {version}+cuda12.2", table(name), SEND, RECEIVE]
-        assert [p.code for p in evidence.read(lines).problems] == [code]
+        assert [p.code for p in read(lines).problems] == [code]
     nvlink = [f"{INFO}NCCL version 2.18.5+cuda12.2", table("NVIDIA A100-SXM4-80GB"), SEND, RECEIVE]
-    assert [p.code for p in evidence.read(nvlink).problems] == ["gdr_partial"]
+    assert [p.code for p in read(nvlink).problems] == ["gdr_partial"]
 
 
-@each_row(
-    "line",
-    [
-        f"{INFO}rocm_smi_lib: version 5.0.0.0",
-        f"{INFO}NET/Plugin : No plugin found (librccl-net.so), using internal implementation",
-        f"{INFO}Channel 00/0 : 9[d6000] -> 0[d6000] [receive] via NET/AWS Libfabric/2/GDRDMA comm 0x9bbf nRanks 4096",
-    ],
-)
+@each_row("line", rows("rccl_lines"))
 def test_rccl_is_known_without_its_version(line: str) -> None:
     """It prints NCCL's prefix; ROCm's libraries and the end of a channel line give it away."""
-    assert evidence.read([line]).library == "rccl"
-    assert evidence.read([SEND]).library == "nccl"
+    assert read([line]).library == "rccl"
+    assert read([SEND]).library == "nccl"
 
 
 def test_the_provider_that_the_plugin_filters_by() -> None:
     """Without any line of the provider the plugin's name proves no EFA: Slingshot has it too."""
     channel = f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/Libfabric/0/GDRDMA"
-    assert evidence.read([channel]).inter_node_transport == "libfabric (Libfabric)"
+    assert read([channel]).inter_node_transport == "libfabric (Libfabric)"
     said = f"{INFO}NET/OFI Setting provider_filter to efa"
-    assert evidence.read([said, channel]).inter_node_transport == "EFA (Libfabric)"
+    assert read([said, channel]).inter_node_transport == "EFA (Libfabric)"

@@ -3,27 +3,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import yaml
+from evidence_rows import DIED, END, INFO, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
 
-ENDS = yaml.safe_load(Path(__file__).with_name("log_lines.yaml").read_text())["ends"]
-HEAD = "node-1:100:120 [0] "
-INFO = f"{HEAD}NCCL INFO "
 GOOD = [
     f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA",
     f"{INFO}Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
 ]
 
 
-@each_row(("line", "code"), ENDS, ids=lambda value: value[-48:])
+@each_row(("code", "line"), rows("ends"))
 def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
     """Two statements: GPUDirect RDMA was on, and the job failed; the exit code follows the worse."""
-    verdict = evidence.read([*GOOD, "loss 1.0", line])
+    verdict = read([*GOOD, "loss 1.0", line])
     assert verdict.gdrdma == "on"
     assert verdict.outcome == "failed"
     assert [problem.code for problem in verdict.problems] == [code]
@@ -34,41 +30,22 @@ def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
 @each_row(
     "launcher", ["12: ", "[1,3]<stdout>:", "[rank3]: ", "2026-01-02T03:04:05.678Z ", "(Worker pid=3, ip=10.0.0.1) "]
 )
-@each_row(("line", "code"), [ENDS[4], ENDS[11], ENDS[19], ENDS[-4]], ids=lambda value: value[-30:])
+@each_row(("code", "line"), [rows("ends")[n] for n in (4, 11, 19, -4)])
 def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
     """What ended the job stands behind the marks of the launcher."""
-    assert [p.code for p in evidence.read([launcher + text for text in (*GOOD, line)]).problems] == [code]
+    assert [p.code for p in read([launcher + text for text in (*GOOD, line)]).problems] == [code]
 
 
-ALIVE = [
-    "Setting up handlers for SIGSEGV, SIGTERM and SIGABRT",
-    "step 31: 2 workers exited with code 0",
-    '"exitCode": 0',
-    "max_exit_code: 3",
-    "    Exit Code:    0",
-    "sample 3 classified (signal 0.7)",
-    "the request failed with status code 503, retrying",
-    "time limit per prompt: 30 s",
-    "Reserving memory: out of memory errors are retried",
-    "  terminationReason: OOMKilled: false",
-    "Evicted 31 blocks from the cache",
-    "libfabric:4242:1767322800::core:core:fi_getinfo_():1201<warn> fi_getinfo: provider efa output empty list",
-    "libfabric:4242:1767322800::efa:core:efa_device_list_initialize():123<info> 4 devices",
-    "[W102 03:04:05 socket.cpp:752] [c10d] The client socket has failed to connect to [head]:29500 (errno: 111 - Connection refused).",
-    "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
-]  # fmt: skip
-
-
-@each_row("line", ALIVE, ids=lambda value: value[-40:])
+@each_row("line", rows("alive"))
 def test_words_of_a_living_job_are_no_end(line: str) -> None:
     """Handlers, zeros, retries and other libraries' words."""
-    verdict = evidence.read([*GOOD, line])
+    verdict = read([*GOOD, line])
     assert (verdict.problems, verdict.outcome) in [((), "unknown"), ((), "finished")]
 
 
 def test_the_cause_is_named_and_the_launchers_words_are_notes() -> None:
     """One problem, the memory; what followed from it stands beside."""
-    verdict = evidence.read(
+    verdict = read(
         [
             *GOOD,
             "Traceback (most recent call last):",
@@ -86,17 +63,15 @@ def test_the_cause_is_named_and_the_launchers_words_are_notes() -> None:
 def test_a_traceback_is_an_end_with_its_exception() -> None:
     """The header alone may be quoted; an ignored exception, or one before the end of the job, ended nothing."""
     header, error = "Traceback (most recent call last):", "ValueError: no such column"
-    assert [p.code for p in evidence.read([*GOOD, header, "  File ...", error]).problems] == ["python_traceback"]
-    assert [p.code for p in evidence.read([*GOOD, "[rank1]: " + header, "[rank1]: " + error]).problems] == [
-        "python_traceback"
-    ]
-    assert evidence.read([*GOOD, header, "loss 1.0"]).problems == ()
-    assert evidence.read([*GOOD, "Exception ignored in: <function A.__del__>", header, error]).problems == ()
+    assert [p.code for p in read([*GOOD, header, "  File ...", error]).problems] == ["python_traceback"]
+    assert [p.code for p in read([*GOOD, "[rank1]: " + header, "[rank1]: " + error]).problems] == ["python_traceback"]
+    assert read([*GOOD, header, "loss 1.0"]).problems == ()
+    assert read([*GOOD, "Exception ignored in: <function A.__del__>", header, error]).problems == ()
     frame = '  File "/usr/lib/python3.10/multiprocessing/util.py", line 300, in _run_finalizers'
-    assert evidence.read([*GOOD, header, frame, "    finalizer()", error]).problems == ()
+    assert read([*GOOD, header, frame, "    finalizer()", error]).problems == ()
     logged = "INFO: import of quick_gelu failed with: Traceback (most recent call last):"
-    assert evidence.read([*GOOD, logged, error]).problems == ()
-    finished = evidence.read([*GOOD, header, error, "{'train_runtime': 12.5, 'train_loss': 1.0}"])
+    assert read([*GOOD, logged, error]).problems == ()
+    finished = read([*GOOD, header, error, "{'train_runtime': 12.5, 'train_loss': 1.0}"])
     assert (finished.problems, finished.outcome) == ((), "finished")
     assert "python_traceback" in [note.code for note in finished.notes]
 
@@ -111,8 +86,8 @@ def test_a_traceback_is_an_end_with_its_exception() -> None:
 )
 def test_an_end_that_a_line_states(line: str) -> None:
     """Not known is not finished."""
-    assert evidence.read([*GOOD, line]).outcome == "finished"
-    assert evidence.read(GOOD).outcome == "unknown"
+    assert read([*GOOD, line]).outcome == "finished"
+    assert read(GOOD).outcome == "unknown"
 
 
 def test_a_plugin_that_failed_ends_no_job_that_has_another_network() -> None:
@@ -122,48 +97,28 @@ def test_a_plugin_that_failed_ends_no_job_that_has_another_network() -> None:
         f"{INFO}Using network Socket",
         f"{INFO}comm 0x7f rank 6 nRanks 16 nNodes 2 localRanks 8 localRank 6 MNNVL 0",
     ]
-    assert evidence.read([failed]).outcome == "failed"
-    assert evidence.read([failed, *chosen]).outcome == "unknown"
+    assert read([failed]).outcome == "failed"
+    assert read([failed, *chosen]).outcome == "unknown"
 
 
-CAUSES = [
-    ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 'the operation cannot be performed in the present state'.", "nvls_bind_failed"),
-    ("Error: network AWS Libfabric not found.", "network_not_found"),
-    ("Failed to CUDA calloc async 608 bytes", "cuda_failure"),
-    ("Message truncated : received 1024 bytes instead of 256", "nccl_version_mismatch"),
-    ("Call to recv from 10.0.0.2<40> failed : Connection reset by peer", "connection_closed_by_peer"),
-    ("Connection closed by remote peer node-2.local<40>", "connection_closed_by_peer"),
-    ("MNNVL (cliqueSize 8) is available but not working on this system. Check the IMEX configuration (nvidia-imex-ctl -N).", "mnnvl_not_working"),
-    ("Cuda failure 999 'unknown error' at cuMemImportFromShareableHandle", "cuda_memory_not_shared"),
-    ("NET/IB : Requested properties for vNic 8, only 8 vNics have been created", "net_device_count_mismatch"),
-    ("socketPollConnect: connect to 10.0.0.2<40> returned No route to host, retrying (34/34) after sleep for 3400 msec", "socket_connect_failed"),
-    ("Call to ibv_create_qp failed with error Cannot allocate memory", "memlock_too_small"),
-    ("Net : No interface found in the same subnet as remote address 10.0.0.1<5>", "no_interface_in_subnet"),
-    ("Mismatched NCCL version detected : rank 0 version 22304 rank 1 version 22105", "nccl_version_mismatch"),
-    ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000", "duplicate_gpu"),
-    ("NET/IB : mlx5_3:1 Got non-fatal async event: port error(10)", "ib_port_error"),
-    ("Invalid value yes for NCCL_IB_DISABLE, using default 0.", "invalid_env_value"),
-]  # fmt: skip
-
-
-@each_row(("cause", "code"), CAUSES, ids=lambda value: value[-40:])
+@each_row(("code", "cause"), rows("causes"))
 @each_row("rank", ["", "10: ", "[rank3]: ", "(RayWorker pid=3, ip=10.0.0.1) "])
 def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: str) -> None:
     """PyTorch repeats NCCL's last warning without anything of NCCL's before it."""
     front = [
         rank + "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1331, unhandled system error, NCCL version 2.18.5"
     ]
-    below = evidence.read([*front, rank + "Last error:", rank + cause])
+    below = read([*front, rank + "Last error:", rank + cause])
     assert code in [problem.code for problem in (*below.problems, *below.notes)]
-    beside = evidence.read([*front, f"{rank}Last error: {cause}"])
+    beside = read([*front, f"{rank}Last error: {cause}"])
     assert code in [problem.code for problem in (*beside.problems, *beside.notes)]
 
 
 def test_a_retry_is_no_failure_before_the_last() -> None:
     """ "retrying (33/34)" goes on, "(34/34)" does not."""
     line = f"{INFO}socketPollConnect: connect to 10.0.0.2<40> returned No route to host, retrying (%d/34) after sleep for 3400 msec"
-    assert evidence.read([*GOOD, line % 33]).problems == ()
-    assert [p.code for p in evidence.read([*GOOD, line % 34]).problems] == ["socket_connect_failed"]
+    assert read([*GOOD, line % 33]).problems == ()
+    assert [p.code for p in read([*GOOD, line % 34]).problems] == ["socket_connect_failed"]
 
 
 def test_every_code_that_ends_a_job_fails() -> None:
@@ -171,81 +126,48 @@ def test_every_code_that_ends_a_job_fails() -> None:
     assert {meaning.severity for meaning in CODES.values() if meaning.ends} == {"fail"}
 
 
-ENDS_OF_LAUNCHERS = [
-    ("PyTorchJob pretrain is failed because 1 Worker replica(s) failed.", "job_failed"),
-    ("Job 'raysubmit_a1b2' failed", "job_failed"),
-    ("[rank: 3] Child process with PID 4242 terminated with code 1. Forcefully terminating all other processes", "job_failed"),
-    ("x1000c0s0b0n0: rank 5 died from signal 9", "process_killed"),
-    ("x1000c0s0b0n0: rank 5 died from signal 15", "job_stopped"),
-    ("flux-job: task(s) Killed", "process_killed"),
-    ("srun: error: node-1: tasks 8-15: Terminated", "job_stopped"),
-    ("srun: Force Terminated StepId=4242.0", "job_stopped"),
-    ("srun: Terminating StepId=4242.0", "job_stopped"),
-    ("/var/spool/job/slurm_script: line 20:  4242 Terminated              python train.py", "job_stopped"),
-    ("/opt/run.sh: line 31:  4242 Segmentation fault      python train.py", "process_crashed"),
-    ("/opt/run.sh: line 31:  4242 Bus error               python train.py", "process_crashed"),
-    ("/opt/run.sh: line 31:  4242 Aborted                 python train.py", "process_aborted"),
-    ("slurmstepd: error: Exceeded step memory limit at some point.", "host_out_of_memory"),
-    ("(raylet) node_manager.cc:3064: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed", "host_out_of_memory"),
-    ("srun: error: Node failure on node-2", "node_failed"),
-    ("ray.exceptions.RayActorError: The actor died because its node has died.", "node_failed"),
-    ("[rank3]:[F102 03:04:05 ProcessGroupNCCL.cpp:1557] [PG 0 Rank 3] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang.", "watchdog_timeout"),
-]  # fmt: skip
-
-
-@each_row(("line", "code"), ENDS_OF_LAUNCHERS, ids=lambda value: value[-48:])
+@each_row(("code", "line"), rows("ends_of_launchers"))
 def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
     """The signal, the memory or the node that the launcher names; also among many other lines."""
     for lines in ([*GOOD, line], [*GOOD, *(f"step {n} loss 1.0" for n in range(900)), line]):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert ([problem.code for problem in verdict.problems], verdict.outcome) == ([code], "failed")
 
 
-@each_row(
-    "line",
-    [
-        "faulthandler enabled: Segmentation fault handler installed",
-        "question 12: why do CUDA out of memory errors occur?",
-        "(raylet) node_manager.cc:3064: 0 Workers (tasks / actors) killed due to memory pressure (OOM)",
-        "recovered from signal loss",
-        "State: Terminated",
-    ],
-)
+@each_row("line", rows("resembling"))
 def test_words_that_only_resemble_an_end(line: str) -> None:
     """A handler, a text about errors, a zero."""
-    assert evidence.read([*GOOD, line]).problems == ()
+    assert read([*GOOD, line]).problems == ()
 
 
 def test_an_exception_in_a_thread_does_not_end_the_program() -> None:
     """Python says so above the traceback; an interrupt by the keyboard does end it."""
     header, error = "Traceback (most recent call last):", "ConnectionResetError: [Errno 104] Connection reset by peer"
-    assert evidence.read([*GOOD, "Exception in thread Thread-3 (run):", header, error]).problems == ()
-    stopped = evidence.read([*GOOD, header, '  File "train.py", line 3', "KeyboardInterrupt"])
+    assert read([*GOOD, "Exception in thread Thread-3 (run):", header, error]).problems == ()
+    stopped = read([*GOOD, header, '  File "train.py", line 3', "KeyboardInterrupt"])
     assert [problem.code for problem in stopped.problems] == ["python_traceback"]
 
 
-END = "{'train_runtime': 12.5, 'train_loss': 1.0}"
-DIED = ["Traceback (most recent call last):", "ValueError: no such column"]
 STEP = "srun: error: node-1: task 0: Exited with exit code 1"
 
 
 def test_the_order_of_end_and_exception_decides_within_a_file() -> None:
     """Caught before the end; after it the program died, whatever it had trained."""
-    assert evidence.read([*GOOD, *DIED, END]).outcome == "finished"
-    late = evidence.read([*GOOD, END, *DIED])
+    assert read([*GOOD, *DIED, END]).outcome == "finished"
+    late = read([*GOOD, END, *DIED])
     assert (late.outcome, [problem.code for problem in late.problems]) == ("failed", ["python_traceback"])
 
 
 def test_an_earlier_step_that_failed_is_a_note_where_the_job_came_to_its_end() -> None:
     """Before the first line of NCCL, and with the end stated; else the failure stands."""
-    early = evidence.read([STEP, *GOOD, END])
+    early = read([STEP, *GOOD, END])
     assert (early.outcome, early.problems) == ("finished", ())
     assert "job_failed" in [note.code for note in early.notes]
     for lines in ([STEP, *GOOD], [*GOOD, STEP, END], [*GOOD, END, STEP], [STEP, *GOOD, END, STEP]):
-        assert evidence.read(lines).outcome == "failed"
+        assert read(lines).outcome == "failed"
 
 
 @each_row("line", ["Job 'raysubmit_a1b2' succeeded", "Successfully completed."])
 def test_a_scheduler_states_the_end(line: str) -> None:
     """Ray's and LSF's own words."""
-    assert evidence.read([*GOOD, line]).outcome == "finished"
+    assert read([*GOOD, line]).outcome == "finished"

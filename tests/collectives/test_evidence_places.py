@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
+from evidence_rows import rows
+from rigs.logs import read
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import Evidence, rank_words
@@ -56,27 +57,14 @@ def test_a_warning_names_the_rank_of_its_process() -> None:
         *node("n", 0, gdrdma=True, hcas=1),
         "n:401:501 [1] misc/shmutils.cc:72 NCCL WARN failed to extend /dev/shm",
     ]
-    (problem,) = [p for p in evidence.read(lines).problems if p.code == "shm_too_small"]
+    (problem,) = [p for p in read(lines).problems if p.code == "shm_too_small"]
     assert (problem.hosts, problem.ranks) == (("n",), (1,))
-
-
-CHANNEL = "w1:100:20{0} [{0}] NCCL INFO Channel 00/0 : {1} via P2P/CUMEM"
-INIT = "w1:100:200 [0] NCCL INFO comm 0x5 rank 0 nranks {} cudaDev 0 nvmlDev 0 busId 1b000 commId 0x8 - Init START"
-# lines, exit code, words on the missing ranks
-PARTS = [
-    ([CHANNEL.format(0, "2[0] -> 3[1]"), CHANNEL.format(1, "3[1] -> 2[0]")], 5, "ranks 0 to 1 are missing"),
-    ([CHANNEL.format(0, "4[0] -> 5[1]"), CHANNEL.format(1, "7[3] -> 6[2]")], 5, "ranks 0 to 3 are missing"),
-    ([CHANNEL.format(0, "1[0] -> 2[1]")], 5, "rank 0 is missing"),
-    ([INIT.format(4), CHANNEL.format(0, "0[0] -> 1[1]")], 5, "ranks 2 to 3 are missing"),
-    ([CHANNEL.format(0, "0[0] -> 1[1]"), CHANNEL.format(1, "1[1] -> 0[0]")], 0, ""),
-    ([INIT.format(2), CHANNEL.format(0, "0[0] -> 1[1]")], 0, ""),
-]
 
 
 def test_the_log_of_some_ranks_is_no_single_node() -> None:
     wrong = []
-    for lines, code, words in PARTS:
-        verdict = evidence.read(lines)
+    for lines, code, words in rows("parts"):
+        verdict = read(lines)
         said = [p.message for p in verdict.problems if p.code == "ranks_missing"]
         if evidence.exit_code(verdict) != code or bool(words) != bool(said) or (words and words not in said[0]):
             wrong.append((lines, evidence.exit_code(verdict), said))
@@ -100,7 +88,7 @@ def test_the_reason_in_the_log_comes_before_the_module() -> None:
         ([far], "gdr_distance_too_far"),
         ([USABLE.format("Disabled")], "peermem_missing"),
     ):
-        problems = evidence.read([*lines, *IB]).problems
+        problems = read([*lines, *IB]).problems
         loads = "peermem" in problems[0].action
         if problems[0].code != first or problems[0].severity != "fail" or loads != (first == "peermem_missing"):
             wrong.append((lines, problems[0]))
@@ -110,19 +98,20 @@ def test_the_reason_in_the_log_comes_before_the_module() -> None:
 WARN = "h:1:2 [1] src/x.cc:220 NCCL WARN "
 
 
+# a line, the code that comes first, ranks
 def test_texts_of_runtimes_and_launchers() -> None:
     wrong = []
-    for line, code, ranks in yaml.safe_load(Path(__file__).with_name("log_lines.yaml").read_text())["texts"]:
-        problem = evidence.read([line]).problems[0]
+    for code, line, ranks in rows("texts"):
+        problem = read([line]).problems[0]
         if (problem.code, list(problem.ranks)) != (code, ranks):
             wrong.append((line, problem.code, problem.ranks))
     assert wrong == []
     # a library that one host needs not is no cause: the call that failed stays a failure
     lines = ["h:1:2 [0] NCCL INFO Failed to open libibverbs.so[.1]", "h:1:2 [0] NCCL INFO Using network Socket",
              "h: Test NCCL failure common.cu:1279 'unhandled cuda error / '"]  # fmt: skip
-    assert evidence.read(lines).problems[0].code == "call_failed"
+    assert read(lines).problems[0].code == "call_failed"
     quiet = ("INFO: retry on wait timeout after start", "def f(): raise ValueError('argument is NULL')", "hip replaced")
-    assert [line for line in quiet if evidence.read([line]).problems[0].code != "no_transport_evidence"] == []
+    assert [line for line in quiet if read([line]).problems[0].code != "no_transport_evidence"] == []
 
 
 SOCKET = ["h:1:2 [0] NCCL INFO NET/Socket : Using [0]{0}:fe80::1%{0}<0>"]
@@ -134,60 +123,15 @@ def test_sockets_before_2_5_and_interfaces_that_lead_nowhere() -> None:
         "h:1:2 [0] NCCL INFO NET : Using interface eth0:10.0.0.1<0>",
         "h:1:2 [0] NCCL INFO NET/Socket : 1 interfaces found",
     ]
-    assert evidence.read(old).inter_node_transport == "Socket"
+    assert read(old).inter_node_transport == "Socket"
     wrong = []
     for name, odd in (("sit0", True), ("ip6tnl0", True), ("tun0", True), ("wg0", True), ("veth1a2b", True),
                       ("br-9f", True), ("eth0", False), ("ens5f0np0", False), ("bond0", False),
                       ("ib0", False)):  # fmt: skip
-        codes = [p.code for p in evidence.read([SOCKET[0].format(name)]).problems]
+        codes = [p.code for p in read([SOCKET[0].format(name)]).problems]
         if ("docker_interface_used" in codes) != odd:
             wrong.append((name, codes))
     assert wrong == []
-
-
-RAS = """\
-Job summary
-===========
-Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
-    #  in group  per comm  per node  per comm  in group
-    0         1         2         1         2         1   RUNNING  {}
-
-Errors
-======
-{}
-"""
-GONE = """INCOMPLETE
-  Missing communicator data from 1 job process
-  Process 60004 on node 10.4.109.13 managing GPU 0
-
-#0-0 (b3398875b8b2a063) INCOMPLETE
-  Missing communicator data from 1 rank
-  The missing rank: 1
-"""
-IBSTAT = """CA 'mlx5_0'
-	Port 1:
-		State: Active
-		Physical state: LinkUp
-CA 'mlx5_3'
-	Port 1:
-		State: {}
-		Physical state: Polling
-"""
-LINK = "link mlx5_0/1 state ACTIVE physical_state LINK_UP netdev eth0\nlink mlx5_1/1 state {} physical_state {} \n"
-# name, text, code of the first problem, a word of its message, hosts, exit code
-OTHERS = [
-    ("RAS, gone", RAS.format("INCOMPLETE", GONE), "ras_rank_missing", "process 60004 on node 10.4",
-     ("10.4.109.13",), 5),
-    ("RAS, dead", RAS.format("INCOMPLETE", "DEAD\n" + GONE.partition("\n")[2].partition("\n#")[0]), "ras_rank_missing",
-     "process 60004 on node 10.4.109.13, GPU 0): dead", ("10.4.109.13",), 3),
-    ("RAS, well", RAS.format("OK", ""), "other_text", "RAS", (), 5),
-    ("ibstat, down", IBSTAT.format("Down"), "port_down", "mlx5_3 port 1: state Down, physical state Polling", (), 5),
-    ("ibstat, well", IBSTAT.format("Active"), "other_text", "all 2 ports are active", (), 5),
-    ("rdma link, down", LINK.format("DOWN", "DISABLED"), "port_down", "mlx5_1/1: state DOWN", (), 5),
-    ("rdma link, well", LINK.format("ACTIVE", "LINK_UP"), "other_text", "rdma link", (), 5),
-    ("dmesg, well", "[    0.000000] Linux version 6.8\n[   11.123456] usb 1-1: new\n", "other_text", "kernel", (), 5),
-    ("dmesg, Xid", "[    0.000000] Linux\n[   11.123456] NVRM: Xid (PCI:0000:1b:00): 79, f\n", "gpu_xid", "Xid", (), 3),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("gz", [False, True])
@@ -196,15 +140,12 @@ def test_other_texts_get_an_answer_of_their_own(gz: bool, tmp_path: Path) -> Non
     import gzip
 
     wrong = []
-    for name, text, code, word, hosts, exit_code in OTHERS:
+    for name, text, code, word, hosts, exit_code in rows("other_texts"):
         path = tmp_path / "text"
         path.write_bytes(gzip.compress(text.encode()) if gz else text.encode())
         verdict: Evidence = evidence.read_file(path)
         first = verdict.problems[0]
-        if (first.code, first.hosts, evidence.exit_code(verdict)) != (
-            code,
-            hosts,
-            exit_code,
-        ) or word not in first.message:
+        got = (first.code, list(first.hosts), evidence.exit_code(verdict))
+        if got != (code, hosts, exit_code) or word not in first.message:
             wrong.append((name, first, evidence.exit_code(verdict)))
     assert wrong == []

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 
+from evidence_rows import dressed, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
@@ -61,47 +63,15 @@ def pretty(message: str | list[int]) -> str:
 
 
 DRESSES: dict[str, Callable[[int, str], str]] = {
-    "grep -n": lambda n, line: f"{n + 1}:{line}",
-    "grep -H": lambda n, line: f"logs/{file(n)}.log:{line}",
-    "grep -Hn": lambda n, line: f"{file(n)}:{n + 1}:{line}",
-    "grep -C -n": lambda n, line: f"{n + 1}{mark(n)}{line}",
-    "grep -C -H": lambda n, line: f"logs/{file(n)}.log{mark(n)}{line}",
-    "grep -C -H, no ending": lambda n, line: f"/tmp/{file(n)}{mark(n)}{line}",
-    "grep -C -Hn": lambda n, line: f"logs/{file(n)}.log{mark(n)}{n + 1}{mark(n)}{line}",
-    "grep -C -Hn, no ending": lambda n, line: f"{file(n)}{mark(n)}{n + 1}{mark(n)}{line}",
-    "grep -C -Hn, of Slurm": lambda n, line: f"slurm-4711.out{mark(n)}{n + 1}{mark(n)}{line}",
-    "grep -C, of other lines": lambda n, line: f"{file(n)}.log-{line}",
-    "grep -A1 with separators": lambda n, line: (
-        f"{n + 1}{':' if n % 2 else '-'}{line}" + ("\n--" if n % 2 == 0 else "")
-    ),
-    "grep in colours": lambda n, line: f"\x1b[35m\x1b[Ka.log\x1b[m\x1b[K\x1b[36m\x1b[K{mark(n)}\x1b[m\x1b[K{line}",
-    "cat -n": lambda n, line: f"{n + 1:6}\t{line}",
-    "kubectl logs --prefix": lambda n, line: f"[pod/trainer-{n // PER_HOST}-x7xk2/main] {line}",
-    "kubectl logs --prefix --timestamps": lambda n, line: f"[pod/t-{n % 3}/main] 2026-01-02T03:04:05.123456789Z {line}",
-    "stern": lambda n, line: f"trainer-{n // PER_HOST} main {line}",
-    "stern in colours": lambda n, line: f"\x1b[36mtrainer-{n % 3}\x1b[0m \u203a \x1b[36mmain\x1b[0m {line}",
-    "docker compose logs": lambda n, line: f"worker-{n // PER_HOST}-1  | {line}",
-    "journalctl": lambda n, line: f"Nov 21 07:57:16 {HOSTS[n // PER_HOST]} python[1234]: {line}",
-    "journalctl -o short-iso": lambda n, line: f"2026-11-21T07:57:16+0000 gpu-{n} train.sh[1234]: {line}",
-    "journalctl -o json": lambda _, line: json.dumps({"MESSAGE": line, "_HOSTNAME": "gpu-a", "_PID": "1"}),
+    **{name: lambda n, line, form=form: dressed(form, n, line, host=HOSTS[n // PER_HOST], file=file(n), mark=mark(n),
+                                                node=n // PER_HOST) for name, form in rows("dresses")},
+    "grep -A1 with separators": lambda n, line: f"{n + 1}{':' if n % 2 else '-'}{line}" + "\n--" * (n % 2 == 0),
     "journalctl -o json, bytes": lambda _, line: json.dumps({"_PID": "1", "MESSAGE": list(f"{line}\r".encode())}),
     "journalctl -o json, bytes, old": lambda _, line: f'{{ "MESSAGE" : {list(f"{chr(27)}[36m{line}".encode())} }}',
     "journalctl -o json-pretty": lambda _, line: pretty(line),
     "journalctl -o json-pretty, bytes": lambda _, line: pretty([*f"{line}\r".encode()]),
-    "srun --label": lambda n, line: f"{n % 16}: {line}",
-    "mpirun --tag-output": lambda n, line: f"[1,{n % 16}]<stdout>:{line}",
-    "mpirun --timestamp-output": lambda n, line: f"Sat Nov 21 07:57:16 2026[1,{n % 16}]<stdout>:{line}",
-    "prterun": lambda n, line: f"[prterun-gpu-a-12@1,{n % 16}]<stdout>: {line}",
-    "mpiexec -l": lambda n, line: f"[{n % 16}] {line}",
-    "torchrun": lambda n, line: f"[rank{n % 16}]: {line}",
-    "torchrun --tee": lambda n, line: f"[default{n % 16}]:{line}",
-    "pdsh": lambda n, line: f"{HOSTS[n // PER_HOST]}: {line}",
-    "CRI": lambda _, line: f"2026-01-02T03:04:05.123456789+01:00 stdout F {line}",
     "CRI, torn": lambda n, line: "\n".join(torn(line, 7 * n % len(line), 11 * n % len(line))),
-    "docker": lambda _, line: json.dumps({"log": line + "\n", "stream": "stdout"}).replace(">", "\\u003e"),
-    "Loki, lines": lambda _, line: json.dumps({"labels": {"pod": "t"}, "line": line, "timestamp": "2026"}),
-    "Loki, values": lambda _, line: json.dumps({"values": [["1700000000000000000", line]]}),
-}
+}  # fmt: skip
 
 
 def facts(verdict: Evidence) -> tuple[object, ...]:
@@ -116,18 +86,18 @@ def facts(verdict: Evidence) -> tuple[object, ...]:
 def test_the_same_channels_and_hosts(dress: str, order: int) -> None:
     """Whatever stands before the lines, and whether the first is one the search was for."""
     numbered = list(enumerate(LOG))[::order]
-    dressed = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
-    bare = facts(evidence.read([line + "\n" for _, line in numbered]))
+    worn = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
+    bare = facts(read([line + "\n" for _, line in numbered]))
     assert bare[5] == len(HOSTS)
-    assert facts(evidence.read(dressed)) == bare
+    assert facts(read(worn)) == bare
 
 
 def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:
     """Pods are numbered as a search numbers lines: without a line that matched they are hosts."""
     pods = [f"train-workers-{job}-{pod}" for job in range(4) for pod in range(4)]
-    assert evidence.read([line for pod in pods for line in lines_of(pod)]).hosts == 16
+    assert read([line for pod in pods for line in lines_of(pod)]).hosts == 16
     found = [f"{n}{mark(n)}{line}" for n, line in enumerate(line for pod in pods for line in lines_of(pod))]
-    assert evidence.read(found).hosts == 16
+    assert read(found).hosts == 16
 
 
 @each_row("size", [64, 8192])
@@ -138,7 +108,7 @@ def test_a_runtime_that_cuts_wherever_its_buffer_ends(size: int) -> None:
     for start in range(0, len(text), size):
         for part in text[start : start + size].splitlines(keepends=True):
             rows.append(f"{CRI} stdout {'F' if part.endswith(chr(10)) else 'P'} {part.rstrip(chr(10))}\n")
-    assert facts(evidence.read(rows)) == facts(evidence.read(text.splitlines(keepends=True)))
+    assert facts(read(rows)) == facts(read(text.splitlines(keepends=True)))
 
 
 def test_what_an_entry_without_its_end_holds_is_read() -> None:
@@ -146,8 +116,8 @@ def test_what_an_entry_without_its_end_holds_is_read() -> None:
     channel = "gpu-a:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1"
     rows = [f"{CRI} stdout P {part}\n" for part in (channel[:40], channel[40:])]
     cut = evidence.read_file(io.BytesIO(channel.encode()))
-    assert facts(evidence.read(rows)) == facts(cut) != facts(evidence.read([channel, "the next line"]))
-    assert evidence.read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
+    assert facts(read(rows)) == facts(cut) != facts(read([channel, "the next line"]))
+    assert read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
 
 
 def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
@@ -164,13 +134,13 @@ def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
             assert b"\n" not in entries.whole(row.encode())
             held = max(held, sum(map(len, entries.held.values())))
         assert held <= MAX_LINE_BYTES
-        assert evidence.read(f"{row}\n" for row in rows).send.gdrdma == 3
+        assert read(f"{row}\n" for row in rows).send.gdrdma == 3
 
 
 def test_proof_stands_in_the_line_that_completes_it() -> None:
     """Lines are counted as they stand in the file."""
     rows = [f"{row}\n" for line in lines_of("gpu-a") for row in torn(line, 30)]
-    numbers = {proof.line for proof in evidence.read(rows).proof}
+    numbers = {proof.line for proof in read(rows).proof}
     assert numbers
     assert all("stdout F" in rows[number - 1] for number in numbers)
 
@@ -192,4 +162,4 @@ def test_an_array_over_lines_goes_on_in_the_next_block() -> None:
 def test_an_array_that_is_no_text_changes_nothing() -> None:
     """Numbers beyond a byte, nothing at all, and words: read as they stand."""
     for value in ("[300, 1]", "[]", "[1,,2]", '["NCCL", 1]', "null"):
-        assert evidence.read([f'{{"MESSAGE": {value}}}\n', *LOG]).hosts == len(HOSTS)
+        assert read([f'{{"MESSAGE": {value}}}\n', *LOG]).hosts == len(HOSTS)
