@@ -19,7 +19,7 @@ from probes.gpu.bus import PCI, check_bus
 from probes.gpu.compare import compare
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES, TEXTS, WORDS, finding, named_xids, subject_of, unjudged
-from probes.gpu.read import THROTTLE_REASONS, read, row_of
+from probes.gpu.read import read, row_of, throttle_names
 from probes.host.nvml import nvml_bus_id
 from probes.texts import codes_of, read_metrics
 
@@ -155,7 +155,7 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
                 yield Sample(metric=name, value=float(value), labels=labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
         yield from _links(gpu, labels)
-        for reason in THROTTLE_REASONS.values() if gpu.throttle_reasons is not None else ():
+        for reason in throttle_names() if gpu.throttle_reasons is not None else ():
             active = reason in (gpu.throttle_reasons or ())
             yield Sample(metric="gpu_throttling", value=float(active), labels=(*labels, reason))
     for pair in facts.pairs:
