@@ -43,8 +43,8 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
 from topology.cluster import join
-from topology.formats.matrix import columns
 from topology.graph import CLASSES, NodeTopology, level, nvlinks
+from topology.render import columns
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord

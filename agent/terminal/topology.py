@@ -12,14 +12,14 @@ from agent.base import units
 from agent.base.tables import headline, pairs, point, some, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
-from topology.formats.matrix import columns, render
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
 from topology.reference import departures
+from topology.render import columns, render_matrix
 
 
 def matrix(out: Console, node: NodeTopology) -> None:
     """The link matrix: as `nvidia-smi topo -m` prints it for a pipe or a wide terminal, else in blocks that fit."""
-    whole = render(node)
+    whole = render_matrix(node)
     widest = max(len(line.expandtabs()) for line in whole.splitlines()[: len(node.devices) + 1])
     if not out.is_terminal or widest <= out.width:
         out.print(whole, markup=False, overflow="ignore", no_wrap=True, crop=False)
