@@ -12,7 +12,7 @@ import click
 
 from agent.base import inputs, units
 from agent.base.hosts import snapshots
-from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
+from agent.base.options import refuse_two_sources, with_options
 from agent.base.output import emit, say, waiting, write_result
 
 if TYPE_CHECKING:
@@ -22,54 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@host_option
-@root_option
-@machine_option
-@click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
-@click.option("--network", default=None, metavar="100G", help="What joins the nodes: bits per second of each.")
-@click.option("--rdma", "transport", flag_value="rdma", default=None, help="--network is RDMA.")
-@click.option("--tcp", "transport", flag_value="tcp", default=None, help="--network is TCP.")
-@click.option("--model", default=None, help="Known model name, or a Hugging Face config.json.")
-@click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
-@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
-@click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
-@click.option("--engine", default="topoflight", show_default=True, help="What must be able to run the layout.")
-@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8 or mxfp8.")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, sgd, adafactor.")
-@click.option("--packing", is_flag=True, help="Rows are packed to the sequence length.")
-@lengths_option
-@click.option("--dataset", default=None, metavar="FILE|OWNER/NAME[:PART]",
-              help="Count its rows and measure them with the model's tokenizer.")  # fmt: skip
-@click.option("--tokenizer", default=None, metavar="FOLDER|OWNER/NAME", help="Default: the model's.")
-@rows_option
-@click.option("--epochs", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run.")
-@click.option("--price", default=None, metavar="NUMBER|FILE",
-              help="Of a node-hour, or a YAML file of such prices by machine: forecasts the run's cost.")  # fmt: skip
-@click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 4096))
-@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run: forecasts its length.")
-@click.option("--tokens", default=None, type=click.IntRange(1), help="Of the whole run, in place of --steps.")
-@click.option(
-    "--hours", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run: steps that fit."
-)
-@click.option("--ranks-per-node", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU.")
-@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.27.7.")
-@click.option("--bench", "bench_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Result of `topoflight bench -o json`: measured bandwidths.")  # fmt: skip
-@click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Result of `topoflight calibrate`.")  # fmt: skip
-@click.option("--measured-step", nargs=2, type=(str, click.FloatRange(0, 1e6, min_open=True)), default=None,
-              metavar="LAYOUT SECONDS",
-              help="What a step of this job took, its layout as in --compare: forecasts go by it.")  # fmt: skip
-@click.option("-o", "--output", "form", default="table", show_default=True,
-              help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
-@click.option("--sweep", default=None, metavar="nodes=1,2,4",
-              help="Compare the best layouts for each number of nodes, each of --machine A,B,... (or those of the "
-              "--price file) and each --network A,B: time, money, and which nothing beats in both.")  # fmt: skip
-@click.option("--plot", type=inputs.OUTPUT_FILE, help="With --sweep: write an SVG here.")
-@click.option("--explain", is_flag=True, help="Reasons, other layouts, what was turned down, and the forecast's parts.")
-@click.option("--compare", nargs=2, default=None, metavar="A B",
-              help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
-@click.option("--list-exports", is_flag=True, help="Name the export formats and stop.")
+@with_options("recommend")
 def recommend(**options: object) -> None:
     """Advise the NCCL environment and the parallel layout, each with its reason.
 

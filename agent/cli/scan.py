@@ -7,20 +7,12 @@ from pathlib import Path
 import click
 
 from agent.base.hosts import snapshots
-from agent.base.inputs import OUTPUT_FILE
-from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.options import with_options
 from agent.base.output import console, emit, say, waiting, write_result
 
 
 @click.command()
-@host_option
-@root_option
-@format_option
-@click.option(
-    "--timeout", default=30.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds for each probe."
-)
-@click.option("--all", "everything", is_flag=True, help="With -v: list passed checks too.")
-@verbose_option
+@with_options("scan")
 @click.argument("name", required=False)
 def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
@@ -44,9 +36,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 
 
 @click.command()
-@click.option("--serve", "page", is_flag=True, help="Serve its page too, on this host only.")
-@click.option("--port", default=9402, show_default=True, type=click.IntRange(0, 65535), help="With --serve.")
-@verbose_option
+@with_options("demo")
 @click.pass_context
 def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     """Show what a sick node of eight GPUs looks like. The machine is built: no real node, and nothing is measured."""
@@ -67,8 +57,7 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
 
 
 @click.command()
-@root_option
-@click.option("-f", "--file", "target", type=OUTPUT_FILE, help="Write here, not stdout.")
+@with_options("capture")
 def capture(root: str, target: Path | None) -> None:
     """Record every answer this host gives to the probes.
 

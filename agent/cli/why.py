@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
-from agent.base.options import format_option, host_option, machine_option
+from agent.base.options import with_options
 from agent.base.output import emit
 from agent.base.tables import indented
 
@@ -27,29 +27,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.command()
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
-@click.option("--run", "run", type=FOLDER, help="A run's folder: its record, steps, and what its ranks write.")
-@click.option(
-    "--ras", multiple=True, metavar="HOST:PORT|FILE", help="NCCL's RAS, or its answer; twice: do counts move?"
-)
-@click.option("--flight-recorder", "recorder", type=FOLDER, help="PyTorch's dumps of every rank.")
-@click.option("--diag", "diagnostics", multiple=True, metavar="FILE", help="Output of NCCL_RUN_DIAGNOSTICS=1.")
-@click.option("--manifest", type=FILE, help="The job's manifest or script: its NCCL environment is judged.")
-@host_option
-@machine_option
-@click.option("--nodes", default=None, metavar="NUMBER|NAME,...|LABELS",
-              help="How many such nodes; or which, by name or label: what their agents publish.")  # fmt: skip
-@click.option("--network", default=None, metavar="10G", help="What carries the sockets of the log: bits per second.")
-@click.option("--model", default=None, help="Of the price: known model name, or a Hugging Face config.json.")
-@click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
-@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
-@click.option("--lengths", default=None, metavar="TOKENS:ROWS,...", help="How long the rows are.")
-@click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
-@click.option("--layout", default="", metavar="NAME=VALUE,...", help="That ran: dp_shard=4,micro_batch=32.")
-@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run.")
-@click.option("--epochs", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run.")
-@click.option("--price", default=None, metavar="NUMBER|FILE", help="Of a node-hour.")
-@click.option("--watch", is_flag=True, help="Beside a run (--run): go on, and tell each new verdict.")
-@format_option
+@with_options("why")
 def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, watch: bool, form: str, **options: Any,

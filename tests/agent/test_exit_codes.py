@@ -10,12 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.cli.main import VERBS, expand_hosts
+from agent.cli.main import VERBS, cli, expand_hosts
+from agent.cli.networks import DEFAULT_NETWORKS
+from planner.kubernetes.job import DEVICE_CLASSES, RESTARTS
+from planner.lint.sources import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 SICK, SOUND = str(path_of("sick-h100-dead-hca")), str(path_of())
@@ -184,6 +188,23 @@ def test_a_misspelt_verb_is_answered_with_the_close_one() -> None:
     """By letters; one that is close to none gets the list."""
     assert "did you mean scan" in topoflight("scn").stderr
     assert "recommend" in topoflight("zzzzzz").stderr
+
+
+@each_row(
+    ("verb", "option", "said"),
+    [
+        ("launch", "restarts", str(RESTARTS)),
+        ("launch", "dra", f"gpu={DEVICE_CLASSES[0]} and nic={DEVICE_CLASSES[1]}"),
+        ("compare-networks", "networks", " and ".join(DEFAULT_NETWORKS)),
+        ("lint-env", "kind", f"auto|{'|'.join(KINDS)}"),
+    ],
+)
+def test_options_say_what_the_code_does(verb: str, option: str, said: str) -> None:
+    """Defaults and choices that the tables of options repeat are those of the code."""
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    (one,) = [each for each in command.params if each.name == option]
+    assert said in " ".join(one.get_help_record(click.Context(command)) or ())
 
 
 def test_a_wildcard_after_host_means_every_file(tmp_path: Path) -> None:

@@ -209,16 +209,20 @@ def test_nothing_makes_load_from_afar(http: TestClient) -> None:
 
 
 @each_row(
-    ("path", "most"),
-    [("/preflight", MOST_BODY_BYTES), ("/flights", runs.MOST_POSTED_BYTES), ("/why", why.MOST_POSTED_BYTES)],
+    ("path", "most", "judged"),
+    [
+        ("/preflight", MOST_BODY_BYTES, b'{"skip": ["no.such"]}'),
+        ("/flights", runs.MOST_POSTED_BYTES, b"{}"),
+        ("/why", why.MOST_POSTED_BYTES, b'{"log": []}'),
+    ],
 )
-def test_bodies_and_the_rate_of_posts_are_bounded(path: str, most: int, tmp_path: Path) -> None:
+def test_bodies_and_the_rate_of_posts_are_bounded(path: str, most: int, judged: bytes, tmp_path: Path) -> None:
     """413, whatever length is announced; 429 with Retry-After, of a dozen and one more each five seconds."""
     http = agent(tokens=tokens(tmp_path))
     body = b" " * (most + 1)
     for content in (body, iter([body[:1000], body])):
         assert http.post(path, headers=bearer(), content=content).status_code == 413
-    answers = [http.post(path, headers=bearer(), content=b"[]")]
+    answers = [http.post(path, headers=bearer(), content=judged)]
     while answers[-1].status_code != 429 and len(answers) < 200:
-        answers.append(http.post(path, headers=bearer(), content=b"[]"))
+        answers.append(http.post(path, headers=bearer(), content=judged))
     assert len(answers) > 8 and answers[-1].status_code == 429 and answers[-1].headers["retry-after"]

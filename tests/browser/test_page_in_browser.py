@@ -20,6 +20,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
+from rigs.logs import read
 from rigs.recorded import NAMES, path_of, snapshot, view
 from rigs.tables import each_row
 
@@ -32,7 +33,6 @@ from agent.jobs.report import Report
 from agent.pages import render as pages
 from agent.pages.render import report_page
 from collectives.bench.results import result_from_json, result_to_json
-from collectives.nccl_log import evidence
 from topology.formats.text import parse
 from topology.graph import NodeTopology
 
@@ -351,7 +351,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
     The run names its own hosts, as a job of two pods does; the page of the node shows it all the same.
     """
     result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
-    result = replace(result, evidence=evidence.read(NCCL_LOG))
+    result = replace(result, evidence=read(NCCL_LOG))
     (tmp_path / "bench.json").write_text(json.dumps(result_to_json(result)))
     address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     with chromium.tab(height=SCREEN) as tab:

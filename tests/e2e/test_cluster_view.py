@@ -48,8 +48,8 @@ from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
-from topology.formats.matrix import columns
-from topology.formats.matrix import render as matrix
+from topology.render import columns
+from topology.render import render_matrix as matrix
 
 NODES = path_of(API_VERSION, PLURAL)
 
