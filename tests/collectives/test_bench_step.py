@@ -7,14 +7,7 @@ from rigs.tables import each_row
 from collectives.bench.measure import _fitting
 from collectives.bench.plan import StepShape, groups, parts, step_plan
 
-SHAPE = StepShape(
-    dp_shard=2,
-    tp=2,
-    layers=3,
-    fsdp_layer_bytes=200_000,
-    tp_activation_bytes=40_000,
-    micro_batches=2,
-)
+SHAPE = StepShape(dp_shard=2, tp=2, layers=3, fsdp_layer_bytes=200_000, tp_activation_bytes=40_000, micro_batches=2)
 
 
 def test_ranks_of_the_innermost_axis_lie_beside_each_other():
