@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
+from agent.base.tables import headline, pairs, point, some, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
@@ -88,8 +88,7 @@ def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> Non
     )
     what = topology.sku or ("no machine of the reference table" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
-    mark = f"[{COLOURS[word]}]{GLYPHS[word]}[/{COLOURS[word]}]"
-    out.print(f"{mark} {escape(f'{topology.hostname}: {what}; {counted}')}. [bold]→ {todo}[/bold]")
+    headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
     pairs(out, links(topology))
     for departure in departures(topology):
         point(out, "[yellow]![/yellow]", escape(f"departs from it: {departure}"))
