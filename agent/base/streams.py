@@ -19,7 +19,6 @@ _ASCII = {
     "✓": "+", "✗": "x", "→": "->", "←": "<-", "·": "-", "…": "...", "±": "+-", "µ": "u", "─": "-", "━": "-", "│": "|",
     "█": "#", "–": "-", "—": "-", "×": "x", "≥": ">=", "≤": "<=", "“": '"', "”": '"', "’": "'",
 }  # fmt: skip
-_closed = False
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -61,17 +60,10 @@ def printable_in(text: str, encoding: str | None) -> str:
 
 def discard_output() -> None:
     """Send standard output to nowhere: its reader has left, and the verb goes on to its verdict and its files."""
-    global _closed
-    _closed = True
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def is_closed() -> bool:
-    """Whether the reader of standard output has left."""
-    return _closed
 
 
 def flush() -> None:

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from contracts.finding import Finding, Status, by_loss
-from probes.api import Probe, Sample
+from probes.api import Sample
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
-from probes.texts import codes_of, finding, read_metrics, read_texts
+from probes.texts import finding, probe_of, read_texts
 
 NET = "/sys/class/net"
 TEXTS = read_texts(__file__)
@@ -247,13 +247,4 @@ def samples(facts: InterfacesFacts) -> Iterator[Sample]:
         yield Sample(metric="interfaces_nccl_choice_info", value=1, labels=(facts.nccl_choice,))
 
 
-PROBE = Probe(
-    name="interfaces",
-    facts=InterfacesFacts,
-    read=read,
-    check=check,
-    samples=samples,
-    unjudged=unjudged,
-    codes=codes_of(TEXTS),
-    metrics=read_metrics(__file__),
-)
+PROBE = probe_of(__file__, InterfacesFacts, read, check, samples=samples, unjudged=unjudged)

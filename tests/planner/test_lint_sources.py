@@ -22,49 +22,7 @@ from planner.lint.sources import (
     read_environment,
 )
 
-JOB = """
-apiVersion: kubeflow.org/v1
-kind: PyTorchJob
-metadata: {name: sft-roce}
-spec:
-  pytorchReplicaSpecs:
-    Master:
-      template: &template
-        spec:
-          containers:
-            - name: pytorch
-              env:
-                - {name: NCCL_SOCKET_IFNAME, value: "net1"}
-                - {name: NCCL_IB_HBA, value: "mlx5_1"}
-                - {name: NCCL_DEBUG, valueFrom: {configMapKeyRef: {name: x, key: y}}}
-                - {name: HF_TOKEN, value: "secret"}
-    Worker:
-      template: *template
-"""
-TRAINJOB = """
-apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata: {name: sft}
-spec:
-  trainer:
-    numNodes: 2
-    env:
-      - {name: PET_NNODES, value: "2"}
-"""
-MPIJOB = """
-kind: MPIJob
-metadata: {name: nccl-tests}
-spec:
-  mpiReplicaSpecs:
-    Launcher:
-      template:
-        spec:
-          containers:
-            - name: launcher
-              command: [mpirun, -x, NCCL_DEBUG=INFO, -x, 'NCCL_ALGO="Ring"', all_reduce_perf]
-            - name: other
-              args: ["export NCCL_IB_HCA=mlx5_0; NCCL_PROTO=Simple ./run"]
-"""
+JOB, TRAINJOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
 
 
 def one(text: str, kind: str | None = None) -> NamedEnvironment:

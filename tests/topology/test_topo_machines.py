@@ -16,10 +16,10 @@ from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
 from topology.build import build
 from topology.check import CODES, check
-from topology.formats.matrix import render as matrix
 from topology.formats.text import parse
 from topology.graph import PathClass
 from topology.render import json_document
+from topology.render import render_matrix as matrix
 from topology.svg import svg
 
 FLAT = "azure-nd-a100-flat-vm"
