@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
+from agent.base.streams import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.units import count
 from agent.cluster.client import ApiError, Client, path_of
 from agent.jobs.cluster_job import job_state
