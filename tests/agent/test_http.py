@@ -19,11 +19,9 @@ from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.base.version import VERSION
-from agent.checks.view import look
 from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State
-from agent.metrics.families import Rendered
 
 
 def scanning(look: Callable[[], Any], every: float = 3600) -> TestClient:
@@ -181,19 +179,6 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
     done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=250, check=True,
                           env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
     assert done.stdout.split() == ["[]"]
-
-
-def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
-    """Scrapes of one view share the bytes; a new view gets new ones; formats do not mix."""
-    rendered = Rendered()
-    first, second = (look((snapshot(),)) for _ in range(2))
-    text = rendered(first, "")[0]
-    assert rendered(first, "")[0] is text
-    openmetrics, content_type = rendered(first, "application/openmetrics-text; version=1.0.0")
-    assert openmetrics.endswith(b"# EOF\n")
-    assert "openmetrics" in content_type
-    assert rendered(first, "")[0] is text
-    assert rendered(second, "")[0] is not text
 
 
 @each_row(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,7 +11,7 @@ from junitparser import JUnitXml
 
 from agent.base.documents import write_atomic
 from agent.checks.verdict import judge
-from agent.jobs.report import Report, junit, write_folder
+from agent.jobs.report import Report, junit
 from agent.pages import render as pages
 from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot
@@ -61,16 +60,6 @@ def test_hostile_text_stays_text() -> None:
     assert "&lt;script&gt;" in html
     for word in ("http://", "https://", "src=", "@import", "url("):
         assert word not in html.replace("data:,", ""), "one file, which fetches nothing"
-
-
-def test_every_file_is_written_and_the_json_reads_back(tmp_path: Path) -> None:
-    """report.json, report.html, junit.xml."""
-    whole = report(*CHECKS)
-    paths = write_folder(whole, tmp_path / "new", pages.report_page(whole))
-    assert {p.name for p in paths} == {"report.json", "report.html", "junit.xml"}
-    document = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert document["verdict"]["exit_code"] == 3
-    assert document["schema_version"] == 1
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:

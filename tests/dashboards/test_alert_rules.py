@@ -145,17 +145,3 @@ def test_promtool_sees_each_alert_fire_and_stay_quiet(programs: dict[str, str]) 
     assert {case["name"] for case in cases} == {f"{a.name} {does}" for a in ALERTS for does in ("fires", "is quiet")}
     done = subprocess.run([programs["promtool"], "test", "rules", str(path)], capture_output=True, text=True)
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.prometheus
-def test_promtool_notices_a_broken_rule(programs: dict[str, str], tmp_path: Path) -> None:
-    """The unit tests can fail: with a threshold turned round, promtool names the alert."""
-    text = RULES.read_text().replace("> 600", "> 60000")
-    (tmp_path / "rules.yaml").write_text(text)
-    whole = yaml.safe_load((ROOT / "dashboards" / "rules_test.yaml").read_text())
-    whole["tests"] = [case for case in whole["tests"] if case["name"].startswith("TopoflightFactTooOld")]
-    (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump(whole))
-    done = subprocess.run(
-        [programs["promtool"], "test", "rules", str(tmp_path / "rules_test.yaml")], capture_output=True, text=True
-    )
-    assert done.returncode != 0 and "TopoflightFactTooOld" in done.stdout + done.stderr
