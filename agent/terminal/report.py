@@ -9,7 +9,7 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import NodeRecord
-    from agent.jobs.report import Report
+    from agent.jobs.preflight import Report
 from agent.terminal import brief
 from agent.terminal.advice import recommendation
 from agent.terminal.findings import findings, verdict

@@ -23,7 +23,7 @@ from rigs.tables import each_row
 from agent.base import result_store as keep
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.runs import MOST_POSTED_BYTES, MOST_VALUES, Record
+from agent.http.posted import MOST_RECORD_BYTES, MOST_VALUES, Record
 from agent.http.server import create
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
@@ -173,7 +173,7 @@ def test_the_largest_record_of_a_job_is_taken_and_a_larger_body_is_not(http: Tes
     """As many steps as the recorder keeps; the bound holds whatever length is announced."""
     whole = {**RECORD, "step_seconds": [1234.567891] * MAX_STEPS}
     assert http.post("/flights", headers=HEADERS, json=whole).status_code == 201
-    body = b" " * (MOST_POSTED_BYTES + 1)
+    body = b" " * (MOST_RECORD_BYTES + 1)
     assert http.post("/flights", headers=HEADERS, content=body).status_code == 413
     assert http.post("/flights", headers=HEADERS, content=iter([body[:1000], body])).status_code == 413
 

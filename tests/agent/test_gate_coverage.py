@@ -153,7 +153,7 @@ def test_junit_of_an_unmeasured_gpu_is_errors_not_skips() -> None:
 
 
 def junit_of(view: View) -> str:
-    from agent.jobs.report import Report, junit
+    from agent.jobs.preflight import Report, junit
 
     return junit(Report(started_at_seconds=0.0, seconds=0.0, topoflight_version="", snapshots=view.snapshots,
                         topologies=view.topologies, checks=view.checks, verdict=view.verdict))  # fmt: skip

@@ -7,8 +7,7 @@ import pytest
 from agent.advice.advise import answer
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
-from agent.jobs.launch import job_plan
-from agent.jobs.transport import gdrdma
+from agent.jobs.launch import gdrdma, job_plan
 from contracts.job_plan import dumps, read
 from finetune import channels
 from topology.build import build

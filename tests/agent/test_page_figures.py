@@ -15,7 +15,7 @@ from rigs.tables import each_row
 
 from agent.checks.view import View, look
 from agent.http.questions import question
-from agent.jobs.report import Report
+from agent.jobs.preflight import Report
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages

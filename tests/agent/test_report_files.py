@@ -12,7 +12,7 @@ from junitparser import JUnitXml
 
 from agent.base.documents import write_atomic
 from agent.checks.verdict import judge
-from agent.jobs.report import Report, junit, write_folder
+from agent.jobs.preflight import Report, junit, write_folder
 from agent.pages import render as pages
 from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot

@@ -25,9 +25,9 @@ from api_server import ApiServer, configuration
 
 from agent.cluster.client import Client
 from agent.http.access import Tokens, grant
-from agent.http.problem import ProblemError
 from agent.http.server import MOST_BODY_BYTES, create
 from agent.http.state import State
+from agent.http.worker import ProblemError
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -84,9 +84,10 @@ def test_a_token_file_opens_the_gate(token_file: Path) -> None:
 def test_a_token_added_to_the_file_is_in_at_once(token_file: Path) -> None:
     """The file is read for each token that is not remembered; one taken out is out within seconds."""
     tokens = Tokens(token_file=token_file)
-    assert tokens.check(f"Bearer {TOKEN}", path="/preflight", verb="post") == "token-file"
-    token_file.write_text("z" * 20 + "\n")
-    assert tokens.check(f"Bearer {'z' * 20}", path="/preflight", verb="post") == "token-file"
+    for token in (TOKEN, "z" * 20):
+        token_file.write_text(f"{token}\n")
+        judged = tokens.judge(asking("10.0.0.1", token), path="/preflight", verb="post")
+        assert asyncio.run(judged) == "token-file"
 
 
 @pytest.mark.parametrize(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])

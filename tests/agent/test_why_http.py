@@ -14,9 +14,9 @@ from starlette.testclient import TestClient
 sys.path.insert(0, str(Path(__file__).parent))
 
 from agent.http.access import Tokens
+from agent.http.posted import MOST_SOURCES_BYTES
 from agent.http.server import create
 from agent.http.state import State
-from agent.http.why import MOST_POSTED_BYTES
 from contracts import run_record
 from contracts.rank_state import RankState, dumps
 from contracts.run_record import RunRecord
@@ -119,7 +119,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, body: Any, words: str) -> None:
 
 def test_bodies_and_posts_are_bounded(tmp_path: Path) -> None:
     http = agent(tmp_path)
-    assert http.post("/why", content=b"x" * (MOST_POSTED_BYTES + 1), headers=HEADERS).status_code == 413
+    assert http.post("/why", content=b"x" * (MOST_SOURCES_BYTES + 1), headers=HEADERS).status_code == 413
     deep = b'{"traces": {"0": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
     assert http.post("/why", content=deep, headers=HEADERS).status_code == 400
     assert 429 in {http.post("/why", json={}, headers=HEADERS).status_code for _ in range(14)}

@@ -203,7 +203,7 @@ def test_a_field_that_the_definition_lacks_is_refused(client: Client, node: str)
 def test_an_old_resource_version_conflicts(client: Client, node: str) -> None:
     """A write that was decided on an older object is refused."""
     path = path_of(API_VERSION, PLURAL, node)
-    made = client.apply(path, to_resource(record_of(H100, node))[0])
+    _, made = client.apply(path, to_resource(record_of(H100, node))[0])
     old = made["metadata"]["resourceVersion"]
     merge(client, path, {"metadata": {"labels": {"a": "b"}}})
     with pytest.raises(ApiError) as caught:

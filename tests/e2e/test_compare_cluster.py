@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from e2e_client import MACHINES
 
 from agent.cli.networks import compare_networks
-from agent.jobs import cluster_networks
+from agent.jobs import networks
 from contracts import run_record
 from contracts.interval import Interval
 from contracts.job_plan import JobPlan, RunForecast
@@ -174,5 +174,5 @@ def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Cluster, tmp_path:
 
 def test_a_rate_is_written_as_recommend_takes_it() -> None:
     """Fractions and megabits too."""
-    wide, narrow = cluster_networks.parse(["eth0,8.4G", "net1=training/macvlan,800M"])
+    wide, narrow = networks.parse(["eth0,8.4G", "net1=training/macvlan,800M"])
     assert (wide.rate, narrow.rate) == ("8.4G", "800M")

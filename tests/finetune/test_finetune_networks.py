@@ -70,7 +70,7 @@ def forecast(timed, bytes_per_second):
 def forked():
     """The process that forks ranks into hosts: torch and transformers are imported once, not by each rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "agent.jobs.forked", "finetune.train"]
+    words = [sys.executable, "-m", "agent.jobs.namespaces", "finetune.train"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
         yield server
         server.stdin.close()
