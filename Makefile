@@ -13,13 +13,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # tests start the command and ranks thousands of times: compiled once (some images switch that off)
 unexport PYTHONDONTWRITEBYTECODE
 
-# What boots guests, builds images or measures this host runs by itself. Ranks, hosts as namespaces, browsers and
-# Prometheus servers wait for each other for half of their time: three files of them at once on two cores, each file's
-# ranks and servers started once.
-ALONE := alone or rdma or kube or containers or gpu
-SHARED := ranks or netns or browser or prometheus or long
+# What measures this host or holds its one benchmark lock runs by itself. Ranks, hosts as namespaces, guests, containers,
+# browsers and Prometheus servers wait for half of their time: three files of them at once on two cores, each file's
+# ranks, servers and recorded machines made once; those that take longest begin first (tests/conftest.py).
+ALONE := alone or kube or gpu
+SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
-SPREAD := -n 3 --dist loadfile
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-all test-fast test-real test-rest test-two test-alone test-nightly lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
@@ -28,7 +28,8 @@ run: $(RUNS)
 	$(BIN)/topoflight preflight --fly
 	$(BIN)/topoflight compare-networks --if-possible
 
-# what one runs: everything that starts no ranks, namespaces, guests or browsers, and one test that does of each
+# what one runs: everything that starts no ranks, namespaces, guests or browsers nor imports torch, and one test of each
+# that does
 test: lint test-fast test-real
 
 test-all: test test-rest
@@ -43,7 +44,7 @@ lint: $(READY)
 test-fast test-real test-two test-alone test-nightly: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q -n 3 -m "not ($(HEAVY) or nightly)"
+	$(PYTEST) -q $(SPREAD) -m "not ($(HEAVY) or nightly)"
 
 test-real: $(READY)
 	$(PYTEST) -q $(SPREAD) -m "real and not nightly"
@@ -79,7 +80,7 @@ golden-documents: $(READY)
 e2e: $(READY)
 	$(BIN)/pytest -q -rs tests/e2e tests/agent/test_deploy_manifests.py
 
-# every fault for real, some of them hundreds of times (most of an hour, root); writes docs/measurements/drills.md
+# every fault for real, some of them many times (most of an hour, root; docs/measurements/drills.md)
 drills: $(READY)
 	TOPOFLIGHT_DRILLS=long $(BIN)/pytest -q tests/drills
 

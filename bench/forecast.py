@@ -31,10 +31,9 @@ from widths import LEAST_ROWS, Sample, inside, learn, write
 
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from hardware.gpus import Gpu
-from planner.explain import SIGMA_MEMORY, interval, sigma_of_links
+from planner.explain import FILE as INTERVALS
+from planner.explain import SIGMA_MEMORY, Widths, interval, key_of, kinds_of, sigma_of_links, widths
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
-from planner.forecast.intervals import FILE as INTERVALS
-from planner.forecast.intervals import Widths, key_of, kinds_of, widths
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, StepParts, step_parts

@@ -63,7 +63,7 @@ from probes.interfaces.read import annotation, parse_network_status
 from probes.pci.read import parse_config
 from probes.scan import scan
 from probes.wire import SnapshotError, dumps, loads, to_json
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.matrix import render
 from topology.formats.text import parse as parse_matrix
 from topology.formats.xml import parse as parse_xml

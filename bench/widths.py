@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.forecast.intervals import Widths, key_of
+from planner.explain import Widths, key_of
 
 Z80 = 1.2816
 LEAST_ROWS = 20  # of a kind that gets a width of its own

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import alerts  # noqa: E402 - found by the path above
 
-from agent.metrics.catalogue import BY_SOURCE, FORBIDDEN_LABELS, LABELS, SYMBOLS  # noqa: E402 - found by the path above
+from agent.metrics.families import BY_SOURCE, FORBIDDEN_LABELS, LABELS, SYMBOLS  # noqa: E402 - found by the path above
 from probes.api import Metric  # noqa: E402
 
 
@@ -54,14 +54,14 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
 
 def as_yaml(document: dict[str, Any]) -> str:
     """YAML that names its maker."""
-    return "# Made by dashboards/generate.py; change dashboards/alerts.py.\n" + yaml.safe_dump(
+    return "# Made by dashboards/generate.py; change dashboards/alerts.yaml.\n" + yaml.safe_dump(
         document, sort_keys=False, width=120, allow_unicode=True
     )
 
 
 # ConfigMaps that Grafana's sidecar loads (label grafana_dashboard): one per dashboard.
 
-NOTE = "# Made by dashboards/generate.py; change dashboards/boards.py.\n"
+NOTE = "# Made by dashboards/generate.py; change dashboards/boards.yaml.\n"
 
 
 class _Literal(str):

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from contracts.job_config import ConfigError, JobConfig
-from finetune.rows import IGNORED, Example, encode_row
-from finetune.sources import load_rows
+from finetune.rows import IGNORED, Example, encode_row, load_rows
 
 LENGTH_POOL = 50  # global batches that are sorted by length together: order stays random beyond them
 

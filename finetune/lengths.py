@@ -15,10 +15,9 @@ from typing import Any
 
 from contracts.job_config import ConfigError, JobConfig, parse_config
 from finetune import hub
-from finetune.rows import encode_row, load_tokenizer
-from finetune.sources import Row, load_rows
+from finetune.rows import Row, encode_row, load_rows, load_tokenizer
 
-WRONG_ROWS = 3  # exit code, as agent.advice.dataset knows it
+WRONG_ROWS = 3  # exit code, as agent.advice.job_settings knows it
 MEASURED_ROWS = 4000  # the mean of rows whose lengths scatter by their own mean is then known to 1.6 %
 LONGEST = 1_000_000  # tokens; longer rows count as so long
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from contracts import bounded
-from contracts.families import ROPE_TYPES, TRAINED
 from contracts.job_config import ConfigError, JobConfig
+from contracts.layout import ROPE_TYPES, TRAINED
 from finetune import attention, hub
 from finetune.plan import experts_of
 from finetune.rows import IGNORED

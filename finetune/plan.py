@@ -7,10 +7,9 @@ import os
 from typing import Any
 
 from contracts import trl
-from contracts.families import WHOLE_ROPE
 from contracts.job_config import ConfigError, resolve_layout
 from contracts.job_plan import JobPlan, parse_layout
-from contracts.layout import EIGHT_BITS, Layout, most_ranks
+from contracts.layout import EIGHT_BITS, WHOLE_ROPE, Layout, most_ranks
 
 
 def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:

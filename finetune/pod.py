@@ -44,7 +44,6 @@ LOST_GRACE_SECONDS = 25.0  # for ranks whose peers are gone: most end by themsel
 SAVE_SECONDS = 100.0  # for a checkpoint after SIGTERM; the pod's terminationGracePeriodSeconds must be more
 LINGER_SECONDS = 5.0  # the others end after pod 0, whose log the job's controller then keeps
 NEWS_SECONDS = 30.0
-TERMINATION_LOG = Path("/dev/termination-log")  # the kubelet takes 4096 bytes of it into the pod's status
 _ENDED_HERE = -1000  # in place of an exit code: ranks that this pod ended do not say why the job failed
 _POLL_SECONDS = 0.05
 _LINE_BYTES = 4096
@@ -213,7 +212,7 @@ class Ranks:
             return code if first is None else first
         if terminating and not self._save_by:
             self._save_by = now + self._save_seconds
-            self._ask_to_save()
+            self._tree.terminate()  # the ranks, not torchrun
         if troubled and not self._end_by:
             self._end_by = now + LOST_GRACE_SECONDS
         if any(by and now > by for by in (self._save_by, self._end_by)):
@@ -224,15 +223,6 @@ class Ranks:
     def last_error(self) -> str:
         """Return the error that a rank of this pod printed last; "" where none did."""
         return run_record.raised(self._tail.decode(errors="replace"))
-
-    def _ask_to_save(self) -> None:
-        """Send SIGTERM to the ranks and not to torchrun, which would kill them 30 s later."""
-        import psutil
-
-        with contextlib.suppress(psutil.Error):
-            for rank in psutil.Process(self._tree.process.pid).children():
-                with contextlib.suppress(psutil.Error):
-                    rank.terminate()
 
     def end(self) -> None:
         """End every process of these ranks."""
@@ -283,7 +273,7 @@ class Pod:
         """Measure where asked, then train, each once; an operator restarts what fails. Return the exit code."""
         host, port = self.settings.meet
         address = host if self.settings.index else "127.0.0.1"
-        self.before = _written_at(self.settings.output)
+        self.before = post.written_at(self.settings.output)
         for measuring in (True, False) if self.settings.measure else (False,):
             ranks = Ranks(self.settings, address, port + measuring, measuring=measuring)
             try:
@@ -310,7 +300,7 @@ class Pod:
             self._end_record("interrupted", RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
             self.listener = _listen(settings.meet[1])
         self._gather(settings.wait_seconds)
-        self.before = _written_at(settings.output)
+        self.before = post.written_at(settings.output)
         port, wires = _free_port(), dict(self.peers)
         self.peers = {}
         here = frozenset({(0, self.mark), *((index, wire.mark) for index, wire in wires.items())})
@@ -549,14 +539,6 @@ def _free_port() -> int:
         return port
 
 
-def _written_at(output: Path | None) -> float:
-    """A moment after the record that lies there was written, by the clock that wrote it; 0.0: there is none."""
-    try:
-        return (output / "flight.json").stat().st_mtime + 1e-6 if output else 0.0
-    except OSError:
-        return 0.0
-
-
 def measurement(settings: Settings, address: str, port: int) -> list[str]:
     """The benchmark that all pods run together, by the verb of the same image (docs/busbw.md): 3 for a failed result.
 
@@ -629,28 +611,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)  # process 1 of a container has no default for it
     code = pod.run()
     if settings.index == 0 and settings.output is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        write_termination_message(settings.output / "flight.json", TERMINATION_LOG, pod.why, pod.before)
+        post.write_termination_message(settings.output / "flight.json", post.TERMINATION_LOG, pod.why, pod.before)
     return code
-
-
-def write_termination_message(record: Path, place: Path, why: str = "", began: float = 0.0) -> None:
-    """Write the record in short as this container's termination message: kubectl shows it, compare-networks reads it.
-
-    `why` is the reason where the ranks failed before they could write a record; one from before `began` is not theirs.
-    """
-    found = run_record.of_start(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
-    if found is None:
-        return
-    with contextlib.suppress(OSError):  # the record itself is in the output folder
-        due = found.forecast.step_seconds
-        short = {
-            "status": found.status, "reason": (found.reason or "")[:500] or None, "started_at": found.started_at,
-            "host": found.host, "steps_done": found.steps_done, "transports": found.transports[:12],
-            "measured": {"step_seconds": found.measured.step_seconds, "counted_steps": found.measured.counted_steps},
-            "nccl": {"interfaces": found.nccl.interfaces[:12]} if found.nccl else None,
-            "plan": {"forecast": {"step_seconds": {"low": due.low, "mid": due.mid, "high": due.high} if due else None}},
-        }  # fmt: skip
-        place.write_text(json.dumps(short)[:4096])
 
 
 if __name__ == "__main__":

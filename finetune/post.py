@@ -1,4 +1,6 @@
-"""Upload a run record to the agent of this node: POST /flights (docs/http.md), by rank 0 at the end of the job.
+"""Hand on a run record: to the agent of this node, and in short to the kubelet.
+
+POST /flights (docs/http.md), by rank 0 at the end of the job; the container's termination message, by `finetune.pod`.
 
 `python -m finetune.post FLIGHT.JSON` uploads the record of a job that was killed before it could upload its own.
 Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, the file of a
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import urllib3
 
-from contracts import bounded
+from contracts import bounded, run_record
 from contracts.run_record import MOST_RECORD_BYTES, dumps
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ ONE_SECONDS = 5.0
 TRIES = 3
 PAUSE_SECONDS = 2.0  # for an agent that restarts or has not scanned yet
 BUSY = (429, 503)
+TERMINATION_LOG = Path("/dev/termination-log")  # the kubelet takes 4096 bytes of it into the pod's status
 _MOST_TOKEN_BYTES = 16384
 _MOST_ANSWER_BYTES = 4096
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
@@ -86,6 +89,34 @@ def main(path: str) -> int:
     if why:
         print(f"the agent does not have this run's record: {why}", file=sys.stderr)  # noqa: T201 - the command's own message
     return int(bool(why))
+
+
+def written_at(output: Path | None) -> float:
+    """A moment after the record that lies there was written, by the clock that wrote it; 0.0: there is none."""
+    try:
+        return (output / "flight.json").stat().st_mtime + 1e-6 if output else 0.0
+    except OSError:
+        return 0.0
+
+
+def write_termination_message(record: Path, place: Path, why: str = "", began: float = 0.0) -> None:
+    """Write the record in short as this container's termination message: kubectl shows it, compare-networks reads it.
+
+    `why` is the reason where the ranks failed before they could write a record; one from before `began` is not theirs.
+    """
+    found = run_record.of_start(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
+    if found is None:
+        return
+    with contextlib.suppress(OSError):  # the record itself is in the output folder
+        due = found.forecast.step_seconds
+        short = {
+            "status": found.status, "reason": (found.reason or "")[:500] or None, "started_at": found.started_at,
+            "host": found.host, "steps_done": found.steps_done, "transports": found.transports[:12],
+            "measured": {"step_seconds": found.measured.step_seconds, "counted_steps": found.measured.counted_steps},
+            "nccl": {"interfaces": found.nccl.interfaces[:12]} if found.nccl else None,
+            "plan": {"forecast": {"step_seconds": {"low": due.low, "mid": due.mid, "high": due.high} if due else None}},
+        }  # fmt: skip
+        place.write_text(json.dumps(short)[:4096])
 
 
 def _send(url: str, body: bytes) -> None:

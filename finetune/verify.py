@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contracts.job_config import EndedError
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, NcclChannels
-from finetune import channels, sockets
+from finetune import channels
 from finetune.parallel import COLUMN, ROW, Engine, shards
 
 
@@ -187,9 +187,9 @@ def check(requested: Layout, engine: Engine, environment: Mapping[str, str]) -> 
     found = _everyone(compare(requested, got, environment))
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
     if got.backend == "gloo":  # the ranks have just talked: their connections are up
-        seen = _everyone(sockets.look())
-        wrong += sockets.differences(seen, environment)
-        got.transports = sockets.transports(seen)
+        seen = _everyone(channels.look_at_gloo())
+        wrong += channels.gloo_differences(seen, environment)
+        got.transports = channels.gloo_transports(seen)
     if wrong:
         raise mismatch(wrong)
     return got

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from hardware.series import is_of
-from hardware.tables import pair, read
+from hardware.tables import is_of, pair, read
 from hardware.units import GIB, GIGA, TERA
 
 NVIDIA = 0x10DE

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from contracts.interval import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
+from planner.nccl_env.texts import Note, PodNeed, Setting
 
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """Why: the rule, the probed fact it rests on, and where the rule is written."""
-
-    rule: str
-    evidence: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One environment variable, never without its reason."""
-
-    name: str
-    value: str
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodNeed:
-    """Something the job needs that is no environment variable: shm size, memlock, a resource, an annotation."""
-
-    name: str  # "shm_bytes", "memlock", "resource", "network", "capability", "compute_domain"
-    value: str
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Something left alone on purpose, or to be known: "NCCL finds the HCAs by itself: set nothing"."""
-
-    topic: str
-    text: str
-    evidence: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +126,20 @@ def request_of(recommendation: Recommendation, *, ranks_per_node: int) -> Export
     )
 
 
-def refuse(framework: str, reasons: list[str]) -> None:
-    """Raise with all the reasons, if there are any."""
-    if reasons:
+def refuse(framework: str, refusals: Mapping[str, object]) -> None:
+    """Raise with all the reasons that hold, if there are any."""
+    if reasons := [reason for reason, holds in refusals.items() if holds]:
         raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
+
+
+def from_template(name: str, request: ExportRequest, **values: Any) -> str:
+    """Fill in a template of planner/stacks/templates with the request's layout, model and train."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(  # noqa: S701 - no HTML
+        loader=FileSystemLoader(Path(__file__).parent / "stacks" / "templates"), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
+    template = environment.get_template(f"{name}.j2")
+    return template.render(layout=request.layout, model=request.model, train=request.train, **values)

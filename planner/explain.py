@@ -1,17 +1,23 @@
-"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most."""
+"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most; how wide it is.
+
+How wide the interval around a step's time is follows from the kind of job: learned from forecasts of runs that it never
+saw. The numbers are `forecast/intervals.json`, written by `python bench/forecast.py --write`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from contracts.interval import Interval
 from contracts.layout import Layout
+from contracts.plain import loads
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part, RankedLayout
 from planner.forecast.compute import gpu_rates
-from planner.forecast.intervals import job_kinds, widths
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import active_weights, trained_weights, weights
@@ -98,6 +104,75 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
         each = 2.0 * wide * tokens * job.model.hidden * (layout.tp - 1) / layout.tp
         return rounds * each * job.model.layers / layout.pp
     return None
+
+
+# -- how wide
+
+
+FILE = Path(__file__).parent / "forecast" / "intervals.json"
+LONG_CONTEXT_TOKENS = 16384
+UNSEEN_ENGINE, UNSEEN_GPU, MIXTURE, ADAPTERS, LONG = (
+    "engine of no published run", "GPU of no published run", "mixture of experts", "adapters", "long context",
+)  # fmt: skip
+PLAIN = "none of these"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Standard deviations of log(measured / forecast)."""
+
+    engines: frozenset[str]  # of which published runs were scored
+    capabilities: frozenset[tuple[int, int]]  # CUDA's, of the GPUs they ran on
+    kinds: dict[str, float]  # of jobs that are these and nothing else, names joined by "; "
+    any_with: dict[str, float]  # of jobs that are one of these, whatever else they are
+    calibrated: float  # once a step of the same stack was measured on the machine
+
+    def sigma(self, kinds: tuple[str, ...]) -> float:
+        """By the kind itself, else by the widest of what it is; where that is unknown too, by the widest there is."""
+        exact = self.kinds.get(key_of(kinds))
+        if exact is not None:
+            return exact
+        widest = max(self.any_with.values())
+        return max((self.any_with.get(kind, widest) for kind in kinds), default=widest)
+
+
+def key_of(kinds: tuple[str, ...]) -> str:
+    """The name of a combination."""
+    return "; ".join(kinds) or PLAIN
+
+
+@cache
+def widths() -> Widths:
+    """The table that ships."""
+    data = loads(FILE.read_bytes())
+    return Widths(
+        engines=frozenset(data["engines"]),
+        capabilities=frozenset((major, minor) for major, minor in data["capabilities"]),
+        kinds=data["kinds"],
+        any_with=data["any_with"],
+        calibrated=data["calibrated"],
+    )
+
+
+def kinds_of(job: Job, *, seen_engine: bool, seen_gpu: bool) -> tuple[str, ...]:
+    """What sets a job apart from full training of a dense model, by a stack and on a GPU of published runs."""
+    return tuple(
+        name
+        for name, is_so in (
+            (UNSEEN_ENGINE, not seen_engine), (UNSEEN_GPU, not seen_gpu), (MIXTURE, job.model.experts > 0),
+            (ADAPTERS, job.train.method != "full"), (LONG, job.train.sequence_length >= LONG_CONTEXT_TOKENS),
+        )
+        if is_so
+    )  # fmt: skip
+
+
+def job_kinds(job: Job) -> tuple[str, ...]:
+    """The same by the table that ships."""
+    gpu, table = gpu_named(job.rates.device), widths()
+    return kinds_of(
+        job, seen_engine=job.engine.name in table.engines,
+        seen_gpu=gpu is not None and gpu.compute_capability in table.capabilities,
+    )  # fmt: skip
 
 
 def base_sigma(job: Job, *, calibrated: bool) -> float:

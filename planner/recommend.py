@@ -14,7 +14,7 @@ from contracts.trl import spelled
 from hardware.gpus import Gpu, gpu_named, of_board, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
-from planner.advice import Note, RankedLayout, Recommendation, Rejected
+from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
@@ -32,6 +32,7 @@ from planner.forecast.specs import (
 )
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
+from planner.nccl_env.texts import Note
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
 from planner.stacks import engine_named

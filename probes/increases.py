@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.health import XID_CAUSES, finding, named_xids, subject_of, xids_of
+from probes.gpu.health import XID_CAUSES, named_xids, xids_of
+from probes.gpu.health import finding as gpu_finding
+from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaFacts, RdmaPort
+from probes.texts import finding, read_texts
 
 NVLINK_COUNTERS = ("replay", "recovery", "receive", "recovery_failed")
 """Of each link: any rise is one too many. From Blackwell on packets received with errors, and links that were lost."""
@@ -60,67 +63,30 @@ def _rise(start: int | None, end: int | None) -> int:
     return end - start if start is not None and end is not None and end > start else 0
 
 
-_CAUSES = {  # of an Xid -> status, what follows the numbers, remedy
-    "gpu": (
-        Status.FAIL, ": the GPU, its memory or its links.",
-        "Drain the node and look the number up in NVIDIA's Xid catalogue.",
-    ),
-    "driver": (
-        Status.WARN, ": an engine, the firmware or the driver; the cause is open.",
-        "Look the number up in NVIDIA's Xid catalogue, and drain the node if it comes back.",
-    ),
-    "program": (Status.INFO, ", usually an error of the program.", ""),
-}  # fmt: skip
-
-
 def _xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     earlier, now = xids_of(before), xids_of(after)
     if earlier is None or now is None:
         return
     new = tuple((Counter(now) - Counter(earlier)).elements())
     for cause in XID_CAUSES:
-        what = named_xids(new, cause)
-        if what:
-            status, words, remedy = _CAUSES[cause]
-            yield finding(
-                "gpu.xid.new", status, subject_of(after),
-                f"The driver reported {what} within {seconds:.0f} s{words}",
-                f"kernel log or NVML events: {what} more than in the scan before", remedy,
-            )  # fmt: skip
+        if what := named_xids(new, cause):
+            yield gpu_finding(f"gpu.xid.new {cause}", after, what=what, seconds=seconds)
 
 
 def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
     replays = _rise(before.pcie_replays, after.pcie_replays)
     # A short interval is held to the whole minute's count: one burst is no rate.
     if replays > REPLAYS_PER_MINUTE * max(seconds / 60.0, 1.0):
-        yield finding(
-            "gpu.counters.rising", Status.WARN, subject_of(after),
-            f"{replays} PCIe packets were sent again in {seconds:.0f} s: the link to the GPU is marginal.",
-            f"nvmlDeviceGetPcieReplayCounter: {before.pcie_replays}, then {after.pcie_replays}",
-            "Look for AER lines in dmesg, and reseat the card or riser.",
-        )  # fmt: skip
-    errors = _rise(before.ecc_uncorrected, after.ecc_uncorrected)
-    if errors:
-        yield finding(
-            "gpu.counters.rising", Status.FAIL, subject_of(after),
-            f"{errors} uncorrectable memory error(s) in {seconds:.0f} s: its results are not to be trusted.",
-            "nvmlDeviceGetTotalEccErrors(uncorrected, volatile): "
-            f"{before.ecc_uncorrected}, then {after.ecc_uncorrected}",
-            "Drain the node and reset the GPU; have it checked if it happens again.",
-        )  # fmt: skip
+        yield gpu_finding(
+            "gpu.counters.rising replays", after, rise=replays, before=before, after=after, seconds=seconds
+        )
+    if errors := _rise(before.ecc_uncorrected, after.ecc_uncorrected):
+        yield gpu_finding("gpu.counters.rising", after, rise=errors, before=before, after=after, seconds=seconds)
 
 
 def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
-    risen = tuple(_risen_links(before, after, seconds))
-    if risen:
-        yield Finding(
-            code="gpu.nvlink.errors",
-            status=Status.WARN,
-            subject=subject_of(after),
-            message=f"NVLink errors rose within {seconds:.0f} s: packets were spoilt or sent again, links retrained.",
-            evidence=risen,
-            remedy="If they go on rising, drain the node and have the link checked (nvidia-smi nvlink -e).",
-        )
+    if risen := tuple(_risen_links(before, after, seconds)):
+        yield gpu_finding("gpu.nvlink.errors rising", after, evidence=risen, seconds=seconds)
 
 
 def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
@@ -131,9 +97,6 @@ def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
             rise = _rise(start, end)
             if rise and rise >= PER_SECOND.get(name, 0.0) * seconds:
                 yield f"link {link.link} {name}: {start}, then {end}"
-
-
-HOUR_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,19 +115,8 @@ class Threshold:
 
 
 THRESHOLDS = tuple(
-    Threshold(counter=counter, count=count, seconds=seconds, status=status, meaning=meaning)
-    for counter, count, seconds, status, meaning in (
-        ("link_downed", 0, 1, Status.FAIL, "the link went down"),
-        ("excessive_buffer_overrun_errors", 0, 1, Status.FAIL, "receive buffers overran"),
-        ("local_link_integrity_errors", 0, 1, Status.FAIL, "physical errors exceeded what the link tolerates"),
-        ("rnr_nak_retry_err", 0, 1, Status.FAIL, "a peer never posted receives and retries ran out"),
-        ("symbol_error", 120, HOUR_SECONDS, Status.FAIL, "bit errors"),
-        ("link_error_recovery", 5, 60, Status.WARN, "the link retrained"),
-        ("port_rcv_errors", 10, 1, Status.WARN, "broken packets arrived"),
-        ("local_ack_timeout_err", 1, 1, Status.WARN, "acknowledgements came too late: loss or congestion"),
-        ("port_xmit_discards", 100, 1, Status.WARN, "packets were discarded before sending: congestion"),
-        ("roce_slow_restart", 10, 1, Status.WARN, "RoCE flows started over"),
-    )
+    Threshold(counter=counter, **{**row, "status": Status(row["status"])})
+    for counter, row in read_texts(rdma.__file__, "counters.toml").items()
 )
 
 
@@ -183,10 +135,8 @@ def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> It
         start, end = (port.counters.get(threshold.counter) if port.counters else None for port in (before, after))
         if threshold.exceeded(rise := _rise(start, end), seconds):
             yield finding(
-                "rdma.counters.rising", threshold.status, subject,
-                f"{threshold.counter} rose by {rise} in {seconds:.0f} s: {threshold.meaning}.",
-                f"{threshold.counter}: {start}, then {end}, {seconds:.0f} s later",
-                "For link errors reseat or replace cable and transceiver; for congestion look at PFC and ECN.",
+                rdma.TEXTS, "rdma.counters.rising", threshold.status, subject, counter=threshold.counter, rise=rise,
+                seconds=seconds, meaning=threshold.meaning, start=start, end=end,
             )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""The texts of a probe's findings: `findings.toml` in the folder of the probe.
+"""The tables in the folder of a probe: `findings.toml`, the texts of its findings, and `metrics.toml`.
 
-A key is the finding's code, and after a space which of its cases.
+A key of the texts is the finding's code, and after a space which of its cases.
 """
 
 from __future__ import annotations
@@ -8,16 +8,27 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from contracts.finding import Finding, Status
+from probes.api import Metric
 
-Texts = Mapping[str, Mapping[str, str]]
-"""Key -> "message" and "remedy", both with the names of values in braces; only what is INFO has no remedy."""
+Texts = Mapping[str, Mapping[str, Any]]
+"""Key -> "message", and "status", "evidence" (a text or several) and "remedy" where the check does not give them.
+
+Texts have the names of values in braces; only what is INFO has no remedy.
+"""
 
 
 def read_texts(module: str, name: str = "findings.toml") -> Texts:
     """Read a table of texts from the folder of a module, whose `__file__` is given."""
     return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
+
+
+def read_metrics(module: str) -> tuple[Metric, ...]:
+    """The families of `metrics.toml` in the folder of a module, whose `__file__` is given."""
+    rows = tomllib.loads(Path(module).with_name("metrics.toml").read_text(encoding="utf-8"))
+    return tuple(Metric(name=name, **row | {"labels": tuple(row.get("labels", ()))}) for name, row in rows.items())
 
 
 def codes_of(texts: Texts) -> tuple[str, ...]:
@@ -26,10 +37,21 @@ def codes_of(texts: Texts) -> tuple[str, ...]:
 
 
 def finding(
-    texts: Texts, key: str, status: Status, subject: str = "", evidence: tuple[str, ...] = (), **values: object
-) -> Finding:
-    """The finding of that key, its message and remedy filled in."""
-    message, remedy = (texts[key].get(part, "").format(**values) for part in ("message", "remedy"))
+    texts: Texts, key: str, status: Status | None = None, subject: str = "", evidence: tuple[str, ...] = (),
+    **values: object,
+) -> Finding:  # fmt: skip
+    """The finding of that key, its texts filled in; `status` and `evidence` go before those of the table."""
+    row = texts[key]
+    seen = row.get("evidence", ())
+    message, remedy, *own = (
+        text.format(subject=subject, **values)
+        for text in (row["message"], row.get("remedy", ""), *([seen] if isinstance(seen, str) else seen))
+    )
     return Finding(
-        code=key.partition(" ")[0], status=status, subject=subject, message=message, evidence=evidence, remedy=remedy
+        code=key.partition(" ")[0],
+        status=status or Status(row["status"]),
+        subject=subject,
+        message=message,
+        evidence=evidence or tuple(own),
+        remedy=remedy,
     )

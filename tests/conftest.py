@@ -46,15 +46,39 @@ TIERS = (
     "long",
     "nightly",
 )
+# Files of minutes, which begin first: the last to begin would run beside nothing.
+LONGEST = (
+    "test_agent_image.py",
+    "test_fly.py",
+    "test_softroce.py",
+    "test_short_fuzz.py",
+    "test_finetune_equivalence.py",
+    "test_finetune_pods.py",
+    "test_finetune_hub.py",
+    "test_finetune_traced.py",
+    "test_finetune_compile.py",
+    "test_bench_slow_networks.py",
+    "test_bench_hosts.py",
+    "test_drills_kills.py",
+    "test_finetune_resume.py",
+    "test_finetune_survival.py",
+)
 
 
 @cache
 def tiers_of(path: Path) -> set[str]:
     """The tiers' marks that a file may give: those in its text, or any where a helper gives them."""
     text = path.read_text(encoding="utf-8")
-    if re.search(r"= real\(\)|parameters\(ROOMS", text):  # tests/e2e/real_cluster.py, tests/drills/drill_register.py
+    if re.search(r"= real\(\)", text):  # tests/e2e/real_cluster.py
         return set(TIERS)
     return {name for name in TIERS if f"mark.{name}" in text}
+
+
+@cache
+def tiers_of_all(path: Path) -> set[str]:
+    """The tiers' marks that every test of a file has: those in its `pytestmark`."""
+    found = re.search(r"^pytestmark = (\[.*?\]|[^\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return {name for name in TIERS if found and f"mark.{name}" in found[1]}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -65,14 +89,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = {name for name in re.findall(r"\w+", words) if name not in ("and", "or", "not")}
     if not asked <= set(TIERS):
         return None
-    chosen, may = Expression.compile(words), sorted(tiers_of(collection_path) & asked)
-    sets = (some for count in range(len(may) + 1) for some in combinations(may, count))
+    chosen, has = Expression.compile(words), tiers_of_all(collection_path)
+    may = sorted((tiers_of(collection_path) & asked) - has)
+    sets = ({*has, *some} for count in range(len(may) + 1) for some in combinations(may, count))
     return None if any(chosen.evaluate(lambda name, some=some, **_: name in some) for some in sets) else True
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A mark that a file's text does not show would take its test out of its tier: that is an error."""
+    """A mark that a file's text does not show would take its test out of its tier: that is an error. Orders files."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         if hidden := {mark.name for mark in item.iter_markers()}.intersection(TIERS) - tiers_of(item.path):
             raise pytest.UsageError(f"{item.nodeid}: its marks {sorted(hidden)} stand nowhere in its file's text")

@@ -8,27 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import without_gdr
 from hardware.links import most_links
-from hardware.series import is_of
+from hardware.tables import is_of
+from probes.texts import codes_of, finding, read_texts
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 from topology.reference import departures, reference_of
 
-CODES = (
-    "topology.nvlink.missing",
-    "topology.nvlink.asymmetric",
-    "topology.nvlink.down_hgx",
-    "topology.gpu_nic.far",
-    "topology.gpu_nic.down",
-    "topology.gpu_nic.undecidable",
-    "topology.gdr.path",
-    "topology.gdr.refused",
-    "topology.virtual",
-    "topology.rail.uneven",
-    "topology.nic.pcie_bound",
-    "topology.gpu.pcie_bound",
-    "topology.nic.missing",
-    "topology.reference.departs",
-)
+TEXTS = read_texts(__file__)
+CODES = codes_of(TEXTS)
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
@@ -37,6 +24,7 @@ _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, Path
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
 )
+_NO_PXN = " NCCL's way through another GPU (PXN) is closed: no NVLink to one with a NIC at PXB or nearer."
 
 
 def check(
@@ -107,14 +95,7 @@ def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
         mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
         if mine and not any(pair.nvlinks for pair in mine):
-            yield Finding(
-                code="topology.nvlink.missing",
-                status=Status.FAIL,
-                subject=gpu.name,
-                message=f"{gpu.name} reaches no other GPU over NVLink, while the others reach each other",
-                evidence=_shown(mine[:3]),
-                remedy="Drain the node, read `nvidia-smi nvlink -s` and the fabric manager's log, and reset the GPU.",
-            )
+            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _shown(mine[:3]))
 
 
 def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
@@ -128,14 +109,8 @@ def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
         if linked and max(_to_switches(gpu), *(pair.nvlinks + pair.nvlinks_unread for pair in linked)) < full:
             most = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
-            yield Finding(
-                code="topology.nvlink.asymmetric",
-                status=Status.FAIL,
-                subject=gpu.name,
-                message=f"{gpu.name} has {most} NVLinks up, other GPUs of this node have {full}",
-                evidence=(*_shown(mine[:2]), *warnings[:2]),
-                remedy="Read `nvidia-smi nvlink -s` on this GPU; a link that stays down needs a reset or repair.",
-            )
+            seen = (*_shown(mine[:2]), *warnings[:2])
+            yield finding(TEXTS, "topology.nvlink.asymmetric", None, gpu.name, seen, most=most, full=full)
 
 
 def _bridges_differ(linked: list[Pair]) -> Iterator[Finding]:
@@ -144,15 +119,8 @@ def _bridges_differ(linked: list[Pair]) -> Iterator[Finding]:
     if len({name for pair in linked for name in (pair.a, pair.b)}) < 2 * len(linked):
         return  # a mesh, which joins its GPUs by different numbers of links
     for pair in (pair for pair in linked if pair.nvlinks < most):
-        yield Finding(
-            code="topology.nvlink.asymmetric",
-            status=Status.WARN,
-            subject=pair.a,
-            message=f"{pair.a} and {pair.b} are joined by {pair.nvlinks} NVLinks, another pair by {most}: a bridge is "
-            "not fitted, or links are down",
-            evidence=_shown((pair, *(other for other in linked if other.label != pair.label))),
-            remedy="Read `nvidia-smi nvlink -s` on both; count and reseat the bridges.",
-        )
+        seen = _shown((pair, *(other for other in linked if other.label != pair.label)))
+        yield finding(TEXTS, "topology.nvlink.asymmetric bridges", None, pair.a, seen, pair=pair, most=most)
 
 
 def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
@@ -170,13 +138,8 @@ def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
         status, what = Status.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
     else:
         return
-    yield Finding(
-        code="topology.nvlink.down_hgx",
-        status=status,
-        message=f"no GPU pair shows NVLink ({', '.join(sorted(labels))} only), yet {what}",
-        evidence=_shown(pairs[:2]),
-        remedy="Check that nvidia-fabricmanager runs in the driver's version and that no NVLink is disabled.",
-    )
+    words = {"labels": ", ".join(sorted(labels)), "what": what}
+    yield finding(TEXTS, "topology.nvlink.down_hgx", status, "", _shown(pairs[:2]), **words)
 
 
 def _rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
@@ -192,14 +155,8 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
         if not near.decidable:
             continue
         if near.why:
-            yield Finding(
-                code="topology.gpu_nic.down",
-                status=Status.FAIL,
-                subject=near.gpu,
-                message=f"{near.gpu} must use {', '.join(near.nics)} ({near.label}): {near.why}",
-                evidence=tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4],
-                remedy="Bring the port up, or take the node out: one rail short slows every collective.",
-            )
+            seen = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
+            yield finding(TEXTS, "topology.gpu_nic.down", None, near.gpu, seen, nics=", ".join(near.nics), near=near)
         if near.why or not _rdma_nics(node, near):
             continue
         if near.gpu in lone:
@@ -207,30 +164,21 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
         elif not near.local:
             relay, beside = _relay(node, near), _same_numa_but_near(node, near)
             where = f"nearer than SYS, though {beside} of its NUMA node has one" if beside else "on its own NUMA node"
-            yield Finding(
-                code="topology.gpu_nic.far",
-                status=_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
-                subject=near.gpu,
-                message=f"{near.gpu} has no NIC {where}: {', '.join(near.nics[:4])} "
-                f"{'is' if len(near.nics) == 1 else 'are'} {near.label}",
-                evidence=(*_pair_evidence(node, near), *relay),
-                remedy=_instead_of_far(node, relayed=bool(relay)),
-            )
+            yield finding(
+                TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
+                _by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
+                near.gpu, (*_pair_evidence(node, near), *relay), where=where, nics=", ".join(near.nics[:4]), near=near,
+                are="is" if len(near.nics) == 1 else "are", closed=_NO_PXN * node.nvlink_known,
+            )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
             designed = _by_design(node, near)
-            yield Finding(
-                code="topology.gdr.path",
-                status=designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
-                subject=near.gpu,
-                message=f"{near.gpu} reaches its nearest NIC {', '.join(near.nics[:4])} over {near.label}: NCCL does "
-                "not use GPUDirect RDMA "
-                + ("beyond PXB by itself" if farthest is None else f"beyond NCCL_NET_GDR_LEVEL, {farthest.name}"),
-                evidence=_pair_evidence(node, near),
-                remedy=("" if designed else "Put NIC and GPU behind one PCIe switch; where that cannot be, measure ")
-                + ("Measure " if designed else "")
-                + "with NCCL_NET_GDR_LEVEL=PHB before keeping it."
-                + _NODE_IS_PHB * (near.label == "NODE"),
-            )
+            yield finding(
+                TEXTS, "topology.gdr.path" + " designed" * bool(designed),
+                designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
+                near.gpu, _pair_evidence(node, near), nics=", ".join(near.nics[:4]), near=near,
+                beyond="PXB by itself" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
+                phb=_NODE_IS_PHB * (near.label == "NODE"),
+            )  # fmt: skip
 
 
 def _by_design(node: NodeTopology, near: NearestNic) -> Status | None:
@@ -250,17 +198,9 @@ def _without_own_nic(node: NodeTopology) -> set[str]:
 
 def _no_own_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
     rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
-    return Finding(
-        code="topology.nic.missing",
-        status=Status.FAIL,
-        subject=near.gpu,
-        message=f"{near.gpu} has no HCA behind its PCIe switch, {len(node.nearest_nic) - missing} other GPUs of this "
-        f"node have one: an HCA is missing here, and {near.gpu} shares {', '.join(near.nics[:4])} ({near.label}), so "
-        "every ring is held to what is left",
-        evidence=(f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_pair_evidence(node, near)),
-        remedy="Compare `lspci` with a healthy node: reseat or replace the HCA if it is gone from the bus; load its "
-        "driver, or give it to this host or pod, if it is there.",
-    )
+    seen = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_pair_evidence(node, near))
+    nics, others = ", ".join(near.nics[:4]), len(node.nearest_nic) - missing
+    return finding(TEXTS, "topology.nic.missing", None, near.gpu, seen, nics=nics, others=others, near=near)
 
 
 def _same_numa_but_near(node: NodeTopology, near: NearestNic) -> str:
@@ -293,17 +233,6 @@ def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     return ()
 
 
-def _instead_of_far(node: NodeTopology, *, relayed: bool) -> str:
-    if relayed:
-        return (
-            "Place a NIC on each NUMA node of GPUs; until then NCCL sends over NVLink through a GPU beside a NIC (PXN)."
-        )
-    words = "Place a NIC on each NUMA node of GPUs, or run jobs over several nodes on the GPUs that have one nearby."
-    if not node.nvlink_known:
-        return words
-    return f"{words} NCCL's way through another GPU (PXN) is closed: no NVLink to one with a NIC at PXB or nearer."
-
-
 def _pair_evidence(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     known = Pairs(node.pairs)
     pairs = [known.get(near.gpu, nic) for nic in near.nics[:2]]
@@ -314,27 +243,17 @@ def _undecidable(node: NodeTopology) -> Iterator[Finding]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
-        yield Finding(
-            code="topology.gpu_nic.undecidable",
-            status=Status.UNKNOWN,
-            subject=", ".join(near.gpu for near in undecided),
-            message=f"the nearest NIC cannot be told: {undecided[0].why}",
-            evidence=_pair_evidence(node, undecided[0]),
-            remedy="Name the provider's topology file with NCCL_TOPO_FILE, or take the host's own view.",
-        )
+        gpus, why = ", ".join(near.gpu for near in undecided), undecided[0].why
+        yield finding(TEXTS, "topology.gpu_nic.undecidable", None, gpus, _pair_evidence(node, undecided[0]), why=why)
 
 
 def _virtual(node: NodeTopology) -> Iterator[Finding]:
     if node.virtual and len(node.gpus) > 1:
-        yield Finding(
-            code="topology.virtual",
-            status=Status.WARN,
-            # one host bridge, as a workstation's, gives the same matrix: then nothing but the matrix speaks for it
-            message="the PCIe tree seen here "
-            f"{'may not be' if ' or one ' in node.virtual else 'is not'} the machine's: {node.virtual}",
-            evidence=(f"product: {node.product}",) if node.product else (),
-            remedy=_topo_file_advice(node),
-        )
+        # one host bridge, as a workstation's, gives the same matrix: then nothing but the matrix speaks for it
+        is_not = "may not be" if " or one " in node.virtual else "is not"
+        seen = (f"product: {node.product}",) if node.product else ()
+        advice = _topo_file_advice(node)
+        yield finding(TEXTS, "topology.virtual", None, "", seen, is_not=is_not, virtual=node.virtual, remedy=advice)
 
 
 def _topo_file_advice(node: NodeTopology) -> str:
@@ -362,15 +281,9 @@ def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:
         lost = 1.0 - usual / max(loads)
         if not lost:
             return
-        yield Finding(
-            code="topology.rail.uneven",
-            status=by_loss(lost),
-            message="rails are uneven: "
-            + "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails)
-            + _fewer_nics(node),
-            evidence=(f"no local NIC: {', '.join(without)}",) if without else (),
-            remedy="Give every GPU the same share of NICs: the slowest rail sets the pace.",
-        )
+        rails = "; ".join(f"rail {one.rail}: {', '.join(one.nics)} for {', '.join(one.gpus)}" for one in node.rails)
+        seen = (f"no local NIC: {', '.join(without)}",) if without else ()
+        yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _fewer_nics(node))
 
 
 def _fewer_nics(node: NodeTopology) -> str:
@@ -396,17 +309,12 @@ def _pcie_bound(node: NodeTopology) -> Iterator[Finding]:
             if soldered and not trained_down:
                 continue
             what = f"link, {nic.pcie_link}," if trained_down else "slot"
-            yield Finding(
-                code="topology.nic.pcie_bound",
-                status=by_loss(1.0 - carried * RAW_OVER_PLAN / rate),
-                subject=nic.name,
-                message=f"{nic.name} links at {gigabytes(rate)}, "
-                f"its PCIe {what} carries {gigabytes(carried * RAW_OVER_PLAN)}",
-                evidence=(f"NCCL plans {gigabytes(slot)} for this slot",),
-                remedy="Reseat the NIC or its riser, and look at the slot's speed in the firmware setup."
-                if trained_down and rate <= slot * RAW_OVER_PLAN
-                else "Move the NIC to a slot with more lanes or a newer generation.",
-            )
+            reseat = trained_down and rate <= slot * RAW_OVER_PLAN
+            yield finding(
+                TEXTS, "topology.nic.pcie_bound" + " trained_down" * reseat,
+                by_loss(1.0 - carried * RAW_OVER_PLAN / rate), nic.name, what=what, rate=gigabytes(rate),
+                carried=gigabytes(carried * RAW_OVER_PLAN), slot=gigabytes(slot),
+            )  # fmt: skip
 
 
 def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
@@ -433,15 +341,8 @@ def _gpu_pcie_bound(node: NodeTopology) -> Iterator[Finding]:
         rate = max((nic.rate_bytes_per_second or 0.0 for nic in nics), default=0.0)
         by_nvlink = any(link.count for link in gpu.nvlinks)  # then only what goes to a NIC or the host takes this link
         lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
-        yield Finding(
-            code="topology.gpu.pcie_bound",
-            status=by_loss(lost),
-            subject=gpu.name,
-            message=f"{gpu.name}'s PCIe link has x{lanes} ({gpu.pcie_link}), less than {than}: NCCL plans "
-            f"{gigabytes(slot)} for it, {share:.0%}",
-            evidence=(f'<pci busid="{gpu.bus_id}" link_width="{lanes}">',),
-            remedy="Reseat the card or its riser, and look at the slot's lanes in the firmware setup.",
-        )
+        words = {"than": than, "slot": gigabytes(slot), "share": share}
+        yield finding(TEXTS, "topology.gpu.pcie_bound", by_loss(lost), gpu.name, (), gpu=gpu, **words)
 
 
 def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
@@ -455,18 +356,11 @@ def _gdr_refused(node: NodeTopology) -> Iterator[Finding]:
     for kind, devices in (("GPU", node.gpus if rdma else ()), ("NIC", rdma)):
         refused = [device for device in devices if device.gdr_refused]
         if refused:
-            yield Finding(
-                code="topology.gdr.refused",
-                status=status,
-                subject=", ".join(device.name for device in refused[:8]),
-                message=f"NCCL found no GPUDirect RDMA on {len(refused)} of {len(devices)} {kind}s: data between nodes "
-                "is copied through host memory there" + (", as always with these GPUs" if by_design else ""),
-                evidence=tuple(device.gdr_refused for device in refused[:4]),
-                remedy=""
-                if by_design
-                else "Load nvidia_peermem, or use open kernel modules with Linux 5.12 or later "
-                "(DMA-BUF); a topology file of one's own must not say gdr=0.",
-            )
+            yield finding(
+                TEXTS, "topology.gdr.refused" + " designed" * by_design, status,
+                ", ".join(device.name for device in refused[:8]),
+                tuple(device.gdr_refused for device in refused[:4]), count=len(refused), total=len(devices), kind=kind,
+            )  # fmt: skip
 
 
 def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
@@ -485,13 +379,10 @@ def _reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) 
         few_nics = " devices, " in departure and not in_container and left < 1.0  # fewer than carry the GPUs' traffic
         few_links = "fewer NVLinks than" in departure
         share = left if few_nics else fewest / whole if few_links else 1.0
-        yield Finding(
-            code="topology.nic.missing" if few_nics else "topology.reference.departs",
-            status=Status.FAIL if gone else by_loss(1.0 - share),
-            message=departure + ": an HCA is missing" * few_nics,
-            evidence=(f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else (),
-            remedy="Compare with a healthy node of this kind, then repair or take this one out.",
-        )
+        key = "topology.nic.missing reference" if few_nics else "topology.reference.departs"
+        status = Status.FAIL if gone else by_loss(1.0 - share)
+        seen = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",) if row else ()
+        yield finding(TEXTS, key, status, "", seen, departure=departure)
 
 
 _Rules = tuple[Callable[[NodeTopology], Iterator[Finding]], ...]

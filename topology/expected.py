@@ -3,20 +3,21 @@
 One model for every fabric: t = W / (B x e) + start + steps x step, with W the bytes that each rank sends, B what the
 slowest link on the way carries and e the part of it that healthy machines were measured to reach. bus bandwidth is W
 / t (nccl-tests doc/PERFORMANCE.md). The low end takes the least e and the slowest steps, the high end the other way
-about. The figures of e stand first, with their sources; `make expect` holds them against results that they were not
-made from, and says how often they are wrong. "aic" is ai-dynamo/aiconfigurator@095f58a51, nccl_perf.parquet, 2, 4 and
-8 GPUs to 512 MiB; the other sources are named by repository.
+about. The figures of e stand in `factors.toml`, with their sources; `make expect` holds them against results that they
+were not made from, and says how often they are wrong.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from contracts.interval import Interval
 from hardware.units import GIGA
 
-MICROSECOND = 1e-6
 Three = tuple[float, float, float]  # least, usual, most
 
 
@@ -24,52 +25,28 @@ Three = tuple[float, float, float]  # least, usual, most
 class Factors:
     """Parts of NCCL's plan, and seconds of latency.
 
-    `bench/expect.py --fit` prints these from the rows; what is not fitted says where it is from.
+    `factors.toml` says what each is and where it is from.
     """
 
-    # 1 / e = a + b / (n - 1): b is the copy of a rank's own part, which a ring of two feels most.
-    # aic: A100, H100, H200, B200, B300, GB200, GB300, by 2, 4, 8 ranks: all-gather 0.64, 0.82, 0.90 of plan.
-    gather: tuple[float, float] = (1.05, 0.56)
-    # aic: 0.79, 0.93, 0.93; Blackwell and Hopper with 8 ranks take NVLS and are not counted.
-    reduce: tuple[float, float] = (0.99, 0.34)
-    ring_margin: tuple[float, float] = (0.85, 1.29)  # of e: least, most
-    # NVLink 2 reaches more of NCCL's 20 GB/s than later ones do of theirs: Panlichen/nccl-tests v100_8card_para, 126 to
-    # 135 of 120.
-    volta: float = 1.18
-    # Of e, as ring_margin's least. Not fitted: Azure/azurehpc-health-checks accepts 110 of 8 x V100 (ND40rs_v2), which
-    # are hybrid cube meshes; usual is 136.
-    volta_least: float = 0.80
-    # aic 445 to 461 at 512 MiB, NVIDIA/nccl#2140 480, #1221 430, of 370.8; without NVLS 330 to 370.
-    nvls_hopper: Three = (1.13, 1.27, 1.43)
-    # aic 684 to 704 at 512 MiB; NVIDIA/nccl#2140 845; cluster-readiness-engine 838 to 923, of 721.8; without 695.
-    nvls_blackwell: Three = (0.98, 1.11, 1.32)
-    # Not fitted. At 8 GiB and more every source has 835 and more of 721.8: NVIDIA/nccl#2140, coreweave/nccl-tests,
-    # cluster-readiness-engine, stas00/ml-engineering, whose sweep on one node reads 723, 741, 846 at 1, 4, 16 GiB.
-    nvls_blackwell_large: Three = (1.03, 1.17, 1.32)
-    # Not fitted. Two nodes of 8 x H100: 430 to 488 (aws-do-eks, NVIDIA/nccl#1221), without NVLS 330.
-    nvls_tree_least: float = 1.04
-    # Panlichen/nccl-tests a100_8card, aic rtx_pro_6000_server, JingchaoZhang NC96ads, l40s with 2 GPUs.
-    pcie: Three = (0.45, 0.67, 1.35)
-    # GeForce without peer access: Panlichen/nccl-tests 4090_2card_para 0.37, NVIDIA/nccl#1639 0.58 and 0.73.
-    shared_memory: Three = (0.30, 0.51, 0.92)
-    # cluster-readiness-engine 191 of 200 and 376 of 400; 80 % is what AICR and others ask for (facts of peers).
-    rdma: Three = (0.80, 0.95, 1.03)
-    # Not fitted. NVIDIA/nccl#412: 16 GB/s of 24 with the NIC at the CPU; g4dn.metal (aws-do-eks) 3.1 of 12.5.
-    rdma_host: Three = (0.20, 0.45, 1.00)
-    # Of all-gather and reduce-scatter over a wire, by 1 / (n - 1). Not fitted: A4, one GPU and NIC a pod
-    # (kubernetes-sigs/dranet): 36.7 out of place, 45.1 in place.
-    own_copy: float = 0.30
-    # (share, streams) least and usual; most. Not fitted: one stream of TCP carries 2 GB/s and more on servers of today;
-    # NVIDIA/nccl#209: 60 % of 32 Gb/s.
-    sockets: tuple[tuple[float, float], tuple[float, float], float] = ((0.60, 2.0 * GIGA), (0.92, 10.0 * GIGA), 0.98)
-    # Slow and usual: kernel launch and first synchronisation, each step of a ring in one host, and where hosts are
-    # crossed. Not fitted: aic, the difference between 8 MiB and 512 MiB: 12 us and 5 us a step; NVIDIA/nccl#1218 (256
-    # GPUs): 19 us a step.
-    start_seconds: tuple[float, float] = (20 * MICROSECOND, 12 * MICROSECOND)
-    step_seconds: tuple[float, float] = (8 * MICROSECOND, 5 * MICROSECOND)
-    step_seconds_between: tuple[float, float] = (16 * MICROSECOND, 8 * MICROSECOND)
-    # Slow and usual, of NVLS, by rank: aic; coreweave/nccl-tests, 72 and 144 GPUs.
-    nvls_rank_seconds: tuple[float, float] = (20 * MICROSECOND, 11 * MICROSECOND)
+    gather: tuple[float, float]
+    reduce: tuple[float, float]
+    ring_margin: tuple[float, float]
+    volta: float
+    volta_least: float
+    nvls_hopper: Three
+    nvls_blackwell: Three
+    nvls_blackwell_large: Three
+    nvls_tree_least: float
+    pcie: Three
+    shared_memory: Three
+    rdma: Three
+    rdma_host: Three
+    own_copy: float
+    sockets: tuple[tuple[float, float], tuple[float, float], float]
+    start_seconds: tuple[float, float]
+    step_seconds: tuple[float, float]
+    step_seconds_between: tuple[float, float]
+    nvls_rank_seconds: tuple[float, float]
     source: str = "factors: topology/expected.py; `make expect` holds them against published results"
 
     def ring(self, op: str, ranks: int) -> float:
@@ -82,7 +59,16 @@ class Factors:
         return self.volta if capability is not None and (7, 0) <= capability < (7, 5) else 1.0
 
 
-FACTORS = Factors()
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+FACTORS = Factors(
+    **{
+        name: _tuples(value)
+        for name, value in tomllib.loads(Path(__file__).with_name("factors.toml").read_text(encoding="utf-8")).items()
+    }
+)
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times that a ring passes every byte on
 NVLS_LEAST_RANKS = 5  # four GPUs of a tray and fewer take the ring: 0.86 to 0.94 of it, aiconfigurator, 4 ranks

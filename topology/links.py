@@ -19,7 +19,7 @@ from typing import Any
 from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice, ancestors, is_bridge, is_network
 from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, Pair, PathClass, path_class
-from topology.nccl import (
+from topology.plan import (
     INTEL_P2P_OVERHEAD,
     cpu_bytes_per_second,
     nvlink_bytes_per_second,

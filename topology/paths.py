@@ -17,7 +17,6 @@ from hardware.links import most_links
 from hardware.units import GIGA
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
 from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
-from topology.nccl import nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
 from topology.plan import (
     Plan,
     has_nvlink_ring,
@@ -25,6 +24,9 @@ from topology.plan import (
     island_plan,
     links_into,
     node_plan,
+    nvlink_bytes_per_second,
+    nvlink_candidates,
+    pcie_bytes_per_second,
     rail_plan,
     usable_rate,
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.advice import nearest
 from agent.advice.request import (
     Request,
     cluster_of,
@@ -24,15 +24,17 @@ from contracts.finding import Finding
 from contracts.interval import Interval
 from contracts.layout import LayoutError
 from planner import stacks
-from planner.advice import ExportError, Note, RankedLayout, Recommendation, request_of
+from planner.advice import ExportError, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, CalibrationError, load_calibration
 from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
+from planner.nccl_env.texts import Note
 from planner.recommend import recommend
 from probes.api import Snapshot
+from probes.interfaces.facts import InterfacesFacts
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # the gate and the view are loaded where a host was scanned: a catalogue machine needs neither
@@ -187,7 +189,9 @@ def of_cluster(
         multi_node=spans_nodes(request, cluster), findings=findings, measured_step=measured_step(request),
     )  # fmt: skip
     if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
-        advice = replace(advice, helps_most=nearest.questions(request, snapshots))
+        from agent.advice.whatif import nearest
+
+        advice = replace(advice, helps_most=nearest(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 
 
@@ -239,3 +243,41 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
         return stacks.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
     except ExportError as error:
         raise RequestError(str(error)) from None
+
+
+POD_ROLES = {"pod-default", "secondary", "loopback"}  # of interfaces in a pod's network
+
+
+def in_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
+    """Settings as pods see their network: interfaces and GIDs are those of a pod's network namespace, or left out.
+
+    An interface is named only where a pod was seen to call it so, in a record of an agent in the pods' network; an
+    index counts in the GID table that the pod sees. `here`: `found` is the machine that this process runs on.
+    """
+    roles: dict[str, set[str]] = {}
+    if not here or os.environ.get("KUBERNETES_SERVICE_HOST"):
+        for snapshot in found:
+            facts = snapshot.facts(InterfacesFacts)
+            for link in facts.interfaces if facts else ():
+                roles.setdefault(link.name, set()).add(link.role)
+    inside = {name for name, seen in roles.items() if seen <= POD_ROLES}
+    secondary = any("secondary" in roles[name] for name in inside)
+    where = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
+    kept, notes = [], []
+    for setting in advice.settings:
+        wrong = ""
+        if setting.name.endswith("_SOCKET_IFNAME"):
+            names = [name for name in setting.value.lstrip("^=").split(",") if name not in inside]
+            wrong = f"{', '.join(names)} is an interface of {where}, and pods have their own" if names else ""
+        elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
+            wrong = f"it counts in the GID table of {where}, and a pod sees another"
+        elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
+            notes.append(
+                f"{setting.name}={setting.value} is a file of the node's image; the pod's image must have it too"
+            )
+        if wrong:
+            more = "a capture from a pod on the job's networks tells"
+            notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
+        else:
+            kept.append(setting)
+    return replace(advice, settings=tuple(kept)), notes

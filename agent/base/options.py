@@ -1,42 +1,96 @@
-"""Options that several verbs share."""
+"""The options of every verb, from tables: verbs/VERB.toml beside this module.
+
+A table there is an option: its key is what one types, its members are those of click.option, with words for click's
+types. A default is shown. An empty table takes the row of its key in verbs/shared.toml, one with `shared = true`
+overrides some of that row, and a key that is no option takes all rows of the file of that name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 
-from agent.base.inputs import OUTPUT_FILE
+from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
 from agent.base.output import say
 
-FORMATS = ("table", "json", "yaml")
+_FOLDER = Path(__file__).with_name("verbs")
+_TYPES: dict[str, click.ParamType[Any]] = {
+    "file": click.Path(exists=True, dir_okay=False, path_type=Path),
+    "folder": click.Path(exists=True, file_okay=False, path_type=Path),
+    "path": click.Path(exists=True, path_type=Path),
+    "any file": click.Path(dir_okay=False, path_type=Path),  # which need not be there
+    "any folder": click.Path(file_okay=False, path_type=Path),
+    "any path": click.Path(path_type=Path),
+    "path or -": click.Path(allow_dash=True, path_type=str),
+    "output file": OUTPUT_FILE,
+    "output file or -": OUTPUT_FILE_OR_STDOUT,
+    "output folder": OUTPUT_FOLDER,
+    "size": SIZE,
+    "text": click.STRING,
+}
 
-format_option = click.option(
-    "-o", "--output", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="Format on stdout."
-)
 
-verbose_option = click.option(
-    "-v", "--verbose", is_flag=True, help="Everything, with its proof; ten lines on a healthy thing without."
-)
+def with_options(verb: str, **types: Any) -> Callable[[Any], Any]:
+    """A decorator that adds the options of a verb in their order; `types` are types that only this verb has."""
 
+    def add(command: Any) -> Any:
+        for key, row in reversed(list(_rows(verb))):
+            command = _option(key, row, types)(command)
+        return command
 
-save_option = click.option(
-    "--save",
-    type=OUTPUT_FILE,
-    help="Also write the result here, as JSON, for --baseline.",
-)
+    return add
 
 
-host_option = click.option(
-    "--host",
-    "hosts",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=True, path_type=Path),
-    metavar="FILE...",
-    help="Recordings (topoflight capture) or bundles in place of this host; a folder means all in it.",
-)
+def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, row in _table(name).items():
+        if not key.startswith("-"):
+            yield from (each for each in _rows(key) if each[0] not in row.get("without", ()))
+        elif not row or row.get("shared"):
+            yield (
+                key,
+                _table("shared").get(key, {}) | {member: value for member, value in row.items() if member != "shared"},
+            )
+        else:
+            yield key, row
+
+
+@cache
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Callable[[Any], Any]:
+    members = dict(row)
+    words = (*key.split(), *filter(None, (members.pop("name", None),)))
+    if "choices" in members:
+        members["type"] = click.Choice(members.pop("choices"))
+    elif "type" in members:
+        members["type"] = types.get(str(members["type"])) or _type(members["type"])
+    if "callback" in members:
+        members["callback"] = _CALLBACKS[members["callback"]]
+    if "default" in members:
+        members.setdefault("show_default", True)
+    elif "/" in key:  # of --this/--not-this neither may be said
+        members["default"] = None
+    return click.option(*words, **members)
+
+
+def _type(text: str | list[str]) -> Any:
+    """A word of _TYPES, or a range: "int 1..1024", "float above 0..1_000_000", "int 1..": no upper end; or several."""
+    if isinstance(text, list):
+        return tuple(map(_type, text))
+    found = re.fullmatch(r"(int|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
+    if found is None:
+        return _TYPES[text]
+    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
+    kind: Any = click.IntRange if found[1] == "int" else click.FloatRange
+    return kind(low, high, min_open=bool(found[2]))
 
 
 def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
@@ -50,20 +104,7 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
     return name
 
 
-machine_option = click.option(
-    "--machine", callback=_list_machines, help="A catalogue machine in place of a host: p5.48xlarge. `--machine list` "
-    "names them.",
-)  # fmt: skip
-lengths_option = click.option(
-    "--lengths", default=None, metavar="TOKENS:ROWS,...",
-    help="How many tokens the rows of the data set have: 128:900,512:100. A micro-batch is padded to its longest row.",
-)  # fmt: skip
-rows_option = click.option(
-    "--rows", default=None, type=click.IntRange(1), help="Rows of the data set, where it cannot be counted."
-)
-root_option = click.option(
-    "--root", default="/", show_default=True, help="Where this host's /sys, /proc and /dev are mounted."
-)
+_CALLBACKS = {"list_machines": _list_machines}
 
 
 def refuse_two_sources(options: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.checks.expect_checks import EXPECT_CODES
-from agent.checks.order import ORDER
+from agent.checks.groups import ORDER
 from agent.checks.verdict import GateError
 from collectives.bench.results import RdmaWrite, ResultError, rdma_from_json, result_from_json
 from contracts import bounded

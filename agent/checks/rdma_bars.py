@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from agent.base import units
-from agent.checks.bars import BASELINE_LEAST
-from agent.checks.judged import BASELINE, IS, SHOULD, bar_words, status_of
+from agent.checks.judged import BASELINE, BASELINE_LEAST, IS, SHOULD, bar_words, status_of
 from agent.checks.verdict import GateError
 from collectives.bench.perftest import Port
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite

@@ -10,7 +10,7 @@ from typing import Literal
 
 from agent.base import units
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
-from agent.checks.order import MANY_CODES, ORDER, places
+from agent.checks.groups import MANY_CODES, ORDER, places
 from contracts.finding import Finding, Status
 
 FailOn = Literal["fail", "warn", "unknown"]

@@ -27,13 +27,12 @@ from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
 from probes.scan import SCAN_CODES, failures, findings_of
 from topology import check as topology_check
-from topology.build import build
+from topology.build import build, with_topology
 from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
-from topology.roles import with_topology
 
 if TYPE_CHECKING:
-    from agent.base.bench_history import Line
+    from agent.base.result_store import Line
     from agent.checks.expect import Expectation
     from agent.checks.history import Event
     from collectives.bench.results import BenchResult

@@ -15,8 +15,7 @@ import click
 from agent.base import units
 from agent.base.documents import write_atomic
 from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
-from agent.base.inputs import OUTPUT_FILE, SIZE
-from agent.base.options import format_option, save_option, verbose_option
+from agent.base.options import with_options
 from agent.base.output import Progress, console, emit, render, say, write_result
 
 if TYPE_CHECKING:
@@ -26,50 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--op",
-    "ops",
-    multiple=True,
-    help="Collective; repeat for several. Default: all_gather, reduce_scatter, all_reduce.",
-)
-@click.option(
-    "--ranks", default=None, type=click.IntRange(1, 1024), help="Ranks on this host. Default: one per GPU, else 2."
-)
-@click.option("--min-bytes", default=None, type=SIZE, help="A sweep by factors of 4 from here.")
-@click.option("--max-bytes", default=None, type=SIZE,
-              help="Up to here. Default: 64 KiB, 1 MiB, 16 MiB and, on GPUs, 64 MiB of every rank.")  # fmt: skip
-@click.option("--size", "sizes", multiple=True, type=SIZE, help="Exact sizes (64MiB, 65536), in place of the sweep.")
-@click.option("--precision", default="5%", show_default=True, help="Stop a size when its interval is this tight.")
-@click.option(
-    "--budget",
-    default=None,
-    type=click.FloatRange(1, 86400),
-    help="Seconds for all sizes, from when all ranks have met. Default: 60, with --quick 6.",
-)
-@click.option(
-    "--nodes", "hosts", default=1, show_default=True, type=click.IntRange(1, 100_000), help="Hosts that run this line."
-)
-@click.option("--rendezvous", default=None, metavar="HOST:PORT", help="Where several hosts meet.")
-@click.option("--wait", "startup", default=None, type=click.FloatRange(1, 86400),
-              help="Seconds for all ranks to meet. Default: 120, with --nodes 900, as an image may take.")  # fmt: skip
-@click.option("--node-rank", default=None, type=click.IntRange(0), envvar="JOB_COMPLETION_INDEX",
-              help="Which host this is; else torchrun's rendezvous decides.")  # fmt: skip
-@click.option("--host-name", default=None, envvar="NODE_NAME", help="What results call this host.")
-@click.option("--quick", is_flag=True, help="Only the sizes that are judged, 6 s of them.")
-@click.option("--no-advice", is_flag=True, help="With --nodes: the environment as it is, nothing advised set besides.")
-@click.option("--search", is_flag=True, help="Search for slow hosts by pairs, in place of a sweep.")
-@click.option("--like", "model", default=None, help="Replay one training step's communication of this model.")
-@click.option("--layout", default=None, help="With --like: dp_replicate=1,dp_shard=2,tp=1,pp=1")
-@click.option("--rdma", default=None, metavar="HOST|listen",
-              help="RDMA writes to HOST with perftest, where the same runs with `listen`; no collectives.")  # fmt: skip
-@click.option("--device", "devices", multiple=True, help="With --rdma: only this one (mlx5_0, mlx5_0:1). "
-              "Default: every ACTIVE port, the first of this host to the first of HOST.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Run although GPUs are in use by others.")
-@click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="What --save wrote when all was well, here or of preflight: under 80 % is low.")  # fmt: skip
-@save_option
-@format_option
-@verbose_option
+@with_options("bench")
 @click.pass_context
 def bench(
     context: click.Context, /, form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any
@@ -220,23 +176,7 @@ def _bench_exit(result: BenchResult, well: bool) -> int:
 
 
 @click.command()
-@click.option("--model", default="tiny-llama", show_default=True, help="Shapes to measure: a known model name.")
-@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 1 << 20))
-@click.option(
-    "--tokens", default=None, type=click.IntRange(1, 1 << 22), help="Of one micro-batch. Default: one sequence."
-)
-@click.option("--method", default="lora", type=click.Choice(["full", "lora"]), show_default=True)
-@click.option(
-    "--budget",
-    default=90.0,
-    show_default=True,
-    type=click.FloatRange(1, 3600),
-    help="Seconds of measuring; up to a minute more to start.",
-)
-@click.option(
-    "--ranks", default=None, type=click.IntRange(1, 64), help="Processes that compute at once. Default: as a job would."
-)
-@click.option("-f", "--file", "target", type=OUTPUT_FILE, help="Write here, not stdout.")
+@with_options("calibrate")
 def calibrate(
     model: str,
     sequence_length: int,

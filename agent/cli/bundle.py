@@ -7,21 +7,12 @@ from pathlib import Path
 
 import click
 
-from agent.base.inputs import OUTPUT_FILE_OR_STDOUT
-from agent.base.options import root_option
+from agent.base.options import with_options
 from agent.base.output import say, waiting, write_result
 
 
 @click.command()
-@root_option
-@click.option("-f", "--file", "target", default="bundle.tgz", show_default=True, type=OUTPUT_FILE_OR_STDOUT,
-              help="Write here; - for stdout.")  # fmt: skip
-@click.option("--state", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
-              type=click.Path(path_type=Path), help="The agent's folder.")  # fmt: skip
-@click.option("--cluster", is_flag=True, help="Of every node that has an agent, with what kubectl may do.")
-@click.option("--node", "nodes", multiple=True, help="With --cluster: only this node; repeat for several.")
-@click.option("-n", "--namespace", default="topoflight", show_default=True, help="With --cluster: of the agents.")
-@click.option("--context", default=None, help="With --cluster: the kubeconfig's context.")
+@with_options("bundle")
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base.hosts import snapshots
-from agent.base.options import format_option
+from agent.base.options import with_options
 from agent.base.output import emit
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ def _only(path: Path) -> Snapshot:
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@click.option("--fleet", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of recordings.")
-@format_option
+@with_options("diff")
 def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
     """Say what differs between recordings A and B that matters for training, worst first.
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
+from rich.console import Console
+from rich.markup import escape
 
+from agent.base import units
 from agent.base.inputs import InputError
-from agent.base.options import format_option, verbose_option
+from agent.base.options import with_options
 from agent.base.output import emit
+from agent.base.tables import COLOURS, GLYPHS, indented, pairs
+
+if TYPE_CHECKING:
+    from collectives.nccl_log.transport import Evidence, ProofLine
 
 
 @click.command()
 @click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
-@click.option(
-    "--port", "ports", multiple=True, help="An RDMA port that should appear (mlx5_0:1): a missing one is dead."
-)
-@click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn"]), show_default=True)
-@click.option("--require-gdrdma/--no-require-gdrdma", default=True, show_default=True,
-              help="Whether RDMA without GPUDirect fails: EFA of g5 and g6 has none.")  # fmt: skip
-@format_option
-@verbose_option
+@with_options("evidence")
 def evidence(
     source: tuple[str, ...],
     ports: tuple[str, ...],
@@ -36,7 +36,6 @@ def evidence(
     files (gzip, bzip2, xz) are read as they are. Exit code 0 proven good, 3 a failure, 4 a warning with --fail-on
     warn, 5 no evidence.
     """
-    from agent.terminal.evidence import evidence as show
     from collectives.nccl_log import evidence as reader
     from collectives.nccl_log.reader import LogFileError
 
@@ -48,3 +47,87 @@ def evidence(
         raise InputError(str(error)) from None
     emit(reader.to_json(found), form, lambda out: show(out, found, verbose=verbose))
     sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
+
+
+ORDER = ("fail", "warn", "unknown", "info", "pass")
+_NVLINK_WORDS = {
+    "used": "used",
+    "enabled": "enabled for a communicator, no channel seen",
+    "available": "the hardware has it, no use of it seen",
+    "not available": "not available",
+    "unknown": "unknown",
+}
+_OUTCOMES = {"failed": "failed", "finished": "finished", "unknown": "unknown: no line tells"}
+
+
+def _place(line: ProofLine) -> str:
+    return f"line {line.line}" + (f" of {line.file}" if line.file else "")
+
+
+def _opening(out: Console, found: Evidence) -> None:
+    """What the log says of the transport, worst first, and what to do about it."""
+    worst = min(found.problems, key=lambda each: ORDER.index(each.severity), default=None)
+    if worst is not None:
+        colour, mark = COLOURS[worst.severity], GLYPHS[worst.severity]
+        more = f" and {units.count(len(found.problems) - 1, 'more problem')}" if len(found.problems) > 1 else ""
+        place = f" on {worst.place}" if worst.place else ""
+        words = escape(worst.code + place + more)
+        out.print(f"[{colour}]{mark}[/{colour}] {words}. [bold]→ {escape(worst.action)}[/bold]")
+    elif found.send.total or found.receive.total or found.transports:
+        joined = f"{found.inter_node_transport or 'no channel'} between nodes, GPUDirect RDMA {found.gdrdma}"
+        out.print(f"[green]✓[/green] no problem in the log: {escape(joined)}. [bold]→ Nothing to do.[/bold]")
+    else:
+        out.print("[magenta]? unknown[/magenta] no channel in the log. [bold]→ Run with NCCL_DEBUG=INFO.[/bold]")
+
+
+def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
+    """The verdict on a log and what to do, the problems with their lines; `verbose` with the lines that prove it."""
+    _opening(out, found)
+    rows: list[tuple[str, str]] = []
+    rows.append(("library", f"{found.library} {found.nccl_version or 'version unknown'}"))
+    rows.append(("between nodes", (found.inter_node_transport or "none seen")))
+    rows.append(("within a node", (found.intra_node_transport or "none seen")))
+    ways = (("send", found.send), ("receive", found.receive))
+    shown = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
+    hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
+    noun = "channel" if max(found.send.total, found.receive.total) == 1 else "channels"
+    counts = f"{shown} {noun}{hidden}" if shown else "no channel seen"
+    word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
+    rows.append(("GPUDirect RDMA", f"{word}: {counts}"))
+    if found.undirected.total:
+        rows.append(
+            ("", f"{found.undirected.gdrdma}/{units.count(found.undirected.total, 'channel')} of unnamed direction")
+        )
+    if found.transports:
+        each = ", ".join(f"{number} via {name}" for name, number in sorted(found.transports.items()))
+        rows.append(("channels", (each)))
+    rows.append(("NVLS", _NVLINK_WORDS[found.nvls_use]))
+    if found.mnnvl_use not in ("unknown", "off"):
+        clique = f", a clique of {found.mnnvl_clique} GPUs" if found.mnnvl_clique else ""
+        rows.append(("NVLink between nodes", _NVLINK_WORDS[found.mnnvl_use] + clique))
+    rows.append(("end of the job", _OUTCOMES[found.outcome]))
+    for number, run in enumerate(found.runs, 1):
+        joined = f"between nodes {run.inter_node_transport or 'none seen'}, GPUDirect RDMA {run.gdrdma}"
+        rows.append((f"run {number}", (f"from {_place(run.first)}: {joined}, {_OUTCOMES[run.outcome]}")))
+    if found.torn_lines:
+        rows.append(("torn lines", f"{found.torn_lines}, counted as neither on nor off"))
+    for path in found.gdr_paths[:4] if verbose else ():
+        rows.append(("GPU to NIC", (path)))
+    for seen in found.notes[:6] if verbose else ():
+        rows.append(("note", (f"{seen.code}: {seen.message}")))
+    pairs(out, rows)
+    for problem in found.problems:
+        colour, times = COLOURS.get(problem.severity, "yellow"), f" (x {problem.count})" if problem.count > 1 else ""
+        mark = GLYPHS.get(problem.severity, problem.severity)
+        place = f" on {escape(problem.place)}" if problem.place else ""
+        out.print(f"[{colour}]{escape(mark)}[/{colour}] [bold]{escape(problem.code)}[/bold]{place}{times}")
+        indented(out, escape(problem.message))
+        for line in problem.lines[:2]:
+            indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim]")
+        indented(out, f"[bold]→ {escape(problem.action)}[/bold]")
+    if not verbose:
+        out.print(f"[dim]{units.count(len(found.proof), 'line')} of proof: -v[/dim]")
+    elif found.proof:
+        out.print("[bold]Proof[/bold]")
+    for line in found.proof[:8] if verbose else ():
+        indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim] · {escape(line.proves)}", 2)

@@ -17,12 +17,10 @@ import click
 from click.core import ParameterSource
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS
-from agent.base.inputs import OUTPUT_FOLDER, InputError, NothingFitsError, require_writable
-from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
+from agent.base.inputs import InputError, NothingFitsError, require_writable
+from agent.base.options import refuse_two_sources, with_options
 from agent.base.output import Progress, console, render, say, waiting
 from agent.base.units import count, seconds
-from agent.cli.preflight import with_model_options, with_options
-from planner.kubernetes.job import AGENT, DEVICE_CLASSES, RESTARTS
 
 if TYPE_CHECKING:
     from agent.cluster.client import Client
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-class _Api(click.Choice[str]):
+class Api(click.Choice[str]):
     """This host, or an API that jobs are rendered for; the renderers are loaded once one is named."""
 
     def __init__(self) -> None:
@@ -39,6 +37,7 @@ class _Api(click.Choice[str]):
 
     @cached_property
     def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Every name."""
         from agent.jobs.cluster_job import APIS
 
         return ("local", *APIS)
@@ -47,55 +46,6 @@ class _Api(click.Choice[str]):
         """The name; an error lists all."""
         return value if value == "local" else super().convert(value, param, ctx)
 
-
-cluster_options = (
-    click.option("--api", default="local", type=_Api(), show_default=True,
-                 help="Where to launch: torchrun here, or a job for the cluster."),
-    click.option("--context", default=None, help="Cluster: the kubeconfig's context. Default: its current one."),
-    click.option("--image", default=None, help="Cluster: the fine-tune image."),
-    click.option("--name", default="topoflight-sft", show_default=True, help="Cluster: name of the job."),
-    click.option("--namespace", default="default", show_default=True),
-    click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="Cluster: pods, one on a node."),
-    click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Cluster: of each pod."),
-    click.option("--node-selector", multiple=True, metavar="LABEL=VALUE"),
-    click.option("--tolerate", multiple=True, metavar="KEY[=VALUE][:EFFECT]",
-                 help="Cluster: taint of the nodes that the pods bear. EFFECT: NoSchedule, unless named."),
-    click.option("--claim", default=None, help="Cluster: PersistentVolumeClaim for /mnt/shared, which holds the run."),
-    click.option("--storage-class", default=None, metavar="NAME",
-                 help="Cluster: make the claim too, of this class, writable by all pods; its name is --claim's."),
-    click.option("--storage-size", default="500Gi", show_default=True, metavar="QUANTITY", help="Cluster: of it."),
-    click.option("--token-secret", default=None, metavar="NAME",
-                 help="Cluster: Secret whose key HF_TOKEN opens gated models and data sets."),
-    click.option("--queue", default=None, help="Cluster: Kueue queue."),
-    click.option("--topology", default=None, metavar="LABEL", help="Cluster: node label all pods must share (Kueue)."),
-    click.option("--service-account", default=None),
-    click.option("--preflight-image", default=None, help="Cluster: run the gate in an init container of this image."),
-    click.option("--require", multiple=True, metavar="CHECK", help="Check that the gate before the job requires."),
-    click.option("--measure", is_flag=True,
-                 help="The gate also measures, as preflight --measure --quick; on a cluster all pods together. Makes "
-                      "load."),
-    click.option("--no-preflight", is_flag=True, help="Launch without a gate."),
-    click.option("--agent", default=None, is_flag=False, flag_value=AGENT, metavar="[URL]",
-                 help="Cluster: leave the job's record with the agent of rank 0's node too. URL: what deploy/daemonset "
-                      "makes."),
-    click.option("--dra", multiple=True, metavar="gpu|nic=CLASS",
-                 help="Cluster: GPU and NIC from one PCIe root, by DRA, of these DeviceClasses. Default: "
-                      f"gpu={DEVICE_CLASSES[0]} and nic={DEVICE_CLASSES[1]}, where the cluster that is asked can."),
-    click.option("--no-dra", is_flag=True, help="Cluster: GPU and NIC by device plugins, and no ComputeDomain, "
-                                                   "whatever the cluster can."),
-    click.option("--network", "with_network", is_flag=True,
-                 help="Cluster: also print the operators' network resources for the probed interfaces."),
-    click.option("--host-mofed/--no-host-mofed", default=None,
-                 help="With --network: the nodes have the NIC driver (DOCA-OFED) / the network operator brings it. "
-                      "Default: as the nodes show it."),
-    click.option("--restarts", default=None, type=click.IntRange(0, 100),
-                 help=f"Cluster: times that an interrupted job starts again by itself. Default: {RESTARTS}."),
-    click.option("--storage-rate", default=None, metavar="QUANTITY",
-                 help="Bytes per second that storage takes of all ranks (500M, 2G): a checkpoint has that time after "
-                      "SIGTERM."),
-    click.option("--wait", default=60.0, show_default=True, type=click.FloatRange(0, 86400),
-                 help="Cluster: seconds to wait for the job's first pods; says why none came."),
-)  # fmt: skip
 
 # What only one place of launching reads. Not `nodes`: a plan for --machine counts them, wherever it is launched.
 OF_A_CLUSTER = {
@@ -110,21 +60,8 @@ OF_THE_JOB = {
 
 
 @click.command()
-@host_option
-@root_option
-@with_model_options
-@lengths_option
-@rows_option
-@with_options(cluster_options)
-@machine_option
-@click.option("--output", "folder", default=None, type=OUTPUT_FOLDER,
-              help="Local: where the job writes. Default: its output_dir, else finetune-output.")  # fmt: skip
-@click.option("--timeout", default=86400.0, show_default=True, type=click.FloatRange(1), help="Local: seconds.")
-@click.option("--script", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Local: your own trainer in place of the built-in job; its arguments follow --.")  # fmt: skip
+@with_options("launch", api=Api())
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
-@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
-@click.option("-o", "form", default=None, type=click.Choice(["yaml", "json"]), help="With --dry-run. Default: yaml.")
 def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
     arguments: tuple[str, ...], **options: Any,
@@ -135,8 +72,7 @@ def launch(
     unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
     """
     from agent.advice.advise import advise, with_fsdp
-    from agent.advice.dataset import for_whole_run, with_rows
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.jobs.benchmark import flight_request

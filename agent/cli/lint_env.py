@@ -8,22 +8,16 @@ from pathlib import Path
 import click
 
 from agent.base import inputs
-from agent.base.options import host_option
+from agent.base.options import with_options
 from agent.base.output import render, say
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
-# planner.lint.sources.KINDS, which a test compares: importing it here would cost every start its readers
-LINT_KINDS = ("env", "shell", "conf", "yaml", "json", "toml", "dockerfile", "log", "process")
 
 
 @click.command("lint-env")
 @click.argument("source", default="-", metavar="FILE|-|PID")
-@click.option("--kind", type=click.Choice(["auto", *LINT_KINDS]), default="auto",
-              show_default=True, help="The form of FILE; `process` takes a process id.")  # fmt: skip
-@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.21.5.")
-@host_option
-@click.option("-o", "--output", "form", type=click.Choice(["table", "json", "yaml"]), default="table")
+@with_options("lint-env")
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
     """Check NCCL variables in a script, manifest or running process.
 

@@ -27,8 +27,8 @@ FILE_ERRORS = (
 VERBS: dict[str, tuple[str, str]] = {
     # verb: (where it lives, one line of help; kept here so that --help imports nothing)
     "scan": ("agent.cli.scan:scan", "Probe this host (or recordings) and print what was found."),
-    "demo": ("agent.cli.demo:demo", "Show a sick 8-GPU node in two seconds: a built one, that ships with this."),
-    "capture": ("agent.cli.capture:capture", "Record this host into a file that replays the whole product."),
+    "demo": ("agent.cli.scan:demo", "Show a sick 8-GPU node in two seconds: a built one, that ships with this."),
+    "capture": ("agent.cli.scan:capture", "Record this host into a file that replays the whole product."),
     "bundle": ("agent.cli.bundle:bundle", "Write one file for whoever helps: this host, or --cluster; no secrets."),
     "topo": (
         "agent.cli.topo:topo",

@@ -11,10 +11,9 @@ import click
 from click.core import ParameterSource
 
 from agent.base.inputs import InputError, require_writable
-from agent.base.options import format_option, host_option, root_option, verbose_option
+from agent.base.options import with_options
 from agent.base.output import Progress, emit, say, waiting
-from agent.cli.launch import OF_A_CLUSTER, cluster_options
-from agent.cli.preflight import with_model_options, with_options
+from agent.cli.launch import OF_A_CLUSTER, Api
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,36 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 
-# Options of `launch` that say what this verb decides itself, or that print what is not a job.
-NOT_HERE = {"with_network", "host_mofed", "wait", "no_preflight", "measure", "dra", "no_dra"}
-
-
-def _name(option: Any) -> str:
-    """The parameter that an option's decorator adds."""
-    made = option(lambda: None)
-    return str(made.__click_params__[0].name)
-
-
 @click.command("compare-networks")
-@host_option
-@root_option
-@with_model_options
-@with_options([option for option in cluster_options if _name(option) not in NOT_HERE])
-@click.option("--over", "networks", multiple=True, metavar="INTERFACE=RATE",
-              help=f"A network to make here, shaped. Default: {' and '.join(DEFAULT_NETWORKS)}. Cluster: "
-              "INTERFACE[=ATTACHMENT][,RATE] of the pods: eth0, net1=training/macvlan,25G, rdma=training/macvlan.",
-              )  # fmt: skip
-@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run, for time and money. Default: "
-              "as many as are run.")  # fmt: skip
-@click.option("--price", default=None, type=click.FloatRange(0, 1e9), help="Of a node-hour, for money.")
-@click.option("--dry-run", is_flag=True, help="Cluster: print the jobs, and start nothing.")
-@click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400),
-              help="Seconds for each run.")  # fmt: skip
-@click.option("--if-possible", is_flag=True, help="Where it cannot be done here, say why and end with 0.")
-@click.option("--report", "folder", default=Path("reports"), show_default=True, help="For networks.svg, networks.json "
-              "and the records.", type=click.Path(file_okay=False, path_type=Path))  # fmt: skip
-@format_option
-@verbose_option
+@with_options("compare-networks", api=Api())
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
     """Run the same fine-tune over each network; draw time, money and forecast of each. Makes load.
 
@@ -147,8 +118,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 def _there(options: dict[str, Any]) -> NetworkBars:
     """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
     from agent.advice.advise import answer, with_fsdp
-    from agent.advice.dataset import for_whole_run, with_rows
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.cluster.client import AccessError, ApiError, connect

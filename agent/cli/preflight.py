@@ -1,87 +1,33 @@
-"""The verb preflight, and the options that name model and run."""
+"""The verb preflight."""
 
 from __future__ import annotations
 
 import io
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base.inputs import OUTPUT_FOLDER, require_writable
-from agent.base.options import host_option, root_option, save_option, verbose_option
+from agent.base.inputs import require_writable
+from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, waiting, write_result
 from contracts.plain import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agent.cluster.nodes import NodeRecord
     from agent.jobs.preflight import Report
 
 FORMATS = ("table", "json", "yaml", "junit", "github")
 
-model_options = (
-    click.option("--model", default=None, help="Known model name or config.json; default with --fly: a tiny Llama."),
-    click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True),
-    click.option("--sequence-length", default=None, type=click.IntRange(1, 10_000_000)),
-    click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000)),
-    click.option("--ranks", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU, 2 without GPUs."),
-    click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The job's YAML."),
-    click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a line of the job's YAML."),
-)
-
-
-def with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """A decorator that adds the options, to be shown in their order."""
-    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
-
-
-with_model_options = with_options(model_options)
-
 
 @click.command()
-@host_option
-@root_option
-@click.option(
-    "--fly", is_flag=True, help="Measure, then launch a small fine-tune as recommended, and compare. Makes load."
-)
-@click.option("--measure", is_flag=True, help="Measure collectives with real ranks, 20 s of it. Makes load.")
-@click.option("--quick", is_flag=True, help="With --measure: only what is judged, 6 s of it; for init containers.")
-@click.option("--budget", "bench_seconds", default=None, type=click.FloatRange(1, 600),
-              help="With --measure: seconds of it.")  # fmt: skip
-@with_model_options
-@click.option(
-    "--require", multiple=True, metavar="CHECK", help="A check that must be measured: rdma.*; else exit code 5."
-)
-@click.option("--skip", multiple=True, metavar="CHECK", help="A check to leave out.")
-@click.option("--fail-on", default="fail", type=click.Choice(["fail", "warn", "unknown"]), show_default=True)
-@click.option(
-    "--timeout", default=600.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds for the job."
-)
-@click.option("--report", "folder", default=None, type=OUTPUT_FOLDER,
-              help="Folder for report.{json,html,md} and junit.xml. Default with --fly: reports/.")  # fmt: skip
-@click.option("-o", "--output", "forms", multiple=True, metavar="FORMAT[=FILE]",
-              help="table, json, yaml, junit or github; repeat for several.")  # fmt: skip
-@click.option("--baseline", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="What --save wrote in a good state, or a recording: only what got worse fails.")  # fmt: skip
-@save_option
-@click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
-              help="What each node must have, else it fails: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
-@click.option("--expect-file", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              metavar="FILE", help="The same as a YAML mapping.")  # fmt: skip
-@click.option("--flights", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH",
-              help="Earlier flights (flight.json or folders of them): step times by network, compared.")  # fmt: skip
-@click.option("--nodes", default=None, metavar="NAME,...", help="Judge these nodes by what their agents publish.")
-@click.option("--selector", default=None, metavar="LABELS", help="Judge the cluster's nodes with these labels.")
-@click.option("--context", default=None, help="With --nodes or --selector: the kubeconfig's context.")
-@click.option("--list-checks", is_flag=True, help="Name every check and stop.")
-@click.option("--all", "everything", is_flag=True, help="With -v: name passed and unknown checks one by one.")
-@verbose_option
-@click.option("--force", is_flag=True, help="Measure although GPUs are in use by others; fly although checks failed.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@with_options("preflight")
 def preflight(
     list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
     **options: Any,
@@ -194,7 +140,6 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
 
     if form == "table":
         from agent.base.tables import plain_console
-        from agent.terminal.report import report as show
 
         if path is None:
             show(console(), report, verbose=verbose, everything=everything)
@@ -234,3 +179,50 @@ def _escape(text: str, *, attribute: bool = False) -> str:
     """As the runner wants it: a line break would end the command."""
     text = printable(text.replace("\r\n", "\n")).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
+
+
+def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool = False) -> None:
+    """The verdict and what to do, then what it rests on; `verbose` with hosts, links and proofs."""
+    from rich.markup import escape
+
+    from agent.terminal import hosts, measured
+    from agent.terminal.advice import recommendation
+    from agent.terminal.findings import findings, verdict
+    from agent.terminal.topology import node
+
+    one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
+    hosts.opening(out, whole.verdict, whole.checks, at=one, seconds=whole.seconds)
+    if not verbose:
+        hosts.hosts_in_brief(out, whole.snapshots, whole.topologies, whole.checks)
+        hosts.sound_nodes(out, [(record.name, _kind(record)) for record in whole.nodes], whole.checks)
+    else:
+        for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
+            hosts.host(out, snapshot)
+            node(out, topology, brief=True)
+    if whole.bench is not None:
+        measured.bench(out, whole.bench, verbose=verbose)
+    if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
+        recommendation(out, whole.recommendation, brief=not verbose)
+    if whole.flight is not None:
+        measured.run(out, whole.flight)
+        measured.comparison(out, whole.flight)
+    measured.by_network(out, whole)
+    if verbose:
+        out.print("\n[bold]Findings[/bold]")
+        findings(out, whole.checks, everything=everything)
+    else:
+        hosts.findings_in_brief(out, whole.checks)
+    for note in whole.notes:
+        out.print(f"· {escape(note)}")
+    if verbose:
+        verdict(out, whole.verdict, whole.seconds)
+
+
+def _kind(node: NodeRecord) -> str:
+    """What a node has, by its record: "8 x NVIDIA H100; RDMA 8/8 active"."""
+    gpus = (
+        "no GPU"
+        if node.gpus == 0
+        else f"{'unknown number of' if node.gpus is None else node.gpus} x " + (node.product or "unknown GPU")
+    )
+    return f"{gpus}; RDMA {node.rdma or 'unknown'}"

@@ -2,74 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base import inputs
+from agent.base import inputs, units
 from agent.base.hosts import snapshots
-from agent.base.options import host_option, lengths_option, machine_option, refuse_two_sources, root_option, rows_option
-from agent.base.output import emit, say, waiting
+from agent.base.options import refuse_two_sources, with_options
+from agent.base.output import emit, say, waiting, write_result
 
-_LIMIT_BYTES = 16 << 20
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agent.advice.request import Request
 
 
 @click.command()
-@host_option
-@root_option
-@machine_option
-@click.option("--nodes", default=None, type=click.IntRange(1, 100_000), help="How many such nodes.")
-@click.option("--network", default=None, metavar="100G", help="What joins the nodes: bits per second of each.")
-@click.option("--rdma", "transport", flag_value="rdma", default=None, help="--network is RDMA.")
-@click.option("--tcp", "transport", flag_value="tcp", default=None, help="--network is TCP.")
-@click.option("--model", default=None, help="Known model name, or a Hugging Face config.json.")
-@click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
-@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
-@click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
-@click.option("--engine", default="topoflight", show_default=True, help="What must be able to run the layout.")
-@click.option("--precision", default="bf16", show_default=True, help="fp32, bf16, fp16, fp8 or mxfp8.")
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, sgd, adafactor.")
-@click.option("--packing", is_flag=True, help="Rows are packed to the sequence length.")
-@lengths_option
-@click.option("--dataset", default=None, metavar="FILE|OWNER/NAME[:PART]",
-              help="Count its rows and measure them with the model's tokenizer.")  # fmt: skip
-@click.option("--tokenizer", default=None, metavar="FOLDER|OWNER/NAME", help="Default: the model's.")
-@rows_option
-@click.option("--epochs", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run.")
-@click.option("--price", default=None, metavar="NUMBER|FILE",
-              help="Of a node-hour, or a YAML file of such prices by machine: forecasts the run's cost.")  # fmt: skip
-@click.option("--lora-rank", default=16, show_default=True, type=click.IntRange(1, 4096))
-@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run: forecasts its length.")
-@click.option("--tokens", default=None, type=click.IntRange(1), help="Of the whole run, in place of --steps.")
-@click.option(
-    "--hours", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run: steps that fit."
-)
-@click.option("--ranks-per-node", default=None, type=click.IntRange(1, 1024), help="Default: one per GPU.")
-@click.option("--nccl", "nccl_version", default=None, help="NCCL version in use, e.g. 2.27.7.")
-@click.option("--bench", "bench_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Result of `topoflight bench -o json`: measured bandwidths.")  # fmt: skip
-@click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Result of `topoflight calibrate`.")  # fmt: skip
-@click.option("--measured-step", nargs=2, type=(str, click.FloatRange(0, 1e6, min_open=True)), default=None,
-              metavar="LAYOUT SECONDS",
-              help="What a step of this job took, its layout as in --compare: forecasts go by it.")  # fmt: skip
-@click.option("-o", "--output", "form", default="table", show_default=True,
-              help="table, json, yaml, env, shell, k8s, or an export: see --list-exports.")  # fmt: skip
-@click.option("--sweep", default=None, metavar="nodes=1,2,4",
-              help="Compare the best layouts for each number of nodes, each of --machine A,B,... (or those of the "
-              "--price file) and each --network A,B: time, money, and which nothing beats in both.")  # fmt: skip
-@click.option("--plot", type=inputs.OUTPUT_FILE, help="With --sweep: write an SVG here.")
-@click.option("--explain", is_flag=True, help="Reasons, other layouts, what was turned down, and the forecast's parts.")
-@click.option("--compare", nargs=2, default=None, metavar="A B",
-              help="Two layouts side by side: dp_shard=8 tp=8 or dp_shard=4,tp=2,micro_batch=2.")  # fmt: skip
-@click.option("--list-exports", is_flag=True, help="Name the export formats and stop.")
+@with_options("recommend")
 def recommend(**options: object) -> None:
     """Advise the NCCL environment and the parallel layout, each with its reason.
 
     Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
     """
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
 
     if options.pop("list_exports"):
@@ -82,22 +41,18 @@ def recommend(**options: object) -> None:
     _refuse_unused(options)
     request = Request.of(**options)
     if options["dataset"]:
-        from agent.advice import dataset
+        from agent.advice import job_settings
 
         with waiting("recommend: measuring rows"):
-            settings = dataset.named(str(options["dataset"]), request.tokenizer, request.model)
-            request = dataset.with_rows(request, settings)
+            settings = job_settings.named(str(options["dataset"]), request.tokenizer, request.model)
+            request = job_settings.with_rows(request, settings)
     if options["sweep"] or options["compare"]:
-        from agent.cli import whatif
-
-        whatif.run(request, options, form)
+        _what_if(request, options, form)
         return
     with waiting("recommend: forecasting layouts"):
         found = () if request.machine else snapshots(request.hosts, root=request.root)
         advice = advise(request, lambda: found)
     if form == "k8s":
-        from agent.advice.pod_network import in_pods
-
         advice, left_out = in_pods(advice, found, here=not request.hosts)
         for line in left_out:
             say(f"note: {line}", err=True)
@@ -135,3 +90,98 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
         for name in ("steps", "tokens", "hours", "epochs", "rows", "dataset", "price", "lengths"):
             if options[name]:
                 raise click.UsageError(f"--{name}: is of a forecast, and that needs --model")
+
+
+# What if, as tables.
+
+
+def _what_if(request: Request, options: Mapping[str, Any], form: str) -> None:
+    """Answer a sweep or a comparison on stdout."""
+    if form not in ("table", "json", "yaml"):
+        raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
+    if request.model is None:
+        raise click.UsageError("--sweep and --compare need --model")
+    if options["sweep"]:
+        _sweep(request, str(options["sweep"]), options["plot"], form)
+    else:
+        _compare(request, tuple(options["compare"]), form)
+
+
+def _numbers(text: str) -> list[int]:
+    """ "nodes=1,2,4" as numbers."""
+    from agent.advice.whatif import MOST_POINTS
+
+    name, _, numbers = text.partition("=")
+    words = numbers.split(",")
+    if name != "nodes" or not all(w.isdecimal() and 1 <= int(w) <= 100_000 for w in words) or len(words) > MOST_POINTS:
+        raise click.UsageError(f"--sweep {text}: must be nodes=1,2,4 with at most {MOST_POINTS} numbers up to 100000")
+    return [int(word) for word in words]
+
+
+def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
+    from agent.advice.whatif import frontier_of
+    from agent.base.tables import table
+    from planner.sweep import frontier_svg
+
+    with waiting(f"recommend: forecasting layouts for {text}"):
+        points = frontier_of(request, _numbers(text))
+    if plot is not None:
+        drawn = frontier_svg(points, f"{request.model}, {request.train.method}")
+        write_result(plot, drawn, named=f"--plot {plot}")
+
+    def show(out: Console) -> None:
+        priced = ["money"] if any(p.cost for p in points) else []
+        rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", *priced)
+        for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
+            if p.seconds is None:
+                rows.add_row("", p.machine, str(p.nodes), p.network, p.reason, *["-"] * (4 + len(priced)))
+                continue
+            rows.add_row(
+                "✓" if p.best else "", p.machine, str(p.nodes), p.network, p.layout, f"{p.tokens_per_second:,.0f}",
+                f"{p.mfu:.0%}" if p.mfu is not None else "-", units.duration(p.seconds.mid), f"{p.gpu_hours:,.1f}",
+                *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
+            )  # fmt: skip
+        out.print(rows)
+        spent = "money" if all(p.cost for p in points if p.seconds) else "GPU-hours"
+        out.print(f"✓ nothing else takes less time and less {spent} for the same tokens")
+
+    emit([asdict(point) for point in points], form, show)
+
+
+def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
+    from agent.advice.request import cluster_of, default_ranks, measured_step, measurements_of, model_of
+    from agent.base.tables import table
+    from agent.terminal.advice import layout_title
+    from contracts.layout import LayoutError, values_of
+    from planner.forecast.calibration import CalibrationError, load_calibration
+    from planner.forecast.machines import MachineError
+    from planner.recommend import forecast_named, plan, scaled
+    from planner.sweep import compare
+
+    model = model_of(request)
+    assert model is not None  # noqa: S101 - `_what_if` has refused otherwise
+    found = () if request.machine else snapshots(request.hosts, root=request.root)
+    try:
+        cluster = cluster_of(request, found, request.ranks_per_node)
+        ranks = request.ranks_per_node or default_ranks(request, cluster)
+        calibration = load_calibration(request.calibration) if request.calibration else None
+        measured = measurements_of(request)
+        planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
+        if step := measured_step(request):
+            planned = scaled(planned, step)
+        first, second = (forecast_named(planned, values_of(text)) for text in texts)
+    except (LayoutError, MachineError, CalibrationError, ValueError) as error:
+        raise inputs.RequestError(str(error)) from None
+    rows = compare(first, second)
+
+    def show(out: Console) -> None:
+        shown = table("part", *(layout_title(ranked.layout) for ranked in (first, second)))
+        for name, left, right in rows:
+            shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
+        memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
+        shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
+        broken = (ranked.why if ranked.why.startswith("breaks") else "yes" for ranked in (first, second))
+        shown.add_row("allowed", *broken)
+        out.print(shown)
+
+    emit({"layouts": [first, second], "parts": rows}, form, show)

@@ -1,4 +1,4 @@
-"""The verb scan."""
+"""The verbs scan, demo and capture: a host as its probes see it, a built one, and a recording."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from pathlib import Path
 import click
 
 from agent.base.hosts import snapshots
-from agent.base.options import format_option, host_option, root_option, verbose_option
-from agent.base.output import emit
+from agent.base.options import with_options
+from agent.base.output import console, emit, say, waiting, write_result
 
 
 @click.command()
-@host_option
-@root_option
-@format_option
-@click.option(
-    "--timeout", default=30.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Seconds for each probe."
-)
-@click.option("--all", "everything", is_flag=True, help="With -v: list passed checks too.")
-@verbose_option
+@with_options("scan")
 @click.argument("name", required=False)
 def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
@@ -37,3 +30,47 @@ def scan(
     verbose = verbose or everything or bool(name)
     emit(value if len(value) > 1 else value[0], form,
          lambda out: show(out, view, verbose=verbose, everything=everything or bool(name)))  # fmt: skip
+
+
+DEMO = Path(__file__).parents[1] / "data" / "demo.json"
+
+
+@click.command()
+@with_options("demo")
+@click.pass_context
+def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
+    """Show what a sick node of eight GPUs looks like. The machine is built: no real node, and nothing is measured."""
+    from agent.checks.view import look
+    from agent.terminal.hosts import scan as show
+
+    say("A built machine that ships with this program, sick on purpose: it is no real node.")
+    view = look(snapshots((DEMO,)))
+    show(console(), view, verbose=verbose, everything=False)
+    say(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")
+    if page:
+        root = context.find_root().command
+        serve = root.get_command(context, "serve") if isinstance(root, click.Group) else None
+        assert serve is not None  # noqa: S101 - a verb of the same program
+        # no state folder: what a built machine shows is not kept with this host's own history
+        options = {"folder": None, "hosts": (DEMO,), "root": "/", "address": "127.0.0.1", "port": port}
+        context.invoke(serve, **options, interval=3600.0)
+
+
+@click.command()
+@with_options("capture")
+def capture(root: str, target: Path | None) -> None:
+    """Record every answer this host gives to the probes.
+
+    The recording replays the whole product with --host, without the hardware. It holds no environment variable
+    outside NCCL's families, and no process names.
+    """
+    from probes.host.recording import dumps
+    from probes.scanner import capture as record
+
+    with waiting("capture: asking this host"):
+        text = dumps(record(root))
+    if target is None:
+        say(text, nl=False)
+        return
+    write_result(target, text)
+    say(f"{target}: {len(text)} bytes", err=True)

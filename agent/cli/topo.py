@@ -17,7 +17,7 @@ from rich.console import Console
 from agent.base import inputs
 from agent.base.exits import EXIT_UNKNOWN
 from agent.base.hosts import snapshots
-from agent.base.options import host_option, root_option, verbose_option
+from agent.base.options import with_options
 from agent.base.output import emit, say
 from contracts import bounded
 
@@ -30,15 +30,7 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 
 
 @click.command()
-@host_option
-@root_option
-@click.option("--from", "source", type=click.Path(allow_dash=True, path_type=str), metavar="FILE|-",
-              help="Read `nvidia-smi topo -m` text, NCCL XML or a recording in place of this host.")  # fmt: skip
-@click.option(
-    "-o", "--output", "form",
-    type=click.Choice(["table", "json", "yaml", "svg"]), default="table", show_default=True,
-)  # fmt: skip
-@verbose_option
+@with_options("topo")
 def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
     """Say how GPUs and NICs are linked, on this host, a recording, or a file that people have; -v: the matrix.
 
@@ -90,7 +82,7 @@ def build_node(snapshot: object) -> NodeTopology:
 def read_topology(source: str) -> NodeTopology:
     """A matrix, an XML file or a recording, told apart by content."""
     name, raw = inputs.name_of(source), inputs.read(source, _LIMIT_BYTES, hint=", which no topology is")
-    from topology.formats.errors import TopologyFileError
+    from topology.formats import TopologyFileError
     from topology.formats.text import parse
 
     try:

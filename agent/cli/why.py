@@ -7,13 +7,19 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
+from rich.markup import escape
 
 from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
-from agent.base.options import format_option, host_option, machine_option
+from agent.base.options import with_options
 from agent.base.output import emit
+from agent.base.tables import indented
+
+if TYPE_CHECKING:
+    from planner.why import Verdict
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -21,29 +27,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.command()
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
-@click.option("--run", "run", type=FOLDER, help="A run's folder: its record, steps, and what its ranks write.")
-@click.option(
-    "--ras", multiple=True, metavar="HOST:PORT|FILE", help="NCCL's RAS, or its answer; twice: do counts move?"
-)
-@click.option("--flight-recorder", "recorder", type=FOLDER, help="PyTorch's dumps of every rank.")
-@click.option("--diag", "diagnostics", multiple=True, metavar="FILE", help="Output of NCCL_RUN_DIAGNOSTICS=1.")
-@click.option("--manifest", type=FILE, help="The job's manifest or script: its NCCL environment is judged.")
-@host_option
-@machine_option
-@click.option("--nodes", default=None, metavar="NUMBER|NAME,...|LABELS",
-              help="How many such nodes; or which, by name or label: what their agents publish.")  # fmt: skip
-@click.option("--network", default=None, metavar="10G", help="What carries the sockets of the log: bits per second.")
-@click.option("--model", default=None, help="Of the price: known model name, or a Hugging Face config.json.")
-@click.option("--method", default="lora", type=click.Choice(["full", "lora", "qlora"]), show_default=True)
-@click.option("--sequence-length", default=2048, show_default=True, type=click.IntRange(1, 10_000_000))
-@click.option("--lengths", default=None, metavar="TOKENS:ROWS,...", help="How long the rows are.")
-@click.option("--global-batch", default=None, type=click.IntRange(1, 10_000_000), help="Sequences per optimizer step.")
-@click.option("--layout", default="", metavar="NAME=VALUE,...", help="That ran: dp_shard=4,micro_batch=32.")
-@click.option("--steps", default=None, type=click.IntRange(1), help="Of the whole run.")
-@click.option("--epochs", default=None, type=click.FloatRange(0, 1e6, min_open=True), help="Of the whole run.")
-@click.option("--price", default=None, metavar="NUMBER|FILE", help="Of a node-hour.")
-@click.option("--watch", is_flag=True, help="Beside a run (--run): go on, and tell each new verdict.")
-@format_option
+@with_options("why")
 def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, watch: bool, form: str, **options: Any,
@@ -53,7 +37,6 @@ def why(
     Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
     """
     from agent.advice.request import Request
-    from agent.terminal.why import verdict as show
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run
 
@@ -105,3 +88,38 @@ def _file(word: str, stack: ExitStack) -> str:
     shutil.copyfileobj(sys.stdin.buffer, copy)
     copy.flush()
     return copy.name
+
+
+_COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
+
+
+def show(out: Console, found: Verdict) -> None:
+    """The verdict, its causes with their evidence, and what is not known."""
+    colour = _COLOURS.get(found.state, "yellow")
+    state, _, rest = found.line.partition(": ")
+    todo = "" if found.causes or found.state != "fine" else " → nothing to change"
+    out.print(f"[{colour} bold]{escape(state if rest else found.state)}[/]: {escape(rest or found.line)}{todo}")
+    for name, row in (("nodes", found.nodes), ("GPUs", found.gpus), ("NICs", found.nics)):
+        if row:
+            out.print(f"{name}: {escape(', '.join(row))}")
+    for number, cause in enumerate(found.causes, 1):
+        share = f", {cause.share:.0%} of the wait" if cause.share is not None else ""
+        out.print(f"{number}. [bold]{escape(cause.code)}[/bold]{share}: {escape(cause.message)}")
+        for line in cause.evidence:
+            indented(out, f"[dim]{escape(line)}[/dim]")
+        if cause.price:
+            indented(out, escape(cause.price))
+        if cause.action:
+            indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
+    for line in found.innocent:
+        out.print(f"no fault: {escape(line)}")
+    for line in found.disagree:
+        out.print(f"sources differ: {escape(line)}")
+    for line in found.change:
+        out.print(f"change: {escape(line)}")
+    if found.forecast:
+        out.print(escape(found.forecast))
+    for one in found.unknown:
+        out.print(f"unknown: {escape(one.what)}; {escape(one.command)}")
+    if found.sources:
+        out.print(f"[dim]read: {escape('; '.join(found.sources))}[/dim]")

@@ -11,7 +11,7 @@ import click
 from agent.base import inputs
 from agent.base.documents import difference
 from agent.base.hosts import snapshots
-from agent.base.options import host_option, machine_option, refuse_two_sources, root_option
+from agent.base.options import refuse_two_sources, with_options
 from agent.base.output import say, write_result
 from probes.api import Snapshot
 
@@ -20,19 +20,7 @@ _LIMIT_BYTES = 1 << 20
 
 @click.command()
 @click.argument("source", metavar="FILE|-")
-@host_option
-@root_option
-@machine_option
-@click.option("--preflight-image", default=None, help="Run the gate in an init container of this image.")
-@click.option("--require", multiple=True, metavar="CHECK", help="Check that the gate requires.")
-@click.option("--resource", "resources", multiple=True, metavar="NAME=COUNT", help="Of each pod.")
-@click.option("--config", default=None, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="The settings that the job's command names and the manifest lacks.")  # fmt: skip
-@click.option("-o", "--output", default=None, type=inputs.OUTPUT_FILE, metavar="FILE",
-              help="Write the wrapped manifest here.")  # fmt: skip
-@click.option("--apply", "in_place", is_flag=True, help="Write it over FILE.")
-@click.option("--record", default=None, type=click.Path(exists=True, file_okay=False, path_type=Path),
-              metavar="FOLDER", help="After the run: write flight.json from what it left here.")  # fmt: skip
+@with_options("wrap")
 def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
     """Show, as a diff, what a PyTorchJob, TrainJob, JobSet or Job lacks; -o or --apply writes it.
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent.base import units
 from agent.checks import expect_checks
-from agent.checks.bars import BASELINE_LEAST
 from agent.checks.codes import CLUSTER_CODES
-from agent.checks.judged import BUSBW, bar_words, status_of
+from agent.checks.judged import BASELINE_LEAST, BUSBW, bar_words, status_of
 from agent.checks.verdict import GateError
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord

@@ -23,8 +23,8 @@ from typing import Any
 from agent.base import units
 from agent.base.version import VERSION
 from agent.checks.coverage import no_gpu_read
+from agent.checks.groups import worst_first
 from agent.checks.history import SCANS_TO_RAISE, Event, Kept, Seen
-from agent.checks.order import worst_first
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster import node_facts
@@ -133,7 +133,7 @@ def kept_in(record: NodeRecord) -> Kept:
 
 def _measured(result: BenchResult) -> tuple[Json, ...]:
     """Each op at its largest verified size, where one host measured itself and nothing ended it early."""
-    from agent.base.bench_history import line_of  # it draws as well, and a report holds records
+    from agent.base.result_store import line_of  # it draws as well, and a report holds records
 
     line = line_of(result)
     if line.hosts != 1 or not line.complete:

@@ -32,7 +32,8 @@ from agent.cluster.watch import Watcher
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
-from planner.advice import Note, Recommendation
+from planner.advice import Recommendation
+from planner.nccl_env.texts import Note
 from topology.cluster import join
 from topology.derive import with_gpus
 from topology.graph import NodeTopology

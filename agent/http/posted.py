@@ -25,7 +25,7 @@ from starlette.concurrency import run_in_threadpool
 from agent.base import result_store as keep
 from agent.base.documents import document as plain_document
 from agent.checks.codes import ALL_CODES
-from agent.checks.order import worst_first
+from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn, GateError, select
 from agent.checks.verdict import judge as judged_checks
 from agent.http.access import Bucket

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from agent.base.options import host_option, root_option
+from agent.base.options import with_options
 from agent.base.output import say
 
 log = logging.getLogger(__name__)
@@ -29,33 +29,7 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 
 
 @click.command()
-@host_option
-@root_option
-@click.option("--address", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=9402, show_default=True, type=click.IntRange(0, 65535))
-@click.option(
-    "--interval", default=30.0, show_default=True, type=click.FloatRange(1, 86400), help="Seconds between scans."
-)
-@click.option("--state", "folder", default="/var/lib/topoflight", show_default=True, envvar="TOPOFLIGHT_STATE",
-              type=click.Path(file_okay=False, path_type=Path), help="Results of benchmarks and flights.")  # fmt: skip
-@click.option("--expect", multiple=True, metavar="KEY=VALUE,...",
-              help="What each node must have, judged at every scan: gpus=8,hcas=8,nvlink=NV18,gdr=on.")  # fmt: skip
-@click.option("--expect-file", default=None, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="The same as a YAML mapping, read for each scan. An absent file asks nothing.")  # fmt: skip
-@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
-              help="A name beside localhost and this host's own under which the agent may be read.")  # fmt: skip
-@click.option("--reads", default="open", type=click.Choice(["open", "token"]), show_default=True,
-              help="Whether reading needs a token too.")  # fmt: skip
-@click.option("--token-file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Bearer tokens that may make load, one a line. Outside Kubernetes.")  # fmt: skip
-@click.option("--token-review", is_flag=True, help="Ask the Kubernetes API server about bearer tokens.")
-@click.option("--audience", default="topoflight", show_default=True, help="With --token-review: whom tokens are for.")
-@click.option("--publish", is_flag=True, help="Write this node's record into the cluster (NodeTopology).")
-@click.option("--publish-interval", default=300.0, show_default=True, type=click.FloatRange(10, 86400),
-              help="Seconds between writes of a record that does not change.")  # fmt: skip
-@click.option("--nfd/--no-nfd", default=True, show_default=True,
-              help="With --publish: labels through Node Feature Discovery, where it is installed.")  # fmt: skip
-@click.option("--node-name", envvar="NODE_NAME", default=None, help="This node's name in the cluster.")
+@with_options("serve")
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
     """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
 

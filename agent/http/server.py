@@ -23,7 +23,7 @@ from agent.advice.request import Request as Question
 from agent.base import counters
 from agent.base.inputs import RequestError
 from agent.base.version import VERSION
-from agent.checks.order import worst_first
+from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn
 from agent.checks.view import View, only
 from agent.cluster.nodes import Fleet

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.base import bench_history
+from agent.base import result_store
 from agent.base import result_store as keep
 from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from agent.checks.history import History
@@ -65,7 +65,7 @@ class State:
         """Scan now; concurrent callers share one scan after another, never two at once."""
         with self._scanning:
             bench, bench_at = self._last_bench()
-            benches = bench_history.read(self.folder) if self.folder else ()
+            benches = result_store.bench_history(self.folder) if self.folder else ()
             scanned = look(
                 self._scan(), benches=benches, flights=self._flights(), earlier=self._past.snapshots,
                 expected=self._asked(),

@@ -14,7 +14,7 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import RequestError
 from agent.base.output import Progress
-from agent.checks import bars
+from agent.checks import judged
 from agent.jobs.hub import shape_of
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, step_plan, sweep
@@ -78,13 +78,13 @@ def preflight_spec(
 
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
-    judged = bars.expected(found, ranks) if (backend or visible_backend()) == "nccl" else None
-    large = (bars.judged_bytes(ranks * hosts),) if judged and ranks * hosts > 1 else ()
+    expect = judged.expected(found, ranks) if (backend or visible_backend()) == "nccl" else None
+    large = (judged.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
-    cases = tuple(Case(op=op, bytes=size) for size in sizes for op in bars.JUDGED_OPS)
+    cases = tuple(Case(op=op, bytes=size) for size in sizes for op in judged.JUDGED_OPS)
     return BenchSpec(
-        ops=bars.JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
-        gpu_pids=gpu_processes(found), force=force, expect=judged, links=bars.links_of(found, ranks, due),
+        ops=judged.JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
+        gpu_pids=gpu_processes(found), force=force, expect=expect, links=judged.links_of(found, ranks, due),
         host_name=found[0].hostname if found and hosts == 1 else None,
     )  # fmt: skip
 

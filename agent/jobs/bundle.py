@@ -22,7 +22,7 @@ from typing import Any
 from agent.base.bundle_file import MOST_FILE_BYTES, BundleError, Files, unpacked
 from agent.base.documents import document
 from agent.base.version import VERSION
-from agent.checks.order import worst_first
+from agent.checks.groups import worst_first
 from agent.checks.view import look
 from contracts import bounded
 from contracts.plain import PlainError, loads

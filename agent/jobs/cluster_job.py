@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.advice import job_settings
-from agent.advice.pod_network import in_pods
+from agent.advice.advise import in_pods
 from agent.base.inputs import RequestError
 from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import GateError, select
@@ -17,7 +17,7 @@ from agent.cluster.client import Client, path_of
 from agent.jobs import submission
 from agent.jobs.launch import LaunchError, job_plan, storage_rate, to_save
 from contracts.job_plan import JobPlan, dumps
-from planner.advice import Reason, Recommendation, Setting
+from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
@@ -32,6 +32,7 @@ from planner.kubernetes.job import (
     save_seconds,
 )
 from planner.kubernetes.manifests import Document
+from planner.nccl_env.texts import Reason, Setting
 from probes.api import Snapshot
 
 APIS = tuple(manifests.APIS)

@@ -5,7 +5,7 @@ feed the forecast. A run stands for a network only where its own sockets, or NCC
 not run is no bar.
 
 On a cluster there is a job per network, one after another. Its pods are attached to the network and told to take it;
-pod 0 leaves the short form of its record as its container's termination message (finetune.pod). Surface: the job APIs
+pod 0 leaves the short form of its record as its container's termination message (finetune.post). Surface: the job APIs
 of `launch`, and pods of core/v1.
 """
 
@@ -41,10 +41,11 @@ from contracts.interval import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
 from contracts.run_record import RunRecord, record_of
-from planner.advice import Reason, Recommendation, Setting
+from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.kubernetes.job import JobError
 from planner.kubernetes.manifests import POD_LABELS, Document
+from planner.nccl_env.texts import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
 from probes.rdma.facts import RdmaFacts
@@ -228,18 +229,14 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
     """All-gathers and reduce-scatters of two ranks over one network."""
     spec = BenchSpec(
         cases=tuple(Case(op=op, bytes=BENCH_BYTES) for op in ("all_gather", "reduce_scatter")), backend="gloo",
-        ranks_per_host=1, hosts=HOSTS, rendezvous=f"{rig.address(network, 0)}:29511", budget_seconds=BENCH_SECONDS,
-        warmup=1, min_iterations=3, max_iterations=20,
+        ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=f"{rig.address(network, 0)}:29511",
+        budget_seconds=BENCH_SECONDS, warmup=1, min_iterations=3, max_iterations=20,
     )  # fmt: skip
     started, clock = time.time(), time.monotonic()
     with lock.run_folder() as folder:
         made = plan_of(spec, folder, "gloo")
         write_plan(made, folder / "plan.json")
-        place = watch.Where(
-            ranks_per_host=1, hosts=HOSTS, node_rank=0, rendezvous=spec.rendezvous, startup_seconds=120.0,
-            total_seconds=made.limit_seconds,
-        )  # fmt: skip
-        seen = watch.Watch(made, place, lambda _event: None)
+        seen = watch.Watch(made, spec, lambda _event: None)
         codes = rig.run(
             network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=made.limit_seconds
         )

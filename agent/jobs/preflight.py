@@ -27,8 +27,8 @@ from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.codes import ALL_CODES, HOST_CODES
+from agent.checks.groups import worst_first
 from agent.checks.judged import against_baseline
-from agent.checks.order import worst_first
 from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord

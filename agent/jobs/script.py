@@ -27,8 +27,7 @@ from contracts import bounded, codec, run_record
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.plain import loads as plain
 from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
-from contracts.yaml_edit import EditError, documents
-from contracts.yaml_text import YamlTextError
+from contracts.yaml_text import EditError, YamlTextError, documents
 from planner.advice import Forecast, Recommendation
 from planner.kubernetes.wrap import WrapError, jobs_in
 from planner.stacks.arguments import read_command

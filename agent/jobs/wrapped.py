@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import advise
+from agent.advice.advise import POD_ROLES, advise, in_pods
 from agent.advice.job_settings import planned_for
-from agent.advice.pod_network import POD_ROLES, in_pods
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.hosts import snapshots
@@ -22,8 +21,7 @@ from agent.checks.verdict import GateError, select
 from agent.jobs.hub import shape_of
 from contracts import bounded
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
-from contracts.yaml_edit import EditError, documents
-from contracts.yaml_text import YamlTextError
+from contracts.yaml_text import EditError, YamlTextError, documents
 from planner.advice import Recommendation
 from planner.forecast.machines import names
 from planner.forecast.models import ModelError

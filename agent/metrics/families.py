@@ -1,6 +1,7 @@
 """Prometheus: the families one view exports, built fresh from it: a vanished GPU leaves no stale series.
 
-The families are in `agent.metrics.catalogue`, their values here and in each probe's `samples`.
+The agent's own families and all labels with their bounds are data: catalogue.toml beside this module. Each probe
+declares its families, and their values in its `samples`. docs/metrics.md is made from both, by dashboards/generate.py.
 Nothing here that node_exporter or dcgm-exporter already exports; `node` and `instance` come from the scraper.
 """
 
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import datetime
 import gzip
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -21,15 +24,6 @@ from agent.checks.coverage import gdrdma_possible
 from agent.checks.history import PARTS
 from agent.checks.judged import is_judged_result, least_of
 from agent.checks.view import View
-from agent.metrics.catalogue import (
-    CATALOGUE,
-    KEPT_COLLECTIVES,
-    KEPT_RANKS,
-    KEPT_SIZES,
-    KEPT_TRANSPORTS,
-    OWN,
-    PROBES,
-)
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Communication, RunRecord
@@ -39,7 +33,37 @@ from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
 from topology.graph import UNKNOWN, NodeTopology, Pair
 
-__all__ = ["CATALOGUE", "OWN", "PROBES", "Rendered", "exposition", "families"]
+KEPT_SIZES = 4  # values of size_bytes: the largest ones; curves are in /measurements
+KEPT_RANKS = 8  # stragglers, the latest first
+KEPT_TRANSPORTS = 16
+KEPT_COLLECTIVES = 16  # kinds of collective in the step of a run
+
+_TABLE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+_COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 2)}  # a fact is a probe, the benchmark or the run
+
+FORBIDDEN_LABELS = frozenset(_TABLE["forbidden_labels"])
+SYMBOLS: dict[str, str] = _TABLE["symbols"]
+
+LABELS: dict[str, tuple[str, str]] = {
+    label: (row["text"], _COUNTED.get(label, row.get("most", ""))) for label, row in _TABLE["labels"].items()
+}
+"""What each label holds, and the most values that one host has of it: a number, a symbol, or "" where the value follows
+from the other labels."""
+
+OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in _TABLE["metrics"])
+PROBES: tuple[Metric, ...] = tuple(metric for probe in ALL for metric in probe.metrics)
+CATALOGUE: tuple[Metric, ...] = (*OWN, *PROBES)
+BY_SOURCE: dict[str, tuple[Metric, ...]] = {"agent": OWN, **{p.name: p.metrics for p in ALL if p.metrics}}
+
+
+def series_bound(metric: Metric) -> tuple[str, ...]:
+    """Return the factors of the most series that one host can have of the family; () is one series."""
+    keys = [label for label in metric.labels if not (label == "pci_bus_id" and "gpu" in metric.labels)]
+    if metric.kind == "info":  # one series per thing; what is said about the thing multiplies nothing
+        keys = [label for label in keys if LABELS[label][1] in ("G", "D", "P")]
+    if "code" in keys:  # a code has the severity of its case
+        keys.remove("severity")
+    return tuple(factor for label in keys if (factor := LABELS[label][1]))
 
 
 MOST_SUBJECT = 96  # characters of a label; the longest subject of the project's own machines has 41

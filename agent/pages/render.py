@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from agent.advice.advise import EXPORTS
-from agent.base import bench_history, units
+from agent.base import result_store, units
 from agent.base.tables import GLYPHS
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
@@ -28,7 +28,7 @@ from agent.checks.judged import expected_words
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster.places import Places
-from agent.pages import benches, charts, console
+from agent.pages import charts, console, runs
 from agent.pages import nodes as page_nodes
 from agent.pages.runs import by_network, division, shown, side_by_side
 from agent.terminal.advice import as_it_is, summary
@@ -280,8 +280,8 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
     }
 
 
-def _history(lines: Sequence[bench_history.Line]) -> Markup:
-    return benches.figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
+def _history(lines: Sequence[result_store.Line]) -> Markup:
+    return runs.bench_figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
 
 
 def _kind(label: str) -> str:

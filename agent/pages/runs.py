@@ -1,14 +1,16 @@
-"""Runs as the page shows them: forecast and measurement of each, and runs of one job side by side."""
+"""Runs and benchmarks as the page shows them: forecast and measurement of each run, those of one job side by side."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from agent.base import units
+from agent.base.result_store import Largest, Line
 from agent.pages import charts
 from contracts.interval import Interval
 from contracts.run_record import RunRecord
@@ -157,3 +159,27 @@ def not_drawn(found: Iterable[Shown]) -> tuple[str, ...]:
 def side_by_side(found: Iterable[Shown]) -> Markup:
     """The same as figures; empty where there is nothing to compare."""
     return Markup().join(charts.runs(bars.title, bars.runs) for bars in by_network(found))
+
+
+SHOWN_BARS = 12
+
+
+def bench_figures(lines: Sequence[Line], when: Mapping[float, str]) -> Markup:
+    """Bars of what the newest benchmark measured, over the earlier ones of the same job; empty without any."""
+    if not lines:
+        return Markup()
+    drawn = []
+    for now in lines[0].largest:
+        runs = list(itertools.islice(_bench_runs(lines, now, when), SHOWN_BARS))
+        if len(runs) > 1:
+            title = f"{now.op} of {units.size(now.size_bytes)}, {lines[0].job}: bus bandwidth, newest first"
+            drawn.append(charts.runs(title, runs, less_is_better=False))
+    return Markup().join(drawn)
+
+
+def _bench_runs(lines: Sequence[Line], now: Largest, when: Mapping[float, str]) -> Iterable[charts.Run]:
+    for line in lines:
+        same = next((one for one in line.largest if (one.op, one.size_bytes) == (now.op, now.size_bytes)), None)
+        if line.job == lines[0].job and same:
+            rate = same.busbw_bytes_per_second
+            yield charts.Run(label=when[line.started_at_seconds], value=rate, shown=units.rate(rate))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,7 +11,6 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
 from agent.base.units import expected_rate
-from agent.terminal.links import links
 from contracts.finding import Finding
 from topology.formats.matrix import columns, render
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
@@ -63,9 +63,9 @@ def node(out: Console, topology: NodeTopology, *, brief: bool = False) -> None:
         blocks(out, topology)
     else:
         matrix(out, topology)
-    links = Pairs(topology.pairs)
+    labels = Pairs(topology.pairs)
     for island in topology.islands:
-        known = all(links.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
+        known = all(labels.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
         kind = "every pair" if island.all_to_all else "not every pair" if known else "not every pair is known"
         out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
     nearest_nics(out, topology)
@@ -108,3 +108,17 @@ def nearest_nics(out: Console, topology: NodeTopology) -> None:
         shared.setdefault((nics, nearest.label, doubt), []).append(nearest.gpu)
     for (nics, label, doubt), gpus in shared.items():
         out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))
+
+
+def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
+    """GPUs among themselves, to their nearest NICs, and what that should carry."""
+    gpus = {gpu.name for gpu in topology.gpus}
+    labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
+    if labels:
+        yield "links", ", ".join(f"{label} ({units.count(n, 'pair')})" for label, n in labels.most_common())
+    near = Counter(nearest.label for nearest in topology.nearest_nic if nearest.nics)
+    if near:
+        yield "nearest", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
+    for expected in topology.expectations:
+        if expected.op == "all_gather" and expected.scope == "node":
+            yield "expected", f"all_gather {units.expected_rate(expected)} bus bandwidth"

@@ -26,8 +26,7 @@ from contracts.finding import Finding
 from contracts.layout import LayoutError, values_of
 from contracts.redaction import without_secrets
 from contracts.run_record import RunRecord
-from contracts.yaml_edit import documents
-from contracts.yaml_text import YamlTextError
+from contracts.yaml_text import YamlTextError, documents
 from hardware.units import GIGA
 from planner import why
 from planner.forecast import machines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -65,24 +65,30 @@ class SearchPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The work of a run."""
+class Work:
+    """What the ranks of a run do, as it is requested and as they are told."""
+
+    cases: tuple[Case, ...] = ()
+    warmup: int = 5
+    min_iterations: int = 10
+    max_iterations: int = 100
+    precision: float | None = 0.05  # stop a size when the interval's half width is within this part of the median
+    budget_seconds: float = 60.0
+    silence_seconds: float = 30.0  # longer than the longest single iteration
+    distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
+    step: StepPlan | None = None  # replay a job's step as well: step_plan(...)
+    search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
+    links: Mapping[str, Any] = field(default_factory=dict)  # of this host, told to every rank: plain JSON values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Work):
+    """The work of a run, and what the starting process has settled."""
 
     directory: str  # where ranks leave their events
     host: str | None  # what the ranks call this host; None is the host's own name
     backend: str
-    cases: tuple[Case, ...]
-    warmup: int
-    min_iterations: int
-    max_iterations: int
-    precision: float | None
-    budget_seconds: float
-    limit_seconds: float  # after which the collective itself gives up
-    silence_seconds: float
-    distinct_hosts: bool = False
-    step: StepPlan | None = None
-    search: SearchPlan | None = None
-    links: dict[str, Any] = field(default_factory=dict)  # of this host, for the ranks to tell each other
+    limit_seconds: float  # after which the collective itself gives up, and the run ends
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -111,11 +117,11 @@ Expect = Callable[[str, int, tuple[int, ...], Sequence[Mapping[str, Any]]], tupl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSpec:
+class BenchSpec(Work):
     """What to measure, where, and for how long.
 
     A run ends within startup + budget + silence seconds (and the budget of a step to be replayed), and a few more to
-    kill what does not end by itself.
+    kill what does not end by itself. Explicit `cases` are measured instead of ops and sizes.
     """
 
     ops: tuple[str, ...] = ("all_gather", "reduce_scatter")
@@ -123,26 +129,15 @@ class BenchSpec:
     min_bytes: int = 64 * 1024
     max_bytes: int = 16 * 1024 * 1024
     step_factor: int = 4
-    cases: tuple[Case, ...] = ()  # explicit cases instead of ops and sizes: see model_cases
     backend: str | None = None  # None: nccl where this host shows CUDA GPUs, else gloo
     ranks_per_host: int = 2
     hosts: int = 1
     node_rank: int | None = None  # None: torchrun's rendezvous orders the hosts
     rendezvous: str | None = None  # "host:port", for several hosts
     host_name: str | None = None  # what results call this host; None is its own name
-    distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
     environment: Mapping[str, str] = field(default_factory=dict)  # for the ranks, on top of this process's own
-    warmup: int = 5
-    min_iterations: int = 10
-    max_iterations: int = 100
-    precision: float | None = 0.05  # stop a size when the interval's half width is within this part of the median
-    budget_seconds: float = 60.0
     startup_seconds: float = 120.0
-    silence_seconds: float = 30.0  # longer than the longest single iteration
-    step: StepPlan | None = None  # replay a job's step as well: shape.step_plan(...)
-    search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
     expect: Expect | None = None  # what each result is held against, by the caller, which knows the topology
-    links: Mapping[str, Any] = field(default_factory=dict)  # of this host, told to every rank: plain JSON values
     lock_path: str | None = None
     gpu_pids: tuple[int, ...] = ()  # other work on this host's GPUs, as the caller has seen it
     force: bool = False
@@ -207,23 +202,6 @@ def sweep(min_bytes: int, max_bytes: int, step_factor: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def model_cases(
-    *,
-    fsdp_bucket_bytes: Iterable[int],
-    tp_activation_bytes: Iterable[int] = (),
-    fsdp_groups: tuple[tuple[int, ...], ...] = (),
-    tp_groups: tuple[tuple[int, ...], ...] = (),
-) -> tuple[Case, ...]:
-    """Give the cases of a model: FSDP gathers and scatters each bucket, TP reduces each activation."""
-    sharded = [
-        Case(op=op, bytes=size, groups=fsdp_groups)
-        for size in sorted(set(fsdp_bucket_bytes))
-        for op in ("all_gather", "reduce_scatter")
-    ]
-    reduced = [Case(op="all_reduce", bytes=size, groups=tp_groups) for size in sorted(set(tp_activation_bytes))]
-    return (*sharded, *reduced)
-
-
 # A training step's communication as a list of parts, from degrees and bytes: what `replay` then runs.
 #
 # Ranks lie as in a torch DeviceMesh of (pp, dp_replicate, dp_shard, cp, tp), the innermost last. FSDP gathers a layer
@@ -233,6 +211,8 @@ def model_cases(
 # in a ring, as interleaved schedules do: each stage sends and receives at the same time.
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+FSDP_GATHERS = 2  # of each layer in one step
+TP_REDUCES = 4  # of each layer in one micro-batch: two forward, two backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +225,9 @@ class StepShape:
     tp: int = 1
     pp: int = 1
     layers: int = 1  # of one pipeline stage
-    fsdp_layer_bytes: int = 0  # gathered parameters of one layer on one rank (after TP), in the dtype of the gather
-    fsdp_scatter_bytes: int | None = None  # gradients of one layer, in the dtype of the reduction; None: as gathered
-    fsdp_gathers: int = 2  # of each layer in one step; 1 without resharding after the forward pass
+    fsdp_layer_bytes: int = 0  # gathered parameters of one layer on one rank (after TP); its gradients are as large
     replica_reduce_bytes: int = 0  # gradients of one layer's shard, reduced over dp_replicate
     tp_activation_bytes: int = 0  # one activation of one micro-batch
-    tp_reduces: int = 4  # of each layer in one micro-batch: two forward, two backward
     pp_activation_bytes: int = 0  # one activation of one micro-batch at a stage's border
     micro_batches: int = 1
 
@@ -282,11 +259,10 @@ def groups(shape: StepShape, *axes: str) -> tuple[tuple[int, ...], ...]:
 def parts(shape: StepShape) -> tuple[Part, ...]:
     """List what one step moves; an axis of one rank moves nothing."""
     shard, layers = groups(shape, "dp_shard", "cp"), shape.layers
-    scatter = shape.fsdp_layer_bytes if shape.fsdp_scatter_bytes is None else shape.fsdp_scatter_bytes
-    reduces = layers * shape.tp_reduces * shape.micro_batches
+    reduces = layers * TP_REDUCES * shape.micro_batches
     wanted: Sequence[tuple[str, str, int, tuple[tuple[int, ...], ...], int]] = (
-        ("fsdp_gather", "all_gather", shape.fsdp_layer_bytes, shard, layers * shape.fsdp_gathers),
-        ("fsdp_scatter", "reduce_scatter", scatter, shard, layers),
+        ("fsdp_gather", "all_gather", shape.fsdp_layer_bytes, shard, layers * FSDP_GATHERS),
+        ("fsdp_scatter", "reduce_scatter", shape.fsdp_layer_bytes, shard, layers),
         ("replica_reduce", "all_reduce", shape.replica_reduce_bytes, groups(shape, "dp_replicate"), layers),
         ("tp_reduce", "all_reduce", shape.tp_activation_bytes, groups(shape, "tp"), reduces),
         ("pp_send", "send_recv", shape.pp_activation_bytes, groups(shape, "pp"), shape.micro_batches),

@@ -149,8 +149,8 @@ class Tree:
                 return "late"
         return ""
 
-    def ask(self, grace_seconds: float) -> bool:
-        """SIGTERM to the command's children, else to itself, and wait for its end; whether it came.
+    def terminate(self) -> None:
+        """SIGTERM to the command's children, else to itself.
 
         Not to a command with children: torchrun would kill its ranks 30 s later, whatever they are saving (torch 2.13
         torch/distributed/elastic/multiprocessing/api.py, close).
@@ -161,6 +161,10 @@ class Tree:
             command = psutil.Process(self.process.pid)
             for target in command.children() or [command]:
                 _signal(target, signal.SIGTERM)
+
+    def ask(self, grace_seconds: float) -> bool:
+        """Terminate it, and wait for its end; whether it came."""
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_seconds)
         return self.process.poll() is not None

@@ -12,13 +12,16 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import cattrs
+
 from collectives.bench import lock, watch
 from collectives.bench.ops import OPS
-from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SearchPlan, SpecError, model_cases, sweep
+from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SearchPlan, SpecError, Work, sweep
 from collectives.bench.results import (
     BenchResult,
     Carried,
@@ -31,12 +34,10 @@ from collectives.bench.results import (
     fit_latency,
     spread_ratio,
 )
-from collectives.bench.watch import Outcome, Where
+from collectives.bench.watch import Outcome
 from collectives.nccl_log.transport import Evidence
 
-OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that nothing foretold
-
-__all__ = ["BenchSpec", "Case", "SearchPlan", "SpecError", "model_cases", "run", "sweep"]
+__all__ = ["BenchSpec", "Case", "SearchPlan", "SpecError", "run", "sweep"]
 
 
 def visible_backend() -> str:
@@ -67,23 +68,11 @@ def run(
 def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
     """What the ranks are told, who leave their events in `directory`."""
     replay = spec.step.budget_seconds if spec.step else 0.0
+    work = {one.name: getattr(spec, one.name) for one in fields(Work)} | {"cases": spec.all_cases()}
+    limit_seconds = spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds
     return Plan(
-        directory=str(directory),
-        host=spec.host_name,
-        backend=backend,
-        cases=spec.all_cases(),
-        warmup=spec.warmup,
-        min_iterations=spec.min_iterations,
-        max_iterations=spec.max_iterations,
-        precision=spec.precision,
-        budget_seconds=spec.budget_seconds,
-        limit_seconds=spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds,
-        silence_seconds=spec.silence_seconds,
-        distinct_hosts=spec.distinct_hosts,
-        step=spec.step,
-        search=spec.search,
-        links=dict(spec.links),
-    )
+        directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work
+    )  # fmt: skip
 
 
 def _run_in(
@@ -94,20 +83,11 @@ def _run_in(
     stop: threading.Event | None,
 ) -> BenchResult:
     plan = plan_of(spec, directory, backend)
-    where = Where(
-        ranks_per_host=spec.ranks_per_host,
-        hosts=spec.hosts,
-        node_rank=spec.node_rank,
-        rendezvous=spec.rendezvous,
-        startup_seconds=spec.startup_seconds,
-        total_seconds=plan.limit_seconds,
-        measuring_seconds=None if spec.step or spec.search else spec.budget_seconds + OVERRUN_SECONDS,
-    )
     debug = directory / "nccl"
     debug.mkdir()
     nccl_environment = _evidence_environment(debug) if backend == "nccl" else {}
     started, clock = time.time(), time.monotonic()
-    outcome = watch.run_ranks(plan, where, {**nccl_environment, **spec.environment}, on_event, stop)
+    outcome = watch.run_ranks(plan, spec, {**nccl_environment, **spec.environment}, on_event, stop)
     return assemble(spec, backend, outcome, started, time.monotonic() - clock, _read_evidence(debug))
 
 
@@ -192,37 +172,22 @@ def _measurement(
     algbw = event["bytes"] / middle if middle > 0 else 0.0
     bars = expect(op.name, event["bytes"], ranks, hello) if expect else ()
     first = next((bar for bar in bars if bar.typical is not None), None)
-    return Measurement(
-        op=op.name,
-        backend=backend,
-        ranks=ranks,
-        hosts=tuple(hello[rank]["host"] for rank in ranks),
-        bytes=event["bytes"],
-        iteration_seconds=seconds,
-        median_seconds=middle,
-        spread_ratio=spread_ratio(seconds),
-        algbw_bytes_per_second=algbw,
-        busbw_bytes_per_second=algbw * op.factor(len(ranks)),
-        verified=event["rounds"] > 0 and not event["wrong"],
-        rank_median_seconds=tuple(event["rank_median_seconds"]),
+    told = {
+        **event, "backend": backend, "hosts": [hello[rank]["host"] for rank in ranks], "median_seconds": middle,
+        "spread_ratio": spread_ratio(seconds), "algbw_bytes_per_second": algbw,
+        "busbw_bytes_per_second": algbw * op.factor(len(ranks)),
+        "verified": event["rounds"] > 0 and not event["wrong"],
+    }  # fmt: skip
+    return replace(
+        cattrs.structure(told, Measurement), bars=bars, expectation=first.why if first else (),
         expected_busbw_bytes_per_second=first.typical if first else None,
-        expectation=first.why if first else (),
-        bars=bars,
-    )
+    )  # fmt: skip
 
 
 def _step(replayed: Sequence[Mapping[str, Any]]) -> StepTime | None:
     parts = tuple(
-        PartTime(
-            name=event["name"],
-            op=event["op"],
-            bytes=event["bytes"],
-            times=event["times"],
-            group_ranks=event["group_ranks"],
-            iteration_seconds=tuple(event["iteration_seconds"]),
-            median_seconds=median(event["iteration_seconds"]),
-            verified=not event["wrong"],
-            run_times=event["run_times"],
+        cattrs.structure(
+            {**event, "median_seconds": median(event["iteration_seconds"]), "verified": not event["wrong"]}, PartTime
         )
         for event in replayed
     )
@@ -230,18 +195,7 @@ def _step(replayed: Sequence[Mapping[str, Any]]) -> StepTime | None:
 
 
 def _search(event: Mapping[str, Any], hosts: Sequence[str]) -> PairSearch:
-    slow = tuple(event["slow_ranks"])
-    return PairSearch(
-        slow_ranks=slow,
-        slow_hosts=tuple(hosts[rank] for rank in slow),
-        slow_links=tuple((one, other) for one, other in event["slow_links"]),
-        undecided=tuple(event["undecided"]),
-        rounds=event["rounds"],
-        tests=event["tests"],
-        bytes=event["bytes"],
-        pair_seconds=event["pair_seconds"],
-        rank_seconds=tuple(event["rank_seconds"]),
-    )
+    return cattrs.structure({**event, "slow_hosts": [hosts[rank] for rank in event["slow_ranks"]]}, PairSearch)
 
 
 def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from collectives.bench import plan as plans
 from collectives.bench import processes
-from collectives.bench.plan import Plan
+from collectives.bench.plan import BenchSpec, Plan
 from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS
 
 Event = dict[str, Any]
@@ -28,17 +28,7 @@ MAX_EVENT_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torchrun's report of a failed rank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """How many ranks run where."""
-
-    ranks_per_host: int
-    hosts: int
-    node_rank: int | None
-    rendezvous: str | None  # "host:port"
-    startup_seconds: float
-    total_seconds: float
-    measuring_seconds: float | None = None  # from the meeting of all ranks to the end; None: only `total_seconds` holds
+OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that nothing foretold
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,10 +64,10 @@ class Outcome:
 class Watch:
     """Follows the events of the local ranks and decides when to stop waiting."""
 
-    def __init__(self, plan: Plan, where: Where, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, plan: Plan, spec: BenchSpec, on_event: Callable[[Event], None]) -> None:
         self.states: dict[int, RankState] = {}
         self.outcome = Outcome()
-        self._plan, self._where, self._on_event = plan, where, on_event
+        self._plan, self._spec, self._on_event = plan, spec, on_event
         self._offsets: dict[Path, int] = {}
         self._started = self._progress_at = time.monotonic()
         self._progress = (-1, 0)
@@ -106,15 +96,15 @@ class Watch:
             return f"stopped by {signal_name}"
         if self._failed_at is not None and now - self._failed_at > GRACE_SECONDS:
             return "a rank failed"
-        if not joined and now - self._started > self._where.startup_seconds:
-            return f"the ranks did not join within {self._where.startup_seconds:g} s"
+        if not joined and now - self._started > self._spec.startup_seconds:
+            return f"the ranks did not join within {self._spec.startup_seconds:g} s"
         if joined and now - self._progress_at > self._plan.silence_seconds:
             return f"no rank moved for {self._plan.silence_seconds:g} s, nor any byte between them"
-        limit = self._where.measuring_seconds
+        limit = None if self._plan.step or self._plan.search else self._plan.budget_seconds + OVERRUN_SECONDS
         if limit is not None and self._joined_at is not None and now - self._joined_at > limit:
             return f"the time budget of {self._plan.budget_seconds:g} s was spent in one transfer"
-        if now - self._started > self._where.total_seconds:
-            return f"not done after {self._where.total_seconds:g} s"
+        if now - self._started > self._plan.limit_seconds:
+            return f"not done after {self._plan.limit_seconds:g} s"
         return None
 
     def ending(self) -> None:
@@ -207,7 +197,7 @@ class Watch:
 
     def _silent_store(self) -> list[str]:
         return [
-            f"{s}: the job's store at {self._where.rendezvous or 'this host'} has not answered for "
+            f"{s}: the job's store at {self._spec.rendezvous or 'this host'} has not answered for "
             f"{s.store_silent_seconds:g} s"
             for s in self.states.values()
             if s.store_silent_seconds is not None and s.store_silent_seconds > MISSED_BEATS * BEAT_SECONDS
@@ -216,19 +206,19 @@ class Watch:
     def _rendezvous(self, log_tail: str) -> list[str]:
         host = socket.gethostname() if self._plan.host is None else self._plan.host
         problems = [f"{host}: torchrun said: {log_tail[-400:]}"] if log_tail and not self.states else []
-        if self._where.hosts == 1 or self._where.rendezvous is None:
+        if self._spec.hosts == 1 or self._spec.rendezvous is None:
             return problems
-        if self._where.node_rank == 0:  # it is the place itself: what answers there now says nothing
+        if self._spec.node_rank == 0:  # it is the place itself: what answers there now says nothing
             missing = (
-                f"not all of {self._where.hosts} hosts came to {self._where.rendezvous} within "
-                f"{self._where.startup_seconds:g} s: the others have not started, or cannot reach it"
+                f"not all of {self._spec.hosts} hosts came to {self._spec.rendezvous} within "
+                f"{self._spec.startup_seconds:g} s: the others have not started, or cannot reach it"
             )
             return [f"{host}: {missing}", *problems]
-        address, _, port = self._where.rendezvous.rpartition(":")
+        address, _, port = self._spec.rendezvous.rpartition(":")
         try:
             socket.create_connection((address.strip("[]"), int(port)), timeout=3).close()
         except OSError as error:
-            return [f"{host}: rendezvous {self._where.rendezvous}: {error.strerror or error}", *problems]
+            return [f"{host}: rendezvous {self._spec.rendezvous}: {error.strerror or error}", *problems]
         return problems
 
 
@@ -259,28 +249,28 @@ TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
 LOG_LIMIT_BYTES = 64 << 20  # torch with every debug variable prints some 100 KiB a rank before it works
 
 
-def command(where: Where, plan_path: Path) -> list[str]:
+def command(spec: BenchSpec, plan_path: Path) -> list[str]:
     """Build the torchrun command line."""
-    argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={where.ranks_per_host}"]
-    if where.hosts == 1:
+    argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={spec.ranks_per_host}"]
+    if spec.hosts == 1:
         argv += ["--standalone"]
     else:
-        assert where.rendezvous is not None  # noqa: S101 - BenchSpec has checked it
-        argv += [f"--nnodes={where.hosts}"]
-        if where.node_rank is None:
-            argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={where.rendezvous}", "--rdzv-id=topoflight"]
-            argv += [f"--rdzv-conf=join_timeout={math.ceil(where.startup_seconds)}"]
+        assert spec.rendezvous is not None  # noqa: S101 - BenchSpec has checked it
+        argv += [f"--nnodes={spec.hosts}"]
+        if spec.node_rank is None:
+            argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={spec.rendezvous}", "--rdzv-id=topoflight"]
+            argv += [f"--rdzv-conf=join_timeout={math.ceil(spec.startup_seconds)}"]
         else:
-            address, _, port = where.rendezvous.rpartition(":")
+            address, _, port = spec.rendezvous.rpartition(":")
             # torchrun's own patience with hosts that come later, by default less than ours may be
-            argv += [f"--rdzv-conf=timeout={math.ceil(where.startup_seconds)}"]
-            argv += [f"--node-rank={where.node_rank}", f"--master-addr={address.strip('[]')}", f"--master-port={port}"]
+            argv += [f"--rdzv-conf=timeout={math.ceil(spec.startup_seconds)}"]
+            argv += [f"--node-rank={spec.node_rank}", f"--master-addr={address.strip('[]')}", f"--master-port={port}"]
     return [*argv, "-m", "collectives.bench.rank", str(plan_path)]
 
 
 def run_ranks(
     plan: Plan,
-    where: Where,
+    spec: BenchSpec,
     environment: Mapping[str, str],
     on_event: Callable[[Event], None],
     stop: threading.Event | None = None,
@@ -299,9 +289,9 @@ def run_ranks(
     inherited["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
     )
-    watch = Watch(plan, where, on_event)
+    watch = Watch(plan, spec, on_event)
     with _stop_signals(stop or threading.Event()) as stopped, (directory / "launcher.log").open("wb") as log:
-        tree = processes.Tree(command(where, directory / "plan.json"), inherited, log)
+        tree = processes.Tree(command(spec, directory / "plan.json"), inherited, log)
         try:
             verdict = None
             while tree.process.poll() is None and verdict is None:

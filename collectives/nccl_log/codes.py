@@ -1,24 +1,113 @@
-"""Every problem that the reader of NCCL logs can name: what it means, and the first thing to do (codes.toml)."""
+"""The tables of the reader of NCCL logs: problems by their codes (codes.toml), texts that name one (messages.toml).
+
+A text is looked for first; its regular expression is compiled and run only on a message that contains the text.
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """One code."""
+    """One code: what it means, and the first thing to do. codes.toml says what each mark stands for."""
 
     severity: str  # "info", "warn", "fail"
     message: str
     action: str
-    gdr: bool = False  # says only that GPUDirect RDMA is missing: a gate that does not ask for it passes
-    ends: bool = False  # the job, or one of its processes, ended by it
+    gdr: bool = False
+    ends: bool = False
+    breaks: bool = False
+    falls_back: bool = False
+    verbs: bool = False
+    follows: bool = False
+    of_a_step: bool = False
+    symptom: bool = False
+    vague: int = 0
+    other_provider: str = ""
 
 
-CODES: dict[str, Meaning] = {
-    code: Meaning(**row)
-    for code, row in tomllib.loads(Path(__file__).with_name("codes.toml").read_text(encoding="utf-8")).items()
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in _read("codes.toml").items()}
+_MESSAGES = _read("messages.toml")
+
+
+def codes_with(mark: str) -> tuple[str, ...]:
+    """Codes that have this mark in codes.toml."""
+    return tuple(code for code, meaning in CODES.items() if getattr(meaning, mark))
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One text and what it stands for."""
+
+    needle: bytes
+    code: str
+    pattern: bytes = b""  # regular expression that must match too; empty: the text alone is enough
+    rising: bool = False  # the first number that the pattern finds must be below the second
+    own: bool = True  # only NCCL, its plugins, a launcher or the kernel prints it: it counts on any line
+
+    def is_in(self, message: bytes) -> bool:
+        """Whether a message that contains the text says what the sign stands for."""
+        if not self.pattern:
+            return True
+        match = _compiled(self.pattern).search(message)
+        return match is not None and (not self.rising or float(match[1]) < float(match[2]))
+
+
+@cache
+def _compiled(pattern: bytes) -> re.Pattern[bytes]:
+    return re.compile(pattern)
+
+
+def _read_signs() -> tuple[Sign, ...]:
+    """The rows of messages.toml; a row with several texts gives a sign for each."""
+    pieces: dict[str, str] = _MESSAGES["pieces"]
+    signs = []
+    for row in _MESSAGES["messages"]["rows"]:
+        texts = row["text"] if isinstance(row["text"], list) else [row["text"]]
+        pattern = re.sub(r"<<(\w+)>>", lambda name: pieces[name[1]], row.get("pattern", ""))
+        signs += [
+            Sign(one.encode(), row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
+            for one in texts
+        ]
+    return tuple(signs)
+
+
+SIGNS = _read_signs()
+HARMLESS = re.compile(_MESSAGES["harmless"].encode())
+FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for name in ("fact_words", "dull_starts"))
+
+# What must be looked for where no header of NCCL's stands before it.
+SEARCHED: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS if sign.own))
+_NEEDLES: tuple[bytes, ...] = tuple(dict.fromkeys(sign.needle for sign in SIGNS))
+_OF_NEEDLE = {
+    needle: tuple(number for number, sign in enumerate(SIGNS) if sign.needle == needle) for needle in _NEEDLES
 }
+
+
+@lru_cache(maxsize=4_096)
+def _needles_in(shape: bytes) -> tuple[bytes, ...]:
+    """Needles of a message without its digits, which no needle has: messages differ by their numbers most."""
+    return tuple(needle for needle in _NEEDLES if needle in shape)
+
+
+def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
+    """Codes that the message stands for, each once, in the order of the table.
+
+    ``foreign``: nothing says that the line is NCCL's; only texts that nobody else prints count.
+    """
+    needles = _needles_in(message.translate(None, b"0123456789"))
+    if not needles:  # the usual case
+        return ()
+    numbers = sorted(number for needle in needles for number in _OF_NEEDLE[needle])
+    rows = (SIGNS[number] for number in numbers)
+    return tuple(dict.fromkeys(sign.code for sign in rows if (sign.own or not foreign) and sign.is_in(message)))

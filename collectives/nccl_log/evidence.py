@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import cattrs
 
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES
+from collectives.nccl_log.codes import CODES, codes_with
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
 from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problems_of
@@ -39,13 +39,6 @@ from contracts.redaction import without_secrets
 # line is no evidence.
 
 MAX_PROOF = 64
-
-# Only NCCL's own InfiniBand transport calls these verbs and prints these completions.
-_VERBS_FAILURES = (
-    *("ib_retry_exceeded", "ib_rnr_retry_exceeded", "ib_local_protection_error", "ib_flush_error"),
-    *("ib_remote_access_error", "ib_completion_error", "ib_modify_qp_failed", "ib_create_qp_failed"),
-    "ib_reg_mr_failed",
-)
 
 # PATH_* of src/graph/topo.h / include/graph.h by version; printed as numbers in "distance 4 <= 4".
 _PATHS_220 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "DIS")
@@ -106,7 +99,7 @@ def selected_network(ledger: Ledger) -> str | None:
     """The network NCCL says it uses; the RDMA one if ranks differ."""
     names = ledger.facts.networks or ledger.facts.assigned
     if not names:
-        failed = any(ledger.codes[code] for code in _VERBS_FAILURES)
+        failed = any(ledger.codes[code] for code in codes_with("verbs"))
         # Before 2.5 no line names the network: sockets are set up, and listed, only where no RDMA device is found.
         return "IB" if ledger.facts.ib_listed or failed else "Socket" if ledger.facts.sockets else None
     return max(names, key=lambda name: (name != "Socket", names[name]))
@@ -229,27 +222,6 @@ def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     return tuple(row for *_, row in sorted(lines, key=lambda entry: entry[:3])[:MAX_PROOF])
 
 
-# Failures of NCCL that a job does not outlive, though no line says that it ended.
-_BROKEN = frozenset(
-    code for code, meaning in CODES.items()
-    if meaning.severity == "fail" and not meaning.gdr
-    and code.startswith(("ib_", "efa_", "slingshot_", "libfabric_"))
-) | {
-    *("memlock_too_small", "gid_index_invalid", "gid_unreadable", "shm_too_small", "shm_attach_failed", "gpu_xid"),
-    "duplicate_gpu",
-    *("nccl_version_mismatch", "bootstrap_mismatch", "rendezvous_timeout", "collective_mismatch", "net_plugin_failed"),
-    *("bootstrap_no_interface", "no_interface_in_subnet", "socket_connect_failed", "mnnvl_not_working"),
-    *("nvls_bind_failed", "no_transport_found", "cuda_failure", "cuda_memory_not_shared", "fabric_manager_not_ready"),
-    *("driver_mismatch", "network_not_found", "invalid_argument", "gpu_not_there", "rocm_smi_failed", "port_in_use"),
-    "peer_access_refused",
-}  # fmt: skip
-
-_FALLS_BACK = {
-    "efa_plugin_init_failed",
-    "libfabric_plugin_failed",
-}  # of a plugin: NCCL goes on with the network it names
-
-
 def _nvls_use(ledger: Ledger) -> str:
     """ "Multicast available" is what the hardware can do; only a communicator that set it up uses it."""
     if ledger.facts.nvls_made:
@@ -313,9 +285,9 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
 
 def _outcome(problems: tuple[LogProblem, ...], evidence: Evidence, finished: int) -> str:
     goes_on = evidence.network or evidence.inter_node_transport not in (None, "unknown")
-    broken = _BROKEN - _FALLS_BACK if goes_on else _BROKEN
-    if any(CODES[problem.code].ends or problem.code in broken for problem in problems):
-        return "failed"
+    for meaning in (CODES[problem.code] for problem in problems):
+        if meaning.ends or (meaning.breaks and not (goes_on and meaning.falls_back)):
+            return "failed"
     return "finished" if finished else "unknown"
 
 

@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from typing import Final
 
+from collectives.nccl_log.codes import DULL_STARTS, HARMLESS, codes_of
 from collectives.nccl_log.ledger import Channel, Hosts, Identity, Ledger, Runs, Writer, is_fragment, parse_channels
 from collectives.nccl_log.messages import END
-from collectives.nccl_log.warnings import HARMLESS, codes_of
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; patterns must not run away on more
 MOST_PREFIX_BYTES: Final = 300  # of a host's name, a process and what a launcher puts before them
@@ -25,13 +25,6 @@ _NEXT_PREFIX = re.compile(
 _LAUNCHER = re.compile(
     rb"^(?:\s*(?:\d+: |\[\d+(?:,\d+)?\]<std\w+>: ?|\[rank\d+\]: ?|\([^()]{1,80}\) |"
     rb"\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? ?|> ?|\* |\| ))+"
-)
-# Messages that come in millions (every collective with NCCL_DEBUG_SUBSYS=COLL or TUNING) and say nothing here.
-DULL_STARTS = (
-    *(b"Trees", b"Tree ", b"Connected all", b"Setting affinity", b"P2P Chunksize", b"threadThresholds"),
-    *(b"AllReduce: ", b"AllGather: ", b"ReduceScatter: ", b"Broadcast: ", b"Reduce: ", b"Send: ", b"Recv: "),
-    *(b"AllToAll: ", b"Gather: ", b"Scatter: ", b"New proxy ", b"Connection to proxy ", b"Connected to proxy "),
-    *(b"[Proxy Progress]", b"Allocated ", b"MemManager", b"rank ", b"register comm "),
 )
 # By their first five bytes, which no two kinds share in vain: a look-up in place of a comparison with each.
 DULL_BY_HEAD: Final = {

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from typing import TypeVar
 
-from hardware.series import is_of, pattern
+from hardware.tables import is_of, pattern
 
 MAX_VALUES = 512
 MAX_PLACES = 4_096

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES
+from collectives.nccl_log.codes import CODES, codes_with
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
 from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, rank_words
@@ -31,23 +31,6 @@ _SET_BY_OFI = frozenset(
     {"NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_NVLS_CHUNKSIZE", "NCCL_NVLSTREE_MAX_CHUNKSIZE", "NCCL_PROTO"}
 )
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
-_FOLLOW_ON = ("ib_flush_error", "connection_closed_by_peer", "benign_teardown_warnings")
-# A launcher says them of the step that it ran: a job may go on with the next.
-_OF_A_STEP = ("job_failed", "job_stopped", "process_killed", "job_cancelled")
-# That something failed, in words of a launcher or of PyTorch, from the least telling on: a note where anything above
-# or before names a cause.
-_LEAST_TELLING = (
-    *("python_traceback", "job_failed", "job_stopped", "process_aborted", "call_failed", "process_killed"),
-    "job_cancelled",
-)
-# What the plugin's messages stand for where the provider is not EFA.
-_OF_OTHER_PROVIDERS = {
-    "efa_plugin_init_failed": "libfabric_plugin_failed",
-    "no_efa_provider": "libfabric_plugin_failed",
-    "efa_endpoint_failed": "libfabric_setup_failed",
-    "efa_memory_not_registered": "libfabric_setup_failed",
-    "efa_request_failed": "libfabric_request_failed",
-}
 _WITHIN_NODE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
 # Interfaces that do not lead to other nodes: bridges and pairs of containers and virtual machines, tunnels, and what
 # the kernel makes for IPv6 in IPv4 (sit0, ip6tnl0). NCCL takes the first that is up.
@@ -55,8 +38,6 @@ _BRIDGES = (
     *("docker", "virbr", "br-", "veth", "cni", "cali", "cilium", "flannel", "lxc", "lxd", "podman", "kube-", "dummy"),
     *("sit", "ip6tnl", "ip6gre", "ip6_vti", "ip_vti", "tunl", "tun", "tap", "gre", "erspan", "teql", "wg", "tailscale"),
 )
-# What a cause in the log leads to: it stands below the cause.
-_SYMPTOMS = ("cuda_failure", "cuda_error", "ib_without_gdrdma", "net_without_gdrdma", "gdr_partial")
 _USABLE = (
     "The log says that DMA-BUF or peer memory works, so look at the distance: GPU and NIC must be PXB or nearer "
     "(nvidia-smi topo -m), NCCL_NET_GDR_LEVEL unset and ACS off"
@@ -197,7 +178,7 @@ def find(
     _nothing_seen(found, evidence, notes)
     order = {"fail": 0, "warn": 1, "info": 2}
     # A CUDA error or a missing tag says what is wrong; what names the reason comes before it.
-    ranked = sorted(found.found.values(), key=lambda each: (order[each.severity], each.code in _SYMPTOMS))
+    ranked = sorted(found.found.values(), key=lambda each: (order[each.severity], CODES[each.code].symptom))
     return tuple(ranked), tuple(notes)
 
 
@@ -213,10 +194,10 @@ def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
 def _add_code(found: _Findings, code: str) -> None:
     """A code that messages told, in the words of the provider that libfabric chose."""
     provider = found.ledger.facts.provider or "efa"
-    if provider.startswith("efa") or code not in _OF_OTHER_PROVIDERS:
+    if provider.startswith("efa") or not CODES[code].other_provider:
         found.add(code)
         return
-    other = _OF_OTHER_PROVIDERS[code]
+    other = CODES[code].other_provider
     if other == "libfabric_request_failed" and provider == "cxi":
         other = "slingshot_request_failed"
     lines, count = tuple(found.ledger.code_lines.get(code, ())), found.ledger.codes[code]
@@ -237,7 +218,7 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     elif "libibverbs_missing" in found.found and _if_several(ledger, evidence)[1]:
         found.found["libibverbs_missing"] = replace(found.found["libibverbs_missing"], severity="warn")
     if any(problem.severity == "fail" for problem in found.found.values()):
-        for code in _FOLLOW_ON:
+        for code in codes_with("follows"):
             _demote(found, code, notes)
     if "Libfabric" in (evidence.inter_node_transport or "") and (evidence.transports or ledger.facts.provider):
         # One protocol of the plugin failed and another was chosen.
@@ -248,10 +229,10 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed"):
         if ledger.outlived(code):
             _demote(found, code, notes)  # caught: the job came to its end
-    for code in _OF_A_STEP:
+    for code in codes_with("of_a_step"):
         if ledger.outlived(code, before_nccl=True):
             _demote(found, code, notes)  # of an earlier step of the job
-    for code in _LEAST_TELLING:
+    for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
         if any(problem.severity == "fail" for other, problem in found.found.items() if other != code):
             _demote(found, code, notes)
     layers = layers_in_use(ledger)

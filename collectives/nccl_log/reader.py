@@ -16,9 +16,9 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final, Protocol
 
+from collectives.nccl_log.codes import FACT_WORDS, SEARCHED
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.lines import DULL_BY_HEAD, INFO, LineReader
-from collectives.nccl_log.warnings import SEARCHED
 from contracts.bounded import Stream, utf16
 
 # What launchers, terminals, pagers and log rotation do to a log, undone.
@@ -42,45 +42,6 @@ _OTHER_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\
 # A block without any of these needs no cleaning.
 NEEDS_CLEANING = (b"\x1b", b"\r", b"&", b"\\", b"\x00", b"[0m", b"^[[", b"ESC[", b"\xe2\x90\x9b[")
 
-# Words of facts: one of these, or of the texts that name a fault, stands in every line that can matter, also in lines
-# that lost their prefix. None has a digit: lines are told apart without theirs.
-FACT_WORDS: Final = (
-    b"NCCL",
-    b"via ",
-    b"NET/",
-    b"/GDR",
-    b"RCCL version",
-    b"Using network",
-    b"GPU Direct",
-    b"nNodes",
-    b"MNNVL",
-    b" Pid ",
-    b"nccl==",
-    b"Last error:",
-    # What the job runs on, and how it ended.
-    b"NVIDIA ",
-    b"Tesla ",
-    b"GeForce",
-    b"Avg bus bandwidth",
-    b"Out of bounds values",
-    b"train_runtime",
-    b"exits successfully",
-    b"Successfully completed.",
-    b"raysubmit_",
-    b"Trainer.fit` stopped",
-    b"exit code: ",
-    b"exited with code ",
-    b"Traceback (most recent call last)",
-    b"Exception ignored in",
-    b"Exception in thread ",
-    b"KeyboardInterrupt",
-    b", in _run_finalizers",
-    b", in _exitfunc",
-    b", in __del__",
-    b"Error",
-    b"Exception: ",
-    b"type NVL/",
-)
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
 # One piece of each word: which tokens of a text can be part of a word is told by these, and tokens repeat each other.
 WORD_OF: Final = tuple((max(word.split(), key=len), word) for word in WORDS)

@@ -1,16 +1,18 @@
 """From findings to the forecast: what a node with a finding does to the links and to the compute of a job.
 
-The forecast is of the nodes as they are, beside that of the same nodes mended. `RULES` has one rule for each code that
-changes what carries the data or how fast the slowest rank computes: what the scan's graph shows already (a dead HCA, a
-link with fewer lanes) is mended for the comparison, what it does not show (no GPUDirect, no locked memory, a low clock)
-slows the nodes as they are. `ENDS` are codes with which a job does not run; of every other failure no figure bounds the
-cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
+The forecast is of the nodes as they are, beside that of the same nodes mended. faults.toml has one rule for each code
+that changes what carries the data or how fast the slowest rank computes: what the scan's graph shows already (a dead
+HCA, a link with fewer lanes) is mended for the comparison, what it does not show (no GPUDirect, no locked memory, a low
+clock) slows the nodes as they are. `ENDS` are codes with which a job does not run; of every other failure no figure
+bounds the cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from contracts.finding import Finding, Status
 from hardware.gpus import clock_share
@@ -60,8 +62,9 @@ Mend = Callable[[NodeTopology, Finding], NodeTopology]
 class Rule:
     """What one code does to the forecast: `slow` the nodes as they are, or what to `mend` in the graph to compare."""
 
-    slow: Slow | None = None
+    slow: Slow
     mend: Mend | None = None
+    shown: str = ""  # by the graph, in words
 
 
 def _named(finding: Finding, name: str, bus_id: str | None) -> bool:
@@ -137,30 +140,7 @@ def _through_memory(now: AsIs, host: str, finding: Finding) -> None:  # noqa: AR
 def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - like nodes are told of once
     """The graph shows it: name it."""
     where = f" on {finding.subject}" if finding.subject else ""
-    now.say(f"{finding.code}{where}: {_SHOWN[finding.code]}")
-
-
-_SHOWN = {
-    **dict.fromkeys(("rdma.port.down", "topology.gpu_nic.down", "topology.nic.missing"), "fewer rails"),
-    **dict.fromkeys(("rdma.port.rate", "topology.rail.uneven"), "the slowest rail sets the network's pace"),
-    "topology.nic.pcie_bound": "the NIC's PCIe link bounds its rail",
-    **dict.fromkeys(
-        ("gpu.pcie.width", "pci.link.width", "topology.gpu.pcie_bound"), "fewer lanes to the host and to the NICs"
-    ),
-    **dict.fromkeys(("gpu.pcie.generation", "pci.link.speed"), "a slower link to the host and to the NICs"),
-    **dict.fromkeys(("gpu.nvlink.missing", "topology.nvlink.asymmetric"), "rings run at the GPU with the fewest links"),
-    **dict.fromkeys(("gpu.nvlink.none", "topology.nvlink.missing", "topology.nvlink.down_hgx"), "no NVLink"),
-    "gpu.device.mixed": "all ranks wait for the slower model",
-    **dict.fromkeys(("gpu.device.lost", "gpu.device.missing"), "the layout is for the GPUs that are left"),
-    "gpu.memory.held": "the layout has the rest of the memory",
-    "interfaces.choice.wrong": "sockets take the slower interface",
-    "interfaces.speed.low": "sockets run at the interface's rate",
-    **dict.fromkeys(
-        ("interfaces.link.down", "interfaces.address.missing", "interfaces.network.missing"),
-        "sockets take another interface",
-    ),
-    **dict.fromkeys(("gpu.fabric.split", "imex.channel.missing"), "the network in place of NVLink between nodes"),
-}
+    now.say(f"{finding.code}{where}: {RULES[finding.code].shown}")
 
 
 def _mend_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
@@ -296,47 +276,18 @@ def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
 
 # The table -----------------------------------------------------------------------------------------------------------
 
-RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(
-        ("limits.memlock.low", "rdma.memlock.registration", "rdma.uverbs.permission", "rdma.port.none_active",
-         "pci.nic.no_rdma"), Rule(slow=_sockets)),
-    **dict.fromkeys(
-        ("pci.peermem.missing", "topology.gdr.path", "topology.gdr.refused", "topology.gpu_nic.far",
-         "evidence.gdrdma.off", "pci.acs.on",
-         "pci.iommu.translated"), Rule(slow=_through_host)),
-    **dict.fromkeys(
-        ("rdma.port.down", "topology.gpu_nic.down", "rdma.port.rate"), Rule(slow=_report, mend=_mend_nic)),
-    **dict.fromkeys(
-        ("gpu.pcie.width", "gpu.pcie.generation", "topology.gpu.pcie_bound", "pci.link.width", "pci.link.speed",
-         "topology.nic.pcie_bound"),
-        Rule(slow=_report, mend=_mend_pcie)),
-    **dict.fromkeys(
-        ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing"),
-        Rule(slow=_report, mend=_mend_nvlink)),
-    **dict.fromkeys(
-        ("gpu.thermal.throttling", "gpu.clocks.slowdown", "gpu.clocks.low", "gpu.power.brake"), Rule(slow=_clock)),
-    "gpu.power.limit": Rule(slow=_power),
-    "rdma.mtu.small": Rule(slow=_small_packets),
-    "gpu.p2p.refused": Rule(slow=_through_memory),
-    "gpu.device.lost": Rule(slow=_report, mend=_mend_gpu),
-    **dict.fromkeys(
-        ("gpu.device.mixed", "gpu.device.missing", "gpu.memory.held", "topology.rail.uneven",
-         "gpu.nvlink.none", "topology.nvlink.down_hgx", "interfaces.choice.wrong", "interfaces.speed.low",
-         "interfaces.link.down", "interfaces.address.missing", "interfaces.network.missing", "topology.nic.missing",
-         *_PART_THE_DOMAIN),
-        Rule(slow=_report)),
+_TABLE = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
+_SLOW: Mapping[str, Slow] = {
+    "sockets": _sockets, "through_host": _through_host, "report": _report, "clock": _clock, "power": _power,
+    "small_packets": _small_packets, "through_memory": _through_memory,
 }  # fmt: skip
-
-ENDS = frozenset(
-    (
-        "limits.shm.full", "limits.shm.small", "rdma.mtu.mismatch", "interfaces.mtu.mismatch",
-        "pci.device.lost", "pci.device.no_driver", "gpu.driver.unusable", "gpu.device.recovery",
-        "gpu.device.mode", "gpu.device.hidden", "gpu.fabric.incomplete", "gpu.ecc.uncorrected", "gpu.ecc.sram",
-        "gpu.memory.remap_failed",
-        "gpu.xid.new", "rdma.gid.missing_rocev2", "rdma.gid.choice", "interfaces.choice.none",
-        "interfaces.choice.setting",
-    )
-)  # fmt: skip
+_MEND: Mapping[str, Mend] = {"nic": _mend_nic, "pcie": _mend_pcie, "nvlink": _mend_nvlink, "gpu": _mend_gpu}
+RULES: Mapping[str, Rule] = {
+    code: Rule(slow=_SLOW[row["slow"]], mend=_MEND.get(row.get("mend")), shown=row.get("shown", ""))
+    for row in _TABLE["rule"]
+    for code in row["codes"]
+}
+ENDS = frozenset(_TABLE["ends"])
 
 _BY_SETTING = {  # what the advised environment mends
     "NCCL_SOCKET_IFNAME": ("interfaces.choice.wrong",),
@@ -416,7 +367,5 @@ def as_is(
     now = AsIs(links=links, hosts=hosts, interface=interface)
     for host, found in findings.items():
         for one in found:
-            slow = RULES[one.code].slow
-            if slow is not None:
-                slow(now, host, one)
+            RULES[one.code].slow(now, host, one)
     return now

@@ -2,20 +2,21 @@
 
 Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
 Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4 and GLM4-MoE classes (text models only).
-Shapes of the known names are those of the config.json files on the Hugging Face hub.
+Shapes of the known names and what the classes take by default: models.toml.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from contracts import bounded
-from contracts.families import FAMILIES
+from contracts.layout import FAMILIES
 from contracts.plain import loads as plain
 from planner.forecast.specs import ModelSpec
 
@@ -24,112 +25,6 @@ _MAX_CONFIG_BYTES = 1 << 20
 _OTHER_TYPES = {"gemma3_text": "gemma3", "llama4_text": "llama4", "kimi_k2": "deepseek_v3"}
 _MOE = {"mixtral", "qwen3_moe", "qwen2_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4", "glm4_moe"}
 _SHARED = {"deepseek_v3", "glm4_moe"}  # n_shared_experts of the routed ones' width
-# What transformers' classes (5.23) take where config.json does not name a key; a key that is null is another matter.
-_QWEN_DEFAULTS: dict[str, int | bool] = {
-    "intermediate_size": 22016, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
-_DEFAULTS: dict[str, dict[str, int | bool]] = {
-    "llama": {"intermediate_size": 11008},
-    "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"intermediate_size": 14336, "num_key_value_heads": 8},
-    "qwen2": _QWEN_DEFAULTS,
-    "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128},
-    "qwen2_moe": {
-        "intermediate_size": 5632,
-        "num_key_value_heads": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "qwen3_moe": {
-        "intermediate_size": 6144,
-        "num_key_value_heads": 4,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "sliding_window": 4096,
-    },
-    "qwen3_next": {
-        "intermediate_size": 5632,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "full_attention_interval": 4,
-    },
-    "deepseek_v3": {
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
-    "gpt_oss": {
-        "intermediate_size": 2880,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "attention_bias": True,
-    },
-    "llama4": {
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 1,
-        "attention_chunk_size": 8192,
-        "no_rope_layer_interval": 4,
-    },
-    "glm4_moe": {
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "num_key_value_heads": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1,
-    },
-    "gemma3": {
-        "hidden_size": 2304,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "vocab_size": 262208,
-        "intermediate_size": 9216,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-    "phi3": {"intermediate_size": 8192},
-    "gpt2": {"n_positions": 1024},
-    "gemma": {"intermediate_size": 24576, "num_key_value_heads": 16, "head_dim": 256},
-    "gemma2": {"intermediate_size": 9216, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-}
-# Here, and not above: the key has two names.
-_EXPERTS = {
-    "mixtral": 8, "qwen2_moe": 60, "qwen3_moe": 128, "qwen3_next": 512, "deepseek_v3": 256, "gpt_oss": 128,
-    "llama4": 16, "glm4_moe": 128,
-}  # fmt: skip
-# Keys that other families have and this one's class passes over.
-_PASSED_OVER: dict[str, dict[str, None]] = {
-    "gpt2": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None},
-    "mixtral": {"moe_intermediate_size": None},
-    "gpt_oss": {"moe_intermediate_size": None},
-    "llama4": {"moe_intermediate_size": None},
-}
 _BIASED, _UNBIASED = {"gpt2", "qwen2"}, {"mistral", "mixtral", "phi3"}  # whatever config.json says
 _SLIDING = {"mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "phi3"}  # by sliding_window alone; Llama never does
 _SLIDING_WHERE_ASKED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}  # by use_sliding_window, which is off by default
@@ -139,127 +34,13 @@ class ModelError(ValueError):
     """A model that cannot be understood; the message names the key and what is allowed."""
 
 
-def _row(
-    name: str, family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: Any
-) -> ModelSpec:
-    more.setdefault("head_dim", hidden // heads)
-    return ModelSpec(
-        name=name, family=family, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab,
-        **more,
-    )  # fmt: skip
+def _shape(name: str, hub: str = "", also: Sequence[str] = (), **shape: Any) -> ModelSpec:  # noqa: ARG001 - of names
+    """A row of models.toml as a model."""
+    return ModelSpec(name=name, **{"head_dim": shape["hidden"] // shape["heads"], **shape})
 
 
-_QWEN2: dict[str, Any] = {"attention_bias": True, "max_positions": 32768}
-_QWEN3: dict[str, Any] = {"head_dim": 128, "max_positions": 40960}
-_GPT2: dict[str, Any] = {"tied_embeddings": True, "gated_mlp": False, "attention_bias": True, "max_positions": 1024}
-_L31: dict[str, Any] = {"max_positions": 131072}
-_MLA: dict[str, Any] = {
-    "head_dim": 192, "rope_dim": 64, "value_dim": 128, "q_rank": 1536, "kv_rank": 512, "max_positions": 163840,
-}  # fmt: skip
-_OSS: dict[str, Any] = {
-    "head_dim": 64, "experts_per_token": 4, "expert_ffn": 2880, "attention_bias": True, "sliding_window": 128,
-    "max_positions": 131072,
-}  # fmt: skip
-_GEMMA3: dict[str, Any] = {"tied_embeddings": True, "sliding_window": 1024, "max_positions": 131072}
-_LLAMA4: dict[str, Any] = {
-    "experts_per_token": 1, "expert_ffn": 8192, "shared_expert_ffn": 8192, "sliding_window": 8192,
-}  # fmt: skip
-_GLM: dict[str, Any] = {
-    "head_dim": 128, "experts_per_token": 8, "attention_bias": True, "max_positions": 131072,
-}  # fmt: skip
-
-KNOWN: tuple[ModelSpec, ...] = (
-    # A Llama of 8 M weights that trains on a CPU in seconds: the shape the embedded fine-tune makes by itself.
-    _row("tiny-llama", "llama", 4, 256, 8, 4, 688, 259, max_positions=2048),
-    _row("Llama-2-7B", "llama", 32, 4096, 32, 32, 11008, 32000, max_positions=4096),
-    _row("Llama-2-13B", "llama", 40, 5120, 40, 40, 13824, 32000, max_positions=4096),
-    _row("Llama-2-70B", "llama", 80, 8192, 64, 8, 28672, 32000, max_positions=4096),
-    _row("Llama-3-8B", "llama", 32, 4096, 32, 8, 14336, 128256, max_positions=8192),
-    _row("Llama-3-70B", "llama", 80, 8192, 64, 8, 28672, 128256, max_positions=8192),
-    _row("Llama-3.1-8B", "llama", 32, 4096, 32, 8, 14336, 128256, **_L31),
-    _row("Llama-3.1-70B", "llama", 80, 8192, 64, 8, 28672, 128256, **_L31),
-    _row("Llama-3.3-70B", "llama", 80, 8192, 64, 8, 28672, 128256, **_L31),
-    _row("Llama-3.1-405B", "llama", 126, 16384, 128, 8, 53248, 128256, **_L31),
-    _row("Llama-3.2-1B", "llama", 16, 2048, 32, 8, 8192, 128256, tied_embeddings=True, **_L31),
-    _row("Llama-3.2-3B", "llama", 28, 3072, 24, 8, 8192, 128256, tied_embeddings=True, **_L31),
-    _row("Mistral-7B", "mistral", 32, 4096, 32, 8, 14336, 32768, max_positions=32768),
-    _row("Mistral-Nemo-12B", "mistral", 40, 5120, 32, 8, 14336, 131072, head_dim=128, max_positions=131072),
-    _row("Qwen2.5-0.5B", "qwen2", 24, 896, 14, 2, 4864, 151936, tied_embeddings=True, **_QWEN2),
-    _row("Qwen2.5-1.5B", "qwen2", 28, 1536, 12, 2, 8960, 151936, tied_embeddings=True, **_QWEN2),
-    _row("Qwen2.5-3B", "qwen2", 36, 2048, 16, 2, 11008, 151936, tied_embeddings=True, **_QWEN2),
-    _row("Qwen2.5-7B", "qwen2", 28, 3584, 28, 4, 18944, 152064, **_QWEN2),
-    _row("Qwen2.5-14B", "qwen2", 48, 5120, 40, 8, 13824, 152064, **_QWEN2),
-    _row("Qwen2.5-32B", "qwen2", 64, 5120, 40, 8, 27648, 152064, **_QWEN2),
-    _row("Qwen2.5-72B", "qwen2", 80, 8192, 64, 8, 29568, 152064, **_QWEN2),
-    _row("Qwen3-0.6B", "qwen3", 28, 1024, 16, 8, 3072, 151936, tied_embeddings=True, **_QWEN3),
-    _row("Qwen3-1.7B", "qwen3", 28, 2048, 16, 8, 6144, 151936, tied_embeddings=True, **_QWEN3),
-    _row("Qwen3-4B", "qwen3", 36, 2560, 32, 8, 9728, 151936, tied_embeddings=True, **_QWEN3),
-    _row("Qwen3-8B", "qwen3", 36, 4096, 32, 8, 12288, 151936, **_QWEN3),
-    _row("Qwen3-14B", "qwen3", 40, 5120, 40, 8, 17408, 151936, **_QWEN3),
-    _row("Qwen3-32B", "qwen3", 64, 5120, 64, 8, 25600, 151936, **_QWEN3),
-    _row("Qwen3-30B-A3B", "qwen3_moe", 48, 2048, 32, 4, 6144, 151936, experts=128, experts_per_token=8,
-         expert_ffn=768, **_QWEN3),
-    _row("Gemma-2-2B", "gemma2", 26, 2304, 8, 4, 9216, 256000, head_dim=256, tied_embeddings=True,
-         sliding_window=4096, max_positions=8192),
-    _row("Gemma-2-9B", "gemma2", 42, 3584, 16, 8, 14336, 256000, head_dim=256, tied_embeddings=True,
-         sliding_window=4096, max_positions=8192),
-    _row("Gemma-2-27B", "gemma2", 46, 4608, 32, 16, 36864, 256000, head_dim=128, tied_embeddings=True,
-         sliding_window=4096, max_positions=8192),
-    _row("GPT-2", "gpt2", 12, 768, 12, 12, 3072, 50257, **_GPT2),
-    _row("GPT-2-medium", "gpt2", 24, 1024, 16, 16, 4096, 50257, **_GPT2),
-    _row("GPT-2-large", "gpt2", 36, 1280, 20, 20, 5120, 50257, **_GPT2),
-    _row("GPT-2-xl", "gpt2", 48, 1600, 25, 25, 6400, 50257, **_GPT2),
-    _row("Mixtral-8x7B", "mixtral", 32, 4096, 32, 8, 14336, 32000, experts=8, experts_per_token=2, expert_ffn=14336,
-         max_positions=32768),
-    _row("Mixtral-8x22B", "mixtral", 56, 6144, 48, 8, 16384, 32768, experts=8, experts_per_token=2, expert_ffn=16384,
-         max_positions=65536),
-    _row("Qwen3-235B-A22B", "qwen3_moe", 94, 4096, 64, 4, 12288, 151936, experts=128, experts_per_token=8,
-         expert_ffn=1536, **_QWEN3),
-    _row("Qwen3-Next-80B-A3B", "qwen3_next", 48, 2048, 16, 2, 5120, 151936, head_dim=256, experts=512,
-         experts_per_token=10, expert_ffn=512, shared_expert_ffn=512, linear_layers=36, linear_heads=32,
-         linear_key_width=2048, linear_value_width=4096, max_positions=262144),
-    _row("DeepSeek-V3", "deepseek_v3", 61, 7168, 128, 128, 18432, 129280, experts=256, experts_per_token=8,
-         expert_ffn=2048, shared_expert_ffn=2048, dense_layers=3, **_MLA),
-    _row("Kimi-K2", "deepseek_v3", 61, 7168, 64, 64, 18432, 163840, experts=384, experts_per_token=8,
-         expert_ffn=2048, shared_expert_ffn=2048, dense_layers=1, **_MLA),
-    _row("gpt-oss-20b", "gpt_oss", 24, 2880, 64, 8, 2880, 201088, experts=32, sliding_layers=12, **_OSS),
-    _row("gpt-oss-120b", "gpt_oss", 36, 2880, 64, 8, 2880, 201088, experts=128, sliding_layers=18, **_OSS),
-    _row("Gemma-3-1B", "gemma3", 26, 1152, 4, 1, 6912, 262144, head_dim=256, tied_embeddings=True, sliding_window=512,
-         sliding_layers=22, max_positions=32768),
-    _row("Gemma-3-4B", "gemma3", 34, 2560, 8, 4, 10240, 262208, head_dim=256, sliding_layers=29, **_GEMMA3),
-    _row("Gemma-3-12B", "gemma3", 48, 3840, 16, 8, 15360, 262208, head_dim=256, sliding_layers=40, **_GEMMA3),
-    _row("Gemma-3-27B", "gemma3", 62, 5376, 32, 16, 21504, 262208, head_dim=128, sliding_layers=52, **_GEMMA3),
-    _row("Llama-4-Scout-17B-16E", "llama4", 48, 5120, 40, 8, 16384, 202048, experts=16, sliding_layers=36,
-         max_positions=10485760, **_LLAMA4),
-    _row("Llama-4-Maverick-17B-128E", "llama4", 48, 5120, 40, 8, 16384, 202048, experts=128, dense_layers=24,
-         sliding_layers=36, max_positions=1048576, **_LLAMA4),
-    _row("GLM-4.5", "glm4_moe", 92, 5120, 96, 8, 12288, 151552, experts=160, expert_ffn=1536, shared_expert_ffn=1536,
-         dense_layers=3, qk_norm=True, **_GLM),
-    _row("GLM-4.5-Air", "glm4_moe", 46, 4096, 96, 8, 10944, 151552, experts=128, expert_ffn=1408,
-         shared_expert_ffn=1408, dense_layers=1, **_GLM),
-)  # fmt: skip
-
-
-# Where the weights of a known name are: the model pages of https://huggingface.co. The base model, where there is one.
-_HUB_IDS = {
-    "Llama-2-7B": "meta-llama/Llama-2-7b-hf", "Llama-2-13B": "meta-llama/Llama-2-13b-hf",
-    "Llama-2-70B": "meta-llama/Llama-2-70b-hf", "Llama-3-8B": "meta-llama/Meta-Llama-3-8B",
-    "Llama-3-70B": "meta-llama/Meta-Llama-3-70B", "Llama-3.3-70B": "meta-llama/Llama-3.3-70B-Instruct",
-    "Mistral-7B": "mistralai/Mistral-7B-v0.3", "Mistral-Nemo-12B": "mistralai/Mistral-Nemo-Base-2407",
-    "Gemma-2-2B": "google/gemma-2-2b", "Gemma-2-9B": "google/gemma-2-9b", "Gemma-2-27B": "google/gemma-2-27b",
-    "GPT-2": "openai-community/gpt2", "GPT-2-medium": "openai-community/gpt2-medium",
-    "GPT-2-large": "openai-community/gpt2-large", "GPT-2-xl": "openai-community/gpt2-xl",
-    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1", "Mixtral-8x22B": "mistralai/Mixtral-8x22B-v0.1",
-    "DeepSeek-V3": "deepseek-ai/DeepSeek-V3-Base", "Kimi-K2": "moonshotai/Kimi-K2-Base",
-    "gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b",
-    "Gemma-3-1B": "google/gemma-3-1b-pt", "Gemma-3-4B": "google/gemma-3-4b-pt",
-    "Gemma-3-12B": "google/gemma-3-12b-pt", "Gemma-3-27B": "google/gemma-3-27b-pt",
-    "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
-}  # fmt: skip
-_OWNERS = {
-    "Llama-3.1-": "meta-llama", "Llama-3.2-": "meta-llama", "Llama-4-": "meta-llama", "Qwen2.5-": "Qwen",
-    "Qwen3-": "Qwen", "GLM-4.5": "zai-org",
-}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+KNOWN: tuple[ModelSpec, ...] = tuple(_shape(name, **row) for name, row in _TABLES["known"].items())
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -267,8 +48,8 @@ def hub_id(name: str) -> str | None:
     """The Hugging Face id of a model's weights: of a known name, or the name itself where it is "owner/name"."""
     if _HUB_ID.fullmatch(name):
         return name
-    owner = next((owner for prefix, owner in _OWNERS.items() if name.startswith(prefix) and name in known_names()), "")
-    return _HUB_IDS.get(name) or (f"{owner}/{name}" if owner else None)
+    hub: str | None = _TABLES["known"].get(name, {}).get("hub")
+    return hub
 
 
 def _key(name: str) -> str:
@@ -282,9 +63,7 @@ def _key(name: str) -> str:
 
 
 _BY_KEY = {_key(spec.name): spec for spec in KNOWN}
-_BY_KEY.update({"tiny": _BY_KEY["tinyllama"], "mistralnemo": _BY_KEY["mistralnemo12b"]})
-_BY_KEY.update(dict.fromkeys(("deepseekr1", "deepseekv30324", "deepseekv3.1"), _BY_KEY["deepseekv3"]))
-_BY_KEY.update({"llama4scout": _BY_KEY["llama4scout17b16e"], "llama4maverick": _BY_KEY["llama4maverick17b128e"]})
+_BY_KEY.update({other: spec for spec in KNOWN for other in _TABLES["known"][spec.name].get("also", ())})
 
 
 def known_names() -> tuple[str, ...]:
@@ -329,7 +108,8 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     family = _OTHER_TYPES.get(kind, kind)
     if family not in FAMILIES:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(FAMILIES))}")
-    config = {**_DEFAULTS.get(family, {}), **config, **_PASSED_OVER.get(family, {})}
+    passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
+    config = {**_TABLES["default"].get(family, {}), **config, **passed_over}
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
     hidden, heads, head_dim, kv_heads = _heads(config, family)
     ffn = _whole(
@@ -461,7 +241,7 @@ def _experts(config: Mapping[str, Any], family: str) -> int:
         names = ("n_routed_experts", "num_local_experts")
     elif family in ("qwen2_moe", "qwen3_next", "llama4"):
         names = ("num_local_experts",) if family == "llama4" else ("num_experts",)
-    return _whole(config, names, default=_EXPERTS[family])
+    return _whole(config, names, default=_TABLES["experts"][family])
 
 
 def _indices(config: Mapping[str, Any], name: str) -> list[int]:

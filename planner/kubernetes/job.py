@@ -41,7 +41,6 @@ RESERVED_ENVIRONMENT = frozenset(
 
 
 MOUNT = "/mnt/shared"  # where the pods see the claim
-AGENT = "http://topoflight-node.topoflight:9402"  # the Service of deploy/daemonset that stays on the pod's own node
 CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the next job
 RESTARTS = 3  # times that an interrupted job starts again by itself
 PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.advice import PodNeed, Reason, Recommendation, Setting
+from planner.advice import Recommendation
 from planner.kubernetes.job import JobError
 from planner.kubernetes.manifests import Document, from_template
 from planner.nccl_env.hcas import PortChoice, choose_ports
@@ -27,6 +27,7 @@ from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.rdma import hca_list
 from planner.nccl_env.situation import NodeView, PortView
 from planner.nccl_env.situation import networks as subnets
+from planner.nccl_env.texts import PodNeed, Reason, Setting
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts

@@ -103,9 +103,9 @@ def _run(each: _Instruction, known: dict[str, str | None], script: Script) -> No
         ends = [match[3] for word in words if (match := _HEREDOC.match(word))]
         bodies = "".join(f"\n{body}\n{end}" for (_, body), end in zip(each.documents, ends, strict=False))
         found = read_shell(rest + bodies + "\n", known=known, line=each.line)
-    script.inner += found.inner
+    script.inner += [one for one in found.inner if one.target != "python" or one.text not in rest]
     if NAMED.search(rest):
-        script.unread += [one for one in found.unread if not one.why.startswith("a setting")]
+        script.unread += found.unread
 
 
 def _instructions(text: str, script: Script) -> Iterator[_Instruction]:

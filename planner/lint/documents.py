@@ -18,7 +18,7 @@ from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
 from planner.lint.script import NAME, Assigned, Inner, Script
 from planner.lint.shell import expand, read_shell, read_words
-from planner.lint.tables import finding
+from planner.lint.tables import finding, words
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -403,16 +403,8 @@ def title(document: Any) -> str:
     return f"{kind}/{name}" if kind and name else str(kind or name or "document")
 
 
-# Steps of the way that say nothing to a reader.
-_SILENT = {
-    "spec", "template", "containers", "metadata", "pytorchReplicaSpecs", "mpiReplicaSpecs", "jobTemplate", "env",
-    "envs",
-    "environment", "data", "env_vars", "command", "args", "services", "variables", "leaderWorkerTemplate",
-}  # fmt: skip
-
-
 def _step(key: Any) -> str:
-    return "" if key in _SILENT else f" {key}"
+    return "" if key in words()["documents"]["silent"] else f" {key}"
 
 
 def _item(item: Any) -> str:

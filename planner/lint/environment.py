@@ -1,9 +1,11 @@
 """Judges an environment that exists: what NCCL will really do with it, name by name.
 
 Each finding says what NCCL does, not what was meant. Names and their releases: `nccl_env.names`; values: `values`; the
-machine: `machine`; settings against each other: `pairs`. docs/nccl-env.md explains the codes.
+machine: `machine`. docs/nccl-env.md explains the codes.
 Leftovers of debugging, and settings that do nothing here: NCCL docs/userguide/source/env.rst, section Debugging;
 aws-ofi-nccl (what the plugin sets by itself); AWS EFA cheat sheet (awsome-distributed-training); PyTorch docs.
+Settings against each other: env.rst, 2.32; NCCL src/misc/socket.cc (which interfaces are taken); libfabric
+fi_getinfo(3) (FI_PROVIDER).
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from contracts.finding import Finding, Status
-from planner.lint.pairs import check_job, check_pairs, nodes_of
+from planner.lint.script import NODES
 from planner.lint.tables import finding, settings
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
+    TCP_PROVIDERS,
+    NameList,
     check_kind,
     check_quotes,
     check_value,
@@ -29,16 +33,17 @@ from planner.lint.values import (
 from planner.nccl_env.names import (
     RESERVED,
     NcclName,
+    Platform,
     Version,
     names,
     nearest,
     newest_read,
+    platform_of_plugin,
     plugin_of,
     replacement,
     torch_names,
     version_text,
 )
-from planner.nccl_env.recipes import Platform, platform_of_plugin
 
 if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine
@@ -309,3 +314,119 @@ def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
     for each in found:
         if each.code != general or each.subject not in judged:
             yield each
+
+
+# -- settings against each other, and a job whose machine is not known
+
+
+def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
+    """Settings that cancel each other, or that do nothing alone; `named` are all names set, values known or not."""
+    yield from _shadowed(environment)
+    yield from _bounds(environment)
+    yield from _through_the_network(environment)
+    yield from _sockets(environment)
+    yield from _missing(environment, named)
+
+
+def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """A least above its most."""
+    for low, high, effect in settings().bounds:
+        (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
+        if known and whole and least > most > 0:
+            yield finding("env.pair.shadowed/bounds", low, environment[low], other=high, most=most, effect=effect)
+
+
+def _holds(value: str | None, wanted: str) -> bool:
+    """Whether a cause is set so that it shadows others."""
+    number, whole = strtoll(value or "")
+    holds = {
+        "one": number == 1, "nonzero": number != 0, "positive": number > 0, "index": whole and number >= 0,
+        "socket": (value or "").lower() == "socket",
+    }  # fmt: skip
+    return holds[wanted]
+
+
+def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for cause, wanted, others in settings().shadows:
+        for name in others if _holds(environment.get(cause), wanted) else ():
+            if name in environment:
+                first = f"{cause}={environment[cause]}"
+                yield finding("env.pair.shadowed", name, environment[name], cause=first, other=cause)
+
+
+def _through_the_network(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Without peer access and shared memory only the network is left between GPUs of one node (src/transport.cc)."""
+    off = {name: environment.get(name, "") for name in ("NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")}
+    if all(strtoll(value)[0] == 1 for value in off.values()):
+        tcp = strtoll(environment.get("NCCL_IB_DISABLE", ""))[0] == 1 and not other_net(environment)
+        network = "TCP sockets" if tcp else "the NIC, or through TCP sockets where there is no RDMA"
+        (name, value), (other, its_value) = off.items()
+        yield finding("env.pair.network", name, value, f"{other}={its_value}", network=network)
+
+
+def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
+    threads = strtoll(environment.get("NCCL_SOCKET_NTHREADS", ""))[0]
+    sockets = strtoll(environment.get("NCCL_NSOCKS_PERTHREAD", ""))[0]
+    if threads * sockets > 64:  # env.rst: the product cannot exceed 64
+        product = threads * sockets
+        yield finding("env.pair.sockets", "NCCL_SOCKET_NTHREADS", str(threads), sockets=sockets, product=product)
+
+
+def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
+    for name, (other, why) in settings().needs.items():
+        if environment.get(name) and other not in named:
+            yield finding("env.pair.missing", name, environment[name], why=why, other=other)
+    value = environment.get("NCCL_COLLNET_ENABLE", "")
+    helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
+    if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:
+        yield finding("env.pair.missing/collnet", "NCCL_COLLNET_ENABLE", value)
+
+
+def nodes_of(environment: Mapping[str, str]) -> int | None:
+    """How many nodes the job says it has; None where it does not say."""
+    for name in NODES:
+        match = re.fullmatch(r"(?:\d+:)?(\d+)", environment.get(name, ""))
+        if match:
+            return int(match[1])
+    for world, local in (
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ):  # fmt: skip
+        ranks, here = environment.get(world, ""), environment.get(local, "")
+        if ranks.isdecimal() and here.isdecimal() and int(here):
+            return -(-int(ranks) // int(here))
+    return None
+
+
+def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
+    """What harms any job of several nodes, whatever its machines are; asked where no machine is given."""
+    yield from _unreachable(environment, nodes)
+    net = environment.get("NCCL_NET", "")
+    if net.lower() == "socket":
+        yield finding("env.rdma.tcp/any", "NCCL_NET", net)
+    provider = environment.get("FI_PROVIDER", "")
+    first = re.split(r"[;,]", provider)[0].strip().lower()
+    if first in TCP_PROVIDERS:
+        yield finding("env.rdma.tcp/provider_any", "FI_PROVIDER", provider, provider=first)
+
+
+def _unreachable(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
+    """An interface of which every node has its own, that no other node reaches."""
+    size = environment.get("WORLD_SIZE", environment.get("OMPI_COMM_WORLD_SIZE", ""))
+    many = size.isdecimal() and int(size) > 1
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = environment.get(name, "")
+        wanted = NameList.parse(value)
+        local = [
+            entry for entry, _port in wanted.entries if re.fullmatch(r"lo|docker\d*|virbr\d*|cni\d*|br-\w*", entry)
+        ]
+        if wanted.negated or not local or len(local) < len(wanted.entries) or nodes == 1:
+            continue
+        status = Status.FAIL if nodes else Status.WARN if many else Status.INFO
+        known = (
+            f"the job has {nodes} nodes"
+            if nodes
+            else f"the job has {size} ranks"
+            if many
+            else "the job's size is not known"
+        )
+        yield finding("env.interface.unfit/local", name, value, status=status, names=", ".join(local), size=known)

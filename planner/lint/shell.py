@@ -20,7 +20,8 @@ from typing import NamedTuple
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from planner.lint.script import NAME, NAMED, SETS, Assigned, Inner, Script, Unread
+from planner.lint.script import NAME, NAMED, Assigned, Inner, Script, Unread
+from planner.lint.tables import words
 
 _BASH = Language(tree_sitter_bash.language())
 _MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
@@ -36,18 +37,9 @@ _DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
 _COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
-_REMOTE = {"ssh", "pdsh", "clush", "su"}
-_SHELLS = {"bash", "sh", "zsh", "dash", "ksh", "csh", "tcsh", "fish", "ssh", "srun", "sbatch", "su", "eval"}
-_WRAPPERS = {"time", "exec", "command", "nohup", "sudo", "numactl", "builtin", "nice"}
-_FISH = {"-x", "-gx", "-xg", "-Ux", "-xU", "-lx"}
 _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
-_TAKES_PAIR = {"-genv", "--genv"}  # NAME and VALUE are two words
-_TAKES_LIST = {"--export", "--env-export"}
-_TAKES_FILE = {"--env-file", "--export-file", "--env_file"}
-_EXPANSIONS = {
-    "simple_expansion", "expansion", "command_substitution", "arithmetic_expansion", "string", "raw_string",
-    "ansi_c_string", "translated_string", "concatenation",
-}  # fmt: skip
+_NAMES = words()["shell"]
+_EXPANSIONS = _NAMES["expansions"]
 
 
 class Word(NamedTuple):
@@ -196,21 +188,28 @@ class _Reader:
                 return None
         return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
 
-    def _mixed(self, node: Node, start: int, end: int, escape: str) -> str | None:
-        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks."""
+    def _mixed(self, node: Node, start: int, end: int, escape: str, *, as_written: bool = False) -> str | None:
+        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks.
+
+        None where a value is not known, unless that expansion is to stay `as_written`.
+        """
         found, at = "", start
         for child in node.children:
             if child.type not in _EXPANSIONS or child.start_byte < at:
                 continue
             value = self._value(child)
-            literal = self._source[at : child.start_byte].decode("utf-8", "replace")
-            found += re.sub(escape, r"\1", literal) if "\\" in literal else literal
+            found += self._literal(at, child.start_byte, escape)
             if value is None or len(found) + len(value) > _MOST_VALUE:
-                self._mark(node)
-                return None
+                self._mark(child if as_written else node)
+                if not as_written:
+                    return None
+                value = self._text(child)
             found, at = found + value, child.end_byte
-        literal = self._source[at:end].decode("utf-8", "replace")
-        return found + (re.sub(escape, r"\1", literal) if "\\" in literal else literal)
+        return found + self._literal(at, end, escape)
+
+    def _literal(self, start: int, end: int, escape: str) -> str:
+        text = self._source[start:end].decode("utf-8", "replace")
+        return re.sub(escape, r"\1", text) if "\\" in text else text
 
     def _mark(self, node: Node) -> None:
         """Count every variable named in a text as used, whether its value is known or not."""
@@ -474,26 +473,12 @@ class _Reader:
             if body is None or start is None:
                 continue
             text = self._text(body)
+            if self._text(start)[:1] not in "'\"\\":
+                text = self._mixed(body, body.start_byte, body.end_byte, r"\\(\$)", as_written=True) or ""
             if redirect.children[0].type == "<<-":
                 text = re.sub(r"^\t+", "", text, flags=re.MULTILINE)
-            if self._text(start)[:1] not in "'\"\\":
-                text = self._filled(text)
             return text, self._line(body)
         return "", 0
-
-    def _filled(self, text: str) -> str:
-        """A here-document with the variables that are known put in."""
-
-        def put(match: re.Match[str]) -> str:
-            name = match[1] or match[2]
-            self.script.used.add(name)
-            value = self.values.get(name)
-            if value is None and match[3]:
-                value = match[3]
-            return match.group() if value is None or len(value) > _MOST_VALUE >> 4 else value
-
-        found = re.sub(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}$]*))?\})", put, text)
-        return found.replace("\\$", "$")[: 1 << 20]
 
     # -- assignments
 
@@ -583,7 +568,7 @@ class _Reader:
             if child.has_error and child.type not in _EXPANSIONS:
                 for error in _descend(child, "ERROR"):
                     self._not_understood(error)
-        while words and (words[0].text in _WRAPPERS or words[0].text in ("!", "{")):
+        while words and (words[0].text in _NAMES["wrappers"] or words[0].text in ("!", "{")):
             first, words = words[0].text, words[1:]
             while words and first in ("sudo", "numactl", "exec", "nice") and words[0].text.startswith("-"):
                 if "=" in words[0].text and first == "sudo":
@@ -621,7 +606,7 @@ class _Reader:
 
     def _set(self, rest: list[Word], texts: list[str], line: int) -> None:
         """`set -a`, fish's `set -x NAME value`."""
-        if _FISH & {*texts[:2]} and len([each for each in texts if each[:1] != "-"]) > 1:
+        if _NAMES["fish"] & {*texts[:2]} and len([each for each in texts if each[:1] != "-"]) > 1:
             named = [word for word in rest if not word.text.startswith("-")]
             known = [word.value for word in named[1:] if word.value is not None]
             value = " ".join(known) if len(known) == len(named) - 1 else None
@@ -659,7 +644,7 @@ class _Reader:
             return
         if output.target and not program:
             self.script.inner.append(Inner(text=text, target=output.target, line=line))
-        elif program in _SHELLS:
+        elif program in _NAMES["shells"]:
             self._nested(text, line, f"here-document of line {line}")
         else:
             target = "manifest.yaml" if program in ("kubectl", "oc") else program
@@ -686,7 +671,7 @@ class _Reader:
         if program == "eval" and at == 1:
             self._nested(" ".join(each.text for each in words[1:]), line, "")
         elif program.startswith("python") and runs:
-            self._other_language(text, word.line or line, "Python")
+            self.script.inner.append(Inner(text=text, target="python", line=word.line or line))
         elif runs:
             self._nested(text, word.line or line, where)
         elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
@@ -694,7 +679,7 @@ class _Reader:
             self._pair(dotted[1], None if word.value is None else tail, tail, line, where)
         elif _SETTER.match(text) and (settings or (at and words[at - 1].text[:1] == "-" and _SETTING.match(text))):
             self._setting(text, word.value, line, where)
-        elif at and program in _REMOTE and re.search(r"\s", text) and NAMED.search(text):
+        elif at and program in _NAMES["remote"] and re.search(r"\s", text) and NAMED.search(text):
             self._nested(text, word.line or line, where)
         elif at:
             self._text_in_word(text, word.line or line, where)
@@ -704,7 +689,7 @@ class _Reader:
         word, after = words[at], words[at + 1] if at + 1 < len(words) else Word(None, "")
         text = word.text
         option, equals, tail = text.partition("=")
-        if text in _TAKES_PAIR or (text == "-env" and "=" not in after.text and at + 2 < len(words)):
+        if text in _NAMES["takes_pair"] or (text == "-env" and "=" not in after.text and at + 2 < len(words)):
             if at + 2 < len(words):
                 self._pair(after.text, words[at + 2].value, words[at + 2].raw, line, where)
             return 2
@@ -715,13 +700,13 @@ class _Reader:
             self._setting(tail, None if word.value is None else tail, line, where)
         elif text.startswith(("-xNCCL_", "-eNCCL_")):
             self._setting(text[2:], None if word.value is None else text[2:], line, where)
-        elif option in _TAKES_LIST:
+        elif option in _NAMES["takes_list"]:
             for part in (tail if equals else after.text).split(","):  # a comma ends a value: a list is cut
                 name, sign, value = part.partition("=")
                 if sign:
                     self._pair(name, None if "$" in value else value, value, line, where)
             return 0 if equals else 1
-        elif option in _TAKES_FILE:
+        elif option in _NAMES["takes_file"]:
             self.script.files.append(tail if equals else after.text)
             return 0 if equals else 1
         else:
@@ -752,14 +737,9 @@ class _Reader:
         if inside.lstrip().startswith(("{", "[")) and '"' in inside:
             self.script.inner.append(Inner(text=inside, target="option.json", line=line))
         elif "os.environ" in inside:
-            self._other_language(inside, line, "Python")
+            self.script.inner.append(Inner(text=inside, target="python", line=line))
         elif _COMMANDS.search(inside):
             self._nested(inside, line, scope, surely=False)
-
-    def _other_language(self, text: str, line: int, language: str) -> None:
-        for number, row in enumerate(text.splitlines()):
-            if SETS.search(row) and not row.lstrip().startswith("#"):
-                self.script.unread.append(Unread(line=line + number, why=f"a setting in {language}"))
 
     def _nested(self, text: str, line: int, scope: str, *, surely: bool = True) -> None:
         """A script inside this one: `bash -c`, eval, ssh, a here-document; not `surely` where it may be prose."""

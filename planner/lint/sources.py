@@ -163,7 +163,7 @@ def why_nothing(text: str, reading: Reading) -> str:
     lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
-    looks = _foreign(text)
+    looks = _first(forms().foreign, text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks else ""
     return (
@@ -177,10 +177,6 @@ def listed_lines(lines: Iterable[int]) -> str:
     numbers = sorted(set(lines))
     shown = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
     return f"line{'s' if len(numbers) > 1 else ''} {shown}"
-
-
-def _foreign(text: str) -> str:
-    return next((what for what, pattern in forms().foreign.items() if pattern.search(text)), "")
 
 
 _Parts = list[tuple[str, Script]]
@@ -423,33 +419,22 @@ def guess_kind(text: str, name: str = "") -> str:
     """What a text looks like; its file's name comes first where it tells."""
     if "\0" in text:
         return "process"
-    by_name = next((kind for kind, pattern in forms().by_name.items() if pattern.search(name)), None)
-    if by_name == "json" and not text.lstrip().startswith(("{", "[")):
-        by_name = None
-    if by_name is not None:
+    by_name = _first(forms().by_name, name)
+    if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
-    if text.startswith("#!"):
-        return "shell"
-    if forms().looks["log"].search(text):
-        return "log"
-    if re.match(r"\s*\{\s*(?:\"|\})", text):
-        return "json"
-    if re.search(r"^FROM\s+\S+", text, re.MULTILINE):
-        return "dockerfile"
-    if forms().looks["yaml"].search(text) or text.lstrip().startswith(("{", "[{", '["')):
-        return "yaml"
-    foreign = _foreign(text)
-    if foreign and (
-        foreign == "Markdown" or not re.search(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", text, re.MULTILINE)
-    ):
+    if kind := _first(forms().surely, text):
+        return kind
+    foreign = _first(forms().foreign, text)
+    if foreign == "Markdown" or (foreign and not _EXPORTS.search(text)):
         return "other"
-    if forms().looks["shell"].search(text):
-        return "shell"
-    if re.search(r"^\[[\w.\"-]+\][ \t]*$", text, re.MULTILINE):
-        return "toml"
-    if re.search(r"^[ \t]*ENV\s+\w+[=\s]", text, re.MULTILINE):
-        return "dockerfile"
-    return "shell" if _mixed(text) else "env"
+    return _first(forms().looks, text) or ("shell" if _mixed(text) else "env")
+
+
+_EXPORTS = re.compile(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", re.MULTILINE)
+
+
+def _first(patterns: Mapping[str, re.Pattern[str]], text: str) -> str:
+    return next((kind for kind, pattern in patterns.items() if pattern.search(text)), "")
 
 
 def _mixed(text: str) -> bool:

@@ -77,6 +77,7 @@ class Forms:
     """How the form of a text is recognised; the first pattern that matches counts."""
 
     by_name: Mapping[str, re.Pattern[str]]
+    surely: Mapping[str, re.Pattern[str]]
     looks: Mapping[str, re.Pattern[str]]
     foreign: Mapping[str, re.Pattern[str]]  # forms that are not read, in words
 
@@ -161,3 +162,11 @@ def forms() -> Forms:
     """The table of forms as written."""
     tables = _load("forms.toml")
     return Forms(**{part: {key: re.compile(text) for key, text in rows.items()} for part, rows in tables.items()})
+
+
+@cache
+def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
+    """The table of words as written."""
+    return {
+        part: {name: frozenset(members) for name, members in rows.items()} for part, rows in _load("words.toml").items()
+    }

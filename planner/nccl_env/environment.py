@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.advice import Note, PodNeed, Setting
 from planner.nccl_env import gpus as gpus
 from planner.nccl_env import interfaces as interfaces
 from planner.nccl_env import platforms as platforms
@@ -23,7 +22,7 @@ from planner.nccl_env.hcas import choose_ports, is_virtual_function
 from planner.nccl_env.names import RESERVED
 from planner.nccl_env.platforms import published, settings_as_published
 from planner.nccl_env.situation import NodeView, Situation, situation
-from planner.nccl_env.texts import need, note, setting
+from planner.nccl_env.texts import Note, PodNeed, Setting, need, note, setting
 from probes.api import Snapshot
 from topology.graph import ClusterTopology
 

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hardware.machines import catalogue, topology_series
-from planner.advice import Note, Setting
 from planner.nccl_env.situation import NodeView, Situation
-from planner.nccl_env.texts import note, setting
+from planner.nccl_env.texts import Note, Setting, note, setting
 from topology.graph import PathClass
 
 

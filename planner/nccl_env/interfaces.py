@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from planner.advice import Note, Setting
 from planner.nccl_env.situation import NodeView, Situation, by_host, networks, rdma_device_of, some
-from planner.nccl_env.texts import note, setting
+from planner.nccl_env.texts import Note, Setting, note, setting
 from probes.interfaces.facts import Interface, InterfacesFacts
 
 UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")

@@ -1,19 +1,21 @@
-"""The names NCCL reads, release by release, and the right name for a wrong one.
+"""What data/ holds: the names that NCCL reads, the right name for a wrong one, and what platforms publish.
 
 Specification: `data/nccl_env_names.tsv`, from NCCL's source up to 2.30.7 and from the published libraries
-(bench/nccl_names.py); `data/plugin_env_names.tsv` for what plugins read.
+(bench/nccl_names.py); `data/plugin_env_names.tsv` for what plugins read; `data/platforms.toml`, row by row, for the
+environments that clouds and vendors publish.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 _DATA = Path(__file__).with_name("data")
 
@@ -37,36 +39,6 @@ class NcclName:
 
 # Injected by the launcher; Kubeflow Trainer's webhook rejects a TrainJob that sets one (pkg/apply, reserved names).
 RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-
-# Wrong names seen in the wild whose right name is not the nearest spelling; each takes the same kind of value.
-_KNOWN_WRONG: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "NCCL_IB_HBA": ("NCCL_IB_HCA",),
-        "NCCL_MIN_CHANNELS": ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"),
-        "NCCL_MAX_CHANNELS": ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"),
-        "NCCL_GDR_LEVEL": ("NCCL_NET_GDR_LEVEL",),
-        "NCCL_GDR_READ": ("NCCL_NET_GDR_READ",),
-        "NCCL_IFNAME": ("NCCL_SOCKET_IFNAME",),
-        "NCCL_INTERFACE": ("NCCL_SOCKET_IFNAME",),
-        "NCCL_DEBUG_LEVEL": ("NCCL_DEBUG",),
-        "NCCL_ALGORITHM": ("NCCL_ALGO",),
-        "NCCL_PROTOCOL": ("NCCL_PROTO",),
-    }
-)
-
-# What took the place of a removed name: NCCL docs/userguide/source/env.rst.
-_REPLACED_BY: Mapping[str, str] = MappingProxyType(
-    {
-        "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
-        "NCCL_IB_GDR_LEVEL": "NCCL_NET_GDR_LEVEL",
-        "NCCL_MNNVL": "NCCL_MNNVL_ENABLE",
-        "NCCL_WORK_FIFO_DEPTH": "NCCL_WORK_FIFO_BYTES",
-        "NCCL_NCCL_ALLOC_P2P_NET_LL_BUFFERS": "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
-        "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
-        "NCCL_LL_THRESHOLD": "NCCL_PROTO",
-        "NCCL_THREAD_THRESHOLD": "NCCL_THREAD_THRESHOLDS",
-    }
-)
 
 
 def parse_version(text: str) -> Version:
@@ -99,6 +71,11 @@ def torch_names() -> frozenset[str]:
     """The TORCH_NCCL_ names PyTorch reads."""
     lines = (_DATA / "torch_nccl_names.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+@cache
+def _right_names() -> Mapping[str, Any]:
+    return tomllib.loads((_DATA / "right_names.toml").read_text(encoding="utf-8"))
 
 
 @cache
@@ -178,8 +155,9 @@ def nearest(name: str) -> tuple[str, ...]:
     Near are names of the same words where one word differs by a letter or two, or where only underscores differ:
     another word (TIMEOUT for IFNAME) is another name, whatever the share of equal letters.
     """
-    if name in _KNOWN_WRONG:
-        return _KNOWN_WRONG[name]
+    known = _right_names()["known_wrong"].get(name)
+    if known is not None:
+        return tuple(known)
     if f"TORCH_{name}" in torch_names():
         return (f"TORCH_{name}",)
     if name.startswith("TORCH_NCCL_"):
@@ -224,4 +202,96 @@ def _letters(one: str, other: str) -> int:
 
 def replacement(name: str) -> str | None:
     """What took a removed name's place."""
-    return _REPLACED_BY.get(name)
+    new: str | None = _right_names()["replaced_by"].get(name)
+    return new
+
+
+# -- what platforms publish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a recipe is written, and the date of the revision that was read."""
+
+    name: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What one source publishes."""
+
+    source: Source
+    values: Mapping[str, str]
+    set: frozenset[str] = frozenset()  # advised as they stand where the platform is recognised
+    by: str = ""  # who sets them, where that is not the user
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """One row: the facts that recognise it, and its recipes."""
+
+    name: str
+    cloud: str | None = None
+    product: str | None = None
+    gpu: str | None = None
+    fabric: str | None = None
+    nics: int = 0
+    amd: bool = False
+    recognised: bool = True
+    recipes: tuple[Recipe, ...] = ()
+    script: tuple[str, ...] = ()  # of the vendor, sourced before the job: the first that is there
+    plugin: str = ""
+    machine: str | None = None
+    catalogue: tuple[str, ...] = ()  # names that --machine knows it by
+    more: tuple[Source, ...] = field(default=())
+
+    def values(self) -> dict[str, tuple[str, Recipe]]:
+        """Every published variable with its recipe."""
+        return {name: (value, recipe) for recipe in self.recipes for name, value in recipe.values.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platforms:
+    """The whole table."""
+
+    rows: tuple[Platform, ...]
+    why: Mapping[str, str]  # variable -> why ours may differ from what is published
+
+
+@cache
+def platforms() -> Platforms:
+    """The table as written."""
+    data = tomllib.loads((_DATA / "platforms.toml").read_text(encoding="utf-8"))
+    sources = {name: Source(**row) for name, row in data["source"].items()}
+    recipes, more = {}, {}
+    for name, row in data["recipe"].items():
+        recipes[name] = Recipe(
+            source=sources[row["source"]], values=row["values"], set=frozenset(row.get("set", ())), by=row.get("by", "")
+        )
+        more[name] = tuple(sources[each] for each in row.get("more", ()))
+    rows = []
+    for row in data["platform"]:
+        named = row.pop("recipes")
+        rows.append(
+            Platform(
+                **{**row, "script": tuple(row.get("script", ())), "catalogue": tuple(row.get("catalogue", ()))},
+                recipes=tuple(recipes[name] for name in named),
+                more=tuple(source for name in named for source in more[name]),
+            )
+        )
+    return Platforms(rows=tuple(rows), why=data["why"])
+
+
+def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
+    """The platform whose vendor's network plugin an environment configures: by a family of names that only it reads."""
+
+    def families(names: Iterable[str]) -> set[str]:
+        return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}
+
+    configured, net = families(environment), environment.get("NCCL_NET")
+    for row in platforms().rows:
+        published = row.values()
+        if row.plugin and (configured & families(published) or (net and net == published.get("NCCL_NET", ("",))[0])):
+            return row
+    return None

@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from planner.advice import Note, Reason, Setting
-from planner.nccl_env.recipes import Platform, platforms
+from planner.nccl_env.names import Platform, platforms
 from planner.nccl_env.situation import NodeView, Situation, by_host, together
-from planner.nccl_env.texts import note, setting
+from planner.nccl_env.texts import Note, Reason, Setting, note, setting
 from probes.hostinfo.probe import HostinfoFacts
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.advice import Note, Setting
 from planner.forecast.machines import machine
 from planner.nccl_env.hcas import (
     PortChoice,
@@ -21,7 +20,7 @@ from planner.nccl_env.hcas import (
 from planner.nccl_env.interfaces import exact_if_needed
 from planner.nccl_env.platforms import recognise
 from planner.nccl_env.situation import RDMA_KINDS, NodeView, PortView, Situation, by_host, port_subnet, together
-from planner.nccl_env.texts import note, setting
+from planner.nccl_env.texts import Note, Setting, note, setting
 from topology.graph import NicNode
 from topology.reference import reference_of
 

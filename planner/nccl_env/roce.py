@@ -9,7 +9,6 @@ import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 
 from contracts.finding import Status
-from planner.advice import Note, Setting
 from planner.nccl_env.hcas import choose_ports, is_unaddressed
 from planner.nccl_env.names import version_text
 from planner.nccl_env.platforms import published, which_platform
@@ -23,7 +22,7 @@ from planner.nccl_env.situation import (
     networks,
     together,
 )
-from planner.nccl_env.texts import note, setting
+from planner.nccl_env.texts import Note, Setting, note, setting
 from probes.rdma.facts import is_link_local
 
 _DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX needs no setting since 2.21

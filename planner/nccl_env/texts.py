@@ -1,13 +1,48 @@
-"""The texts of the advice, as data/advice.toml holds them: notes, and the reasons of settings and of a pod's needs."""
+"""Settings, needs of a pod and notes, and their texts as data/advice.toml holds them."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from planner.advice import Note, PodNeed, Reason, Setting
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why: the rule, the probed fact it rests on, and where the rule is written."""
+
+    rule: str
+    evidence: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One environment variable, never without its reason."""
+
+    name: str
+    value: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodNeed:
+    """Something the job needs that is no environment variable: shm size, memlock, a resource, an annotation."""
+
+    name: str  # "shm_bytes", "memlock", "resource", "network", "capability", "compute_domain"
+    value: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something left alone on purpose, or to be known: "NCCL finds the HCAs by itself: set nothing"."""
+
+    topic: str
+    text: str
+    evidence: str = ""
 
 
 @cache

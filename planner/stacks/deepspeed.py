@@ -5,11 +5,8 @@ Surface: DeepSpeed's ZeRO stages and configuration JSON (deepspeed/runtime/zero/
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from contracts.layout import EIGHT_BITS, Layout
-from planner.advice import ExportRequest, Formats, refuse
+from planner.advice import ExportRequest, Formats, from_template, refuse
 from planner.forecast.engine import Engine, Share, StateBytes
 
 # sub_group_size: so many weights of ZeRO-3 are stepped at a time, each with its gradient in fp32 (zero/config.py)
@@ -49,60 +46,23 @@ ENGINE = DeepSpeed(
     reduce_every_micro_batch=True,
     selective_attention=True,
 )
-# With weights on the host the GPU holds what is in work: 1e8 weights live (200 MB), buckets and prefetch of 5e7.
-_OFFLOADED_LIVE = 1e8
-_OFFLOADED_BUCKET = 5e7
-# DeepSpeed's own defaults where the weights stay on the GPU.
-_LIVE, _BUCKET = 1e9, 5e8
 
 
 def deepspeed_json(request: ExportRequest) -> str:
     """DeepSpeed's JSON; batch sizes are "auto", so that transformers fills in its own arguments."""
-    layout, reasons = request.layout, []
-    for word, degree in (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep)):
-        if degree > 1:
-            reasons.append(f"{word}={degree}: ZeRO through transformers is data parallelism only")
-    if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        reasons.append(f"HSDP {layout.dp_replicate} x {layout.dp_shard}: ZeRO shards over all ranks")
-    if layout.precision in EIGHT_BITS:
-        reasons.append(f"{layout.precision} is not among its precisions")
-    if layout.sharding == "zero3" and not layout.reshard_after_forward and layout.dp_shard > 1:
-        reasons.append("reshard_after_forward=false: ZeRO-3 releases weights by its reuse distance")
-    refuse("DeepSpeed", reasons)
+    layout = request.layout
+    degrees = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep))
+    refuse("DeepSpeed", {
+        **{f"{word}={degree}: ZeRO through transformers is data parallelism only": degree > 1
+           for word, degree in degrees},
+        f"HSDP {layout.dp_replicate} x {layout.dp_shard}: ZeRO shards over all ranks":
+            layout.dp_replicate > 1 and layout.dp_shard > 1,
+        f"{layout.precision} is not among its precisions": layout.precision in EIGHT_BITS,
+        "reshard_after_forward=false: ZeRO-3 releases weights by its reuse distance":
+            layout.sharding == "zero3" and not layout.reshard_after_forward and layout.dp_shard > 1,
+    })  # fmt: skip
     stage = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding] if layout.dp_shard > 1 else 0
-    zero: dict[str, Any] = {"stage": stage}
-    if layout.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    bucket, live = _BUCKET, _LIVE
-    if layout.offload == "all":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-        bucket, live = _OFFLOADED_BUCKET, _OFFLOADED_LIVE
-    if stage:
-        zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    if stage == 3:
-        zero |= {
-            "sub_group_size": live,
-            "reduce_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": bucket if layout.offload == "all" else 5e7,
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": live,
-            "stage3_max_reuse_distance": live,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    elif stage:
-        zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    data = {
-        "fp16": {"enabled": layout.precision == "fp16"},
-        "bf16": {"enabled": layout.precision == "bf16"},
-        "zero_optimization": zero,
-        "gradient_clipping": "auto",
-        "steps_per_print": 10,
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "wall_clock_breakdown": False,
-    }
-    return json.dumps(data, indent=4) + "\n"
+    return from_template("deepspeed.json", request, stage=stage)
 
 
 FORMATS: Formats = {"deepspeed": ("DeepSpeed's configuration (JSON)", deepspeed_json)}

@@ -9,8 +9,7 @@ import dataclasses
 import shlex
 from typing import Any
 
-from contracts.families import ROPE_TYPES, TRAINED, WHOLE_ROPE
-from contracts.layout import Layout, most_ranks
+from contracts.layout import ROPE_TYPES, TRAINED, WHOLE_ROPE, Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id
@@ -152,7 +151,7 @@ def finetune_yaml(request: ExportRequest) -> str:
         engine_lacks(ENGINE, request.model, train, layout, has_gpu=request.on_gpu),
         method_lacks(ENGINE, train, layout, has_gpu=request.on_gpu),
     )
-    refuse("the fine-tune job", [reason for reason in broken if reason])
+    refuse("the fine-tune job", {reason: True for reason in broken if reason})
     name = request.model.name
     data: dict[str, Any] = {"model_name_or_path": "random:tiny-llama" if name == "tiny-llama" else hub_id(name) or name}
     if train.method in ("lora", "qlora"):

@@ -87,23 +87,20 @@ _LAYER_CLASSES = {
 }  # fmt: skip
 
 
-def _refusals(request: ExportRequest) -> list[str]:
-    layout, reasons = request.layout, []
-    if layout.pp > 1:
-        reasons.append(f"PP={layout.pp}: accelerate has no pipeline parallelism for training")
-    if layout.ep > 1:
-        reasons.append(f"EP={layout.ep}: accelerate has no expert parallelism")
-    if layout.sharding in ("zero1", "zero2") and layout.dp_shard > 1:
-        reasons.append(f"{layout.sharding}: FSDP2 shards weights too; use the deepspeed format")
-    if (layout.tp > 1 or layout.cp > 1) and layout.dp_replicate > 1 and layout.dp_shard == 1:
-        reasons.append("TP or CP with replication and no sharding: ParallelismConfig refuses it")
-    if layout.offload == "optimizer":
-        reasons.append("offload=optimizer: FSDP2 offloads weights, gradients and optimizer together")
-    if layout.precision in EIGHT_BITS:
-        reasons.append(f"{layout.precision} needs a recipe (te, ao or msamp) that this export does not choose")
-    if not request.on_gpu and _sharded(layout):
-        reasons.append("FSDP without a GPU: accelerate silently runs DDP there")
-    return reasons
+def _refusals(request: ExportRequest) -> dict[str, bool]:
+    layout = request.layout
+    return {
+        f"PP={layout.pp}: accelerate has no pipeline parallelism for training": layout.pp > 1,
+        f"EP={layout.ep}: accelerate has no expert parallelism": layout.ep > 1,
+        f"{layout.sharding}: FSDP2 shards weights too; use the deepspeed format":
+            layout.sharding in ("zero1", "zero2") and layout.dp_shard > 1,
+        "TP or CP with replication and no sharding: ParallelismConfig refuses it":
+            (layout.tp > 1 or layout.cp > 1) and layout.dp_replicate > 1 and layout.dp_shard == 1,
+        "offload=optimizer: FSDP2 offloads weights, gradients and optimizer together": layout.offload == "optimizer",
+        f"{layout.precision} needs a recipe (te, ao or msamp) that this export does not choose":
+            layout.precision in EIGHT_BITS,
+        "FSDP without a GPU: accelerate silently runs DDP there": not request.on_gpu and _sharded(layout),
+    }  # fmt: skip
 
 
 def _fsdp(request: ExportRequest) -> dict[str, Any]:
@@ -164,9 +161,8 @@ def accelerate_yaml(request: ExportRequest) -> str:
 
 def trl_yaml(request: ExportRequest) -> str:
     """Arguments of TRL's SFT script; launch it with the accelerate file where degrees other than FSDP's are used."""
-    reasons = _refusals(request)
+    refuse("TRL", _refusals(request))
     layout, train = request.layout, request.train
-    refuse("TRL", reasons)
     data: dict[str, Any] = {
         "model_name_or_path": hub_id(request.model.name) or request.model.name,
         "dtype": _dtype(request),

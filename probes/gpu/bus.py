@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from contracts.finding import Finding, Status
+from contracts.finding import Finding
 from hardware.gpus import NVIDIA
 from probes.gpu.facts import BusGpu, GpuBus
+from probes.gpu.health import finding
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container
@@ -110,19 +111,12 @@ def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int) -> bool | None:
 def _missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in gpus)
     which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
-    return Finding(
-        code="gpu.device.missing",
-        status=Status.FAIL,
-        subject=", ".join(gpu.bus_id for gpu in gpus[:8]),
-        message=f"NVML lists {count} of the {len(bound)} GPUs that the nvidia driver holds on the PCI bus: "
-        f"{which} {'is' if len(gpus) == 1 else 'are'} missing; no job can use {'it' if len(gpus) == 1 else 'them'}",
-        evidence=(
-            f"nvmlDeviceGetCount = {count}",
-            *(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in gpus[:8]),
-        ),
-        remedy="Read the kernel log for NVRM and Xid lines of this address, then reset the GPU or reboot the host; "
-        "drain the node until then.",
-    )
+    one = len(gpus) == 1
+    seen = (f"nvmlDeviceGetCount = {count}", *(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in gpus[:8]))
+    return finding(
+        "gpu.device.missing", ", ".join(gpu.bus_id for gpu in gpus[:8]), evidence=seen, count=count, bound=len(bound),
+        which=which, are="is" if one else "are", them="it" if one else "them",
+    )  # fmt: skip
 
 
 def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: GpuBus, *, doubtful: bool) -> Finding:
@@ -130,22 +124,12 @@ def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: Gp
     place = f"this {bus.container} container" if bus.container else "this process"
     # where none was given nothing was read: then the machine's GPUs are unknown, not fine
     known = bool(count) and not doubtful
-    why = (
-        ". NVIDIA_VISIBLE_DEVICES=all asks for them: whether the driver lost them or others have them is unknown"
-        if doubtful
-        else ""
-    )
-    return Finding(
-        code="gpu.device.not_given",
-        status=Status.INFO if known else Status.UNKNOWN,
-        subject=", ".join(gpu.bus_id for gpu in others[:8]),
-        message=f"{len(others)} of the {len(bound)} GPUs on the PCI bus are not visible to {place} and were not judged"
-        f": {names}{why}",
+    why = ". NVIDIA_VISIBLE_DEVICES=all asks for them: whether the driver lost them or others have them is unknown"
+    return finding(
+        "gpu.device.not_given" + " unknown" * (not known), ", ".join(gpu.bus_id for gpu in others[:8]),
         evidence=tuple(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in others[:8]),
-        remedy=""
-        if known
-        else "Scan on the host, or in the job's own container and say how many GPUs it has: --expect gpus=N.",
-    )
+        count=len(others), bound=len(bound), place=place, names=names, why=why if doubtful else "",
+    )  # fmt: skip
 
 
 def _node(gpu: BusGpu) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair
-from probes.gpu.health import finding, subject_of
+from probes.gpu.health import WORDS, finding, subject_of
 
 
 def compare(facts: GpuFacts) -> Iterator[Finding]:
@@ -59,12 +59,10 @@ def _hidden(facts: GpuFacts) -> Iterator[Finding]:
     total = len(facts.gpus)
     if count is None or not total or (count == total and not wrong):
         return
+    fine = bool(count) and not wrong
     yield finding(
-        "gpu.device.hidden", Status.INFO if count and not wrong else Status.FAIL, "",
-        f"CUDA_VISIBLE_DEVICES={facts.visible!r} leaves {count} of {total} GPUs to a job that is started from here"
-        + (f": {wrong}." if wrong else "."),
-        f"CUDA_VISIBLE_DEVICES={facts.visible!r}; nvmlDeviceGetCount = {total}",
-        "" if count and not wrong else "Correct CUDA_VISIBLE_DEVICES, or unset it to use all GPUs.",
+        "gpu.device.hidden" + " wrong" * (not fine), "", visible=facts.visible, count=count, total=total,
+        wrong=f": {wrong}" if wrong else "",
     )  # fmt: skip
 
 
@@ -74,11 +72,7 @@ def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
         what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
         # Between generations dense rates differ by two and more, within one by little (hardware/gpus.toml).
         generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
-        yield finding(
-            "gpu.device.mixed", Status.FAIL if len(generations) > 1 else Status.WARN, "",
-            f"This host has GPUs of different models: {what}. Every step waits for the slowest model.",
-            f"nvmlDeviceGetName: {what}", "Choose GPUs of one model with CUDA_VISIBLE_DEVICES.",
-        )  # fmt: skip
+        yield finding("gpu.device.mixed", "", Status.FAIL if len(generations) > 1 else Status.WARN, what=what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +84,29 @@ class _Trait:
     shown: Callable[[float], str]
     share: Callable[[float, float], float]  # what is left of the twins' rate, by (own, twins' value)
     cost: str
-    remedy: str
+    remedy: str  # row of `words.toml`
     question: str
     tolerance: float = 0.01
 
 
 _RATIO: Callable[[float, float], float] = lambda own, twins: own / twins  # noqa: E731
-_SLOT = "Reseat the card or riser, and look at the slot's speed and bifurcation in the firmware setup."
-_BOARD = "Compare the boards' part numbers (nvidia-smi -q), and replace the one that differs."
 _TRAITS = (
     # a generation of PCIe has twice the rate of the one before: PCI Express Base Specification
     _Trait("pcie_generation_max", "gpu.pcie.generation", lambda n: f"PCIe generation {n:.0f}",
            lambda own, twins: 2.0 ** (own - twins), "Its path to the host and to its NIC has {share:.0%} of the rate.",
-           _SLOT, "nvmlDeviceGetMaxPcieLinkGeneration"),
+           "slot", "nvmlDeviceGetMaxPcieLinkGeneration"),
     _Trait("pcie_width_max", "gpu.pcie.width", lambda n: f"{n:.0f} PCIe lanes", _RATIO,
-           "Its path to the host and to its NIC has {share:.0%} of the rate.", _SLOT, "nvmlDeviceGetMaxPcieLinkWidth"),
+           "Its path to the host and to its NIC has {share:.0%} of the rate.", "slot", "nvmlDeviceGetMaxPcieLinkWidth"),
     # ECC and what the driver keeps differ by some MiB
     _Trait("memory_bytes", "gpu.device.mixed", lambda n: f"{n / 2**30:.1f} GiB of memory", _RATIO,
-           "A job that fits its twins does not fit this GPU.", _BOARD, "nvmlDeviceGetMemoryInfo", 0.03),
+           "A job that fits its twins does not fit this GPU.", "board", "nvmlDeviceGetMemoryInfo", 0.03),
     _Trait("sm_clock_max_hertz", "gpu.clocks.low", lambda n: f"a highest clock of {n / 1e6:.0f} MHz", _RATIO,
-           "Every step waits for this GPU.", _BOARD, "nvmlDeviceGetMaxClockInfo(SM)"),
+           "Every step waits for this GPU.", "board", "nvmlDeviceGetMaxClockInfo(SM)"),
     _Trait("power_limit_default_watts", "gpu.power.limit", lambda n: f"a default power limit of {n:.0f} W", clock_share,
-           "Every step waits for this GPU.", _BOARD, "nvmlDeviceGetPowerManagementDefaultLimit"),
+           "Every step waits for this GPU.", "board", "nvmlDeviceGetPowerManagementDefaultLimit"),
     # what RDMA can map at once; the rate stays the same
     _Trait("bar1_bytes", "gpu.bar1.small", lambda n: f"a BAR1 of {n / 2**20:.0f} MiB", lambda *_: 0.95,
-           "GPUDirect RDMA can map less of its memory.", "Compare resizable BAR and the address space above 4 GiB in "
-           "the firmware setup, and the VBIOS versions.", "nvmlDeviceGetBAR1MemoryInfo"),
+           "GPUDirect RDMA can map less of its memory.", "bar1", "nvmlDeviceGetBAR1MemoryInfo"),
 )  # fmt: skip
 
 
@@ -135,11 +126,12 @@ def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
 def _unlike(gpu: Gpu, trait: _Trait, own: float, usual: float, *, others: int) -> Finding:
     share = min(1.0, trait.share(own, usual))
     cost = f" {trait.cost.format(share=share)}" if own < usual else " One of them is not what it should be."
-    return finding(
-        trait.code, by_loss(1.0 - share) if others > 1 and own < usual else Status.WARN, subject_of(gpu),
-        f"{subject_of(gpu)} has {trait.shown(own)}; {_others(others, gpu)} {trait.shown(usual)}.{cost}",
-        f"{trait.question}: {trait.shown(own)}, twins {trait.shown(usual)}", trait.remedy,
+    made = finding(
+        "gpu.device.mixed twin", gpu, by_loss(1.0 - share) if others > 1 and own < usual else Status.WARN,
+        own=trait.shown(own), usual=trait.shown(usual), others=_others(others, gpu), cost=cost,
+        question=trait.question, remedy=WORDS["twins"][trait.remedy],
     )  # fmt: skip
+    return replace(made, code=trait.code)
 
 
 def _others(count: int, gpu: Gpu) -> str:
@@ -160,12 +152,7 @@ def _split(gpus: list[Gpu]) -> Iterator[Finding]:
     cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
     if len(cliques) > 1:
         what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
-        yield finding(
-            "gpu.fabric.split", Status.FAIL, "",
-            f"The GPUs of this host are not in one NVLink clique: {what}. NCCL uses NVLink only within a clique.",
-            f"nvmlDeviceGetGpuFabricInfoV, cluster UUID and clique: {what}",
-            "Put all GPUs of the host into one partition of the fabric manager or of NMX-C.",
-        )  # fmt: skip
+        yield finding("gpu.fabric.split", "", what=what)
 
 
 # NVLinks ------------------------------------------------------------------------------------------------------------
@@ -181,13 +168,7 @@ def _nvlink_counts(gpus: list[Gpu]) -> Iterator[Finding]:
     for twins in _by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
         name, most = twins[0].name, max(active_links(gpu) for gpu in twins)
         if most == 0 and len(twins) > 1 and name and soldered(name):
-            yield finding(
-                "gpu.nvlink.none", Status.FAIL, subject_of(twins),
-                f"No NVLink is active on {len(twins)} x {name}, a board that is built with NVLink. All traffic between "
-                "the GPUs takes PCIe, which has about a tenth of the bandwidth.",
-                "nvmlDeviceGetNvLinkState = 0 or not supported on every link",
-                "Check that the fabric manager runs (systemctl status nvidia-fabricmanager) and matches the driver.",
-            )  # fmt: skip
+            yield finding("gpu.nvlink.none", subject_of(twins), count=len(twins), name=name)
         for gpu in twins:
             unread = sum(link.active is None for link in gpu.nvlinks)
             if active_links(gpu) + unread < max(most, _fitted(gpu)):
@@ -225,12 +206,9 @@ def _short_of_links(gpu: Gpu, most: int) -> Finding:
     evidence = f"nvmlDeviceGetNvLinkState = 1 on {active} links, 0 on {f'links {down}' if down else 'none'}"
     if not gpu.nvlinks:
         evidence = "nvmlDeviceGetNvLinkState(0) = NOT_SUPPORTED"
-    cost = f"Collectives on this node run at about {100 * active / whole:.0f} % of the normal NVLink bandwidth."
-    replace = "replace the board or its NVLink bridge" if direct else "restart the fabric manager or replace the board"
-    return finding(
-        "gpu.nvlink.missing", status, name, f"{says} {cost}", evidence,
-        f"Reset the GPU (`nvidia-smi -r -i {gpu.index}`); if the links stay down, {replace}.",
-    )  # fmt: skip
+    instead = "replace the board or its NVLink bridge" if direct else "restart the fabric manager or replace the board"
+    share = 100 * active / whole
+    return finding("gpu.nvlink.missing", gpu, status, says=says, seen=evidence, share=share, replace=instead)
 
 
 # P2P ----------------------------------------------------------------------------------------------------------------
@@ -249,21 +227,17 @@ def _p2p(facts: GpuFacts) -> Iterator[Finding]:
         which = ", ".join(pairs[:4]) + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
         evidence = f"nvmlDeviceGetP2PStatus(read) = {reason} for {len(pairs)} pairs"
         if reason == "unknown":
-            yield finding(
-                "gpu.p2p.refused", Status.UNKNOWN, "",
-                f"Whether {which} can read each other's memory is unknown: the driver does not know the P2P status.",
-                evidence, "Run `nvidia-smi topo -p2p r` and the p2pBandwidthLatencyTest of the CUDA samples.",
-            )  # fmt: skip
+            yield finding("gpu.p2p.refused unknown", "", which=which, seen=evidence)
             continue
         way = "NCCL sends through GPUs that have one" if why == _MESH else "NCCL copies through host memory there"
+        remedy = "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
+        if reason != "disabled_by_regkey":
+            remedy = "Look for IOMMU, ACS and the NVreg P2P settings of the driver."
         # Host memory in place of a switch or NVLink costs 29 % of a step (docs/findings.md, "Severity"); a pair whose
         # way leads through the CPU anyway loses less.
         yield finding(
-            "gpu.p2p.refused", Status.INFO if why else Status.FAIL if near else Status.WARN, "",
-            f"The driver allows no P2P between {which} ({reason.replace('_', ' ')}){why}. {way}.", evidence,
-            "" if why else "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
-            if reason == "disabled_by_regkey"
-            else "Look for IOMMU, ACS and the NVreg P2P settings of the driver.",
+            "gpu.p2p.refused", "", Status.INFO if why else Status.FAIL if near else Status.WARN, which=which,
+            reason=reason.replace("_", " "), why=why, way=way, seen=evidence, remedy="" if why else remedy,
         )  # fmt: skip
 
 

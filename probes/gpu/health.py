@@ -1,4 +1,4 @@
-"""Health of one GPU: memory, heat, power and what the driver logged; part of `probes.gpu.check`.
+"""Rules about one GPU: its links, modes, memory, heat, power and what the driver logged; part of `probes.gpu.probe`.
 
 Xid numbers, and whose error each is: NVIDIA, "Xid Errors", the Xid catalogue
 (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), by its columns of immediate and investigatory action,
@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
-from hardware.gpus import clock_share
+from hardware.gpus import clock_share, on_grace
+from probes import texts
 from probes.gpu.facts import Gpu, GpuFacts
+
+TEXTS = texts.read_texts(__file__)
+WORDS = texts.read_texts(__file__, "words.toml")
 
 Cause = Literal["gpu", "program", "driver"]
 """The GPU, its memory or its links; the program that ran; or an engine, firmware or driver, the cause being open."""
@@ -73,107 +77,108 @@ HELD_RATIO = 0.1  # of the memory, by others: a forecast of a layout is off by m
 FULL_RATIO = 0.9  # what is left holds no model that was meant for the board
 
 
-def finding(code: str, status: Status, subject: str, message: str, evidence: str, remedy: str = "") -> Finding:
-    """A finding with one piece of evidence."""
-    return Finding(code=code, status=status, subject=subject, message=message, evidence=(evidence,), remedy=remedy)
-
-
 def subject_of(gpus: Gpu | Iterable[Gpu]) -> str:
     """ "GPU3", or "GPU0, GPU1"."""
     return f"GPU{gpus.index}" if isinstance(gpus, Gpu) else ", ".join(f"GPU{gpu.index}" for gpu in gpus)
 
 
-def _memory(gpu: Gpu) -> Iterator[Finding]:
-    subject = subject_of(gpu)
-    if gpu.ecc_uncorrected:
-        yield finding(
-            "gpu.ecc.uncorrected", Status.FAIL, subject,
-            f"{gpu.ecc_uncorrected} uncorrectable memory error(s) since the driver was loaded",
-            f"nvmlDeviceGetTotalEccErrors(uncorrected, volatile) = {gpu.ecc_uncorrected}",
-            "Drain the node and reset the GPU; run the vendor's field diagnostic if it happens again.",
-        )  # fmt: skip
-    if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX:
-        yield finding(
-            "gpu.memory.remap_failed", Status.FAIL, subject, "bad memory rows can no longer be remapped",
-            f"nvmlDeviceGetRemappedRows: failed {gpu.remapping_failed}, rows {gpu.remapped_rows_uncorrectable}",
-            "Replace the GPU.",
-        )  # fmt: skip
-    if gpu.remapping_pending:
-        yield finding(
-            "gpu.memory.remap_pending", Status.WARN, subject, "a bad memory row waits for a reset to be remapped",
-            "nvmlDeviceGetRemappedRows: pending", "Drain the node and reset the GPU.",
-        )  # fmt: skip
-    if gpu.remap_banks_exhausted:
-        yield finding(
-            "gpu.memory.remap_exhausted", Status.WARN, subject,
-            f"{gpu.remap_banks_exhausted} memory bank(s) have no spare row left: the next bad row there stays bad",
-            f"nvmlDeviceGetRowRemapperHistogram or bank remapper: {gpu.remap_banks_exhausted} with none left",
-            "Plan the replacement of the GPU.",
-        )  # fmt: skip
-    if gpu.retired_pages:
-        yield finding(
-            "gpu.memory.retired", Status.INFO, subject, f"{gpu.retired_pages} memory page(s) are retired",
-            f"nvmlDeviceGetRetiredPages = {gpu.retired_pages}",
-        )  # fmt: skip
+def finding(
+    key: str, about: Gpu | str, status: Status | None = None, evidence: tuple[str, ...] = (), **values: object
+) -> Finding:
+    """The finding of a row of `findings.toml` about a GPU, whose facts its texts may name, or about another subject."""
+    if isinstance(about, Gpu):
+        return texts.finding(TEXTS, key, status, subject_of(about), evidence, gpu=about, **values)
+    return texts.finding(TEXTS, key, status, about, evidence, **values)
 
 
-def _ecc(gpu: Gpu) -> Iterator[Finding]:
-    subject = subject_of(gpu)
-    if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
-        over = gpu.sram_threshold_exceeded
-        yield finding(
-            "gpu.ecc.sram", Status.FAIL, subject,
-            "more uncorrectable errors in on-chip memory (SRAM) than the field diagnostic allows" if over
-            else f"{gpu.sram_uncorrected} uncorrectable error(s) in on-chip memory (SRAM) since the driver was loaded",
-            f"nvmlDeviceGetSramEccErrorStatus: threshold exceeded {over}, volatile {gpu.sram_uncorrected}, "
-            f"aggregate {gpu.sram_uncorrected_lifetime}",
-            "Replace the GPU." if over else "Drain the node and reset the GPU; have it checked if it happens again.",
-        )  # fmt: skip
-    if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
-        counters = {"all memory": gpu.ecc_uncorrected_lifetime, "on-chip memory (SRAM)": gpu.sram_uncorrected_lifetime}
-        counts = " and ".join(f"{count} by the counter of {of}" for of, count in counters.items() if count is not None)
-        yield finding(
-            "gpu.ecc.lifetime", Status.INFO, subject,
-            f"{subject} has had uncorrectable memory errors in its life: {counts}.",
-            f"nvmlDeviceGetTotalEccErrors(uncorrected, aggregate) = {gpu.ecc_uncorrected_lifetime}, "
-            f"nvmlDeviceGetSramEccErrorStatus: aggregate {gpu.sram_uncorrected_lifetime}",
-        )  # fmt: skip
-    if gpu.ecc_enabled is False:
-        delivered_off = gpu.ecc_default is False
-        yield finding(
-            "gpu.ecc.off", Status.INFO if delivered_off else Status.WARN, subject,
-            "ECC is switched off: errors in memory go unnoticed into the results"
-            + ("; the board is delivered so" if delivered_off else "")
-            + (", until the next reset" if gpu.ecc_pending else ""),
-            f"nvmlDeviceGetEccMode: now off, after a reset {'on' if gpu.ecc_pending else 'off'}",
-            "" if delivered_off else f"nvidia-smi -i {gpu.index} -e 1, then reset the GPU.",
-        )  # fmt: skip
-    elif gpu.ecc_enabled and gpu.ecc_pending is False:
-        yield finding(
-            "gpu.ecc.off", Status.INFO, subject, "ECC will be off after the next reset of this GPU",
-            "nvmlDeviceGetEccMode: now on, after a reset off",
-        )  # fmt: skip
+Rule = Callable[[Gpu], Iterator[Finding]]
+
+
+def _when(key: str, is_so: Callable[[Gpu], object]) -> Rule:
+    """The rule that raises a row of `findings.toml` which needs no more than the GPU's facts."""
+
+    def rule(gpu: Gpu) -> Iterator[Finding]:
+        if is_so(gpu):
+            yield finding(key, gpu)
+
+    return rule
+
+
+# Links and modes ----------------------------------------------------------------------------------------------------
+
+
+def _pcie(gpu: Gpu) -> Iterator[Finding]:
+    width, most = gpu.pcie_width, gpu.pcie_width_max
+    # Where sysfs shows the link, the pci probe judges the same width, with the slot's side of it.
+    if width and most and width < most and not gpu.link_in_sysfs:
+        yield finding("gpu.pcie.width", gpu, share=width / most)
+    now, best = gpu.pcie_generation, gpu.pcie_generation_max
+    # A GPU that is not busy trains its link down: no finding.
+    if now and best and now < best and (gpu.utilization_ratio or 0.0) >= BUSY_RATIO:
+        yield finding("gpu.pcie.generation", gpu)
+
+
+def _nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
+    bad = {link.link: {k: n for k, n in link.errors.items() if n} for link in gpu.nvlinks if link.errors}
+    bad = {link: errors for link, errors in bad.items() if errors}
+    if bad:
+        what = "; ".join(f"link {n}: " + ", ".join(f"{k} {v}" for k, v in e.items()) for n, e in bad.items())
+        yield finding("gpu.nvlink.errors", gpu, count=len(bad), what=what)
+
+
+def _fabric(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.fabric_state in ("not_started", "in_progress") or gpu.fabric_status:
+        state = f"{gpu.fabric_state}, status {gpu.fabric_status}" if gpu.fabric_status else gpu.fabric_state
+        key = "gpu.fabric.incomplete" + " in_progress" * (gpu.fabric_state == "in_progress")
+        yield finding(key, gpu, state=state)
+    faults = list(gpu.fabric_faults or ())
+    known = WORDS["fabric"]
+    words = [known.get(fault, f"its configuration is wrong ({fault.replace('_', ' ')})") for fault in faults]
+    if gpu.fabric_summary == "limited_capacity" or (gpu.fabric_summary == "unhealthy" and not gpu.fabric_degraded):
+        faults.append(f"summary {gpu.fabric_summary}")
+        words = words or [f"NVML sums its health up as {gpu.fabric_summary.replace('_', ' ')}"]
+    if faults:
+        # Routes that were learnt stay without the manager, and less capacity is no fault of this GPU's links alone.
+        mild = set(faults) <= {"fabric_manager_disconnected", "summary limited_capacity"}
+        status = Status.WARN if mild else Status.FAIL
+        yield finding("gpu.fabric.unhealthy", gpu, status, words="; ".join(words), faults=", ".join(faults))
+
+
+def _mig(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.mig_enabled:
+        kinds = Counter(one.profile or "an unknown profile" for one in gpu.mig_slices or ())
+        cut = ", ".join(f"{count} of {profile}" for profile, count in kinds.items())
+        listed = "; ".join(f"{one.uuid} {one.profile or ''} (GPU instance {one.gpu_instance}, compute instance "
+                           f"{one.compute_instance})" for one in gpu.mig_slices or ())  # fmt: skip
+        unread = "its slices were not read" if gpu.mig_slices is None else "no slice"
+        key = "gpu.mig.enabled" + " off_later" * (gpu.mig_pending is False)
+        yield finding(key, gpu, cut=cut or unread, listed=listed or unread)
+    elif gpu.mig_enabled is False and gpu.mig_pending:
+        yield finding("gpu.mig.enabled pending", gpu)
 
 
 def _recovery(gpu: Gpu) -> Iterator[Finding]:
-    action = gpu.recovery_action
+    action, remedies = gpu.recovery_action, WORDS["recovery"]
     if action not in (None, "none"):
-        yield finding(
-            "gpu.device.recovery", Status.FAIL, subject_of(gpu),
-            f"the driver wants this GPU recovered: {action.replace('_', ' ')}",
-            f"NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: {action}", _RECOVERIES.get(action, "Drain the node."),
-        )  # fmt: skip
+        remedy = remedies.get(action, remedies["another"])
+        yield finding("gpu.device.recovery", gpu, action=action.replace("_", " "), remedy=remedy)
 
 
-_RECOVERIES = {
-    "gpu_reset": "Drain the node and reset the GPU: nvidia-smi --gpu-reset.",
-    "node_reboot": "Drain the node and reboot it.",
-    "system_reboot": "Drain the node and reboot it.",
-    "drain_p2p": "End the jobs that use P2P with this GPU.",
-    "drain_and_reset": "End the jobs that use P2P with this GPU, then reset it: nvidia-smi --gpu-reset.",
-    "recover_imex_domain": "Restart the IMEX domain of the rack (nvidia-imex on all its nodes).",
-    "bus_reset": "Drain the node and reset the GPU's PCIe bus, or reboot the node.",
-}
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+def _ecc(gpu: Gpu) -> Iterator[Finding]:
+    if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
+        yield finding("gpu.ecc.sram" + " threshold" * bool(gpu.sram_threshold_exceeded), gpu)
+    if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
+        counters = {"all memory": gpu.ecc_uncorrected_lifetime, "on-chip memory (SRAM)": gpu.sram_uncorrected_lifetime}
+        counts = [f"{count} by the counter of {of}" for of, count in counters.items() if count is not None]
+        yield finding("gpu.ecc.lifetime", gpu, counts=" and ".join(counts))
+    if gpu.ecc_enabled is False:
+        until, later = (", until the next reset", "on") if gpu.ecc_pending else ("", "off")
+        yield finding("gpu.ecc.off" + " delivered" * (gpu.ecc_default is False), gpu, until=until, later=later)
+    elif gpu.ecc_enabled and gpu.ecc_pending is False:
+        yield finding("gpu.ecc.off pending", gpu)
 
 
 def held_bytes(gpu: Gpu) -> int | None:
@@ -199,11 +204,9 @@ def _held(gpu: Gpu) -> Iterator[Finding]:
         for p in (gpu.processes or ())[:8]
     )
     yield finding(
-        "gpu.memory.held", status, subject_of(gpu),
-        f"{subject_of(gpu)} has {used / 2**30:.1f} of {size / 2**30:.1f} GiB of memory in use ({used / size:.0%})"
-        f"{' although the GPU is idle' if gpu.utilization_ratio == 0 else ''}. A new job gets only the rest.",
-        f"nvmlDeviceGetMemoryInfo: used {used} of {size}; compute processes: {whose or 'none visible from here'}",
-        "" if status is Status.INFO else FREE_MEMORY,
+        "gpu.memory.held", gpu, status, used=used / 2**30, size=size / 2**30, share=used / size,
+        idle=" although the GPU is idle" if gpu.utilization_ratio == 0 else "", whose=whose or "none visible from here",
+        remedy="" if status is Status.INFO else FREE_MEMORY,
     )  # fmt: skip
 
 
@@ -214,6 +217,8 @@ def is_full(gpu: Gpu) -> bool:
     """Whether so much of the memory is in use that no job fits that was meant for the board."""
     return bool(gpu.memory_bytes) and (gpu.memory_used_bytes or 0) >= FULL_RATIO * (gpu.memory_bytes or 0)
 
+
+# Heat, clocks and power ---------------------------------------------------------------------------------------------
 
 HW_SLOWDOWN_LOSS = 0.5
 """Of the clock, at least: nvml.h, the reasons HwSlowdown, HwThermalSlowdown and HwPowerBrakeSlowdown."""
@@ -243,40 +248,26 @@ def _slowed(gpu: Gpu, why: str) -> str:
     return f"{name} is slowed down{to} by {why}. Every rank waits for this GPU."
 
 
-_COOLING = "Check fans, air flow and inlet temperature; compare with the neighbours in the rack."
-
-
 def _heat(gpu: Gpu) -> Iterator[Finding]:
-    subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
+    reasons = set(gpu.throttle_reasons or ())
     now, slowdown = gpu.temperature_celsius, gpu.temperature_slowdown_celsius
     limit = min(HOT_CELSIUS, slowdown or HOT_CELSIUS)
-    evidence = f"nvmlDeviceGetCurrentClocksThrottleReasons: {', '.join(gpu.throttle_reasons or ())}"
     if now is not None and now >= limit:
-        yield finding(
-            "gpu.thermal.hot", Status.WARN, subject,
-            f"{subject} has {now:.0f} C. Its clock falls from about {limit:.0f} C on"
-            + (f", and is cut at {slowdown:.0f} C." if slowdown else "."),
-            f"nvmlDeviceGetTemperature = {now:.0f}", "Check fans, air flow and inlet temperature.",
-        )  # fmt: skip
+        cut = f", and is cut at {slowdown:.0f} C" if slowdown else ""
+        yield finding("gpu.thermal.hot", gpu, limit=limit, cut=cut)
+    held: list[tuple[str, float, str]] = []  # code, the least that the clock loses, why
     if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
         # nvml.h: core clocks reduced by a factor of two or more, for heat, the power brake or too fast a rise of power.
-        yield finding(
-            "gpu.clocks.slowdown", by_loss(_clock_loss(gpu, HW_SLOWDOWN_LOSS)), subject,
-            _slowed(gpu, "a hardware slowdown (heat, the power brake or a peak of power: the driver does not say)"),
-            evidence, "Check temperature and air flow, the power cables and supplies; compare with the neighbours.",
-        )  # fmt: skip
-    if reasons & THERMAL:
+        why = "a hardware slowdown (heat, the power brake or a peak of power: the driver does not say)"
+        held.append(("gpu.clocks.slowdown", HW_SLOWDOWN_LOSS, why))
+    if hot := sorted(reasons & THERMAL):
         least = HW_SLOWDOWN_LOSS if "hw_thermal" in reasons else 0.0
-        yield finding(
-            "gpu.thermal.throttling", by_loss(_clock_loss(gpu, least)), subject,
-            _slowed(gpu, f"heat ({', '.join(sorted(reasons & THERMAL))})"), evidence, _COOLING,
-        )  # fmt: skip
+        held.append(("gpu.thermal.throttling", least, f"heat ({', '.join(hot)})"))
     if "hw_power_brake" in reasons:
-        yield finding(
-            "gpu.power.brake", by_loss(_clock_loss(gpu, HW_SLOWDOWN_LOSS)), subject,
-            _slowed(gpu, "the power brake of its supply (hw_power_brake)"), evidence,
-            "Check the power supplies, their redundancy and the rack's power budget.",
-        )  # fmt: skip
+        held.append(("gpu.power.brake", HW_SLOWDOWN_LOSS, "the power brake of its supply (hw_power_brake)"))
+    named = ", ".join(gpu.throttle_reasons or ())
+    for code, least, why in held:
+        yield finding(code, gpu, by_loss(_clock_loss(gpu, least)), slowed=_slowed(gpu, why), reasons=named)
 
 
 _NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has a finding of its own
@@ -293,46 +284,27 @@ def _clocks(gpu: Gpu) -> Iterator[Finding]:
     if now >= (LOW_CLOCK_RATIO_CAPPED if "sw_power_cap" in reasons else LOW_CLOCK_RATIO) * most:
         return
     why = f"The driver names {', '.join(sorted(reasons))}." if reasons else "The driver names no reason."
-    yield finding(
-        "gpu.clocks.low", Status.FAIL, subject_of(gpu),
-        f"{subject_of(gpu)} runs at {now / 1e6:.0f} of {most / 1e6:.0f} MHz while it is {busy:.0%} busy. {why} "
-        "Every rank waits for this GPU.",
-        f"nvmlDeviceGetClockInfo(SM) = {now / 1e6:.0f}, nvmlDeviceGetMaxClockInfo(SM) = {most / 1e6:.0f}, "
-        f"utilisation {busy:.0%}", _free_clocks(gpu, reasons),
-    )  # fmt: skip
+    yield finding("gpu.clocks.low", gpu, now=now / 1e6, most=most / 1e6, why=why, remedy=_free_clocks(gpu, reasons))
 
 
 def _free_clocks(gpu: Gpu, reasons: set[str]) -> str:
     """What lifts the limit that the driver names; locked clocks are only one of them."""
-    default = gpu.power_limit_default_watts
-    if "sw_power_cap" in reasons:
-        raised = f"nvidia-smi -i {gpu.index} -pl {default:.0f}" if default else f"nvidia-smi -i {gpu.index} -pl"
-        return (
-            f"The power limit holds the clock down: compare draw and limit (`nvidia-smi -i {gpu.index} -q -d POWER`), "
-            f"restore the limit (`{raised}`), and look for a power cap of the chassis or the rack."
-        )
-    if "sync_boost" in reasons:
-        return "Take the GPU out of its sync boost group: it follows the slowest GPU of the group."
+    default = f" {gpu.power_limit_default_watts:.0f}" if gpu.power_limit_default_watts else ""
+    what = next((name for name in ("sw_power_cap", "sync_boost") if name in reasons), "another")
     which = "-rac" if reasons & {"applications_clocks", "display_clocks"} else "-rgc"
-    return f"Free the clocks (`nvidia-smi -i {gpu.index} {which}`), and reset the GPU if its clock stays low."
+    restore = f"nvidia-smi -i {gpu.index} -pl{default}"
+    return str(WORDS["clocks"][what]).format(index=gpu.index, restore=restore, which=which)
 
 
 def _power(gpu: Gpu) -> Iterator[Finding]:
-    subject, reasons = subject_of(gpu), set(gpu.throttle_reasons or ())
-    if "sw_power_cap" in reasons:
-        yield finding(
-            "gpu.power.capped", Status.INFO, subject,
-            f"clocks are held down by the power limit ({gpu.power_limit_watts or 0:.0f} W): usual under full load",
-            "nvmlDeviceGetCurrentClocksThrottleReasons: sw_power_cap",
-        )  # fmt: skip
     limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
+    if "sw_power_cap" in (gpu.throttle_reasons or ()):
+        yield finding("gpu.power.capped", gpu, limit=limit or 0)
     if limit and default and limit < default - 0.5:  # half a watt: both are rounded to milliwatts by the driver
-        yield finding(
-            "gpu.power.limit", by_loss(1.0 - clock_share(limit, default)), subject,
-            f"the power limit is {limit:.0f} W, below the board's {default:.0f} W",
-            f"nvmlDeviceGetEnforcedPowerLimit = {limit:.0f} W",
-            f"If nobody chose this limit, restore it: nvidia-smi -i {gpu.index} -pl {default:.0f}.",
-        )  # fmt: skip
+        yield finding("gpu.power.limit", gpu, by_loss(1.0 - clock_share(limit, default)))
+
+
+# Xids ---------------------------------------------------------------------------------------------------------------
 
 
 def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
@@ -342,27 +314,15 @@ def xids_of(gpu: Gpu) -> tuple[int, ...] | None:
     return tuple((Counter(gpu.xids) | Counter(gpu.xid_events)).elements())
 
 
-_XID_RULES = {  # cause -> code, status, what follows the numbers, remedy
-    "gpu": (
-        "gpu.xid.hardware", Status.WARN, "",
-        "Look the numbers up in NVIDIA's Xid catalogue; reset the GPU, and have it checked if they come back.",
-    ),
-    "driver": ("gpu.xid.driver", Status.INFO, ": of an engine, the firmware or the driver, the cause is open", ""),
-    "program": ("gpu.xid.application", Status.INFO, ": usually an error of the program that ran", ""),
-}  # fmt: skip
+_XID_CODES = {"gpu": "gpu.xid.hardware", "driver": "gpu.xid.driver", "program": "gpu.xid.application"}
 
 
 def _xids(gpu: Gpu) -> Iterator[Finding]:
     known = xids_of(gpu) or ()
     sources = [name for name, found in (("kernel log, NVRM", gpu.xids), ("NVML events", gpu.xid_events)) if found]
     for cause in XID_CAUSES:
-        what = named_xids(known, cause)
-        if what:
-            code, status, words, remedy = _XID_RULES[cause]
-            yield finding(
-                code, status, subject_of(gpu), f"the driver has reported {what}{words}",
-                f"{' and '.join(sources)}: {what}", remedy,
-            )  # fmt: skip
+        if what := named_xids(known, cause):
+            yield finding(_XID_CODES[cause], gpu, what=what, sources=" and ".join(sources))
 
 
 _LOG_UNREAD = (
@@ -377,9 +337,33 @@ def unjudged(facts: GpuFacts) -> dict[str, str]:
     if all(gpu.xids is not None for gpu in answering):
         return {}
     raised = {found.code for gpu in answering for found in _xids(gpu)}
-    return {code: _LOG_UNREAD for code, *_ in _XID_RULES.values() if code not in raised}
+    return {code: _LOG_UNREAD for code in _XID_CODES.values() if code not in raised}
 
 
-RULES: tuple[Callable[[Gpu], Iterator[Finding]], ...] = (
-    _recovery, _memory, _ecc, _held, _heat, _clocks, _power, _xids,
-)  # fmt: skip
+def _out_of_rows(gpu: Gpu) -> bool:
+    return bool(gpu.remapping_failed) or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX
+
+
+RULES: tuple[Rule, ...] = (
+    _pcie,
+    _nvlink_errors,
+    _when("gpu.c2c.off", lambda gpu: gpu.c2c_enabled is False and on_grace(gpu.name)),
+    _fabric,
+    _when("gpu.fabric.degraded", lambda gpu: gpu.fabric_degraded),
+    _mig,
+    _when("gpu.device.vgpu", lambda gpu: gpu.virtualization == "vgpu"),
+    _when("gpu.device.mode prohibited", lambda gpu: gpu.compute_mode == "prohibited"),
+    _when("gpu.device.mode", lambda gpu: gpu.compute_mode in ("exclusive_process", "exclusive_thread")),
+    _recovery,
+    _when("gpu.ecc.uncorrected", lambda gpu: gpu.ecc_uncorrected),
+    _when("gpu.memory.remap_failed", _out_of_rows),
+    _when("gpu.memory.remap_pending", lambda gpu: gpu.remapping_pending),
+    _when("gpu.memory.remap_exhausted", lambda gpu: gpu.remap_banks_exhausted),
+    _when("gpu.memory.retired", lambda gpu: gpu.retired_pages),
+    _ecc,
+    _held,
+    _heat,
+    _clocks,
+    _power,
+    _xids,
+)

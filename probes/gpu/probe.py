@@ -4,42 +4,146 @@ Exported are links, the matrix and their limits; dcgm-exporter has the rest. The
 dcgm-exporter's, in its spelling, so that both can be joined.
 
 Specification: NVML API reference; the module is `pynvml` of nvidia-ml-py. Every call is optional: a GPU that does
-not support one leaves None, a lost GPU is kept with its error and never hides the others.
+not support one leaves None, a lost GPU is kept with its error and never hides the others. What was not read is not
+judged, and is said under the code of its own check: a check that raises nothing counts as passed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from probes.api import Metric, Probe, Sample
-from probes.gpu.check import CODES, check
+from contracts.finding import Finding, Status
+from probes.api import Probe, Sample
+from probes.gpu.bus import PCI, check_bus
+from probes.gpu.compare import compare
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.health import unjudged
-from probes.gpu.read import THROTTLE_REASONS, read
+from probes.gpu.health import RULES, TEXTS, WORDS, finding, named_xids, subject_of, unjudged
+from probes.gpu.read import THROTTLE_REASONS, read, row_of
 from probes.host.nvml import nvml_bus_id
+from probes.texts import codes_of, read_metrics
 
-_GPU = ("gpu", "UUID", "pci_bus_id")
 
-METRICS = (
-    Metric(name="gpu_info", help="1 for every GPU of the host.", labels=(*_GPU, "model_name"), kind="info"),
-    Metric(name="gpu_up", help="0 where the driver has lost the GPU; none where it refuses to say.", labels=_GPU),
-    Metric(name="gpu_nvlink_up", help="1 where the link has a partner.", labels=(*_GPU, "link")),
-    Metric(name="gpu_nvlinks_active", help="Active NVLinks of the GPU.", labels=_GPU),
-    Metric(
-        name="gpu_nvlink_errors_total", help="Errors since driver load.", labels=(*_GPU, "link", "kind"), kind="counter"
-    ),
-    Metric(name="gpu_pcie_lanes", help="PCIe lanes in use.", labels=_GPU),
-    Metric(name="gpu_pcie_lanes_max", help="PCIe lanes that GPU and slot can use.", labels=_GPU),
-    Metric(name="gpu_pcie_generation", help="PCIe generation now; low on an idle GPU.", labels=_GPU),
-    Metric(name="gpu_pcie_generation_max", help="PCIe generation that GPU and slot can use.", labels=_GPU),
-    Metric(name="gpu_p2p_ok", help="1 where the driver allows P2P reads between two GPUs.", labels=("gpu", "peer_gpu")),
-    Metric(name="gpu_fabric_ready", help="1 where the NVSwitch fabric has taken the GPU in.", labels=_GPU),
-    Metric(name="gpu_throttling", help="1 while the reason holds the clocks down.", labels=(*_GPU, "reason")),
-    Metric(name="gpu_temperature_slowdown_celsius", help="Temperature at which the GPU slows down.", labels=_GPU),
-    Metric(name="gpu_power_limit_watts", help="Power limit in force.", labels=_GPU),
-    Metric(name="gpu_power_limit_default_watts", help="Power limit of the board.", labels=_GPU),
-    Metric(name="gpu_processes", help="Compute processes on the GPU.", labels=_GPU),
-)
+def check(facts: GpuFacts) -> Iterator[Finding]:
+    """All findings, host-wide ones first."""
+    if facts.driver_error:
+        yield _driver(facts, facts.driver_error)
+        return
+    yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus))
+    yield from _fallen(facts)
+    answering = [gpu for gpu in facts.gpus if gpu.error is None]
+    for gpu in facts.gpus:
+        if gpu.error is not None:
+            yield _refused(gpu)
+    yield from compare(facts)
+    for gpu in answering:
+        for rule in RULES:
+            yield from rule(gpu)
+    yield from _notes(answering)
+    if facts.confidential:
+        yield finding("gpu.device.confidential", subject_of(answering))
+    yield from unread_findings(facts)
+
+
+# What NVML's start says of the driver itself; any other error leaves open what is wrong with it.
+_NO_DRIVER = ("DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "GPU_IS_LOST", "RESET_REQUIRED")
+
+
+def _driver(facts: GpuFacts, error: str) -> Finding:
+    remedies = WORDS["driver"]
+    remedy = remedies.get(error, remedies["unusable" if error in _NO_DRIVER else "another"])
+    status = Status.FAIL if error in _NO_DRIVER else Status.UNKNOWN
+    symbol, count = facts.driver_error_symbol or "nvmlInit", facts.pci_gpus or "unknown number of"
+    return finding("gpu.driver.unusable", "", status, error=error, symbol=symbol, count=count, remedy=remedy)
+
+
+def _fallen(facts: GpuFacts) -> Iterator[Finding]:
+    """GPUs that only the kernel's log still tells of: it reported a fault of them, and the bus has lost them since.
+
+    NVML counts a lost GPU without its address for a while: as many of them are told of there.
+    """
+    gone = [(place, what) for place, xids in facts.xids_off_bus if (what := named_xids(xids, "gpu"))]
+    if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):
+        for place, what in gone:
+            yield finding("gpu.device.missing gone", place, what=what, bus=PCI)
+
+
+def _refused(gpu: Gpu) -> Finding:
+    """A GPU that NVML counts and does not give: broken, or refused for a reason that says nothing of it."""
+    where = f" at {gpu.bus_id}" if gpu.bus_id else ""
+    xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
+    if gpu.broken:
+        says, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["mended"][gpu.refusal or ""]
+        return finding("gpu.device.lost", gpu, where=where, xids=xids, says=says, remedy=remedy)
+    code = "gpu.device.denied" if gpu.refusal == "NO_PERMISSION" else IDENTITY
+    return finding(code, gpu, where=where, xids=xids)
+
+
+def _notes(gpus: list[Gpu]) -> Iterator[Finding]:
+    """What is worth knowing once, for all GPUs it holds for."""
+    small = [gpu for gpu in gpus if gpu.bar1_bytes and gpu.memory_bytes and gpu.bar1_bytes < gpu.memory_bytes]
+    if small:
+        yield finding("gpu.bar1.small", subject_of(small), gpu=small[0], size=(small[0].bar1_bytes or 0) >> 20)
+    if off := [gpu for gpu in gpus if gpu.persistence_mode is False]:
+        yield finding("gpu.persistence.off", subject_of(off))
+    for gpu in gpus:
+        if gpu.processes:
+            pids = ", ".join(str(process.pid) for process in gpu.processes[:8])
+            yield finding("gpu.process.running", gpu, count=len(gpu.processes), pids=pids)
+
+
+# What was not read --------------------------------------------------------------------------------------------------
+
+IDENTITY = "gpu.device.unread"
+"""What no other check rests on: who the GPU is and where, its clocks, its affinity."""
+
+EVIDENCE_MAX = 16
+_ROOT_ONLY = "nvmlDeviceGetSramEccErrorStatus"  # nvml.h: "Requires root/admin permissions"
+
+
+def codes_of_question(question: str) -> tuple[str, ...]:
+    """The codes of the checks that rest on a question of `unread`."""
+    return tuple(row_of(question).get("codes", ())) or (IDENTITY,)
+
+
+def unread_findings(facts: GpuFacts) -> Iterator[Finding]:
+    """One for each check that could not be judged, with every question that was not answered."""
+    asked = [("", facts.unread)]
+    asked += [(subject_of(gpu), gpu.unread) for gpu in facts.gpus if gpu.error is None]
+    asked += [(f"GPU{pair.a}", pair.unread) for pair in facts.pairs]
+    found: dict[tuple[str, Status], dict[str, list[str]]] = {}
+    for subject, questions in asked:
+        for question in questions:
+            known = question.startswith(_ROOT_ONLY) and question.endswith("= NO_PERMISSION")
+            status = Status.INFO if known else Status.UNKNOWN
+            for code in codes_of_question(question):
+                found.setdefault((code, status), {}).setdefault(subject, []).append(question)
+    for (code, status), subjects in found.items():
+        yield _unjudged(code, status, subjects)
+
+
+def _unjudged(code: str, status: Status, subjects: dict[str, list[str]]) -> Finding:
+    questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
+    # "nvmlDeviceGetTemperature(0) = TIMEOUT" without the arguments
+    reasons = list(dict.fromkeys(re.sub(r"\([^=]*\)", "", query) for queries in subjects.values() for query in queries))
+    more = f" and {len(reasons) - 2} more" if len(reasons) > 2 else ""
+    evidence, named = questions[:EVIDENCE_MAX], [subject for subject in subjects if subject]
+    on = f" for {named[0]}" + (f" and {len(named) - 1} more" if len(named) > 1 else "") if named else ""
+    if len(questions) > EVIDENCE_MAX:
+        evidence.append(f"and {len(questions) - EVIDENCE_MAX} more")
+    return Finding(
+        code=code,
+        status=status,
+        subject=", ".join(named),
+        message=f"{code} could not be judged{on}: {', '.join(reasons[:2])}{more}.",
+        evidence=tuple(evidence),
+        remedy="Scan as root, or in a container that is given the whole GPU."
+        if any("NO_PERMISSION" in question for question in questions)
+        else TEXTS[IDENTITY]["remedy"],
+    )
+
+
+# What is exported ---------------------------------------------------------------------------------------------------
 
 
 def samples(facts: GpuFacts) -> Iterator[Sample]:
@@ -90,9 +194,9 @@ PROBE: Probe[GpuFacts] = Probe(
     facts=GpuFacts,
     read=read,
     check=check,
-    codes=CODES,
+    codes=codes_of(TEXTS),
     unjudged=unjudged,
-    metrics=METRICS,
+    metrics=read_metrics(__file__),
     samples=samples,
     # The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most. A
     # driver that takes 100 ms for an answer tells of 8 GPUs' health and of their links in the rest.

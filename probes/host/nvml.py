@@ -57,14 +57,6 @@ XIDS = "nvmlEventSetWait"
 MIG_SLICE = "nvmlDeviceGetMigDeviceHandleByIndex"
 
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver went or the GPU did: ask for the handle again next time
-_DRIVER_CHANGED = {1, 9, 12, 15, 16, 18}  # a GPU or the driver went: what comes back need not be the same
-_LINK_STATE = "nvmlDeviceGetNvLinkState"
-_FIXED = {  # of a GPU, a link that is up, or a place on the board; the driver cannot be unloaded while it is open
-    "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability",
-    "nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetNvLinkVersion", "nvmlDeviceGetNvLinkRemoteDeviceType",
-    "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetTemperatureThreshold", "nvmlDeviceGetMaxClockInfo",
-    "nvmlDeviceGetPowerManagementDefaultLimit", "nvmlDeviceGetDefaultEccMode",
-}  # fmt: skip
 _XID_EVENT = 8  # nvmlEventTypeXidCriticalError
 _NO_FIELD = {2, 3}  # INVALID_ARGUMENT of a driver that is older than the field, NOT_SUPPORTED of the board
 _EVENTS_MAX = 1024  # kept of one driver's life, newest last
@@ -77,7 +69,7 @@ def failure(symbol: str, name: str) -> NvmlError:
 
 
 class Nvml:
-    """A loaded and initialised NVML; handles and what cannot change are kept between calls."""
+    """A loaded and initialised NVML; its handles are kept between calls."""
 
     def __init__(self) -> None:
         self.call_file: int | None = None
@@ -85,8 +77,6 @@ class Nvml:
         self._pynvml: Any = None
         self._handles: dict[int, Any] = {}
         self._functions: dict[str, Callable[..., Json]] = {}
-        self._fixed: dict[tuple[Any, ...], Json] = {}  # only answers: an error may pass
-        self._no_links: set[tuple[Any, ...]] = set()  # questions for NVLinks beyond those of the board
         self._events = _Events()
 
     def call(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
@@ -95,18 +85,10 @@ class Nvml:
         Raises NvmlError, whose symbol is the function that failed: this one, or on the way to it nvmlInit or the
         look-up of the handle.
         """
-        fixed = (symbol, *arguments) if symbol in _FIXED else None
-        if fixed in self._fixed:
-            return self._fixed[fixed]
-        if symbol == _LINK_STATE and (symbol, *arguments) in self._no_links:
-            raise failure(symbol, "INVALID_ARGUMENT")
         try:
-            answer = self._ask(symbol, arguments)
+            return self._ask(symbol, arguments)
         finally:
             self._name_call("")
-        if fixed is not None:
-            self._fixed[fixed] = answer
-        return answer
 
     def _name_call(self, call: str) -> None:
         if self.call_file is not None:
@@ -123,21 +105,16 @@ class Nvml:
             answer = self._events.xids(pynvml, self._handle, int(places[0])) if symbol == XIDS else function(*places)
             return answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
         except pynvml.NVMLError as error:
-            self._forget_stale(error.value, symbol, arguments)
+            self._forget_stale(error.value)
             raise NvmlError(failing, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
         except pynvml.NVMLLibraryMismatchError:
             raise failure(failing, "FUNCTION_NOT_FOUND") from None
         except UnicodeDecodeError:
             raise NvmlError(failing, 999, "GARBLED_TEXT") from None
 
-    def _forget_stale(self, code: int, symbol: str, arguments: tuple[GpuHandle | int | str, ...]) -> None:
-        """Drop the kept answers and handles that an error makes doubtful."""
-        if code in _DRIVER_CHANGED:
-            self._fixed.clear()
-            self._no_links.clear()
-        if code == ERROR_CODES["INVALID_ARGUMENT"] and symbol == _LINK_STATE and arguments[1:] > (0,):
-            self._no_links.add((symbol, *arguments))
-        elif code in _STALE_HANDLE:
+    def _forget_stale(self, code: int) -> None:
+        """Drop the handles that an error makes doubtful."""
+        if code in _STALE_HANDLE:
             self._handles.clear()
         if code == ERROR_CODES["UNINITIALIZED"]:
             self._pynvml, self._events = None, _Events()  # the next call begins anew

@@ -18,7 +18,7 @@ import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from contracts import bounded
 from contracts.plain import PlainError
@@ -38,6 +38,9 @@ _METHODS = (
     "read_text", "read_bytes", "list_dir", "exists", "resolve", "usable", "statvfs", "limit", "environment",
     "identity", "nvml", "netlink", "port_link", "rdma_netlink", "verbs", "cpu", "kernel_log",
 )  # fmt: skip
+
+
+T = TypeVar("T")
 
 
 class RecordingError(ValueError):
@@ -93,6 +96,15 @@ def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], sour
     }
 
 
+def _answered(method: str, kind: Callable[[Any], T]) -> Callable[..., T]:
+    """The question of `Host` of that name, whose recorded answer is of one kind."""
+
+    def ask(self: RecordedHost, *arguments: int | str) -> T:
+        return kind(self._answer(method, *arguments))
+
+    return ask
+
+
 class RecordedHost:
     """Answers from a recording; what is not in it is "not there"."""
 
@@ -106,17 +118,18 @@ class RecordedHost:
             raise FileNotFoundError(errno.ENOENT, "not in the recording", f"{method}({key})")
         return _raised(without_secrets(answers[key]), key)
 
-    def read_text(self, path: str) -> str:
-        """Content of a small file."""
-        return str(self._answer("read_text", path))
+    read_text = _answered("read_text", str)
+    list_dir = _answered("list_dir", tuple)
+    resolve = _answered("resolve", str)
+    usable = _answered("usable", bool)
+    netlink = _answered("netlink", tuple)
+    port_link = _answered("port_link", dict)
+    rdma_netlink = _answered("rdma_netlink", tuple)
+    kernel_log = _answered("kernel_log", tuple)
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """First bytes of a file."""
         return _unpack(self._answer("read_bytes", path, limit), limit)
-
-    def list_dir(self, path: str) -> tuple[str, ...]:
-        """Names in a folder."""
-        return tuple(self._answer("list_dir", path))
 
     def exists(self, path: str) -> bool:
         """Whether the path exists; a path that answered another question does."""
@@ -125,14 +138,6 @@ class RecordedHost:
             return bool(known[path])
         others = (self._answers.get(m, {}).get(path) for m in ("read_text", "list_dir", "resolve"))
         return any(answer is not None and not _is_error(answer) for answer in others)
-
-    def resolve(self, path: str) -> str:
-        """The path with links followed."""
-        return str(self._answer("resolve", path))
-
-    def usable(self, path: str) -> bool:
-        """Whether the recorder could open the path."""
-        return bool(self._answer("usable", path))
 
     def statvfs(self, path: str) -> tuple[int, int]:
         """(size, available) in bytes."""
@@ -164,25 +169,9 @@ class RecordedHost:
             else _raised({"$nvml": "NOT_SUPPORTED"}, symbol)
         )
 
-    def netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Recorded links, addresses or routes."""
-        return tuple(self._answer("netlink", what))
-
-    def port_link(self, netdev: str) -> dict[str, Json]:
-        """What the recorded driver said of its port."""
-        return dict(self._answer("port_link", netdev))
-
-    def rdma_netlink(self, what: str) -> tuple[dict[str, Json], ...]:
-        """Recorded devices, ports or system."""
-        return tuple(self._answer("rdma_netlink", what))
-
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """One recorded question to libibverbs."""
         return self._answer("verbs", what, *arguments)
-
-    def kernel_log(self, word: str) -> tuple[str, ...]:
-        """Recorded lines with the word."""
-        return tuple(self._answer("kernel_log", word))
 
     def cpu(self) -> dict[str, Json]:
         """Recorded psutil numbers; empty where they were not recorded."""

@@ -8,7 +8,10 @@ cgroups(7), proc(5) mountinfo; the kubelet's /etc/hosts and termination log.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from probes.host import sysfs
 from probes.host.protocol import Host
@@ -16,28 +19,9 @@ from probes.host.protocol import Host
 ROLE = "TOPOFLIGHT_ROLE"
 """Set to "agent" where the container is the resident agent's: what it was given says nothing of what a job gets."""
 
-# Cgroup paths that engines make, v1 and v2. A private cgroup namespace hides them: "0::/".
-_GROUPS = (
-    ("kubernetes", re.compile(r"kubepods|/crio-[0-9a-f]{12,}|cri-containerd[-:][0-9a-f]{12,}")),
-    ("podman", re.compile(r"/libpod-(?:payload-)?[0-9a-f]{12,}")),  # libpod-conmon-... is the host's monitor process
-    ("docker", re.compile(r"/docker[/-][0-9a-f]{12,}|/docker/")),
-    ("containerd", re.compile(r"/nerdctl-[0-9a-f]{12,}|^[^\n]*:/default/[0-9a-f]{12,}", re.MULTILINE)),
-    ("lxc", re.compile(r"/lxc(?:\.payload)?[/.]")),
-    ("systemd-nspawn", re.compile(r"/systemd-nspawn@|/machine\.slice/machine-(?!qemu)[^/\n]*\.scope")),
-)
-# Where engines keep the layers that are mounted as a container's root.
-_STORES = (
-    ("containerd", "containerd"),
-    ("/docker/", "docker"),
-    ("containers/storage", "podman"),
-    ("/lxc/", "lxc"),
-    ("/lxd/", "lxc"),
-    ("/incus/", "lxc"),
-    ("/var/lib/machines", "systemd-nspawn"),
-)
+NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_GROUPS = {kind: re.compile(pattern) for kind, pattern in NAMES["cgroups"].items()}
 _POD_MOUNT = re.compile(r" (?:\S*/pods/[0-9a-f-]{36}/etc-hosts /etc/hosts|\S+ /dev/termination-log) ")
-# systemd-detect-virt(1)'s container table, and what images of the Red Hat family set whatever runs them ("oci").
-_KINDS = ("lxc", "lxc-libvirt", "systemd-nspawn", "docker", "podman", "rkt", "pouch", "oci")
 
 
 def container(host: Host) -> str | None:
@@ -47,7 +31,7 @@ def container(host: Host) -> str | None:
     container; the variable `container`, which an image may set too ("oci"); cgroup; where the root lies.
     """
     groups = "\n".join(sysfs.text(host, path) or "" for path in ("/proc/self/cgroup", "/proc/1/cgroup"))
-    named = next((kind for kind, sign in _GROUPS if sign.search(groups)), None)
+    named = next((kind for kind, sign in _GROUPS.items() if sign.search(groups)), None)
     hosts = sysfs.text(host, "/etc/hosts") or ""
     if (
         named == "kubernetes"
@@ -72,8 +56,10 @@ def _candidates(host: Host) -> Iterator[str]:
         sysfs.text(host, "/run/systemd/container"),
         sysfs.text(host, "/run/host/container-manager"),
     )
-    stores = [kind for line in mounts if _mount_point(line) == "/" for mark, kind in _STORES if mark in line]
-    kinds = [word for word in words if word in _KINDS]
+    stores = [
+        kind for line in mounts if _mount_point(line) == "/" for mark, kind in NAMES["stores"].items() if mark in line
+    ]
+    kinds = [word for word in words if word is not None and word in NAMES["container_kinds"]]
     yield from (kind for kind in kinds if kind != "oci")
     yield from stores
     yield from kinds

@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from contracts.finding import Finding, Status
-from probes.api import Metric, Probe, Sample
+from contracts.finding import Finding
+from probes.api import Probe, Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
-from probes.texts import codes_of, finding, read_texts
+from probes.hostinfo.container import NAMES
+from probes.texts import codes_of, finding, read_metrics, read_texts
 
 TEXTS = read_texts(__file__)
 
@@ -52,7 +53,7 @@ class HostinfoFacts:
     vendor: str | None = None
     chassis_asset_tag: str | None = None  # DMI: how OCI and Azure mark their machines, bare metal included
     cloud_id: str | None = None  # /run/cloud-init/cloud-id: "aws", "azure", "gce", "oracle"
-    vendor_files: tuple[str, ...] = ()  # of `hostinfo.VENDOR_FILES` those that are on this disk
+    vendor_files: tuple[str, ...] = ()  # of `names.toml` those that are on this disk
     storage_servers: tuple[str, ...] = ()  # addresses that network file systems are mounted from (/proc/self/mounts)
     boot_id: str | None = None
     load: float | None = None  # 1-minute load average
@@ -71,20 +72,17 @@ def check(facts: HostinfoFacts) -> Iterator[Finding]:
     """What of the machine itself stands in the way of training or of measuring."""
     for node in facts.numa:
         if node.cpus and node.memory_bytes == 0:
-            empty = (f"/sys/devices/system/node/node{node.node}/meminfo: MemTotal 0 kB",)
-            yield finding(TEXTS, "hostinfo.numa.memoryless", Status.WARN, f"NUMA{node.node}", empty, node=node.node)
+            yield finding(TEXTS, "hostinfo.numa.memoryless", subject=f"NUMA{node.node}", node=node.node)
     if facts.numa_balancing and len(facts.numa) > 1:
         # Linux Documentation/admin-guide/sysctl/kernel.rst, numa_balancing: to be disabled where the workload is
         # already bound to NUMA nodes; NCCL and the launcher bind each rank to its GPU's node.
-        switch = ("/proc/sys/kernel/numa_balancing: 1",)
-        yield finding(TEXTS, "hostinfo.numa.balancing", Status.INFO, "", switch)
+        yield finding(TEXTS, "hostinfo.numa.balancing")
     if facts.load is not None and facts.threads and facts.load > facts.threads:
-        counts = (f"load average (1 minute) = {facts.load:.2f}", f"logical CPUs = {facts.threads}")
-        yield finding(TEXTS, "hostinfo.load.high", Status.INFO, "", counts, load=facts.load, threads=facts.threads)
+        yield finding(TEXTS, "hostinfo.load.high", facts=facts)
     if settings := sorted((facts.nccl_conf or {}).items()):
         files, names = ", ".join(facts.nccl_conf_files), ", ".join(name for name, _ in settings)
         lines = tuple(f"{files}: {name}={value}" for name, value in settings)
-        yield finding(TEXTS, "hostinfo.nccl.conf", Status.INFO, "", lines, names=names)
+        yield finding(TEXTS, "hostinfo.nccl.conf", None, "", lines, names=names)
 
 
 def samples(facts: HostinfoFacts) -> Iterator[Sample]:
@@ -102,46 +100,8 @@ NODES = "/sys/devices/system/node/"
 _OF_THE_CONTAINER = ("container", "TOPOFLIGHT_ROLE")  # read by probes.hostinfo.container; no library reads them
 NODES_MAX = 1024  # MAX_NUMNODES of the kernel's largest configuration
 
-# Files by which makers and clouds bring NCCL plugins and their environment. What is there says which platform this is
-# and which recipe goes with it; nothing is executed.
-VENDOR_FILES = (
-    "/usr/local/gib/scripts/set_nccl_env.sh",  # Google gIB, in pods
-    "/home/kubernetes/bin/gib/scripts/set_nccl_env.sh",  # the same on a node of GKE
-    "/var/lib/gib/scripts/set_nccl_env.sh",
-    "/usr/local/tcpxo/lib64/nccl-env-profile.sh",  # Google TCPXO
-    "/usr/local/nvidia/lib64/nccl-env-profile.sh",
-    "/home/kubernetes/bin/nvidia/lib64/nccl-env-profile.sh",
-    "/var/lib/tcpxo/lib64/nccl-env-profile.sh",
-    "/usr/local/tcpx/lib64/libnccl-net.so",  # Google TCPX
-    "/var/lib/tcpx/lib64/libnccl-net.so",
-    "/opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so",  # EFA installer
-    "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net.so",
-    "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so",  # NVIDIA HPC-X
-    "/opt/hpcx/nccl_spectrum-x_plugin/lib/libnccl-net.so",
-    "/opt/nccl_rdma_sharp_plugin/lib/libnccl-net.so",
-    "/usr/local/nccl-rdma-sharp-plugins/lib/libnccl-net.so",  # Azure HPC images
-    "/opt/cray/libfabric",  # HPE Slingshot host software
-)
 _SERVER = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3})(?=[:@,]|$)", re.ASCII)
-_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "ceph", "cifs", "smb3", "beegfs", "glusterfs")
 SERVERS_MAX = 64
-
-# DMI strings of hypervisors (what systemd-detect-virt(1) also goes by), each looked for in "vendor product".
-HYPERVISORS = (
-    ("Amazon EC2", "Amazon EC2"),
-    ("Google Compute Engine", "Google Compute Engine"),
-    ("Microsoft Corporation Virtual Machine", "Hyper-V"),
-    ("VMware", "VMware"),
-    ("QEMU", "QEMU"),
-    ("KVM", "KVM"),
-    ("innotek", "VirtualBox"),
-    ("Xen", "Xen"),
-    ("OpenStack", "OpenStack"),
-    ("Alibaba Cloud", "Alibaba Cloud"),
-    ("Oracle Corporation Standard PC", "Oracle Cloud"),
-    ("Nutanix", "Nutanix"),
-    ("Parallels", "Parallels"),
-)
 
 
 def read(host: Host) -> HostinfoFacts:
@@ -172,7 +132,7 @@ def read(host: Host) -> HostinfoFacts:
         vendor=vendor,
         chassis_asset_tag=sysfs.text(host, DMI + "chassis_asset_tag"),
         cloud_id=sysfs.text(host, "/run/cloud-init/cloud-id"),
-        vendor_files=tuple(path for path in VENDOR_FILES if host.exists(path)),
+        vendor_files=tuple(path for path in NAMES["vendor_files"] if host.exists(path)),
         storage_servers=storage_servers(sysfs.text(host, "/proc/self/mounts")),
         boot_id=sysfs.text(host, "/proc/sys/kernel/random/boot_id"),
         load=load[0] if load else None,
@@ -193,7 +153,7 @@ def virtual_machine(host: Host, processor: dict[str, str] | None = None) -> str 
         return None  # x86 without the CPUID bit, whatever DMI says: a cloud's bare-metal instance
     if flags is None and "metal" in product:
         return None
-    named = next((name for mark, name in HYPERVISORS if mark in f"{vendor} {product}"), None)
+    named = next((name for mark, name in NAMES["hypervisors"].items() if mark in f"{vendor} {product}"), None)
     return named or sysfs.text(host, "/sys/hypervisor/type") or ("unknown hypervisor" if flags is not None else None)
 
 
@@ -202,7 +162,7 @@ def storage_servers(mounts: str | None) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for line in (mounts or "").splitlines():
         words = line.split()
-        if len(words) < 3 or words[2] not in _NETWORK_FILE_SYSTEMS:
+        if len(words) < 3 or words[2] not in NAMES["network_file_systems"]:
             continue
         for text in _SERVER.findall(words[0]):
             try:
@@ -277,17 +237,5 @@ PROBE = Probe(
     check=check,
     samples=samples,
     codes=codes_of(TEXTS),
-    metrics=(
-        Metric(
-            name="hostinfo_virtual_machine_info",
-            help="Hypervisor this host runs on.",
-            labels=("hypervisor",),
-            kind="info",
-        ),
-        Metric(
-            name="hostinfo_numa_distance_ratio",
-            help="Memory distance between NUMA nodes, 1 is local.",
-            labels=("numa_node", "peer_numa_node"),
-        ),
-    ),
+    metrics=read_metrics(__file__),
 )

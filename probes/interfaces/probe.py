@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from contracts.finding import Finding, Status, by_loss
-from probes.api import Metric, Probe, Sample
+from probes.api import Probe, Sample
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
-from probes.texts import codes_of, finding, read_texts
+from probes.texts import codes_of, finding, read_metrics, read_texts
 
 NET = "/sys/class/net"
 TEXTS = read_texts(__file__)
@@ -98,20 +98,13 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         why = f"a {chosen.role} interface{_speed(chosen)}"
     else:
         return
+    device = f", {better.rdma_device}" if better.rdma_device else ""
     yield finding(
-        TEXTS,
-        "interfaces.choice.wrong",
-        status,
-        chosen.name,
+        TEXTS, "interfaces.choice.wrong", status, chosen.name,
         tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
-        library=library,
-        chosen=chosen.name,
-        how=f"by {setting}" if value else "by itself",
-        why=why,
-        better=better.name,
-        what=f"{better.role}{_speed(better)}{', ' + better.rdma_device if better.rdma_device else ''}",
-        remedy=_named(chosen, better, others),
-    )
+        library=library, chosen=chosen.name, how=f"by {setting}" if value else "by itself", why=why,
+        better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_named(chosen, better, others),
+    )  # fmt: skip
 
 
 def _is_cut_off(others: list[Interface]) -> bool:
@@ -159,16 +152,10 @@ def _down(interface: Interface) -> Iterator[Finding]:
     # The port of a host that has neither an address nor a bond may be without a cable by design.
     used = interface.rdma_device is not None and bool(_routable(interface) or interface.master)
     if (given or used) and (interface.up is False or interface.running is False):
-        yield finding(
-            TEXTS,
-            "interfaces.link.down",
-            # a network that the pod was given: without it the job falls back to the pod network, half as fast or worse
-            Status.FAIL if given else Status.WARN,
-            interface.name,
-            (f"rtnetlink: {interface.name} up {interface.up}, running {interface.running}",),
-            name=interface.name,
-            state="down" if interface.up is False else "up without a carrier",
-        )
+        state = "down" if interface.up is False else "up without a carrier"
+        # a network that the pod was given: without it the job falls back to the pod network, half as fast or worse
+        status = Status.FAIL if given else Status.WARN
+        yield finding(TEXTS, "interfaces.link.down", status, interface.name, interface=interface, state=state)
 
 
 def _address(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
@@ -236,20 +223,13 @@ def _slower_than_siblings(facts: InterfacesFacts) -> Iterator[Finding]:
         for interface in group:
             rate = interface.speed_bytes_per_second or 0.0
             if rate < most:
+                seen = [
+                    f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8 / 1e6:g}" for i in (interface, best)
+                ]
                 yield finding(
-                    TEXTS,
-                    "interfaces.speed.low",
-                    by_loss(1.0 - rate / most),
-                    interface.name,
-                    tuple(
-                        f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8 / 1e6:g}"
-                        for i in (interface, best)
-                    ),
-                    name=interface.name,
-                    speed=_speed(interface)[1:],
-                    best=best.name,
-                    most=_speed(best)[1:],
-                )
+                    TEXTS, "interfaces.speed.low", by_loss(1.0 - rate / most), interface.name, tuple(seen),
+                    speed=_speed(interface)[1:], best=best.name, most=_speed(best)[1:],
+                )  # fmt: skip
 
 
 def samples(facts: InterfacesFacts) -> Iterator[Sample]:
@@ -276,18 +256,5 @@ PROBE = Probe(
     samples=samples,
     unjudged=unjudged,
     codes=codes_of(TEXTS),
-    metrics=(
-        Metric(
-            name="interfaces_role_info",
-            help="Role of the network interface and what it stands on.",
-            labels=("device", "role", "kind", "parent", "rdma_device", "network"),
-            kind="info",
-        ),
-        Metric(
-            name="interfaces_nccl_choice_info",
-            help="Interface NCCL takes with NCCL_SOCKET_IFNAME unset.",
-            labels=("device",),
-            kind="info",
-        ),
-    ),
+    metrics=read_metrics(__file__),
 )

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
-from probes.api import Metric, Probe, Sample
+from probes.api import Probe, Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
-from probes.texts import codes_of, finding, read_texts
+from probes.texts import codes_of, finding, read_metrics, read_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class LimitsFacts:
     container: str | None = None  # "kubernetes", "docker", "podman", None
     seccomp: str | None = None
     of_agent: bool = False  # of the resident agent's own container, whose manifest is not a job's
-    gpus: int | None = None  # of this host: set for the judgement by `topology.roles`
+    gpus: int | None = None  # of this host: set for the judgement by `topology.build`
     rdma_present: bool | None = None  # /sys/class/infiniband has a device: memlock then decides whether NCCL uses it
 
 
@@ -212,19 +212,17 @@ def check(facts: LimitsFacts) -> Iterator[Finding]:
     yield from _memlock(facts)
     if facts.nofile_soft is not None and facts.nofile_soft <= NOFILE_DEFAULT:
         status = Status.INFO if facts.nofile_soft == NOFILE_DEFAULT else Status.WARN
-        seen = (f"getrlimit(RLIMIT_NOFILE): soft {facts.nofile_soft}, hard {facts.nofile_hard}", facts.whose)
-        yield finding(TEXTS, "limits.nofile.low", status, "", seen, files=facts.nofile_soft)
+        yield finding(TEXTS, "limits.nofile.low", status, facts=facts)
     if facts.of_agent:  # see `unjudged`
         return
     yield from _shm(facts)
     if facts.container and facts.seccomp == "filter" and facts.sys_nice is False:
-        mode = (f"/proc/self/status: Seccomp {facts.seccomp}", "CapEff bit 23 (CAP_SYS_NICE): no", facts.whose)
-        yield finding(TEXTS, "limits.numa_policy.denied", Status.INFO, "", mode)
+        yield finding(TEXTS, "limits.numa_policy.denied", facts=facts)
 
 
 def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
     if not facts.memlock_known:
-        yield finding(TEXTS, "limits.memlock.unknown", Status.UNKNOWN, "", (facts.whose,))
+        yield finding(TEXTS, "limits.memlock.unknown", facts=facts)
         return
     if facts.memlock_soft_bytes is None:
         return
@@ -235,22 +233,12 @@ def _memlock(facts: LimitsFacts) -> Iterator[Finding]:
     status = Status.FAIL if facts.rdma_present and too_small else Status.WARN
     if facts.rdma_present is False or facts.ipc_lock:  # nothing here registers memory, or nothing binds who does
         status = Status.INFO
+    more = " The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
     yield finding(
-        TEXTS,
-        "limits.memlock.low" + " unbound" * bool(facts.ipc_lock),
-        status,
-        "",
-        (
-            f"getrlimit(RLIMIT_MEMLOCK): soft {soft}, hard {hard}",
-            f"CapEff bit 14 (CAP_IPC_LOCK): {_word(facts.ipc_lock)}",
-            f"whose limit: {facts.whose}",
-        ),
-        soft=soft,
-        more=" The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
-        if facts.memlock_hard_bytes is None
-        else "",
-        remedy=_of_engine(facts, REMEDIES["memlock"]),
-    )
+        TEXTS, "limits.memlock.low" + " unbound" * bool(facts.ipc_lock), status, soft=soft, hard=hard, facts=facts,
+        capable="unknown" if facts.ipc_lock is None else "yes" if facts.ipc_lock else "no",
+        more=more if facts.memlock_hard_bytes is None else "", remedy=_of_engine(facts, REMEDIES["memlock"]),
+    )  # fmt: skip
 
 
 def _shm(facts: LimitsFacts) -> Iterator[Finding]:
@@ -277,10 +265,6 @@ def _of_engine(facts: LimitsFacts, remedies: Mapping[str, str]) -> str:
     return remedies.get(facts.container, remedies["another"]) if facts.container else remedies["none"]
 
 
-def _word(known: bool | None) -> str:
-    return "unknown" if known is None else "yes" if known else "no"
-
-
 PROBE = Probe(
     name="limits",
     facts=LimitsFacts,
@@ -289,11 +273,5 @@ PROBE = Probe(
     samples=samples,
     unjudged=unjudged,
     codes=codes_of(TEXTS),
-    metrics=(
-        Metric(name="limits_memlock_bytes", help="RLIMIT_MEMLOCK of the agent, +Inf is unlimited.", labels=("bound",)),
-        Metric(name="limits_ipc_lock", help="1 where the agent has CAP_IPC_LOCK and RLIMIT_MEMLOCK does not bind it."),
-        Metric(name="limits_shm_size_bytes", help="Size of /dev/shm as the agent sees it."),
-        Metric(name="limits_shm_free_bytes", help="Free space of /dev/shm as the agent sees it."),
-        Metric(name="limits_open_files", help="Soft RLIMIT_NOFILE of the agent."),
-    ),
+    metrics=read_metrics(__file__),
 )

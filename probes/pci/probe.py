@@ -13,7 +13,7 @@ from typing import Any
 from contracts.finding import Finding, Status
 from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
-from probes.api import Metric, Probe, Sample
+from probes.api import Probe, Sample
 from probes.pci.facts import (
     INFINIBAND_CLASS,
     PciDevice,
@@ -28,13 +28,10 @@ from probes.pci.facts import (
     is_passed_through,
 )
 from probes.pci.read import read
-from probes.texts import codes_of, finding, read_texts
+from probes.texts import codes_of, finding, read_metrics, read_texts
 
 EVIDENCE_MAX = 16
 SYSFS = "/sys/bus/pci/devices"
-NARROW_GPU = Status.FAIL
-"""Of a GPU whose PCIe link has fewer lanes than it could, whether sysfs or NVML shows it: half the lanes at most."""
-
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
 TEXTS = read_texts(__file__)
@@ -64,22 +61,21 @@ def _rdma_nics(facts: PciFacts) -> list[PciDevice]:
 
 
 def _device(device: PciDevice) -> Iterator[Finding]:
-    where, name, driver = f"{SYSFS}/{device.bus_id}", device.bus_id, device.driver
+    driver = device.driver
+    keys = []
     if device.lost:
-        yield finding(TEXTS, "pci.device.lost", Status.FAIL, name, (f"{where}/config: 0xff in all of the header",))
+        keys.append("pci.device.lost")
     gpu = is_gpu(device.class_code) and device.vendor_id == NVIDIA and device.physical_function is None
     if gpu and is_passed_through(driver):
-        seen = (f"{where}/driver: {driver}",)
-        yield finding(TEXTS, "pci.device.passed_through", Status.INFO, name, seen, driver=driver)
+        keys.append("pci.device.passed_through")
     if gpu and driver in (None, "nouveau"):
-        key = "pci.device.no_driver" + " nouveau" * (driver is not None)
-        yield finding(TEXTS, key, Status.FAIL, name, (f"{where}/driver: {driver or 'no link'}",))
+        keys.append("pci.device.no_driver" + " nouveau" * (driver is not None))
     if gpu and device.bar_sizes_offered and device.resizable_bar is False:
-        seen = (f"{where}/config: resizable BAR, a larger size is supported than the one in use",)
-        yield finding(TEXTS, "pci.rebar.off", Status.INFO, name, seen)
+        keys.append("pci.rebar.off")
     if device.rdma and device.relaxed_ordering is False:
-        seen = (f"{where}/config: Device Control bit 4 is 0",)
-        yield finding(TEXTS, "pci.relaxed_ordering.off", Status.INFO, name, seen)
+        keys.append("pci.relaxed_ordering.off")
+    for key in keys:
+        yield finding(TEXTS, key, subject=device.bus_id, where=f"{SYSFS}/{device.bus_id}", driver=driver)
 
 
 def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
@@ -105,7 +101,7 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     where, what = f"{SYSFS}/{device.bus_id}", _what(device)
     width, possible = device.link_width, possible_width(facts, device)
     if width and possible and width < possible:
-        status = NARROW_GPU if gpu else Status.FAIL if device.rdma or uplink else Status.WARN
+        status = Status.FAIL if gpu or device.rdma or uplink else Status.WARN
         seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
         values = {"width": width, "possible": possible, "share": width / possible}
         yield finding(TEXTS, "pci.link.width", status, device.bus_id, seen, what=what, **values)
@@ -184,16 +180,11 @@ def _peermem(facts: PciFacts) -> Iterator[Finding]:
     if not gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
     known = facts.peermem_loaded is False and facts.dmabuf_possible is False
-    key, status = ("missing", Status.FAIL) if known else ("unknown", Status.UNKNOWN)
-    seen = (
-        f"/sys/module/nvidia_peermem: {_seen(facts.peermem_loaded)}",
-        f"/proc/driver/nvidia/version, open kernel module: {_seen(facts.nvidia_open_module)}",
+    loaded, opened = (
+        "unknown" if fact is None else "yes" if fact else "no"
+        for fact in (facts.peermem_loaded, facts.nvidia_open_module)
     )
-    yield finding(TEXTS, f"pci.peermem.{key}", status, "", seen)
-
-
-def _seen(known: bool | None) -> str:
-    return "unknown" if known is None else "yes" if known else "no"
+    yield finding(TEXTS, "pci.peermem.missing" if known else "pci.peermem.unknown", loaded=loaded, opened=opened)
 
 
 def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
@@ -239,15 +230,5 @@ PROBE = Probe(
     check=check,
     samples=samples,
     codes=codes_of(TEXTS),
-    metrics=(
-        Metric(name="pci_peermem_loaded", help="1 where nvidia_peermem or nv_peer_mem is loaded."),
-        Metric(name="pci_dmabuf_possible", help="1 where driver and kernel could export GPU memory as DMA-BUF."),
-        Metric(name="pci_iommu_info", help="IOMMU mode of GPUs and NICs.", labels=("mode",), kind="info"),
-        Metric(name="pci_acs_source_validation_devices", help="PCIe ports that redirect peer traffic (ACS)."),
-        Metric(
-            name="pci_link_width_ratio",
-            help="PCIe lanes in use over lanes that device and slot could use.",
-            labels=("pci_bus_id",),
-        ),
-    ),
+    metrics=read_metrics(__file__),
 )

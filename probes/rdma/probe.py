@@ -1,22 +1,371 @@
-"""RDMA devices and ports: sysfs first, NETLINK_RDMA where sysfs is not mounted, pyverbs where it is installed.
+"""RDMA devices judged: ports, GIDs, MTU, flow control, permissions, and whether memory can really be registered.
 
-Specification: Linux Documentation/ABI/stable/sysfs-class-infiniband.
+Ports are compared with those of their own role: the rails of the GPUs, or what serves storage and management
+(`RdmaDevice.role`, which `topology.build` sets). A step waits for no port of the second kind, so a finding about one
+is one degree less severe.
+
+Sources: InfiniBand Architecture (port states, link widths); NCCL user guide, Troubleshooting ("RoCE", "InfiniBand"),
+NCCL_IB_GID_INDEX and NCCL_IB_ADDR_FAMILY; NCCL src/transport/net_ib (only ACTIVE ports are listed, silently; a
+connection takes the smaller MTU of its ends); ibv_reg_mr(3); Linux include/rdma/ib_addr.h (the MTU of RoCE); NVIDIA,
+"Recommended Network Configuration Examples for RoCE Deployment": a lossless fabric has PFC on one priority (3 by
+custom), a lossy one lives by ECN and selective repeat, which is a choice and no fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from probes.api import Metric, Probe, Sample
-from probes.rdma.check import TEXTS, check
-from probes.rdma.facts import RdmaFacts, nccl_gid_index, rocev2_gid_index
+from contracts.finding import Finding, Status, by_loss
+from hardware.nics import fastest
+from probes.api import Probe, Sample
+from probes.rdma.facts import (
+    OTHER,
+    RAIL,
+    ROCE_V2,
+    RdmaDevice,
+    RdmaFacts,
+    RdmaPort,
+    ipv4_of,
+    is_link_local,
+    nccl_gid_index,
+    rocev2_gid_index,
+)
 from probes.rdma.read import read
-from probes.texts import codes_of
+from probes.texts import codes_of, finding, read_metrics, read_texts
+
+TEXTS = read_texts(__file__)
+DOWN_REMEDIES = {
+    "INIT": "Start or repair the subnet manager: the port has a link and waits for its address.",
+    "ARMED": "Look at the subnet manager: it has configured the port and not activated it.",
+}
+SYSFS = "/sys/class/infiniband"
+EVIDENCE_MAX = 16
+ROCE_FULL_MTU_BYTES = 4096
+ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Architecture, annex A17 (RoCE v2)
+
+Ports = list[tuple[RdmaDevice, RdmaPort]]
+
+
+def check(facts: RdmaFacts) -> Iterator[Finding]:
+    """Port by port and device by device, then across the devices of one role."""
+    yield from _none_active(facts)
+    rails = tuple(device for device in facts.devices if device.role != OTHER)
+    others = tuple(device for device in facts.devices if device.role == OTHER)
+    yield from _of_role(rails, facts)
+    yield from map(_less_severe, _of_role(others, facts))
+    yield from _mixed(rails)
+    yield from check_flow(replace(facts, devices=rails))
+    yield from _firmware(facts)
+    yield from _memlock(facts)
+    if facts.netns_mode == "shared" and facts.source == "netlink":
+        yield finding(TEXTS, "rdma.netns.shared")
+
+
+def _of_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
+    """Devices that are all for the traffic of the GPUs, or all for something else."""
+    for device in devices:
+        for port in device.ports:
+            yield from _down(facts, device, port)
+            if device.kind != "efa" and port.state == "ACTIVE":
+                yield from check_width(device, port)
+                yield from check_gids(device, port)
+                yield from check_mtu(device, port)
+        yield from _permission(device)
+    for members in _alike(devices):
+        yield from _rates(members)
+        yield from _mtus(members)
+
+
+def _less_severe(found: Finding) -> Finding:
+    status = {Status.FAIL: Status.WARN, Status.WARN: Status.INFO}.get(found.status, found.status)
+    message = f"{found.message} No traffic between GPUs goes over this port: every GPU has a nearer or faster one."
+    return found if status is found.status else replace(found, status=status, message=message)
+
+
+def _ports(devices: Iterable[RdmaDevice]) -> Ports:
+    return [(device, port) for device in devices for port in device.ports]
+
+
+def _alike(devices: Iterable[RdmaDevice]) -> Iterable[Ports]:
+    """The ACTIVE ports of adapters, grouped by model, board and link layer."""
+    groups: dict[tuple[str | None, ...], Ports] = {}
+    for device, port in _ports(devices):
+        if port.state == "ACTIVE" and device.kind in ("hca", "efa"):
+            groups.setdefault((device.model, device.board, port.link_layer), []).append((device, port))
+    return groups.values()
+
+
+def _of_port(
+    key: str, device: RdmaDevice, port: RdmaPort, status: Status | None = None, evidence: tuple[str, ...] = (),
+    **values: object,
+) -> Finding:  # fmt: skip
+    """The finding of a row about one port: its texts name facts of `device` and `port`, and `where` sysfs has it."""
+    name, where = subject(device, port), where_of(device, port)
+    return finding(TEXTS, key, status, name, evidence, device=device, port=port, where=where, **values)
+
+
+def _none_active(facts: RdmaFacts) -> Iterator[Finding]:
+    states = [port.state for _, port in _ports(facts.devices)]
+    if states and None not in states and "ACTIVE" not in states:
+        seen = tuple(f"{where_of(d, p)}/state: {p.state}" for d, p in _ports(facts.devices)[:EVIDENCE_MAX])
+        yield finding(TEXTS, "rdma.port.none_active", None, "", seen, count=len(states))
+
+
+def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    if port.state is None:
+        yield _of_port("rdma.port.unknown", device, port)
+    elif port.state not in ("ACTIVE", "ACTIVE_DEFER"):
+        state = f"{port.state} ({port.physical_state or 'physical state unknown'})"
+        if not _is_needed(facts, device, port):
+            yield _of_port("rdma.port.down unused", device, port, state=state)
+            return
+        sisters = sum(p.state == "ACTIVE" and d.model == device.model for d, p in _ports(facts.devices))
+        carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software adds no wire
+        # its share of the node's ports of that kind; of a kind that carries nothing here none is missed
+        status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
+        counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
+        remedy = DOWN_REMEDIES.get(port.state, TEXTS["rdma.port.none_active"]["remedy"])
+        yield _of_port("rdma.port.down", device, port, status, state=state, sisters=counted, remedy=remedy)
+
+
+def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
+    """Whether something needs a port that is not ACTIVE: an address, a bond, or the use that cards of its kind have.
+
+    A card with another port up may be cabled once by design; then its twins on this node are cabled the same way. A
+    virtual function without address, beside a whole device that is up, is in stock.
+    """
+    if device.is_vf and port.state == "DOWN":
+        idle = all(each.state == "DOWN" and not any(map(ipv4_of, each.gids)) for each in device.ports)
+        if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _ports(facts.devices)):
+            return False
+    elsewhere = {gid.gid for _, other in _ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
+    own_gids = {gid.gid for gid in port.gids if not is_link_local(gid)} - elsewhere
+    if (port.link_layer == "Ethernet" and own_gids) or device.bond or port.state in DOWN_REMEDIES:
+        return True
+    if device.role == OTHER:
+        return False
+    own, place = _card(device), (_function(device), port.port)
+    kin = [(d, p) for d, p in _ports(facts.devices) if (d.model, d.board) == (device.model, device.board)]
+    if not any(_card(d) == own and p.state == "ACTIVE" for d, p in kin):
+        return True
+    twins = [p.state == "ACTIVE" for d, p in kin if _card(d) != own and (_function(d), p.port) == place]
+    return 2 * sum(twins) > len(twins)
+
+
+def _card(device: RdmaDevice) -> str:
+    return device.bus_id.rpartition(".")[0] if device.bus_id else device.name
+
+
+def _function(device: RdmaDevice) -> str:
+    return device.bus_id.rpartition(".")[2] if device.bus_id else ""
+
+
+def _rates(members: Ports) -> Iterator[Finding]:
+    """A port slower than its sisters."""
+    best = max(port.rate_bytes_per_second or 0.0 for _, port in members)
+    for device, port in members:
+        rate = port.rate_bytes_per_second
+        if rate and rate < best:
+            yield _of_port("rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gbps(rate), best=gbps(best))
+
+
+def _mtus(members: Ports) -> Iterator[Finding]:
+    """A port whose MTU is not that of most of its sisters."""
+    known = [(d, p) for d, p in members if p.link_layer == "Ethernet" and p.netdev_mtu_bytes]
+    usual, count = next(iter(Counter(port.netdev_mtu_bytes for _, port in known).most_common(1)), (None, 0))
+    for device, port in known:
+        if port.netdev_mtu_bytes != usual and 2 * count > len(known):
+            yield _of_port("rdma.mtu.mismatch", device, port, count=count, usual=usual)
+
+
+def _mixed(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
+    """What ports for the traffic of the GPUs should have in common."""
+    active = [(d, p) for d, p in _ports(devices) if p.state == "ACTIVE" and p.link_layer]
+    layers = sorted({port.link_layer for _, port in active if port.link_layer})
+    if len(layers) > 1:
+        seen = tuple(f"{where_of(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
+        yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", seen, layers=" and ".join(layers))
+    groups = [
+        [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
+        for members in _alike(devices)
+    ]
+    common = [Counter(port.netdev_mtu_bytes for port in ports).most_common(1)[0] for ports in groups if ports]
+    split = any(2 * count <= len(ports) for (_, count), ports in zip(common, filter(None, groups), strict=True))
+    if split or len({mtu for mtu, _ in common}) > 1:
+        ports = [port for group in groups for port in group]
+        mtus = sorted({port.netdev_mtu_bytes for port in ports if port.netdev_mtu_bytes})
+        seen = tuple(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}" for port in ports[:EVIDENCE_MAX])
+        listed = ", ".join(map(str, mtus))
+        yield finding(TEXTS, "rdma.mtu.mismatch mixed", None, "", seen, mtus=listed)
+
+
+def _permission(device: RdmaDevice) -> Iterator[Finding]:
+    if device.uverbs is None:
+        yield finding(TEXTS, "rdma.uverbs.missing", subject=device.name)
+    elif device.uverbs_usable is False:
+        yield finding(TEXTS, "rdma.uverbs.permission", subject=device.name, node=device.uverbs)
+
+
+def _firmware(facts: RdmaFacts) -> Iterator[Finding]:
+    versions: dict[str, set[str]] = {}
+    for device in facts.devices:
+        if device.board and device.firmware:
+            versions.setdefault(device.board, set()).add(device.firmware)
+    for board, found in versions.items():
+        if len(found) > 1:
+            seen = tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board)
+            listed = ", ".join(sorted(found))
+            yield finding(TEXTS, "rdma.firmware.mixed", None, board, seen, board=board, versions=listed)
+
+
+def _memlock(facts: RdmaFacts) -> Iterator[Finding]:
+    proof = facts.memlock_proof
+    if proof is None or proof.failed_bytes is None:
+        return
+    no_memory = "errno 12" in (proof.error or "")  # ENOMEM is how the kernel refuses pages beyond RLIMIT_MEMLOCK
+    why = "the memlock limit binds, and NCCL's buffers of 4 MiB and more do not fit" if no_memory else proof.error
+    status = Status.FAIL if no_memory else Status.UNKNOWN
+    yield finding(TEXTS, "rdma.memlock.registration", status, proof.device, proof=proof, why=why)
+
+
+def subject(device: RdmaDevice, port: RdmaPort) -> str:
+    """ "mlx5_2:1"."""
+    return f"{device.name}:{port.port}"
+
+
+def where_of(device: RdmaDevice, port: RdmaPort) -> str:
+    """The port's folder in sysfs."""
+    return f"{SYSFS}/{device.name}/ports/{port.port}"
+
+
+def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Lanes and family of a port that is ACTIVE."""
+    rate = port.rate_bytes_per_second
+    # InfiniBand ports of adapters are four lanes wide; fewer is a link that came up degraded. On Ethernet the lane
+    # count in the rate's text is only how the kernel expresses a speed.
+    if port.link_layer == "InfiniBand" and port.rate_text and any(w in port.rate_text for w in ("(1X ", "(2X ")):
+        yield _of_port("rdma.port.rate lanes", device, port)
+    yield from _below_max(device, port)
+    best = None if port.rate_max_bytes_per_second else fastest(device.model)
+    if best and rate and rate < best:
+        yield _of_port("rdma.port.family_rate", device, port, rate=gbps(rate), best=gbps(best))
+
+
+def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """A port against its own maximum, which its driver knows: a slower switch port is a choice, but one to know of."""
+    rate, most = port.rate_bytes_per_second, port.rate_max_bytes_per_second
+    virtual = device.is_vf or (device.model or "").endswith(" VF")  # its rate is what its owner gives it
+    if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
+        yield _of_port("rdma.port.below_max unknown", device, port, netdev=port.netdev or "(no netdev here)")
+    if rate and most and rate < most:
+        values = {"rate": gbps(rate), "most": gbps(most), "megabits": most * 8 / 1e6, "share": rate / most}
+        yield _of_port("rdma.port.below_max", device, port, None, (), **values)
+
+
+def gbps(bytes_per_second: float) -> str:
+    """A rate in the unit that NICs are sold by."""
+    return f"{bytes_per_second * 8 / 1e9:g} Gb/s"
+
+
+def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Whether RoCE v2 is there, and whether NCCL would take it."""
+    if port.link_layer != "Ethernet" or not port.gids_known:
+        return
+    where = f"{where_of(device, port)}/gid_attrs/types"
+    listed = tuple(f"{where}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
+    best, choice = rocev2_gid_index(port), nccl_gid_index(port)
+    if best is None:
+        unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
+        status = Status.UNKNOWN if unknown else Status.FAIL
+        key = "rdma.gid.missing_rocev2" + " unknown" * unknown
+        yield _of_port(key, device, port, status, listed or (f"{where}: no used entry",))
+        return
+    chosen = next((gid for gid in port.gids if gid.index == choice), None)
+    values = {"choice": choice, "place": _where(port, best), "remedy": _addressed(port, best)}
+    if chosen is None or chosen.type != ROCE_V2:
+        # an empty entry connects to nothing; RoCE v1 works within its subnet
+        status, kind = (Status.WARN, chosen.type) if chosen else (Status.FAIL, "empty")
+        yield _of_port("rdma.gid.choice", device, port, status, listed, kind=kind, **values)
+    elif not any(ipv4_of(gid) for gid in port.gids):
+        key = "rdma.gid.no_ipv4" + " routed" * _routed_v6(port)
+        yield _of_port(key, device, port, None, listed, **values)
+
+
+def _routed_v6(port: RdmaPort) -> bool:
+    """Whether a RoCE v2 GID of IPv6 is more than link-local."""
+    return any(gid.type == ROCE_V2 and not ipv4_of(gid) and not is_link_local(gid) for gid in port.gids)
+
+
+def _where(port: RdmaPort, best: int) -> str:
+    if any(ipv4_of(gid) for gid in port.gids) or _routed_v6(port):
+        return f"RoCE v2 is at index {best}"
+    return "its RoCE v2 GIDs are link-local only, by which no other subnet is reached and which NCCL does not choose"
+
+
+def _addressed(port: RdmaPort, best: int) -> str:
+    """What helps: an address; where IPv6 is there the family, since an index breaks where tables differ."""
+    if any(ipv4_of(gid) for gid in port.gids):
+        return f"Set NCCL_IB_GID_INDEX={best}, or NCCL_IB_ROCE_VERSION_NUM=2 with NCCL 2.21 and later."
+    if _routed_v6(port):
+        return "Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node."
+    return "Give the port's netdev an IP address: no variable makes link-local GIDs reach another node."
+
+
+def _payload(mtu_bytes: int) -> float:
+    """The share of the wire that data has: Ethernet (preamble, header, FCS, gap), IPv4, UDP, BTH and ICRC come on top.
+
+    2048 of 4096 costs 2 %, 1024 6 %, 512 12 %.
+    """
+    return mtu_bytes / (mtu_bytes + ROCE_WIRE_BYTES)
+
+
+def check_mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
+    """Whether packets could be larger."""
+    active = port.active_mtu_bytes
+    if port.link_layer == "Ethernet" and active and active < ROCE_FULL_MTU_BYTES:
+        status = by_loss(1.0 - _payload(active) / _payload(ROCE_FULL_MTU_BYTES))
+        yield _of_port("rdma.mtu.small", device, port, status)
+
+
+def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
+    """ACTIVE RoCE ports with and without PFC."""
+    roce = [
+        (device, port)
+        for device, port in _ports(facts.devices)
+        if port.state == "ACTIVE" and port.link_layer == "Ethernet" and device.kind == "hca"
+    ]
+    known = [(device, port) for device, port in roce if port.pfc_priorities is not None]
+    if roce and not known:
+        names = ", ".join(port.netdev or "no netdev" for _, port in roce)
+        yield finding(TEXTS, "rdma.pfc.off unknown", names=names)
+    for members in _alike(facts.devices):  # another board may serve storage, on a fabric of its own
+        ports = [port for device, port in members if (device, port) in known]
+        if len({port.pfc_priorities for port in ports}) > 1:
+            model = members[0][0].model or "one board"
+            yield finding(TEXTS, "rdma.pfc.mixed", None, "", _evidence(ports), model=model)
+    if known and not any(port.pfc_priorities for _, port in known):
+        yield _no_flow_control([port for _, port in known])
+
+
+def _no_flow_control(ports: list[RdmaPort]) -> Finding:
+    unmarked = [port for port in ports if port.ecn is False]
+    if not unmarked:
+        return finding(TEXTS, "rdma.pfc.off", None, "", _evidence(ports))
+    seen = (*_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
+    return finding(TEXTS, "rdma.pfc.off unmarked", None, "", seen, count=len(unmarked))
+
+
+def _evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
+    return tuple(
+        f"DCB_CMD_IEEE_GET {port.netdev}: PFC on {', '.join(map(str, port.pfc_priorities or ())) or 'no priority'}"
+        for port in list(ports)[:EVIDENCE_MAX]
+    )
 
 
 def samples(facts: RdmaFacts) -> Iterator[Sample]:
     """What node_exporter's infiniband collector lacks, with its labels: GIDs, MTU, netdev, NUMA node, access."""
-
     for device in facts.devices:
         known = (("rdma_device_numa_node", device.numa_node), ("rdma_device_usable", device.uverbs_usable))
         for metric, value in known:
@@ -43,29 +392,13 @@ def samples(facts: RdmaFacts) -> Iterator[Sample]:
         yield Sample(metric="rdma_registered_bytes", value=float(proof.registered_bytes), labels=(proof.device,))
 
 
-_PORT = ("device", "port")
-
 PROBE = Probe(
     name="rdma",
     facts=RdmaFacts,
     read=read,
     check=check,
     samples=samples,
-    codes=(*codes_of(TEXTS), "rdma.counters.rising"),
-    metrics=(
-        Metric(name="rdma_device_numa_node", help="NUMA node of the RDMA device.", labels=("device",)),
-        Metric(name="rdma_device_usable", help="1 where the agent may open the device.", labels=("device",)),
-        Metric(
-            name="rdma_port_info",
-            help="Netdev and link layer of the port.",
-            labels=(*_PORT, "link_layer", "netdev", "kind"),
-            kind="info",
-        ),
-        Metric(name="rdma_port_nccl_gid_index", help="GID index NCCL takes with nothing set.", labels=_PORT),
-        Metric(name="rdma_port_rocev2_gid_index", help="First GID index that is RoCE v2.", labels=_PORT),
-        Metric(name="rdma_port_mtu_bytes", help="Payload of a packet on the port.", labels=_PORT),
-        Metric(name="rdma_port_netdev_mtu_bytes", help="MTU of the port's netdev.", labels=_PORT),
-        Metric(name="rdma_registered_bytes", help="Largest memory region registered by the probe.", labels=("device",)),
-    ),
+    codes=codes_of(TEXTS),
+    metrics=read_metrics(__file__),
     timeout_seconds=20.0,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from agent.base import bench_history
+from agent.base import result_store
 from agent.base import result_store as keep
 from agent.base.exits import EXIT_FAILED
 from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
@@ -61,4 +61,4 @@ def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) ->
     assert result_from_json(keep.read(tmp_path / keep.BENCH_FILE)) == WHOLE
     keep.keep_bench(CUT, tmp_path)
     assert result_from_json(keep.read(tmp_path / keep.BENCH_FILE)) == CUT
-    assert [line.complete for line in bench_history.read(tmp_path)] == [False, True]
+    assert [line.complete for line in result_store.bench_history(tmp_path)] == [False, True]

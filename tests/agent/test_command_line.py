@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 from rigs.tables import each_row
 
 from agent.cli.main import VERBS, cli, expand_hosts
+from agent.cli.networks import DEFAULT_NETWORKS
+from planner.kubernetes.job import DEVICE_CLASSES, RESTARTS
+from planner.lint.sources import KINDS
 
 MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 
@@ -32,6 +36,23 @@ def test_every_verb_is_wired_and_has_help(verb: str) -> None:
     assert command is not None
     assert command.name == verb
     assert command.help
+
+
+@each_row(
+    ("verb", "option", "said"),
+    [
+        ("launch", "restarts", str(RESTARTS)),
+        ("launch", "dra", f"gpu={DEVICE_CLASSES[0]} and nic={DEVICE_CLASSES[1]}"),
+        ("compare-networks", "networks", " and ".join(DEFAULT_NETWORKS)),
+        ("lint-env", "kind", f"auto|{'|'.join(KINDS)}"),
+    ],
+)
+def test_options_say_what_the_code_does(verb: str, option: str, said: str) -> None:
+    """Defaults and choices that the tables of options repeat are those of the code."""
+    command = cli.get_command(None, verb)  # type: ignore[arg-type]
+    assert command is not None
+    (one,) = [each for each in command.params if each.name == option]
+    assert said in " ".join(one.get_help_record(click.Context(command)) or ())
 
 
 BAD = [

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from rigs.tables import each_row
 
-from agent.checks.order import worst_first
+from agent.checks.groups import worst_first
 from agent.checks.verdict import GateError, judge, select
 from agent.checks.view import with_passes
 from contracts.finding import Finding, Status

@@ -21,7 +21,11 @@ from probes.scan import scan
 FOLDER = Path(__file__).parent.parent / "machines"
 MACHINES = sorted(FOLDER.glob("*.json"))
 H100 = "hgx-h100-8xH100-8hca"
-SOUND = {path.stem: H100 for path in MACHINES if path.stem.startswith("sick-h100")}
+SOUND = {
+    **{path.stem: H100 for path in MACHINES if path.stem.startswith("sick-h100")},
+    "sick-l40s-x4": "l40s-4x-pcie",
+    "r760xa-2xA40-bf3-memlock-8MiB": "r760xa-2xA40-bf3",
+}
 Golden = Callable[..., None]
 
 

@@ -12,7 +12,7 @@ import pytest
 from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
-from agent.checks import bars
+from agent.checks import judged
 from agent.checks.baseline import read as read_baseline
 from agent.checks.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
 from agent.checks.measured import with_bench
@@ -35,10 +35,10 @@ def result(
 ) -> BenchResult:  # fmt: skip
     """What a run on this machine would have left, with these bus bandwidths in GB/s."""
     found = snapshots((MACHINES / f"{machine}.json",))
-    links = json.loads(json.dumps(bars.links_of(found, ranks)))
+    links = json.loads(json.dumps(judged.links_of(found, ranks)))
     row: dict[str, Any] = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
-    expect = bars.expected(found, ranks)
+    expect = judged.expected(found, ranks)
     world = tuple(range(len(hello)))
     made = [
         Measurement(

@@ -22,9 +22,9 @@ from agent.base.counters import samples as tallies
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.view import View, look
-from agent.metrics import catalogue
+from agent.metrics import families
 from agent.metrics import families as metrics
-from agent.metrics.catalogue import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, series_bound
+from agent.metrics.families import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, series_bound
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
@@ -136,7 +136,7 @@ def test_catalogue_has_each_name_once_and_no_label_too_many() -> None:
 
 def test_catalogue_file_is_valid() -> None:
     """catalogue.toml holds known keys, known kinds, and bounds that are a number or a symbol with a meaning."""
-    table = tomllib.loads((Path(catalogue.__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads((Path(families.__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))
     wrong = [
         f"{name}: {row}"
         for name, row in table["labels"].items()

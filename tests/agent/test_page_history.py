@@ -10,10 +10,10 @@ import pytest
 
 from agent.advice.advise import for_view
 from agent.advice.request import Request
-from agent.base import bench_history
+from agent.base import result_store
 from agent.base import result_store as keep
 from agent.http.state import State
-from agent.pages import benches, charts
+from agent.pages import charts, runs
 from agent.pages import render as pages
 from collectives.bench.results import result_from_json
 from probes.host.recording import load
@@ -34,15 +34,15 @@ def test_each_benchmark_leaves_a_line_and_the_last_one_itself(tmp_path: Path) ->
     """Newest first, the same one once, no more than are kept."""
     for result in (RESULT, later(60, 0.5), later(60, 0.5)):
         keep.keep_bench(result, tmp_path)
-    lines = bench_history.read(tmp_path)
+    lines = result_store.bench_history(tmp_path)
     assert [line.started_at_seconds for line in lines] == [RESULT.started_at_seconds + 60, RESULT.started_at_seconds]
     best = {(m.op, m.bytes): m.busbw_bytes_per_second for m in RESULT.measurements}
     for one in lines[1].largest:
         assert one.size_bytes == max(size for op, size in best if op == one.op)
         assert one.busbw_bytes_per_second == best[one.op, one.size_bytes]
-    for n in range(bench_history.KEPT + 5):
+    for n in range(result_store.KEPT_BENCHES + 5):
         keep.keep_bench(later(100 + n, 1.0), tmp_path)
-    assert len(bench_history.read(tmp_path)) == bench_history.KEPT
+    assert len(result_store.bench_history(tmp_path)) == result_store.KEPT_BENCHES
 
 
 def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
 )
 def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
     """What cannot be read is left out, and the next benchmark begins anew."""
-    (tmp_path / bench_history.FILE).write_text(text, encoding="latin-1")
-    assert bench_history.read(tmp_path) == ()
+    (tmp_path / result_store.HISTORY_FILE).write_text(text, encoding="latin-1")
+    assert result_store.bench_history(tmp_path) == ()
     keep.keep_bench(RESULT, tmp_path)
-    assert len(bench_history.read(tmp_path)) == 1
+    assert len(result_store.bench_history(tmp_path)) == 1
 
 
 def test_one_benchmark_is_no_history() -> None:
     """Nothing to compare, nothing drawn."""
-    line = bench_history.line_of(RESULT)
-    assert benches.figures([line], {line.started_at_seconds: "now"}) == ""
+    line = result_store.line_of(RESULT)
+    assert runs.bench_figures([line], {line.started_at_seconds: "now"}) == ""
     assert charts.runs("x", []) == ""

@@ -44,10 +44,14 @@ def options(command: click.Command) -> list[str]:
     return sorted(found)
 
 
-def verbs() -> dict[str, list[str]]:
+@cache
+def commands() -> dict[str, click.Command]:
     context = click.Context(cli)
-    commands = {verb: cli.get_command(context, verb) for verb in VERBS}
-    return {verb: options(command) for verb, command in commands.items() if command is not None}
+    return {verb: command for verb in VERBS if (command := cli.get_command(context, verb)) is not None}
+
+
+def verbs() -> dict[str, list[str]]:
+    return {verb: options(command) for verb, command in commands().items()}
 
 
 def endpoints() -> list[str]:
@@ -59,8 +63,9 @@ def endpoints() -> list[str]:
 
 @cache
 def variables() -> list[str]:
-    """Names that product code asks an environment for, or gives to click as `envvar`."""
-    found: set[str] = set()
+    """Names that product code asks an environment for, or an option."""
+    options = (parameter for command in commands().values() for parameter in command.params)
+    found = {str(option.envvar) for option in options if option.envvar}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             found.update(_asked(ast.parse(path.read_text(encoding="utf-8"))))
@@ -71,12 +76,8 @@ def _asked(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and _is_environment(node.value):
             yield from _text(node.slice)
-        elif isinstance(node, ast.Call):
-            if node.args and _asks(node.func):
-                yield from _text(node.args[0])
-            for keyword in node.keywords:
-                if keyword.arg == "envvar":
-                    yield from _text(keyword.value)
+        elif isinstance(node, ast.Call) and node.args and _asks(node.func):
+            yield from _text(node.args[0])
 
 
 def _asks(function: ast.expr) -> bool:

@@ -37,7 +37,7 @@ from agent.cli.main import cli
 from contracts import run_record
 from contracts.job_plan import JobPlan, read
 from contracts.run_record import Measured, NcclChannels, RunRecord
-from finetune.pod import write_termination_message
+from finetune.post import write_termination_message
 
 ROOT = Path(__file__).parents[2]
 DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"

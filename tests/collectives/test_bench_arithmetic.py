@@ -9,7 +9,7 @@ from rigs.tables import each_row
 from collectives.bench import results
 from collectives.bench.measure import Fault, parse_faults
 from collectives.bench.results import BenchResult, Measurement, fit_latency, spread_ratio
-from collectives.bench.run import BenchSpec, Case, SpecError, model_cases, sweep
+from collectives.bench.run import BenchSpec, Case, SpecError, sweep
 
 
 def measurement(size, seconds, op="all_gather", verified=True):
@@ -74,18 +74,6 @@ def test_unverified_sizes_and_other_ops_have_no_part_in_the_fit():
 def test_a_sweep_keeps_within_its_bounds():
     assert sweep(8, 100, 4) == (8, 32)
     assert sweep(8, 8, 2) == (8,)
-
-
-def test_the_cases_of_a_model_are_its_own_sizes():
-    cases = model_cases(fsdp_bucket_bytes=[300, 100, 300], tp_activation_bytes=[50], tp_groups=((0, 1), (2, 3)))
-    assert [(case.op, case.bytes) for case in cases] == [
-        ("all_gather", 100),
-        ("reduce_scatter", 100),
-        ("all_gather", 300),
-        ("reduce_scatter", 300),
-        ("all_reduce", 50),
-    ]
-    assert cases[-1].groups == ((0, 1), (2, 3))
 
 
 @each_row(

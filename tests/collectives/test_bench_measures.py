@@ -86,7 +86,8 @@ def test_progress_is_told_while_it_happens(result):
 
 
 def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
-    cases = bench.model_cases(fsdp_bucket_bytes=[65536], tp_activation_bytes=[4096], tp_groups=((0, 2), (1, 3)))
+    cases = tuple(bench.Case(op=op, bytes=65536) for op in ("all_gather", "reduce_scatter"))
+    cases += (bench.Case(op="all_reduce", bytes=4096, groups=((0, 2), (1, 3))),)
     found = bench.run(
         bench.BenchSpec(
             cases=cases,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence_rows import dressed, rows
 
 from collectives.nccl_log import evidence
 
@@ -60,37 +60,6 @@ def test_every_problem_shows_where_it_is(case: dict[str, Any]) -> None:
         assert row.text[:60].encode() in lines[row.line - 1]
 
 
-DRESSES: dict[str, Callable[[int, str], str]] = {
-    "mpirun": lambda n, line: f"[1,{n % 16}]<stdout>:{line}",
-    "horovodrun": lambda n, line: f"[{n % 16}]<stdout>:{line}",
-    "srun": lambda n, line: f"{n % 16:2}: {line}",
-    "torchrun": lambda n, line: f"[rank{n % 16}]: {line}",
-    "ray": lambda n, line: f"\x1b[36m(RayTrainWorker pid={n}, ip=10.0.0.{n % 250})\x1b[0m {line}",
-    "kubectl": lambda n, line: f"2026-01-02T03:04:{n % 60:02}.123456789Z {line}",
-    "kubectl prefix": lambda n, line: f"[pod/trainer-{n % 4}/main] {line}",
-    "compose": lambda n, line: f"worker-{n % 4}  | {line}",
-    "slurm": lambda n, line: f"[2026-01-02 03:04:{n % 60:02}] {line}",
-    "quoted": lambda _, line: f"> {line}",
-    "list": lambda _, line: f"* {line}",
-    "indented": lambda _, line: f"    {line}",
-    "carriage return": lambda _, line: f"{line}\r",
-    "colours": lambda _, line: f"\x1b[32m{line}\x1b[0m",
-    "progress bar": lambda n, line: f" {n % 100}%|###  | {n}/900 [00:01<00:20]\r{line}",
-    "html": lambda _, line: line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"),
-    "torchrun tee": lambda n, line: f"[default{n % 8}]:{line}",
-    "ray repeated": lambda n, line: f"(RayWorker pid={n}, ip=10.0.0.1) {line} [repeated 3x across cluster]",
-    "syslog": lambda _, line: f"<14>1 2026-11-21T04:16:49.003Z node-1 train 1234 - - {line}",
-    "cloudwatch": lambda _, line: f"  | 2026-01-02T03:04:05.208-07:00 | {line}",
-    "loki": lambda _, line: f'2026-01-02T03:04:05Z {{app="train",pod="t-0"}} {line}',
-    "cri": lambda _, line: f"2026-01-02T03:04:05.123456789+00:00 stdout F {line}",
-    "table": lambda _, line: f"| {line} |",
-    "page": lambda n, line: f'<span id="L{n}">' + line.replace("<", "&lt;").replace(">", "&gt;") + "</span><br>",
-    "stackdriver": lambda _, line: json.dumps({"textPayload": line, "severity": "INFO"}),
-    "fluent bit": lambda _, line: json.dumps({"message": json.dumps({"log": line + "\n"})}),
-    "json": lambda _, line: json.dumps({"log": f"{line}\n", "stream": "stdout"}).replace(">", "\\u003e"),
-}
-
-
 def verdict_of(lines: list[str]) -> tuple[object, ...]:
     verdict = evidence.read([line + "\n" for line in lines])
     codes = tuple(sorted(problem.code for problem in verdict.problems))
@@ -99,13 +68,13 @@ def verdict_of(lines: list[str]) -> tuple[object, ...]:
 
 
 @pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
-@pytest.mark.parametrize("dress", DRESSES)
-def test_a_launcher_changes_no_verdict(dress: str) -> None:
+@pytest.mark.parametrize(("name", "form"), rows("corpus_dresses"))
+def test_a_launcher_changes_no_verdict(name: str, form: str) -> None:
     """The same logs through every launcher, pager and container runtime."""
     for case in cases():
         lines = (LOGS / case["file"]).read_text(errors="replace").split("\n")
-        dressed = [DRESSES[dress](number, line) for number, line in enumerate(lines)]
-        assert verdict_of(dressed) == verdict_of(lines), case["file"]
+        worn = [dressed(form, number, line) for number, line in enumerate(lines)]
+        assert verdict_of(worn) == verdict_of(lines), f"{case['file']}: {name}"
 
 
 def interleave(lines: list[str], chance: random.Random) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from evidence_rows import HEAD, INFO, codes, rows
 from rigs.tables import each_row
 
 from agent.cli.evidence import evidence as verb
@@ -17,15 +18,9 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.messages import gpus_before_ampere
 from collectives.nccl_log.reader import BLOCK_BYTES, WORDS, LogFileError
 
-HEAD = "node-1:100:120 [0] "
-INFO = f"{HEAD}NCCL INFO "
 SEND = f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0"
 RECEIVE = f"{INFO}Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA"
 P2P = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
-
-
-def codes(*lines: str) -> list[str]:
-    return sorted(problem.code for problem in evidence.read(list(lines)).problems)
 
 
 def table(name: str, rank: int = 0, host: str = "node-1") -> str:
@@ -35,21 +30,8 @@ def table(name: str, rank: int = 0, host: str = "node-1") -> str:
 
 # --- sends without GPUDirect RDMA
 
-AGAINST = [
-    table("NVIDIA H100 80GB HBM3"),
-    "| 0  NVIDIA A100-SXM4-80GB        On   | 00000000:07:00.0 Off |",
-    "(EngineCore pid=1) device: NVIDIA RTX PRO 6000 Blackwell Server Edition",
-    table("Tesla V100-SXM2-32GB"),  # NVLink: the rule does not hold
-    f"{INFO}NVLS multicast support is available on dev 0",
-    f"{INFO}NVLS comm 0x55 headRank 0 nHeads 8 nvlsRanks 8 buffSize 1 nvlsPerRankSize 2 nvlsTotalSize 3",
-    f"{INFO}GPU Direct RDMA Disabled for GPU 7 / HCA 0 (distance 8 > 6)",
-    f"{INFO}GPU Direct RDMA Enabled for GPU 0 / HCA 0 (distance 4 <= 5), read 1 mode Default",
-    f"{INFO}comm 0x55 rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 1",
-    f"{INFO} Pattern 4, crossNic 0, nChannels 12, bw 20.0/20.0, type NVL/PIX, sameChannels 1",
-]  # fmt: skip
 
-
-@each_row("fact", AGAINST, ids=lambda value: value[-40:])
+@each_row("fact", rows("against_old_gpus"))
 def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
     """Any fact of the log that speaks against such a GPU takes the excuse away, wherever it stands."""
     for lines in ([fact, SEND, RECEIVE], [SEND, RECEIVE, fact]):
@@ -68,29 +50,7 @@ def test_the_rule_excuses_old_gpus(name: str) -> None:
 
 def test_generations_by_name() -> None:
     """Names as drivers print them; a name without a generation tells nothing."""
-    newer = (
-        "H100 80GB HBM3",
-        "GH200 480GB",
-        "GB200",
-        "B300 SXM6",
-        "A40",
-        "A10G",
-        "L40S",
-        "GeForce RTX 4090",
-        "RTX 6000 Ada Generation",
-        "RTX A6000",
-        "H20",
-    )
-    older = (
-        "V100-PCIE-16GB",
-        "T4",
-        "GeForce RTX 2080 Ti",
-        "GeForce GTX 1080 Ti",
-        "TITAN V",
-        "Quadro RTX 8000",
-        "P40",
-        "K80",
-    )
+    newer, older = rows("gpus_from_ampere_on"), rows("gpus_before_ampere")
     assert [name for name in newer if gpus_before_ampere([name]) is not False] == []
     assert [name for name in older if gpus_before_ampere([name]) is not True] == []
     assert gpus_before_ampere([]) is None
@@ -200,17 +160,7 @@ def test_traffic_of_one_host_over_the_network_is_named() -> None:
 # --- libfabric's providers
 
 
-@each_row(
-    ("provider", "code", "word"),
-    [
-        ("efa", "efa_without_gdrdma", "EFA"),
-        ("efa, fabric is efa-direct", "efa_without_gdrdma", "EFA"),
-        ("cxi", "slingshot_without_gdrdma", "FI_CXI"),
-        ("tcp", "libfabric_over_tcp", "FI_PROVIDER"),
-        ("tcp;ofi_rxm", "libfabric_over_tcp", "FI_PROVIDER"),
-        ("psm3", "net_without_gdrdma", "plugin"),
-    ],
-)
+@each_row(("provider", "code", "word"), rows("provider_advice"))
 def test_each_provider_has_its_own_advice(provider: str, code: str, word: str) -> None:
     """The same plugin drives EFA, Slingshot and TCP."""
     chosen = f"{INFO}NET/OFI Selected Provider is {provider} (found 4 nics)"
@@ -220,22 +170,7 @@ def test_each_provider_has_its_own_advice(provider: str, code: str, word: str) -
     assert ("EFA" in verdict.problems[0].message) == provider.startswith("efa")
 
 
-@each_row(
-    ("line", "efa", "cxi"),
-    [
-        (
-            "NET/OFI Request 0x7f completed with error. RC: 5. Error: 5 (Input/output error)",
-            "efa_request_failed",
-            "slingshot_request_failed",
-        ),
-        (
-            "NET/OFI Unable to register memory (type = 2) for device 2. RC: -22, Error: Invalid argument",
-            "efa_memory_not_registered",
-            "libfabric_setup_failed",
-        ),
-        ("NET/OFI Couldn't open AV. RC: -22, ERROR: Invalid argument", "efa_endpoint_failed", "libfabric_setup_failed"),
-    ],
-)
+@each_row(("efa", "cxi", "line"), rows("providers"))
 def test_a_failure_in_the_words_of_its_provider(line: str, efa: str, cxi: str) -> None:
     """EFA's advice helps nobody on Slingshot."""
     warning = f"{HEAD}ofi_process_cq:120 NCCL WARN {line}"
@@ -279,47 +214,14 @@ def test_nvlink_between_nodes() -> None:
 # --- NCCL's own diagnostics
 
 
-@each_row(
-    ("text", "code"),
-    [
-        ("[INFO] p2p: only 52/56 GPU-to-GPU peer accesses passed verification", "diag_p2p_failed"),
-        (
-            "[INFO] p2p: write mismatch srcRank=6 dstRank=5 path=NVL expected=0x1 got=0x0; check nvidia-smi nvlink",
-            "diag_p2p_failed",
-        ),
-        ("[INFO] p2p: peer-memory import failed srcRank=6 dstRank=5 path=PIX", "diag_p2p_failed"),
-        (
-            "[INFO] net bw: cross-nic rank 3 (node0): 265.1 Gbit/s, >30% off median 391.5 Gbit/s in comm 0x7a3f",
-            "diag_net_slow",
-        ),
-        ("[INFO] net bw: rank 0 (node0) mlx5_0: tool run timed out in comm 0x7a3f", "diag_net_failed"),
-        ("[INFO] ECC: uncorrected volatile errors on rank(s) {3} in comm 0x7a3f", "diag_ecc"),
-        ("[INFO] NVLink: inactive link(s) on rank(s) {3} in comm 0x7a3f", "diag_nvlink_down"),
-        ("[INFO] NVLink: inconsistent link speeds on rank(s) {3} across 8 ranks in comm 0x7a3f", "diag_nvlink_down"),
-        ("[INFO] NCCL environment: mismatch across 16 ranks in comm 0x5fa3 for NCCL_BUFFSIZE", "diag_mismatch"),
-        ("[INFO] IOMMU mode: enabled (DMA remapping) on 4 device(s) in comm 0x7a3f", "iommu_not_passthrough"),
-        ("[INFO] rdma_topo check: failed on rank(s) {3} across 8/8 ranks in comm 0x7a3f", "diag_net_failed"),
-        ("[INFO] Xid 79 detected 2 times on host node0. Restart the affected application.", "gpu_xid"),
-        ("[INFO] p2p: resource cleanup failed rank=3 result=2; some resources may remain", "diag_incomplete"),
-        ("[INFO] net bw: required external tool missing in comm 0x7a3f", "diag_incomplete"),
-        ("[INFO] GPU inventory: unavailable via NVML in comm 0x7a3f", "diag_incomplete"),
-    ],
-)
+@each_row(("code", "text"), rows("diagnostics"))
 def test_lines_of_nccl_run_diagnostics(text: str, code: str) -> None:
     """What NCCL_RUN_DIAGNOSTICS and NCCL_RUN_RAS_DIAGNOSTICS report, on stdout and without NCCL's usual header."""
     for line in (f"node0:24563 NCCL DIAG {text}", f"NCCL DIAG {text}"):
         assert codes(P2P, line) == [code]
 
 
-@each_row(
-    "text",
-    [
-        "Xid 79 detected 1 time on host node0. No user action or further investigation is required for this Xid.",
-        "Xid 31 detected 1 time on host node0. Restart the affected application.",
-        "IOMMU groups: GPU and NIC groups differ on 4 pair(s) in comm 0x7a3f; first rank 0",
-        "IOMMU mode: passthrough for 12 relevant device(s) across 8/8 ranks in comm 0x7a3f",
-    ],
-)
+@each_row("text", rows("diagnostics_mention"))
 def test_what_the_diagnostics_only_mention_is_no_problem(text: str) -> None:
     """Texts of libnccl.so.2 2.32.3 that accuse nothing."""
     assert codes(P2P, f"node0:24563 NCCL DIAG [INFO] {text}") == []
@@ -506,14 +408,7 @@ def test_the_rule_held_for_every_gpu_before_2_19(name: str) -> None:
     assert [p.code for p in evidence.read(nvlink).problems] == ["gdr_partial"]
 
 
-@each_row(
-    "line",
-    [
-        f"{INFO}rocm_smi_lib: version 5.0.0.0",
-        f"{INFO}NET/Plugin : No plugin found (librccl-net.so), using internal implementation",
-        f"{INFO}Channel 00/0 : 9[d6000] -> 0[d6000] [receive] via NET/AWS Libfabric/2/GDRDMA comm 0x9bbf nRanks 4096",
-    ],
-)
+@each_row("line", rows("rccl_lines"))
 def test_rccl_is_known_without_its_version(line: str) -> None:
     """It prints NCCL's prefix; ROCm's libraries and the end of a channel line give it away."""
     assert evidence.read([line]).library == "rccl"

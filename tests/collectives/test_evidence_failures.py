@@ -1,75 +1,16 @@
-# ruff: noqa: E501 - messages are quoted as they are printed
 """Failures in the forms that releases, plugins and PyTorch give them: none passes, and each is named for what it is."""
 
 from __future__ import annotations
 
+from evidence_rows import HEAD, INFO, codes, rows
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 
-HEAD = "node-1:100:120 [0] "
-INFO = f"{HEAD}NCCL INFO "
 CHANNEL = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
 
 
-def codes(*lines: str) -> list[str]:
-    return sorted(problem.code for problem in evidence.read(list(lines)).problems)
-
-
-FAILURES = [
-    # src/misc/shmutils.cc: to open another rank's memory is not to make one's own.
-    (f"{HEAD}misc/shmutils.cc:129 NCCL WARN Error while attaching to shared memory segment /dev/shm/nccl-Ab12 (size 100), error: No such file or directory (2)", "shm_attach_failed"),
-    (f"{HEAD}misc/shmutils.cc:112 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-Ab12 (size 100)", "shm_too_small"),
-    (f"{HEAD}include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device", "shm_too_small"),
-    # src/misc/socket.cc, 2.10 to 2.29
-    (f"{HEAD}include/socket.h:409 NCCL WARN Net : Connect to 10.0.0.2<40> failed : No route to host", "socket_connect_failed"),
-    (f"{HEAD}misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.0.2<40> failed : Software caused connection abort", "socket_connect_failed"),
-    (f"{HEAD}misc/socket.cc:468 NCCL WARN socketStartConnect: exceeded retries (20000)", "socket_connect_failed"),
-    (f"{HEAD}misc/socket.cc:578 NCCL WARN socketPollConnect: connect to 10.0.0.2<40> returned Connection refused, exceeded error retry count after 35 attempts", "socket_connect_failed"),
-    (f"{HEAD}os/linux.cc:288 NCCL WARN ncclOsSocketPollConnect: connect to 10.0.0.2<40> returned No route to host, exceeded error retry count after 35 attempts", "socket_connect_failed"),
-    (f"{HEAD}misc/socket.cc:441 NCCL WARN socketFinalizeAccept: wrong type 4 != 3", "bootstrap_mismatch"),
-    (f"{HEAD}bootstrap.cc:150 NCCL WARN Bootstrap Root : mismatch in rank count from procs 8 : 16", "bootstrap_mismatch"),
-    (f"{HEAD}bootstrap.cc:160 NCCL WARN Bootstrap Root : rank 3 of 8 ranks has already checked in", "bootstrap_mismatch"),
-    ("[node-1|0]:ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)", "bootstrap_no_interface"),
-    # src/misc/ibvwrap.cc, src/transport/net_ib*
-    (f"{HEAD}misc/ibvwrap.cc:120 NCCL WARN Call to ibv_query_gid failed with error Invalid argument errno 22", "gid_unreadable"),
-    (f"{HEAD}transport/net_ib.cc:283 NCCL WARN NET/IB: read failed in ncclIbRoceGetVersionNum: Invalid argument", "gid_unreadable"),
-    (f"{HEAD}misc/ibvwrap.cc:100 NCCL WARN Call to ibv_query_port failed with error Unknown error -19", "ib_call_failed"),
-    (f"{HEAD}transport/net_ib.cc:200 NCCL WARN NET/IB : Unable to query device mlx5_0", "ib_call_failed"),
-    (f"{HEAD}include/ibvwrap.h:80 NCCL WARN ibv_post_send() failed with error Cannot allocate memory, Bad WR 0x7f, First WR 0x7f", "ib_call_failed"),
-    (f"{HEAD}transport/net_ib.cc:171 NCCL WARN NET/IB : mlx5_3:1 Got async error event: port error", "ib_port_error"),
-    (f"{HEAD}transport/net_ib.cc:900 NCCL WARN NET/IB : req 0/1 tag 5 peer 10.0.0.2<40> collective mismatch error, local size 4 remote size 8", "collective_mismatch"),
-    (f"{HEAD}transport/net_socket.cc:400 NCCL WARN NET/Socket : peer 10.0.0.2<40> message truncated : receiving 512 bytes instead of 256", "collective_mismatch"),
-    # aws-ofi-nccl: the name of the function in full stands before it
-    (f"{HEAD}int handle_error_entry(ctx_t*, fid_cq*, uint16_t):46 NCCL WARN NET/OFI Request 0x7f45 completed with error. RC: 103. Error: 4126 (Unresponsive receiver). Completed length: 0", "efa_request_failed"),
-    (f"{HEAD}ofi_process_cq:1035 NCCL WARN NET/OFI Request 0x7f45 completed with error. RC: 21. Error: unknown error", "efa_request_failed"),
-    (f"{HEAD}find_ofi_provider:543 NCCL WARN NET/OFI Couldn't find any optimal provider", "no_efa_provider"),
-    # GPUs and their driver
-    (f"{HEAD}misc/cudawrap.cc:180 NCCL WARN Cuda failure 802 'system not yet initialized'", "fabric_manager_not_ready"),
-    ("node-1: Test CUDA failure common.cu:941 'system not yet initialized'", "fabric_manager_not_ready"),
-    (f"{HEAD}misc/nvmlwrap.cc:100 NCCL WARN Failed to open libnvidia-ml.so.1", "driver_mismatch"),
-    (f"{HEAD}misc/nvmlwrap.cc:179 NCCL WARN nvmlInit_v2() failed: Driver/library version mismatch", "driver_mismatch"),
-    (f"{HEAD}include/alloc.h:100 NCCL WARN Failed to CUDA calloc async 4 bytes", "cuda_failure"),
-    ("[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", "gpu_xid"),
-    (f"{HEAD}transport.cc:30 NCCL WARN No transport found !", "no_transport_found"),
-    # PyTorch
-    ("[rank0]:[F1 18:44:12.7 ProcessGroupNCCL.cpp:1306] [PG 0 Rank 0] Heartbeat monitor timed out! Process will be terminated", "watchdog_hung"),
-    ("[E ProcessGroupNCCL.cpp:325] Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels", "watchdog_timeout"),
-    ("[rank1]: DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout", "rendezvous_timeout"),
-    (f"{HEAD}include/socket.h:318 NCCL WARN Net : Socket creation failed : Address family not supported by protocol", "socket_connect_failed"),
-    # Calls that gave up, without a cause
-    (f"{HEAD}proxy.cc:1143 NCCL WARN Socket recv failed while polling for opId=0x7f6f", "call_failed"),
-    ("RuntimeError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1182, internal error, NCCL version 2.18.3", "call_failed"),
-    ("[rank3]:[E1 ProcessGroupNCCL.cpp:1414] [PG 0 Rank 3] Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error, NCCL version 2.20.5", "call_failed"),
-    ("RuntimeError: NCCL Error 2: unhandled system error", "call_failed"),
-    ("node-1: Test NCCL failure common.cu:958 'internal error'", "call_failed"),
-    (f"{INFO}group.cc:65 -> 3 [Async thread]", "call_failed"),
-    (f"{HEAD}proxy.cc:1031 NCCL WARN [Proxy Service 0] Failed to execute operation Setup from rank 1, retcode 3", "call_failed"),
-    (f"{HEAD}proxy.cc:1485 NCCL WARN [Service thread] Error encountered progressing operation=Connect, res=2, closing connection", "call_failed"),
-]  # fmt: skip
-
-
-@each_row(("line", "code"), FAILURES, ids=lambda value: value[-50:])
+@each_row(("code", "line"), rows("failures"))
 def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
     """Channels were made before it came: the log is failed, and the line is the proof."""
     verdict = evidence.read([CHANNEL, "loss 1.0", line])
@@ -78,17 +19,7 @@ def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
     assert evidence.exit_code(verdict) == evidence.FAILED
 
 
-HARMLESS = [
-    f"{INFO}misc/socket.cc:583 socketPollConnect: connect to 10.0.0.2<40> returned Connection refused, retrying (1/34) after sleep for 100 msec",
-    f"{INFO}Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1, retrying 1/2 after 500 msec of sleep",
-    f"{INFO}init.cc:990 -> 2",
-    f"{HEAD}proxy.cc:1521 NCCL WARN [Proxy Service 2] Failed to execute operation Close from rank 2, retcode 3",
-    "[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 45, pid=1234, Ch 00000008",
-    f"{INFO}NCCL_IB_DISABLE set by environment to 0.",
-]
-
-
-@each_row("line", HARMLESS, ids=lambda value: value[-50:])
+@each_row("line", rows("harmless"))
 def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
     """Retries, NCCL's way on without SHARP, the shutdown, and variables set to their default."""
     verdict = evidence.read([CHANNEL, line])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from evidence_rows import rows
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
@@ -13,70 +14,10 @@ from collectives.nccl_log.transport import ChannelCount
 
 HEAD = "gpu-a:101:131 [0] NCCL INFO "
 
+
 # line, transport, direction, with GDRDMA
-NETWORK_FORMS = [
-    ("Ring 00 : 1 -> 2 [send] via NET/IB/0/GDRDMA", "NET/IB", "send", True),  # 2.4 to 2.6
-    ("Ring 01 : 3 -> 0 [receive] via NET/Socket/0", "NET/Socket", "receive", False),
-    ("Channel 00 : 0[1b000] -> 8[1b000] [send] via NET/IB/0/GDRDMA", "NET/IB", "send", True),  # 2.7 to 2.11
-    (
-        "Channel 00 : 9[101d0] -> 0[101c0] [receive] via NET/AWS Libfabric/1/GDRDMA",
-        "NET/AWS Libfabric",
-        "receive",
-        True,
-    ),
-    ("Channel 00/0 : 0[1b000] -> 8[1b000] [send] via NET/IB/0(3)/GDRDMA", "NET/IB", "send", True),  # 2.12
-    ("Channel 00/1 : 0[1b000] -> 8[1b000] [send] via NET/IB/0/GDRDMA/Shared", "NET/IB", "send", True),
-    ("Channel 00/1 : 0[1b000] -> 8[1b000] [send] via NET/IB/0/Shared", "NET/IB", "send", False),
-    ("Channel 00/0 : 7[7] -> 8[0] [receive] via NET/IBext_v8/11/GDRDMA", "NET/IBext_v8", "receive", True),  # 2.18.3
-    ("Channel 15/0 : 7[7] -> 8[0] [send] via NET/IB/7(6)/GDRDMA(PCI)", "NET/IB", "send", True),  # 2.26.2
-    ("Channel 15/0 : 7[7] -> 8[0] [send] via NET/IB/7/GDRDMA(PCI)/Shared", "NET/IB", "send", True),
-    ("Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Libfabric/0/GDRDMA/flush=None", "NET/Libfabric", "receive", True),
-    ("Channel 03/0 : 2[2] -> 11[3] [send] via NET/gIB/3/GDRDMA", "NET/gIB", "send", True),
-    ("Channel 03/0 : 2[2] -> 11[3] [send] via NET/FasTrak/3", "NET/FasTrak", "send", False),
-    ("Channel 03/0 : 2[2] -> 11[3] [send] via NET/GPUDirectTCPX_v7/3", "NET/GPUDirectTCPX_v7", "send", False),
-    ("Channel 01/0 : 1[26000] -> 8[5000] [send] via NET/IB/2 comm 0x3cfa21d0 nRanks 16", "NET/IB", "send", False),
-    ("Channel 01/0 : 1[26000] -> 8[5000] [send] via NET/IB/2/GDRDMA comm 0x3c nRanks 16", "NET/IB", "send", True),
-    ("CollNet 00/0 : 3 [send] via COLLNET/SHARP/0/GDRDMA(PCI)", "COLLNET/SHARP", "send", True),
-    ("CollNet 00 : 3 [receive] via COLLNET/SHARP/0", "COLLNET/SHARP", "receive", False),
-    ("Coll 00 : 3 [send] via COLLNET/SHARP/0/GDRDMA", "COLLNET/SHARP", "send", True),
-]
-
-LOCAL_FORMS = [
-    ("Ring 00 : 0[0] -> 1[1] via P2P/IPC", "P2P/IPC"),
-    ("Ring 00 : 0[0] -> 1[1] via P2P/direct pointer", "P2P/direct pointer"),
-    ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer/read", "P2P/direct pointer/read"),
-    ("Channel 00 : 0[100000] -> 1[200000] via P2P/IPC/read", "P2P/IPC/read"),
-    ("Channel 00/0 : 0[0] -> 1[1] via P2P/IPC/CE", "P2P/IPC/CE"),
-    ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P/CUMEM"),
-    ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read/CE", "P2P/CUMEM/read/CE"),
-    ("Channel 00/0 : 0[0] -> 3[3] via P2P/indirect/2[2]", "P2P/indirect"),
-    ("Channel 00 : 0[12000] -> 1[14000] via direct shared memory", "SHM"),
-    ("Channel 00 : 0[0] -> 1[1] via SHM/direct/direct", "SHM"),
-    ("Channel 00 : 0[0] -> 1[1] via SHM/direct", "SHM"),
-    ("Channel 00 : 0[0] -> 1[1] via SHM/CE/CE", "SHM"),
-    ("Channel 04/0 : 0[a6000] -> 1[c6000] via P2P/IPC comm 0x3cf9cf50 nRanks 16", "P2P/IPC"),
-]
-
-PREFIXES = [
-    "[1,0]<stdout>:",
-    " 0: ",
-    "12: ",
-    "[rank0]: ",
-    "(RayWorkerWrapper pid=123, ip=10.0.0.2) ",
-    "\x1b[36m(RayTrainWorker pid=9)\x1b[0m ",
-    "2025-11-03T10:11:12.123456789Z ",
-    "2025-11-03 10:11:12,123 ",
-    "> ",
-    "* ",
-    "| ",
-    "worker-0 | ",
-    "[pod/trainer-0/main] ",
-    "",
-]
-
-
-@each_row("prefix", PREFIXES)
-@each_row(("line", "transport", "direction", "gdrdma"), NETWORK_FORMS)
+@each_row("prefix", rows("prefixes"))
+@each_row(("line", "transport", "direction", "gdrdma"), rows("network_forms"))
 def test_network_forms(prefix: str, line: str, transport: str, direction: str, gdrdma: bool) -> None:
     """Transport, direction and tag are read behind every launcher's prefix."""
     verdict = evidence.read([f"{prefix}{HEAD}{line}\n"])
@@ -86,7 +27,7 @@ def test_network_forms(prefix: str, line: str, transport: str, direction: str, g
     assert verdict.intra_node_transport is None
 
 
-@each_row(("line", "transport"), LOCAL_FORMS)
+@each_row(("line", "transport"), rows("local_forms"))
 def test_forms_within_a_node(line: str, transport: str) -> None:
     """GPUDirect RDMA does not apply; P2P is called P2P, not NVLink."""
     verdict = evidence.read([f"{HEAD}{line}\n"])
@@ -95,19 +36,7 @@ def test_forms_within_a_node(line: str, transport: str) -> None:
     assert evidence.exit_code(verdict) == evidence.PASS
 
 
-@each_row(
-    ("network", "name"),
-    [
-        ("IB", "IB"),
-        ("IBext", "IB (plugin IBext)"),
-        ("IBext_v10", "IB (plugin IBext_v10)"),
-        ("Socket", "Socket"),
-        ("AWS Libfabric", "libfabric (AWS Libfabric)"),
-        ("Libfabric", "libfabric (Libfabric)"),
-        ("gIB", "gIB"),
-        ("FastSocket", "FastSocket"),
-    ],
-)
+@each_row(("network", "name"), rows("network_names"))
 def test_names_between_nodes(network: str, name: str) -> None:
     """The same name from channel lines and from the line that selects the network."""
     channel = evidence.read([f"{HEAD}Channel 00/0 : 0[0] -> 1[0] [send] via NET/{network}/0\n"])
@@ -142,18 +71,7 @@ def test_multi_node_nvlink_joins_nodes() -> None:
     assert verdict.problems == ()
 
 
-@each_row(
-    ("text", "version"),
-    [
-        ("NCCL version 2.21.5+cuda12.4", "2.21.5+cuda12.4"),
-        (f"{HEAD}NCCL version 2.27.7+cuda12.9", "2.27.7+cuda12.9"),
-        ("0: NCCL version 2.4.8+cuda10.1", "2.4.8+cuda10.1"),
-        ("NCCL version 2.12.6azure3+cuda11.4", "2.12.6azure3+cuda11.4"),
-        (f"{HEAD}RCCL version : 2.22.3-HEAD:271856d", "RCCL 2.22.3"),
-        ("RCCL version 2.18.6+hip6.1 HEAD:9a1c2d3+", "RCCL 2.18.6+hip6.1"),
-        ("NCCL version 2.30.7+cuda13.0gpu-b:1:2 [0] NCCL INFO Using network IB", "2.30.7+cuda13.0"),
-    ],
-)
+@each_row(("text", "version"), rows("versions"))
 def test_versions(text: str, version: str) -> None:
     """Printed bare, at INFO, by RCCL, and glued to a neighbour."""
     verdict = evidence.read([text + "\n"])
@@ -161,18 +79,7 @@ def test_versions(text: str, version: str) -> None:
     assert verdict.library == ("rccl" if "RCCL" in version else "nccl")
 
 
-@each_row(
-    ("version", "distance", "name"),
-    [
-        ("2.10.3", 4, "PXB"),
-        ("2.18.5", 6, "PHB"),
-        ("2.22.3", 8, "NET"),
-        ("2.26.2", 4, "PIX"),
-        ("2.27.3", 7, "P2C"),
-        ("2.27.5", 6, "P2C"),
-        ("2.27.5", 9, "SYS"),
-    ],
-)
+@each_row(("version", "distance", "name"), rows("distances"))
 def test_distances_are_decoded_by_version(version: str, distance: int, name: str) -> None:
     """The path enumeration changed: the same number is another path."""
     verdict = evidence.read(
@@ -193,7 +100,7 @@ def test_without_a_version_distances_stay_numbers() -> None:
 
 def test_json_is_plain() -> None:
     """The verdict survives JSON and states the least a reader needs."""
-    sent = f"{HEAD}{NETWORK_FORMS[4][0]}"
+    sent = f"{HEAD}{rows('network_forms')[4][0]}"
     lines = [sent, sent.replace("[send]", "[receive]").replace("(3)", "")]
     data = json.loads(json.dumps(evidence.to_json(evidence.read(lines))))
     assert data["gdrdma"] == "on"
@@ -214,18 +121,7 @@ SOCKETS = [
 ]
 
 
-@each_row(
-    ("before", "behind"),
-    [
-        ("", ""),
-        ('{"log": "', '\\n", "stream": "stdout"}'),
-        ('2026-01-01,node-1,"', '"'),
-        ("| ", " |"),
-        ("<td>", "</td>"),
-        ("(RayWorker pid=7, ip=10.0.0.1) ", " [repeated 3x across cluster] (Ray deduplicates logs by default.)"),
-        ("", "   \t"),
-    ],
-)
+@each_row(("before", "behind"), rows("wrappings"))
 def test_what_a_collector_wraps_around_a_line_is_no_part_of_its_value(before: str, behind: str) -> None:
     """Values at the end of a line are read without the quote, the table edge or the count that follow."""
     verdict = evidence.read([f"{before}{line}{behind}\n" for line in SOCKETS])

@@ -3,99 +3,19 @@
 
 from __future__ import annotations
 
+from evidence_rows import DIED, END, INFO, rows
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
 
-HEAD = "node-1:100:120 [0] "
-INFO = f"{HEAD}NCCL INFO "
 GOOD = [
     f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA",
     f"{INFO}Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
 ]
 
-ENDS = [
-    # the process
-    ("[node-1:04242] Signal: Segmentation fault (11)", "process_crashed"),
-    ("[node-1:4242 :0:4242] Caught signal 11 (Segmentation fault: address not mapped to object at address 0x8)", "process_crashed"),
-    ("Fatal Python error: Segmentation fault", "process_crashed"),
-    ("/opt/run.sh: line 31: 4242 Segmentation fault      (core dumped) python train.py", "process_crashed"),
-    ("srun: error: node-1: task 3: Bus error (core dumped)", "process_crashed"),
-    ("terminate called after throwing an instance of 'c10::Error'", "process_aborted"),
-    ("  exitcode  : -11 (pid: 4242)", "process_crashed"),
-    ("  traceback : Signal 6 (SIGABRT) received by PID 4242", "process_aborted"),
-    ("prterun noticed that process rank 3 with PID 4242 on node node-1 exited on signal 11 (Segmentation fault).", "process_crashed"),
-    ("command terminated with exit code 139", "process_crashed"),
-    ("  traceback : Signal 9 (SIGKILL) received by PID 4242", "process_killed"),
-    ("mpirun noticed that process rank 0 with PID 0 on node node-1 exited on signal 9 (Killed).", "process_killed"),
-    ("Killed", "process_killed"),
-    ("*** SIGSEGV received at time=1767322800 on cpu 12 ***", "process_crashed"),
-    ("*** SIGBUS (@0x7f00) received by PID 4242 (TID 0x7f01) from PID 8; stack trace: ***", "process_crashed"),
-    ("torch.multiprocessing.spawn.ProcessExitedException: process 3 terminated with signal SIGSEGV", "process_crashed"),
-    ("subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGABRT: 6>.", "process_aborted"),
-    ("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Segmentation fault (signal 11)", "process_crashed"),
-    ("=   KILLED BY SIGNAL: 9 (Killed)", "process_killed"),
-    ("RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed.", "process_killed"),
-    ("    Exit Code:    139", "process_crashed"),
-    ("    Exit Code:    137", "process_killed"),
-    ("the task exited with status code 137", "process_killed"),
-    ("=>> PBS: job killed: mem 12582912kb exceeded limit 8388608kb", "host_out_of_memory"),
-    ("(raylet) A worker died or was killed while executing a task by an unexpected system error.", "job_failed"),
-    ("[rank3]:[F102 03:04:05 ProcessGroupNCCL.cpp:1387] [PG 0 Rank 3] ProcessGroupNCCL's watchdog got stuck for 480 seconds", "watchdog_hung"),
-    ("NCCL operation ncclCommInitRank(&comm, nranks, id, rank) failed: unhandled system error", "call_failed"),
-    ("srun: error: node-1: tasks 0-7: Killed", "process_killed"),
-    ('    "exitCode": 137,', "process_killed"),
-    # memory
-    ("slurmstepd: error: Detected 1 oom_kill event in StepId=4242.0. Some of the step tasks have been OOM Killed.", "host_out_of_memory"),
-    ("slurmstepd: error: Detected 3 oom-kill event(s) in StepId=4242.0 cgroup.", "host_out_of_memory"),
-    ("[ 4242.1] Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB", "host_out_of_memory"),
-    ("      reason: OOMKilled", "host_out_of_memory"),
-    ("srun: error: node-1: task 0: Out Of Memory", "host_out_of_memory"),
-    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB", "gpu_out_of_memory"),
-    ("RuntimeError: CUDA error: out of memory", "gpu_out_of_memory"),
-    ("RuntimeError: HIP out of memory. Tried to allocate 2.00 GiB", "gpu_out_of_memory"),
-    ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", "gpu_out_of_memory"),
-    ("RuntimeError: CUDA error: an illegal memory access was encountered", "cuda_error"),
-    # schedulers
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***", "time_limit_reached"),
-    ("slurmstepd: error: *** JOB 4242 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE to TIME LIMIT ***", "time_limit_reached"),
-    ("=>> PBS: job killed: walltime 3610 exceeded limit 3600", "time_limit_reached"),
-    ("TERM_RUNLIMIT: job killed after reaching LSF run time limit.", "time_limit_reached"),
-    ("Job was active longer than specified deadline", "time_limit_reached"),
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION ***", "job_preempted"),
-    ("  reason: Preempted", "job_preempted"),
-    ("The node was low on resource: memory.", "job_preempted"),
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***", "node_failed"),
-    ("slurmstepd: error: *** STEP 4242.0 ON node-1 CANCELLED AT 2026-01-02T03:04:05 ***", "job_cancelled"),
-    ("torch.distributed.elastic.multiprocessing.api.SignalException: Process 4242 got signal: 15", "job_stopped"),
-    # launchers
-    ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "job_failed"),
-    ("  exitcode  : 1 (pid: 4242)", "job_failed"),
-    ("srun: error: node-1: task 3: Exited with exit code 1", "job_failed"),
-    ("mpirun detected that one or more processes exited with non-zero status, thus causing the job to be terminated.", "job_failed"),
-    ("Primary job  terminated normally, but 1 process returned a non-zero exit code.", "job_failed"),
-    ("MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD", "job_failed"),
-    ("=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", "job_failed"),
-    ("subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 2.", "job_failed"),
-    ("[2026-01-02 03:04:05] [ERROR] [launch.py:322:sigkill_handler] ['python', 'train.py'] exits with return code = 1", "job_failed"),
-    ("Job has reached the specified backoff limit", "job_failed"),
-    ("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "job_failed"),
-    # PyTorch and NCCL
-    ("[rank3]:[E102 03:04:05 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)", "watchdog_timeout"),
-    ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error", "call_failed"),
-    ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.", "call_failed"),
-    ("torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.", "rendezvous_timeout"),
-    ("# Out of bounds values : 4 FAILED", "wrong_results"),
-    # libfabric
-    ("libfabric:4242:1767322800::efa:cq:efa_rdm_txe_handle_error():244<warn> err: 5, message: Input/output error, prov_err: Unresponsive receiver My EFA addr: fi_addr_efa://[fe80::1] Peer EFA addr: fi_addr_efa://[fe80::2]", "efa_request_failed"),
-    ("libfabric:4242:1767322800::efa:cq:efa_rdm_rxe_handle_error():207<warn> err: 103, message: Software caused connection abort", "efa_request_failed"),
-    ("libfabric:4242:1767322800::cxi:ep_data:cxip_rdzv_pte_src_cb():120<warn> node-1: Request: 0x1 error: completion error 5", "slingshot_request_failed"),
-    ("libfabric:4242:1767322800::verbs:cq:vrb_poll_cq():1<warn> err: 12", "libfabric_request_failed"),
-]  # fmt: skip
 
-
-@each_row(("line", "code"), ENDS, ids=lambda value: value[-48:])
+@each_row(("code", "line"), rows("ends"))
 def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
     """Two statements: GPUDirect RDMA was on, and the job failed; the exit code follows the worse."""
     verdict = evidence.read([*GOOD, "loss 1.0", line])
@@ -109,32 +29,13 @@ def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
 @each_row(
     "launcher", ["12: ", "[1,3]<stdout>:", "[rank3]: ", "2026-01-02T03:04:05.678Z ", "(Worker pid=3, ip=10.0.0.1) "]
 )
-@each_row(("line", "code"), [ENDS[4], ENDS[11], ENDS[19], ENDS[-4]], ids=lambda value: value[-30:])
+@each_row(("code", "line"), [rows("ends")[n] for n in (4, 11, 19, -4)])
 def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
     """What ended the job stands behind the marks of the launcher."""
     assert [p.code for p in evidence.read([launcher + text for text in (*GOOD, line)]).problems] == [code]
 
 
-ALIVE = [
-    "Setting up handlers for SIGSEGV, SIGTERM and SIGABRT",
-    "step 31: 2 workers exited with code 0",
-    '"exitCode": 0',
-    "max_exit_code: 3",
-    "    Exit Code:    0",
-    "sample 3 classified (signal 0.7)",
-    "the request failed with status code 503, retrying",
-    "time limit per prompt: 30 s",
-    "Reserving memory: out of memory errors are retried",
-    "  terminationReason: OOMKilled: false",
-    "Evicted 31 blocks from the cache",
-    "libfabric:4242:1767322800::core:core:fi_getinfo_():1201<warn> fi_getinfo: provider efa output empty list",
-    "libfabric:4242:1767322800::efa:core:efa_device_list_initialize():123<info> 4 devices",
-    "[W102 03:04:05 socket.cpp:752] [c10d] The client socket has failed to connect to [head]:29500 (errno: 111 - Connection refused).",
-    "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
-]  # fmt: skip
-
-
-@each_row("line", ALIVE, ids=lambda value: value[-40:])
+@each_row("line", rows("alive"))
 def test_words_of_a_living_job_are_no_end(line: str) -> None:
     """Handlers, zeros, retries and other libraries' words."""
     verdict = evidence.read([*GOOD, line])
@@ -201,27 +102,7 @@ def test_a_plugin_that_failed_ends_no_job_that_has_another_network() -> None:
     assert evidence.read([failed, *chosen]).outcome == "unknown"
 
 
-CAUSES = [
-    ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 'the operation cannot be performed in the present state'.", "nvls_bind_failed"),
-    ("Error: network AWS Libfabric not found.", "network_not_found"),
-    ("Failed to CUDA calloc async 608 bytes", "cuda_failure"),
-    ("Message truncated : received 1024 bytes instead of 256", "nccl_version_mismatch"),
-    ("Call to recv from 10.0.0.2<40> failed : Connection reset by peer", "connection_closed_by_peer"),
-    ("Connection closed by remote peer node-2.local<40>", "connection_closed_by_peer"),
-    ("MNNVL (cliqueSize 8) is available but not working on this system. Check the IMEX configuration (nvidia-imex-ctl -N).", "mnnvl_not_working"),
-    ("Cuda failure 999 'unknown error' at cuMemImportFromShareableHandle", "cuda_memory_not_shared"),
-    ("NET/IB : Requested properties for vNic 8, only 8 vNics have been created", "net_device_count_mismatch"),
-    ("socketPollConnect: connect to 10.0.0.2<40> returned No route to host, retrying (34/34) after sleep for 3400 msec", "socket_connect_failed"),
-    ("Call to ibv_create_qp failed with error Cannot allocate memory", "memlock_too_small"),
-    ("Net : No interface found in the same subnet as remote address 10.0.0.1<5>", "no_interface_in_subnet"),
-    ("Mismatched NCCL version detected : rank 0 version 22304 rank 1 version 22105", "nccl_version_mismatch"),
-    ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000", "duplicate_gpu"),
-    ("NET/IB : mlx5_3:1 Got non-fatal async event: port error(10)", "ib_port_error"),
-    ("Invalid value yes for NCCL_IB_DISABLE, using default 0.", "invalid_env_value"),
-]  # fmt: skip
-
-
-@each_row(("cause", "code"), CAUSES, ids=lambda value: value[-40:])
+@each_row(("code", "cause"), rows("causes"))
 @each_row("rank", ["", "10: ", "[rank3]: ", "(RayWorker pid=3, ip=10.0.0.1) "])
 def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: str) -> None:
     """PyTorch repeats NCCL's last warning without anything of NCCL's before it."""
@@ -246,29 +127,7 @@ def test_every_code_that_ends_a_job_fails() -> None:
     assert {meaning.severity for meaning in CODES.values() if meaning.ends} == {"fail"}
 
 
-ENDS_OF_LAUNCHERS = [
-    ("PyTorchJob pretrain is failed because 1 Worker replica(s) failed.", "job_failed"),
-    ("Job 'raysubmit_a1b2' failed", "job_failed"),
-    ("[rank: 3] Child process with PID 4242 terminated with code 1. Forcefully terminating all other processes", "job_failed"),
-    ("x1000c0s0b0n0: rank 5 died from signal 9", "process_killed"),
-    ("x1000c0s0b0n0: rank 5 died from signal 15", "job_stopped"),
-    ("flux-job: task(s) Killed", "process_killed"),
-    ("srun: error: node-1: tasks 8-15: Terminated", "job_stopped"),
-    ("srun: Force Terminated StepId=4242.0", "job_stopped"),
-    ("srun: Terminating StepId=4242.0", "job_stopped"),
-    ("/var/spool/job/slurm_script: line 20:  4242 Terminated              python train.py", "job_stopped"),
-    ("/opt/run.sh: line 31:  4242 Segmentation fault      python train.py", "process_crashed"),
-    ("/opt/run.sh: line 31:  4242 Bus error               python train.py", "process_crashed"),
-    ("/opt/run.sh: line 31:  4242 Aborted                 python train.py", "process_aborted"),
-    ("slurmstepd: error: Exceeded step memory limit at some point.", "host_out_of_memory"),
-    ("(raylet) node_manager.cc:3064: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed", "host_out_of_memory"),
-    ("srun: error: Node failure on node-2", "node_failed"),
-    ("ray.exceptions.RayActorError: The actor died because its node has died.", "node_failed"),
-    ("[rank3]:[F102 03:04:05 ProcessGroupNCCL.cpp:1557] [PG 0 Rank 3] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang.", "watchdog_timeout"),
-]  # fmt: skip
-
-
-@each_row(("line", "code"), ENDS_OF_LAUNCHERS, ids=lambda value: value[-48:])
+@each_row(("code", "line"), rows("ends_of_launchers"))
 def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
     """The signal, the memory or the node that the launcher names; also among many other lines."""
     for lines in ([*GOOD, line], [*GOOD, *(f"step {n} loss 1.0" for n in range(900)), line]):
@@ -276,16 +135,7 @@ def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
         assert ([problem.code for problem in verdict.problems], verdict.outcome) == ([code], "failed")
 
 
-@each_row(
-    "line",
-    [
-        "faulthandler enabled: Segmentation fault handler installed",
-        "question 12: why do CUDA out of memory errors occur?",
-        "(raylet) node_manager.cc:3064: 0 Workers (tasks / actors) killed due to memory pressure (OOM)",
-        "recovered from signal loss",
-        "State: Terminated",
-    ],
-)
+@each_row("line", rows("resembling"))
 def test_words_that_only_resemble_an_end(line: str) -> None:
     """A handler, a text about errors, a zero."""
     assert evidence.read([*GOOD, line]).problems == ()
@@ -299,8 +149,6 @@ def test_an_exception_in_a_thread_does_not_end_the_program() -> None:
     assert [problem.code for problem in stopped.problems] == ["python_traceback"]
 
 
-END = "{'train_runtime': 12.5, 'train_loss': 1.0}"
-DIED = ["Traceback (most recent call last):", "ValueError: no such column"]
 STEP = "srun: error: node-1: task 0: Exited with exit code 1"
 
 

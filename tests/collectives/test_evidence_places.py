@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from evidence_rows import rows
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import Evidence, rank_words
@@ -59,22 +60,9 @@ def test_a_warning_names_the_rank_of_its_process() -> None:
     assert (problem.hosts, problem.ranks) == (("n",), (1,))
 
 
-CHANNEL = "w1:100:20{0} [{0}] NCCL INFO Channel 00/0 : {1} via P2P/CUMEM"
-INIT = "w1:100:200 [0] NCCL INFO comm 0x5 rank 0 nranks {} cudaDev 0 nvmlDev 0 busId 1b000 commId 0x8 - Init START"
-# lines, exit code, words on the missing ranks
-PARTS = [
-    ([CHANNEL.format(0, "2[0] -> 3[1]"), CHANNEL.format(1, "3[1] -> 2[0]")], 5, "ranks 0 to 1 are missing"),
-    ([CHANNEL.format(0, "4[0] -> 5[1]"), CHANNEL.format(1, "7[3] -> 6[2]")], 5, "ranks 0 to 3 are missing"),
-    ([CHANNEL.format(0, "1[0] -> 2[1]")], 5, "rank 0 is missing"),
-    ([INIT.format(4), CHANNEL.format(0, "0[0] -> 1[1]")], 5, "ranks 2 to 3 are missing"),
-    ([CHANNEL.format(0, "0[0] -> 1[1]"), CHANNEL.format(1, "1[1] -> 0[0]")], 0, ""),
-    ([INIT.format(2), CHANNEL.format(0, "0[0] -> 1[1]")], 0, ""),
-]
-
-
 def test_the_log_of_some_ranks_is_no_single_node() -> None:
     wrong = []
-    for lines, code, words in PARTS:
+    for lines, code, words in rows("parts"):
         verdict = evidence.read(lines)
         said = [p.message for p in verdict.problems if p.code == "ranks_missing"]
         if evidence.exit_code(verdict) != code or bool(words) != bool(said) or (words and words not in said[0]):
@@ -107,48 +95,14 @@ def test_the_reason_in_the_log_comes_before_the_module() -> None:
 
 
 WARN = "h:1:2 [1] src/x.cc:220 NCCL WARN "
+
+
 # a line, the code that comes first, ranks
-TEXTS = [
-    (f"{WARN}hipIpcGetMemHandle failed : invalid argument", "cuda_failure", ()),
-    (f"{WARN}hipMemGetAddressRange failed: invalid argument", "cuda_failure", ()),
-    (f"{WARN}HIP failure 'out of memory'", "cuda_failure", ()),
-    (f"{WARN}HIP failure 'invalid device ordinal'", "gpu_not_there", ()),
-    (f"{WARN}ROCm SMI init failure An error occurred during initialization", "rocm_smi_failed", ()),
-    ("ERROR:root:ROCm SMI returned 8 (the expected value is 0)", "rocm_smi_failed", ()),
-    ("Memory access fault by GPU node-3 (Agent handle: 0x5) on address 0x7f. Reason: Unknown.", "gpu_memory_fault", ()),
-    ("HW Exception by GPU node-9 (Agent handle: 0x631351bb5a20) reason :GPU Hang", "gpu_hang", ()),
-    ("[ 12.000001] amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!", "gpu_hang", ()),
-    (f"{WARN}failed to open CUDA IPC handle : 217 peer access is not supported between these two devices",
-     "peer_access_refused", ()),
-    (f"{WARN}Cuda failure 'API call is not supported in the installed CUDA driver'", "driver_mismatch", ()),
-    ("ERROR:root:AMDSMI Error: AMDSMI_STATUS_INVAL: Invalid parameters.", "rocm_smi_failed", ()),
-    ("RuntimeError: connect() timed out. Original timeout was 60000 ms.", "rendezvous_timeout", ()),
-    ("z292: Test NCCL failure common.cu:1279 'unhandled cuda error / '", "call_failed", ()),
-    (f"{WARN}Invalid rank requested : 2/2", "invalid_argument", ()),
-    (f"{WARN}Reduce : invalid root 0 (root should be in the 0..0 range)", "invalid_argument", ()),
-    (f"{WARN}AllReduce : invalid type 99", "invalid_argument", ()),
-    (f"{WARN}AllReduce : sendbuff argument is NULL", "invalid_argument", ()),
-    (f"{WARN}Invalid config blocking attribute value -5", "invalid_argument", ()),
-    ("g1: Test CUDA failure common.cu:941 'invalid device ordinal'", "gpu_not_there", ()),
-    ("g1: Test CUDA failure common.cu:941 'out of memory'", "cuda_error", ()),
-    ("g1: Test HIP failure common.cu:941 'unknown error'", "cuda_error", ()),
-    (" .. g1 pid 1: Test failure common.cu:891", "job_failed", ()),
-    ("[rank0]: RuntimeError: [Rank 0]: Rank 3 failed to pass monitoredBarrier in 30000 ms", "barrier_timeout", (0,)),
-    ("[rank1]: RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is", "collective_mismatch", (1,)),
-    ("[rank4]: torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /a", "rendezvous_timeout", (4,)),
-    ("torch.distributed.DistStoreError: Socket Timeout", "rendezvous_timeout", ()),
-    ("The client socket has timed out after 60s while trying to connect to (n1, 29500)", "rendezvous_timeout", ()),
-    ("The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).", "port_in_use", ()),
-    ("[ 10.123456] mlx5_core 0000:1a:00.0 eth2: Link down", "ib_port_error", ()),
-    ("[ 10.123456] mlx5_core 0000:1a:00.0: poll_health:792: device's health compromised", "rdma_device_failed", ()),
-]  # fmt: skip
-
-
 def test_texts_of_runtimes_and_launchers() -> None:
     wrong = []
-    for line, code, ranks in TEXTS:
+    for code, line, ranks in rows("texts"):
         problem = evidence.read([line]).problems[0]
-        if (problem.code, problem.ranks) != (code, ranks):
+        if (problem.code, list(problem.ranks)) != (code, ranks):
             wrong.append((line, problem.code, problem.ranks))
     assert wrong == []
     # a library that one host needs not is no cause: the call that failed stays a failure
@@ -179,66 +133,18 @@ def test_sockets_before_2_5_and_interfaces_that_lead_nowhere() -> None:
     assert wrong == []
 
 
-RAS = """\
-Job summary
-===========
-Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
-    #  in group  per comm  per node  per comm  in group
-    0         1         2         1         2         1   RUNNING  {}
-
-Errors
-======
-{}
-"""
-GONE = """INCOMPLETE
-  Missing communicator data from 1 job process
-  Process 60004 on node 10.4.109.13 managing GPU 0
-
-#0-0 (b3398875b8b2a063) INCOMPLETE
-  Missing communicator data from 1 rank
-  The missing rank: 1
-"""
-IBSTAT = """CA 'mlx5_0'
-	Port 1:
-		State: Active
-		Physical state: LinkUp
-CA 'mlx5_3'
-	Port 1:
-		State: {}
-		Physical state: Polling
-"""
-LINK = "link mlx5_0/1 state ACTIVE physical_state LINK_UP netdev eth0\nlink mlx5_1/1 state {} physical_state {} \n"
-# name, text, code of the first problem, a word of its message, hosts, exit code
-OTHERS = [
-    ("RAS, gone", RAS.format("INCOMPLETE", GONE), "ras_rank_missing", "process 60004 on node 10.4",
-     ("10.4.109.13",), 5),
-    ("RAS, dead", RAS.format("INCOMPLETE", "DEAD\n" + GONE.partition("\n")[2].partition("\n#")[0]), "ras_rank_missing",
-     "process 60004 on node 10.4.109.13, GPU 0): dead", ("10.4.109.13",), 3),
-    ("RAS, well", RAS.format("OK", ""), "other_text", "RAS", (), 5),
-    ("ibstat, down", IBSTAT.format("Down"), "port_down", "mlx5_3 port 1: state Down, physical state Polling", (), 5),
-    ("ibstat, well", IBSTAT.format("Active"), "other_text", "all 2 ports are active", (), 5),
-    ("rdma link, down", LINK.format("DOWN", "DISABLED"), "port_down", "mlx5_1/1: state DOWN", (), 5),
-    ("rdma link, well", LINK.format("ACTIVE", "LINK_UP"), "other_text", "rdma link", (), 5),
-    ("dmesg, well", "[    0.000000] Linux version 6.8\n[   11.123456] usb 1-1: new\n", "other_text", "kernel", (), 5),
-    ("dmesg, Xid", "[    0.000000] Linux\n[   11.123456] NVRM: Xid (PCI:0000:1b:00): 79, f\n", "gpu_xid", "Xid", (), 3),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("gz", [False, True])
 def test_other_texts_get_an_answer_of_their_own(gz: bool, tmp_path: Path) -> None:
     """Saved RAS, ibstat, rdma link and kernel logs; none of them proves a channel."""
     import gzip
 
     wrong = []
-    for name, text, code, word, hosts, exit_code in OTHERS:
+    for name, text, code, word, hosts, exit_code in rows("other_texts"):
         path = tmp_path / "text"
         path.write_bytes(gzip.compress(text.encode()) if gz else text.encode())
         verdict: Evidence = evidence.read_file(path)
         first = verdict.problems[0]
-        if (first.code, first.hosts, evidence.exit_code(verdict)) != (
-            code,
-            hosts,
-            exit_code,
-        ) or word not in first.message:
+        got = (first.code, list(first.hosts), evidence.exit_code(verdict))
+        if got != (code, hosts, exit_code) or word not in first.message:
             wrong.append((name, first, evidence.exit_code(verdict)))
     assert wrong == []

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 
+from evidence_rows import dressed, rows
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
@@ -61,47 +62,15 @@ def pretty(message: str | list[int]) -> str:
 
 
 DRESSES: dict[str, Callable[[int, str], str]] = {
-    "grep -n": lambda n, line: f"{n + 1}:{line}",
-    "grep -H": lambda n, line: f"logs/{file(n)}.log:{line}",
-    "grep -Hn": lambda n, line: f"{file(n)}:{n + 1}:{line}",
-    "grep -C -n": lambda n, line: f"{n + 1}{mark(n)}{line}",
-    "grep -C -H": lambda n, line: f"logs/{file(n)}.log{mark(n)}{line}",
-    "grep -C -H, no ending": lambda n, line: f"/tmp/{file(n)}{mark(n)}{line}",
-    "grep -C -Hn": lambda n, line: f"logs/{file(n)}.log{mark(n)}{n + 1}{mark(n)}{line}",
-    "grep -C -Hn, no ending": lambda n, line: f"{file(n)}{mark(n)}{n + 1}{mark(n)}{line}",
-    "grep -C -Hn, of Slurm": lambda n, line: f"slurm-4711.out{mark(n)}{n + 1}{mark(n)}{line}",
-    "grep -C, of other lines": lambda n, line: f"{file(n)}.log-{line}",
-    "grep -A1 with separators": lambda n, line: (
-        f"{n + 1}{':' if n % 2 else '-'}{line}" + ("\n--" if n % 2 == 0 else "")
-    ),
-    "grep in colours": lambda n, line: f"\x1b[35m\x1b[Ka.log\x1b[m\x1b[K\x1b[36m\x1b[K{mark(n)}\x1b[m\x1b[K{line}",
-    "cat -n": lambda n, line: f"{n + 1:6}\t{line}",
-    "kubectl logs --prefix": lambda n, line: f"[pod/trainer-{n // PER_HOST}-x7xk2/main] {line}",
-    "kubectl logs --prefix --timestamps": lambda n, line: f"[pod/t-{n % 3}/main] 2026-01-02T03:04:05.123456789Z {line}",
-    "stern": lambda n, line: f"trainer-{n // PER_HOST} main {line}",
-    "stern in colours": lambda n, line: f"\x1b[36mtrainer-{n % 3}\x1b[0m \u203a \x1b[36mmain\x1b[0m {line}",
-    "docker compose logs": lambda n, line: f"worker-{n // PER_HOST}-1  | {line}",
-    "journalctl": lambda n, line: f"Nov 21 07:57:16 {HOSTS[n // PER_HOST]} python[1234]: {line}",
-    "journalctl -o short-iso": lambda n, line: f"2026-11-21T07:57:16+0000 gpu-{n} train.sh[1234]: {line}",
-    "journalctl -o json": lambda _, line: json.dumps({"MESSAGE": line, "_HOSTNAME": "gpu-a", "_PID": "1"}),
+    **{name: lambda n, line, form=form: dressed(form, n, line, host=HOSTS[n // PER_HOST], file=file(n), mark=mark(n),
+                                                node=n // PER_HOST) for name, form in rows("dresses")},
+    "grep -A1 with separators": lambda n, line: f"{n + 1}{':' if n % 2 else '-'}{line}" + "\n--" * (n % 2 == 0),
     "journalctl -o json, bytes": lambda _, line: json.dumps({"_PID": "1", "MESSAGE": list(f"{line}\r".encode())}),
     "journalctl -o json, bytes, old": lambda _, line: f'{{ "MESSAGE" : {list(f"{chr(27)}[36m{line}".encode())} }}',
     "journalctl -o json-pretty": lambda _, line: pretty(line),
     "journalctl -o json-pretty, bytes": lambda _, line: pretty([*f"{line}\r".encode()]),
-    "srun --label": lambda n, line: f"{n % 16}: {line}",
-    "mpirun --tag-output": lambda n, line: f"[1,{n % 16}]<stdout>:{line}",
-    "mpirun --timestamp-output": lambda n, line: f"Sat Nov 21 07:57:16 2026[1,{n % 16}]<stdout>:{line}",
-    "prterun": lambda n, line: f"[prterun-gpu-a-12@1,{n % 16}]<stdout>: {line}",
-    "mpiexec -l": lambda n, line: f"[{n % 16}] {line}",
-    "torchrun": lambda n, line: f"[rank{n % 16}]: {line}",
-    "torchrun --tee": lambda n, line: f"[default{n % 16}]:{line}",
-    "pdsh": lambda n, line: f"{HOSTS[n // PER_HOST]}: {line}",
-    "CRI": lambda _, line: f"2026-01-02T03:04:05.123456789+01:00 stdout F {line}",
     "CRI, torn": lambda n, line: "\n".join(torn(line, 7 * n % len(line), 11 * n % len(line))),
-    "docker": lambda _, line: json.dumps({"log": line + "\n", "stream": "stdout"}).replace(">", "\\u003e"),
-    "Loki, lines": lambda _, line: json.dumps({"labels": {"pod": "t"}, "line": line, "timestamp": "2026"}),
-    "Loki, values": lambda _, line: json.dumps({"values": [["1700000000000000000", line]]}),
-}
+}  # fmt: skip
 
 
 def facts(verdict: Evidence) -> tuple[object, ...]:
@@ -116,10 +85,10 @@ def facts(verdict: Evidence) -> tuple[object, ...]:
 def test_the_same_channels_and_hosts(dress: str, order: int) -> None:
     """Whatever stands before the lines, and whether the first is one the search was for."""
     numbered = list(enumerate(LOG))[::order]
-    dressed = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
+    worn = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
     bare = facts(evidence.read([line + "\n" for _, line in numbered]))
     assert bare[5] == len(HOSTS)
-    assert facts(evidence.read(dressed)) == bare
+    assert facts(evidence.read(worn)) == bare
 
 
 def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rigs.tables import each_row
 
-from collectives.traces import calls, plain_pickle, ras, watchdog
+from collectives.traces import calls, ras, watchdog
 
 
 def entry(number: int, **members: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_torn_and_hostile_pickles_end_in_the_readers_own_error(raw: bytes) -> No
 def test_plain_values_are_what_python_reads() -> None:
     value = {"a": [1, -1, 70000, 2**40, 1.5, None, True, False, "ü", (), (1,), (1, 2, 3, 4)], "b": {"c": []}}
     for protocol in (2, 3, 4, 5):
-        assert plain_pickle.loads(pickle.dumps(value, protocol=protocol)) == value
+        assert calls.unpickle(pickle.dumps(value, protocol=protocol)) == value
 
 
 # NCCL ----------------------------------------------------------------------------------------------------------------

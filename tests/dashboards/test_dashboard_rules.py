@@ -17,7 +17,7 @@ import pytest
 import yaml
 from rigs.tables import each_row
 
-from agent.metrics.catalogue import CATALOGUE, OWN
+from agent.metrics.families import CATALOGUE, OWN
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "dashboards").glob("*.json"))

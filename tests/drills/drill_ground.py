@@ -1,4 +1,4 @@
-"""Where a drill happens: a folder, a mark on every process, and a mount namespace with a benchmark lock of its own.
+"""What a drill is, one fault that happens for real, and where: a folder and a mount namespace with a lock of its own.
 
 Commands run as a user would run them, `python -m agent.cli VERB`, with TMPDIR, state folder and lock below the folder.
 """
@@ -6,6 +6,7 @@ Commands run as a user would run them, `python -m agent.cli VERB`, with TMPDIR, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +26,47 @@ from typing import Any
 import psutil
 import pytest
 
+from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.http.state import State
 from collectives.bench import lock, processes
+from collectives.bench.results import BenchResult, result_to_json
+from contracts.run_record import record_of
+from probes.host.recording import load
+from probes.scan import scan
 
 ROOT = Path(__file__).parents[2]
 MACHINES = ROOT / "tests" / "machines"
 MARK = "TOPOFLIGHT_DRILL"
 PATIENCE_SECONDS = 120.0  # for what takes seconds: a busy machine takes its time, and nothing waits longer than it must
+LONG = os.environ.get("TOPOFLIGHT_DRILLS") == "long"  # what `make drills` sets
 # A kubelet waits 30 s. Of a machine of CI, which may be several times slower, only an end is asked.
-TERM_SECONDS = 25.0 if os.environ.get("TOPOFLIGHT_DRILLS") == "long" else 60.0
+TERM_SECONDS = 25.0 if LONG else 60.0
 SMALL_BENCH = ("bench", "--ranks=2", "--size=1024", "--op=all_gather", "--budget=1", "--output=json")
 # The lock of this ground in the place of the machine's, and whatever else a drill wants mounted.
 _ENTER = 'mount --bind "$DRILL_LOCK" /run/lock && eval "$DRILL_MOUNTS" && exec "$@"'
+
+
+def drill(run: Callable[[Ground], list[str]] | None = None, *, long: int = 5) -> Any:
+    """Make a test of a function that returns what was lost, in words: once in CI, `long` times by `make drills`.
+
+    Once is the same every time; what has not been seen yet is for the long form to find.
+    """
+
+    def enter(run: Callable[[Ground], list[str]]) -> Callable[[int, Path], None]:
+        @pytest.mark.timeout(1200)
+        @pytest.mark.parametrize("number", range(long if LONG else 1))
+        @functools.wraps(run)
+        def test(number: int, tmp_path: Path) -> None:
+            if (why := obstacle()) is not None:
+                pytest.skip(why)
+            seed = random.randrange(1 << 32) if LONG else zlib.crc32(run.__name__.encode())
+            lost = run(Ground(tmp_path, random.Random(seed), long=LONG))
+            assert not lost, "\n".join([*lost, f"seed {seed}"])
+
+        del test.__wrapped__  # pytest would read its arguments there
+        return test
+
+    return enter if run is None else enter(run)
 
 
 @dataclass(slots=True)
@@ -44,7 +76,6 @@ class Ground:
     folder: Path
     random: random.Random
     long: bool = False
-    notes: list[str] = field(default_factory=list)  # facts for the table
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -156,7 +187,6 @@ class Ground:
         """Files that a reader would trust and that are not whole."""
         broken = []
         for folder in (self.state, *folders):
-            self.notes += ["a temporary file beside its name"] * len(list(folder.glob(".*.json.*")))
             for path in folder.rglob("*.json"):
                 if any(part.startswith(".") for part in path.relative_to(folder).parts):
                     continue  # written beside its name, to be renamed when it is whole
@@ -248,14 +278,6 @@ def obstacle() -> str | None:
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
-def compiled(source: Path, folder: Path, *more: str) -> Path:
-    """A shared library from one C file beside this one."""
-    library = folder / f"{source.stem}.so"
-    command = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(library), str(source), *more]
-    subprocess.run(command, check=True)
-    return library
-
-
 def machine(name: str) -> dict[str, Any]:
     """A recorded machine's content."""
     content: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
@@ -269,4 +291,24 @@ def _words(process: psutil.Process) -> str:
         return str(process.pid)
 
 
-needs_root = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+KEPT = BenchResult(
+    measurements=(), world_size=2, backend="gloo", hosts=("kept",), environment={}, versions={},
+    started_at_seconds=1.0, seconds=1.0,
+)  # fmt: skip
+FLIGHT = {"schema_version": 1, "status": "complete", "reason": "kept"}
+
+
+def keep_something(ground: Ground) -> None:
+    """What earlier runs left in the state folder."""
+    flights = ground.state / FLIGHTS_FOLDER
+    flights.mkdir(exist_ok=True)
+    (ground.state / BENCH_FILE).write_text(json.dumps(result_to_json(KEPT)))
+    (flights / "20260101T000000-1.json").write_text(json.dumps(FLIGHT))
+
+
+def state_lost(folder: Path) -> list[str]:
+    """Whether what was kept before can be read back, or something newer in its place."""
+    snapshot = scan(load(MACHINES / "hgx-h100-8xH100-8hca.json"))
+    view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
+    lost = [] if view.bench is not None else ["the last benchmark's result is gone"]
+    return lost if record_of(FLIGHT) in view.flights else [*lost, "the record of an earlier flight is gone"]

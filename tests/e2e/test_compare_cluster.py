@@ -19,7 +19,7 @@ from contracts import run_record
 from contracts.interval import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.run_record import Measured, NcclChannels, RunRecord
-from finetune.pod import write_termination_message
+from finetune.post import write_termination_message
 
 H100 = next(MACHINES.glob("hgx-h100*.json"))
 WORDS = [

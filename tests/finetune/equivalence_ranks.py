@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from contracts.job_config import JobConfig
 from contracts.layout import Layout
 from finetune.data import Loader, prepare
+from finetune.loop import build_optimizer, clip_gradients
 from finetune.model import build_model
-from finetune.optim import build_optimizer, clip_gradients
 from finetune.parallel import Engine, build_mesh
 from finetune.rows import load_tokenizer
 from finetune.verify import compare, observe
@@ -209,11 +209,10 @@ def main(path, rank, world):
         if dist.get_rank() == 0:
             seen = sorted({n for one, *_ in names for n in one})
             print("CASE " + json.dumps({
-                "name": case["name"], "family": layout.family, "losses": losses, "reference": ref_losses,
+                "name": case["name"], "precision": layout.precision, "losses": losses, "reference": ref_losses,
                 "norms": norms, "reference_norms": ref_norms,
                 "gradient_difference": max(w[0] for _, w, *_ in names), "all_gradients": seen == sorted(ref_grads),
                 "exact": exact_losses, "exact_difference": max(w[1] for _, w, *_ in names),
-                "rounding": furthest(ref_grads, exact_grads),
                 "missing": sorted({m for _, _, one, _ in names for m in one}),
                 "mismatches": [m for *_, one in names for m in one], "confused_with": confused,
                 "collectives": collectives, "graphs": graphs, "seconds": round(time.monotonic() - began, 2),

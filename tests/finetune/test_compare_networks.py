@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rigs.netns import hosts
 from rigs.tables import each_row
 
 from agent.jobs import namespaces
@@ -25,6 +26,7 @@ from contracts.run_record import record_of
 ROOT = Path(__file__).parents[2]
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
 NETWORKS = ["--over", "eth0=60mbit", "--over", "net1=150mbit"]
+CARRIED = 1448 / 1514 / 8  # what an Ethernet frame of 1514 bytes carries for TCP, in bytes per bit
 ROUNDS = 3  # at most: something else may have had the cores
 
 
@@ -132,13 +134,22 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         eth0, net1, rdma = found["bars"]
-        if eth0["inside"] and net1["inside"]:
+        gain = eth0["step_seconds"] - net1["step_seconds"]
+        # as uncertain as the slow step
+        least, most = (eth0["forecast"][end] - net1["forecast"]["mid"] for end in ("low", "high"))
+        if eth0["inside"] and net1["inside"] and least < gain < most:
             break
     assert [eth0["proof"], net1["proof"]] == [
         ["gloo: TCP over eth0 (10.244.0.1)"],
         ["gloo: TCP over net1 (10.244.1.1)"],
     ]
     assert [eth0["inside"], net1["inside"]] == [True, True], done.stdout
+    assert least < gain < most, done.stdout
+    slow, fast = (json.loads(Path(bar["record"]).read_text()) for bar in (eth0, net1))
+    assert slow["loss"] == pytest.approx(fast["loss"], rel=1e-5), "the network changes the time and nothing else"
+    # FSDP over two ranks gathers every weight forward and backward: each rank sends the other its half, twice
+    on_the_wire = {rate: slow["layout"]["effective"]["parameter_bytes"] / (rate * CARRIED) for rate in (60e6, 150e6)}
+    assert gain > 0.5 * (on_the_wire[60e6] - on_the_wire[150e6])
     assert eth0["busbw_bytes_per_second"] < 60e6 / 8 < net1["busbw_bytes_per_second"] < 150e6 / 8
     assert eth0["step_seconds"] > 1.5 * net1["step_seconds"]
     assert eth0["cost"] == pytest.approx(eth0["step_seconds"] * found["steps"] * 2 * 36 / 3600)
@@ -147,6 +158,61 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
     left = [p for p in psutil.process_iter() if p.pid not in before and str(ROOT) in " ".join(cmdline(p))]
     assert not left
     assert {"eth0", "net1"}.isdisjoint(set(psutil.net_if_addrs()) - INTERFACES)
+
+
+@contextlib.contextmanager
+def forked_ranks_in_hosts(rig):
+    """Run one rank of the built-in job per entry of `places`, each in that host: their exit codes, and the record."""
+    words = [sys.executable, "-m", "agent.jobs.namespaces", "finetune.train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def run(folder, places, device, address):
+        folder.mkdir()
+        over = {"GLOO_SOCKET_IFNAME": device}
+        layout = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 1}
+        (folder / "plan.json").write_text(json.dumps({"layout": layout, "environment": over}))
+        words = ["--plan", str(folder / "plan.json"), f"output_dir={folder}", "max_steps=8", "save_strategy=no",
+                 "eval_strategy=no", "dataset_rows=256"]  # fmt: skip
+        ranks = [{
+            "module": "finetune.train", "words": words, "pid": rig.pids[host], "host": rig.name(host),
+            "log": str(folder / f"rank{rank}.log"),
+            "env": {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(places[:rank].count(host)),
+                    "MASTER_PORT": "29511", "MASTER_ADDR": address, **over},
+        } for rank, host in enumerate(places)]  # fmt: skip
+        server.stdin.write(json.dumps({"ranks": ranks, "seconds": 600}) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline()), json.loads((folder / "flight.json").read_text())
+
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        yield run
+        server.stdin.close()
+
+
+@needs_namespaces
+@pytest.mark.ranks
+@pytest.mark.netns
+@pytest.mark.timeout(1200)
+def test_one_host_beats_two_and_a_route_around_the_plan_s_network_stops_the_job(tmp_path):
+    """Two ranks of one host wait less than those of two; GLOO_SOCKET_IFNAME is held to what the kernel says.
+
+    A route sends what goes to net1's addresses over eth0, though the variable is what the plan says.
+    """
+    with hosts(2, default_rate="60mbit") as rig, forked_ranks_in_hosts(rig) as run:
+        two, apart = run(tmp_path / "two", [0, 1], "eth0", rig.address(0))
+        one, together = run(tmp_path / "one", [0, 0], "lo", "127.0.0.1")
+        for host in (0, 1):
+            other = rig.address(1 - host, "net1")
+            rig.run(host, ["ip", "route", "add", f"{other}/32", "dev", "eth0", "src", rig.address(host)])
+        around, stopped = run(tmp_path / "around", [0, 1], "net1", rig.address(0, "net1"))
+    assert (two, one, around) == ([0, 0], [0, 0], [76, 76])
+    assert (apart["transports"], together["transports"]) == (
+        ["gloo: TCP over eth0 (10.244.0.1)"], ["gloo: TCP over lo (127.0.0.1)"],
+    )  # fmt: skip
+    assert min(together["step_seconds"][2:]) < min(apart["step_seconds"][2:])
+    assert together["communication"]["exposed_share"] < apart["communication"]["exposed_share"]
+    assert together["loss"] == pytest.approx(apart["loss"], rel=1e-5)
+    assert stopped["status"] == "mismatch"
+    assert "GLOO_SOCKET_IFNAME=net1: gloo: TCP over eth0 (10.244.0." in stopped["reason"]
 
 
 INTERFACES = set(psutil.net_if_addrs())  # of this host itself

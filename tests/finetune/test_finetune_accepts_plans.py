@@ -7,7 +7,7 @@ from itertools import product
 from types import SimpleNamespace
 
 from rigs.tables import each_row
-from test_finetune_equivalence import EIGHT, FOUR, SIXTEEN, TWO
+from test_finetune_equivalence import LAYOUTS, cases_of
 
 from contracts.layout import Layout
 from finetune.plan import refusals
@@ -83,8 +83,10 @@ def test_recommended_combinations_are_among_those_compared_with_one_process():
     """Each family with each schedule, method and option that the search comes up with is in the equivalence lists."""
     compared = {
         one
-        for world, cases in ((2, TWO), (4, FOUR), (8, EIGHT), (16, SIXTEEN))
-        for case in cases
+        for tier, worlds in LAYOUTS.items()
+        for world in worlds
+        for case in cases_of(world, tier)
+        if "precision" not in case["layout"]
         for one in combinations(Layout(world_size=world, **case["layout"]), case["method"], case["packing"])
     }
     wanted = {

@@ -14,6 +14,8 @@ from finetune.data import collate, pack, prepare
 from finetune.model import cut
 from finetune.rows import load_tokenizer
 
+pytestmark = pytest.mark.long
+
 LENGTH = 70
 ROWS = {
     "plain": None,
@@ -86,7 +88,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-@pytest.mark.long
 def test_a_row_of_128k_tokens_takes_no_memory_of_its_square():
     """Forward and backward: a mask of one byte would be 16 GiB; what is kept are a few tensors of the row's length."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)

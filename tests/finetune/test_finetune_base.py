@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from finetune import train
 from finetune.checkpoint import fingerprint
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def base(tmp_path):
@@ -62,7 +64,6 @@ def test_other_weights_have_another_fingerprint(base, change):
     assert fingerprint(base) != before
 
 
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(base, tmp_path, capsys):
     """Other weights in the same folder are refused, naming both; a checkpoint that says nothing is taken, and noted."""

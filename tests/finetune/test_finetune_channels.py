@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rigs.tables import each_row
 
-from finetune import channels, train
+from finetune import channels
 from finetune.channels import look, planned_channels, record
 
 ROOT = Path(__file__).parents[2]
@@ -54,69 +54,55 @@ def differs(path, environment=None, transport=None, hosts=2):
     return look(path, planned_channels(environment or {}, transport or {}), hosts=hosts).wrong
 
 
-@pytest.mark.parametrize("version", FORMS)
-@pytest.mark.parametrize(
-    ("environment", "transport", "why"),
-    [
-        ({"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}, {}, "NCCL_IB_HCA==mlx5_0,mlx5_1"),
-        ({"NCCL_NET": "IB"}, {}, "NCCL_NET=IB"),
-        ({"NCCL_NET": "AWS Libfabric"}, {}, "NCCL_NET=AWS Libfabric"),
-        ({}, {"network": "IB"}, "the plan's network IB"),
-        ({}, {"network": "AWS Libfabric"}, "the plan's network AWS Libfabric"),
-    ],
-)
-def test_sockets_where_rdma_was_planned_stop_the_job_and_name_the_line(tmp_path, version, environment, transport, why):
-    """File and line, as an editor takes them; the line says what is claimed."""
-    path = written(tmp_path, version, "Socket", gdr=False)
-    (text,) = differs(path, environment, transport)
-    assert text.startswith(f"{why}: 2 channels over NET/Socket ({path}:")
-    number = int(text.partition(f"{path}:")[2].partition(":")[0])
-    line = path.read_text().splitlines()[number - 1]
-    assert "via NET/Socket/0" in line
-    assert line in text
+HCA, GDR = {"NCCL_IB_HCA": "mlx5"}, {"NCCL_NET_GDR_LEVEL": "PHB"}
+AWS = "AWS Libfabric"
+SOCKETS = "2 channels over NET/Socket"
+NO_GDR = "1 receiving channels without GPUDirect RDMA"
 
 
-@pytest.mark.parametrize("version", FORMS)
-@pytest.mark.parametrize(
-    ("network", "environment", "transport"),
+@each_row("version", FORMS)
+@each_row(
+    ("network", "gdr", "environment", "transport", "wrong"),  # wrong: how the one difference begins
     [
-        ("IB", {"NCCL_IB_HCA": "mlx5"}, {}),
-        ("IB", {"NCCL_NET": "ib"}, {}),
-        ("IBext_v8", {"NCCL_IB_HCA": "mlx5"}, {}),
-        ("gIB", {}, {"network": "IB"}),
-        ("Libfabric", {"NCCL_NET": "AWS Libfabric"}, {}),
-        ("AWS Libfabric", {}, {"network": "AWS Libfabric"}),
-        ("Socket", {"NCCL_NET": "Socket", "NCCL_IB_HCA": "mlx5"}, {}),
-        ("Socket", {"NCCL_IB_DISABLE": "1"}, {"network": "IB"}),
+        ("Socket", False, {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}, {}, f"NCCL_IB_HCA==mlx5_0,mlx5_1: {SOCKETS}"),
+        ("Socket", False, {"NCCL_NET": "IB"}, {}, f"NCCL_NET=IB: {SOCKETS}"),
+        ("Socket", False, {"NCCL_NET": AWS}, {}, f"NCCL_NET={AWS}: {SOCKETS}"),
+        ("Socket", False, {}, {"network": "IB"}, f"the plan's network IB: {SOCKETS}"),
+        ("Socket", False, {}, {"network": AWS}, f"the plan's network {AWS}: {SOCKETS}"),
+        ("IB", True, {"NCCL_NET": "Socket"}, {}, "NCCL_NET=Socket: 2 channels over NET/IB"),  # it leaves no choice
+        ("IB", True, {"NCCL_IB_DISABLE": "1"}, {}, "NCCL_IB_DISABLE=1: 2 channels over NET/IB"),
+        ("IB", False, {**HCA, **GDR}, {}, f"NCCL_NET_GDR_LEVEL=PHB: {NO_GDR}"),
+        ("IB", False, {}, {"network": "IB", "gdrdma": True}, f"gdrdma of the plan (True): {NO_GDR}"),
+        # what passes, under each name that its releases print
+        ("IB", True, HCA, {}, None),
+        ("IB", True, {"NCCL_NET": "ib"}, {}, None),
+        ("IB", True, {"NCCL_IB_DISABLE": "0"}, {}, None),
+        ("IBext_v8", True, HCA, {}, None),
+        ("gIB", True, {}, {"network": "IB"}, None),
+        ("Libfabric", True, {"NCCL_NET": AWS}, {}, None),
+        (AWS, True, {}, {"network": AWS}, None),
+        ("Socket", True, {"NCCL_NET": "Socket", **HCA}, {}, None),
+        ("Socket", True, {"NCCL_IB_DISABLE": "1"}, {"network": "IB"}, None),
+        ("IB", True, GDR, {}, None),
+        ("IB", False, HCA, {}, None),  # GPUDirect is recorded and no more where the plan does not say so
+        ("IB", False, {"NCCL_NET_GDR_LEVEL": "LOC"}, {}, None),
     ],
 )
-def test_the_network_that_was_planned_passes(tmp_path, version, network, environment, transport):
-    """Under each name that its releases print."""
+def test_channels_are_held_against_the_plan(tmp_path, version, network, gdr, environment, transport, wrong):
+    """A difference names what asked for it, and file and line as an editor takes them; that line says so."""
+    path = written(tmp_path, version, network, gdr=gdr)
     plan = planned_channels(environment, transport)
-    seen = look(written(tmp_path, version, network), plan, hosts=2)
-    assert seen.wrong == ()
-    assert record([seen, seen], plan, hosts=2).verdict == "as planned"
-
-
-def test_another_network_than_the_one_that_is_named_stops_the_job(tmp_path):
-    """NCCL_NET leaves no choice; IB that was turned off is not taken."""
-    path = written(tmp_path, "2.21", "IB")
-    assert differs(path, {"NCCL_NET": "Socket"})[0].startswith("NCCL_NET=Socket: 2 channels over NET/IB")
-    assert differs(path, {"NCCL_IB_DISABLE": "1"})[0].startswith("NCCL_IB_DISABLE=1: 2 channels over NET/IB")
-    assert differs(path, {"NCCL_IB_DISABLE": "0"}) == ()
-
-
-@pytest.mark.parametrize("version", FORMS)
-def test_gpudirect_is_held_against_the_plan_only_where_it_says_so(tmp_path, version):
-    """The line that lacks it is named; without a word of the plan it is recorded and no more."""
-    path = written(tmp_path, version, "IB", gdr=False)
-    (text,) = differs(path, {"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "PHB"})
-    assert text.startswith(f"NCCL_NET_GDR_LEVEL=PHB: 1 receiving channels without GPUDirect RDMA ({path}:")
-    assert text.endswith("[receive] via NET/IB/0)")
-    assert len(differs(path, {}, {"network": "IB", "gdrdma": True})) == 1
-    for quiet in ({"NCCL_IB_HCA": "mlx5"}, {"NCCL_NET_GDR_LEVEL": "LOC"}):
-        assert differs(path, quiet) == ()
-    assert differs(written(tmp_path, version, "IB"), {"NCCL_NET_GDR_LEVEL": "PHB"}) == ()
+    seen = look(path, plan, hosts=2)
+    if wrong is None:
+        assert seen.wrong == ()
+        said = {"NCCL_NET", "NCCL_IB_HCA"} & environment.keys() or transport
+        assert record([seen, seen], plan, hosts=2).verdict == "as planned" or not said
+        return
+    (text,) = seen.wrong
+    assert text.startswith(f"{wrong} ({path}:")
+    line = path.read_text().splitlines()[int(text.partition(f"{path}:")[2].partition(":")[0]) - 1]
+    assert f"via NET/{network}/0" in line and line in text
+    assert "receiving" not in wrong or text.endswith("[receive] via NET/IB/0)")
 
 
 def test_sending_without_gpudirect_is_what_older_gpus_do(tmp_path):
@@ -127,7 +113,7 @@ def test_sending_without_gpudirect_is_what_older_gpus_do(tmp_path):
     assert differs(path, {"NCCL_NET_GDR_LEVEL": "SYS"}) == ()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("named", "stops"),
     [("eth1", False), ("eth", False), ("=eth1", False), ("ib0,eth1", False), ("^docker,lo", False),
      ("=eth", True), ("net1", True), ("^eth1", True), ("^=eth1", True), ("^=eth", False)],
@@ -145,10 +131,11 @@ def test_sockets_take_the_interface_of_the_plan(tmp_path, named, stops):
         assert wrong[0].startswith(f"NCCL_SOCKET_IFNAME={named}: NCCL takes eth1 ({path}:2: ")
 
 
-@pytest.mark.parametrize("text", [None, "", "epoch 1\n", log(*start("2.21.5"), "Using network Socket"), log(*LOCAL)])
+@each_row("text", [None, "", "epoch 1\n", log(*start("2.21.5"), "Using network Socket"), log(*LOCAL)])
 def test_what_the_log_does_not_show_is_unknown_and_stops_nothing(tmp_path, text):
     """No file, no line, no channel, or none between the hosts; a network that was selected has carried nothing yet."""
     path = tmp_path / "log"
+    path.unlink(missing_ok=True)
     if text is not None:
         path.write_text(text)
     plan = planned_channels({"NCCL_IB_HCA": "mlx5", "NCCL_NET_GDR_LEVEL": "SYS"}, {})
@@ -278,6 +265,8 @@ def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_job_over_gloo_asks_nccl_nothing(tmp_path):
     """Whatever the plan says of it: the record has gloo's transports, and no log is set up."""
+    from finetune import train
+
     layout = {"world_size": 1, "sharding": "ddp", "micro_batch": 4, "precision": "fp32"}
     plan = {"layout": layout, "environment": {}, "transport": {"network": "IB", "gdrdma": True}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))

@@ -26,15 +26,6 @@ JOB = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """A C++ compiler, and a folder for what it makes that all tests here share."""
@@ -81,6 +72,7 @@ def test_the_job_alone_compiles(kernels, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_without_a_compiler_the_job_is_refused(tmp_path):
     """Before the first step, in one line that says what to install or to set."""
     argv, flight = job(tmp_path, True)

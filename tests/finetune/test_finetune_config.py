@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig, parse_config, read_config, resolve_layout
@@ -13,7 +14,9 @@ from contracts.job_plan import read as read_plan
 from contracts.layout import Layout
 from finetune.plan import settle_layout
 
-SEED = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"
+JOBS = Path(__file__).with_name("jobs")
+SEED = JOBS / "llama_gsm8k_trl.yaml"
+SETTINGS = yaml.safe_load((JOBS / "settings.yaml").read_text())
 
 
 def test_a_config_of_older_releases_reads_as_it_stands():
@@ -43,37 +46,7 @@ def test_its_layout_is_fsdp_over_all_ranks():
     assert (layout.precision, layout.checkpointing, layout.fused_cross_entropy) == ("bf16", "full", True)
 
 
-@each_row(
-    ("raw", "words"),
-    [
-        ({"learning_rte": 1e-4}, ["learning_rte", "learning_rate"]),
-        ({"max_seq_len": 7}, ["max_seq_len", "here it is max_length"]),
-        ({"max_seq_lenth": 7}, ["max_seq_lenth", "max_seq_length"]),
-        ({"learning_rate": "fast"}, ["learning_rate", "fast", "a finite number"]),
-        ({"packing": "yes please"}, ["packing", "true or false"]),
-        ({"packing": 1}, ["packing=1", "true or false"]),
-        ({"do_train": "false"}, ["do_train=False", "only True"]),
-        ({"max_steps": "8.5"}, ["max_steps='8.5'", "a whole number"]),
-        ({"learning_rate": float("nan")}, ["learning_rate=nan", "a finite number"]),
-        ({"max_grad_norm": ".inf"}, ["max_grad_norm='.inf'", "a finite number"]),
-        ({"weight_decay": "inf"}, ["weight_decay='inf'", "a finite number"]),
-        ({"num_train_epochs": 0}, ["num_train_epochs=0", "above 0"]),
-        ({"dataset_mixture": {"datasets": [{"path": "a"}]}}, ["dataset_mixture", "one data set: dataset_name"]),
-        ({"dataset_mixer": {"a": 1.0}}, ["dataset_mixer", "one data set: dataset_name"]),
-        ({"lr_scheduler_type": "exponential"}, ["lr_scheduler_type", "exponential", "inverse_sqrt"]),
-        ({"max_length": 1024, "max_seq_length": 4096}, ["max_seq_length", "max_length", "both"]),
-        ({"fsdp": "full_shrad"}, ["fsdp", "full_shrad", "full_shard"]),
-        ({"fsdp_config": {"reshard_after_fwd": True}}, ["fsdp_config.reshard_after_fwd", "reshard_after_forward"]),
-        ({"fp16": True}, ["fp16", "bf16"]),
-        ({"trust_remote_code": True}, ["trust_remote_code"]),
-        ({"lora_dropout": 1.5}, ["lora_dropout", "1.5"]),
-        ({"max_steps": 0}, ["max_steps", "at least 1"]),
-        ({"report_to": ["wandb"]}, ["wandb", "tensorboard"]),
-        ({"load_in_4bit": True}, ["load_in_4bit", "use_peft"]),
-        ({"lora_r": True}, ["lora_r", "a whole number"]),
-        ({"eval_strategy": True}, ["eval_strategy", "epoch"]),
-    ],
-)
+@each_row(("raw", "words"), SETTINGS["wrong"])
 def test_a_wrong_setting_is_named(raw, words):
     """The message names the setting, the value and what is allowed or close."""
     with pytest.raises(ConfigError) as caught:
@@ -99,7 +72,7 @@ def test_a_bare_no_is_no(tmp_path):
     assert (config.eval_strategy, config.save_strategy) == ("no", "no")
 
 
-@pytest.mark.parametrize("text", ["learning_rate", "max_steps.x=1"])
+@each_row("text", ["learning_rate", "max_steps.x=1"])
 def test_a_malformed_override_is_refused(tmp_path, text):
     """An override is key=value, into mappings only."""
     path = tmp_path / "job.yaml"
@@ -108,7 +81,7 @@ def test_a_malformed_override_is_refused(tmp_path, text):
         read_config(path, [text])
 
 
-@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [1\n", ""])
+@each_row("content", ["- a\n- b\n", "a: [1\n", ""])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
     """Lists, broken YAML and nothing at all."""
     path = tmp_path / "job.yaml"
@@ -117,18 +90,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
         read_config(path)
 
 
-@each_row(
-    ("raw", "name"),
-    [
-        ({"per_device_train_batch_size": 32}, "per_device_train_batch_size: 32"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: 2"),
-        ({"bf16": True}, "bf16: true, the plan bf16: false"),
-        ({"fsdp": False}, "fsdp: false, the plan fsdp: full_shard"),
-        ({"layout": {"tp": 2}}, "tp"),
-        ({"activation_checkpointing": True}, "checkpointing"),
-        ({"fsdp_config": {"cpu_offload": True}}, "offload"),
-    ],
-)
+@each_row(("raw", "name"), SETTINGS["against_the_plan"])
 def test_a_value_that_contradicts_the_plan_is_refused(raw, name):
     """The plan is not overruled silently, and neither is the config."""
     plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
@@ -195,7 +157,7 @@ def test_the_plan_is_one_document(tmp_path):
 
 
 # The fields of TrainingArguments, SFTConfig, ModelConfig and ScriptArguments that no release below lacks a word for.
-FIELDS = json.loads((Path(__file__).with_name("jobs") / "trl_fields.json").read_text())
+FIELDS = json.loads((JOBS / "trl_fields.json").read_text())
 NULLABLE = {"max_length": 1024, "max_seq_length": 1024}  # null would mean rows of any length
 
 
@@ -217,33 +179,7 @@ def test_every_field_with_a_strange_value_is_honoured_noted_or_refused_by_name()
             assert any(name in note for note in notes) or {"strange", ("strange",)} & set(said.values()), name
 
 
-@each_row(
-    ("raw", "layout"),
-    [
-        ({"fsdp": "shard_grad_op auto_wrap offload"},
-         {"sharding": "zero3", "reshard_after_forward": False, "offload": "all"}),
-        ({"fsdp": ["hybrid_shard", "auto_wrap"]}, {"sharding": "zero3", "dp_shard": "node"}),
-        ({"fsdp": "no_shard"}, {"sharding": "ddp"}),
-        ({"fsdp": "", "deepspeed": None}, {}),
-        ({"fsdp": "full_shard", "fsdp_config": {"fsdp_offload_params": True, "fsdp_use_orig_params": True}},
-         {"sharding": "zero3", "offload": "all"}),
-        ({"fsdp_config": {"fsdp_sharding_strategy": 2}}, {"sharding": "zero3", "reshard_after_forward": False}),
-        ({"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": False, "state_dict_type": "X"}},
-         {"sharding": "zero3", "reshard_after_forward": False}),
-        ({"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}},
-         {"checkpointing": "full"}),
-        ({"gradient_checkpointing": False}, {"checkpointing": "none"}),
-        ({"bf16": False, "fp16": False}, {"precision": "fp32"}),
-        ({"torch_compile": True, "use_liger_kernel": False}, {"compile": True, "fused_cross_entropy": False}),
-        ({"parallelism_config": {"dp_shard_size": 4, "tp_size": 2}}, {"dp_shard": 4, "tp": 2}),
-        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"},
-                                              "offload_param": {"device": "cpu"}},
-                        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": "auto"}},
-         {"sharding": "zero3", "reshard_after_forward": True, "offload": "all", "precision": "bf16"}),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}},
-         {"sharding": "zero3", "reshard_after_forward": False, "micro_batch": 4}),
-    ],
-)  # fmt: skip
+@each_row(("raw", "layout"), SETTINGS["layout"])
 def test_what_trl_says_of_the_layout(raw, layout):
     """Strings, lists, numbers and mappings of FSDP and DeepSpeed, in members of the layout."""
     found = dict(parse_config(raw)[0].layout)
@@ -256,30 +192,7 @@ def test_what_trl_says_of_the_layout(raw, layout):
     assert found == layout
 
 
-@each_row(
-    ("raw", "words"),
-    [
-        ({"deepspeed": "ds_config_zero3.json"}, ["deepspeed='ds_config_zero3.json'", "that is there"]),
-        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, ["stage=1", "0, 2 and 3"]),
-        ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, ["tensor_parallel={'autotp_size': 2}"]),
-        ({"deepspeed": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}}, ["hpz_partition_size=8"]),
-        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}}, ["nvme", "cpu"]),
-        ({"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}, ["both"]),
-        ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}, "fsdp_config": {
-            "reshard_after_forward": True}}, ["reshard_after_forward"]),
-        ({"fsdp": "full_shard shard_grad_op"}, ["full_shard", "shard_grad_op", "one of them"]),
-        ({"per_device_train_batch_size": 8, "layout": {"micro_batch": 4}}, ["per_device_train_batch_size", "8", "4"]),
-        ({"optim": "paged_adamw_8bit"}, ["optim='paged_adamw_8bit'", "adamw_torch"]),
-        ({"load_in_8bit": True}, ["load_in_8bit", "load_in_4bit"]),
-        ({"use_dora": True}, ["use_dora", "only False"]),
-        ({"max_length": None}, ["max_length", "whole number"]),
-        ({"attn_implementation": "flash_attention_3"}, ["flash_attention_3", "flash_attention_2"]),
-        ({"sequence_len": 2048}, ["sequence_len", "max_length"]),
-        ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0", "at least 1"]),
-        ({"model_init_kwargs": {"attn_implementation": "sdpa"}, "attn_implementation": "eager"},
-         ["attn_implementation"]),
-    ],
-)  # fmt: skip
+@each_row(("raw", "words"), SETTINGS["trl_only"])
 def test_what_trl_may_say_and_this_job_cannot(raw, words):
     """By name, with what is allowed."""
     with pytest.raises(ConfigError) as caught:

@@ -1,19 +1,35 @@
-"""Rows to batches: shapes of rows, masks, packing, order."""
+"""Rows to batches: files and folders as the hub lays them out, shapes of rows, masks, packing, order, bounds."""
 
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rigs.hub import Hub
 from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig
+from finetune import rows as row_reader
 from finetune.data import Loader, collate, pack, prepare
 from finetune.rows import IGNORED, encode, load_tokenizer
-from finetune.sources import load_rows
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[2]
+SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
+TALK = [{"role": "user", "content": "Née?"}, {"role": "assistant", "content": "Oui."}]
+SHAPES = {
+    "messages": {"messages": TALK},
+    "prompt": {"prompt": "Née?", "completion": "Oui."},
+    "conversation": {"prompt": TALK[:1], "completion": TALK[1:]},
+    "question": {"question": "Née?", "answer": "Oui."},
+    "text": {"text": "Née? Oui."},
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,36 +38,49 @@ def tokenizer():
     return load_tokenizer(JobConfig(tokenizer_name="builtin:bytes"))
 
 
-def job(**settings):
-    """Settings of a small job."""
-    return JobConfig(**{"max_length": 128, **settings})
+def job(path=None, **settings):
+    """Settings of a small job, on a file or folder where one is named."""
+    named = {} if path is None else {"dataset_name": str(path)}
+    return JobConfig(**{"max_length": 128, "tokenizer_name": "builtin:bytes", **named, **settings})
 
 
-ROWS = [
-    {"messages": [{"role": "user", "content": "Née?"}, {"role": "assistant", "content": "Oui."}]},
-    {"prompt": "Née?", "completion": "Oui."},
-    {"prompt": [{"role": "user", "content": "Née?"}], "completion": [{"role": "assistant", "content": "Oui."}]},
-    {"question": "Née?", "answer": "Oui."},
-    {"text": "Née? Oui."},
-]
+def load_rows(config, split):
+    """The members of the rows."""
+    return [row.members for row in row_reader.load_rows(config, split)]
 
 
-@each_row("row", ROWS, ids=["messages", "prompt", "conversation", "question", "text"])
-def test_each_row_shape_is_learnt_from(tokenizer, row):
-    """Labels are the next token, everywhere."""
+def write(path, rows):
+    """A parquet file of these rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def lists_of(example):
+    """Arrays as lists, which compare as a whole."""
+    return {field.name: getattr(example, field.name).tolist() for field in fields(example)}
+
+
+@each_row("shape", SHAPES)
+def test_each_row_shape_is_learnt_from(tokenizer, tmp_path, shape):
+    """Labels are the next token, everywhere; from parquet the same as from the row, without its other columns.
+
+    completion_only_loss masks the question, not the answer nor its end mark.
+    """
+    row = SHAPES[shape]
     example = encode(row, tokenizer, job())
-    assert example is not None
     assert list(example.labels[:-1]) == list(example.tokens[1:])
     assert example.labels[-1] == IGNORED
     assert "Oui." in tokenizer.decode(example.tokens)
-
-
-@each_row("row", ROWS[:4], ids=["messages", "prompt", "conversation", "question"])
-def test_only_answers_count_when_asked(tokenizer, row):
-    """completion_only_loss masks the question, not the answer nor its end mark."""
-    example = encode(row, tokenizer, job(completion_only_loss=True))
-    counted = tokenizer.decode([label for label in example.labels if label != IGNORED])
-    assert counted == "Oui." + tokenizer.eos_token
+    config = job(write(tmp_path / f"{shape}.parquet", [{**row, "id": 7, "image": b"x" * 10}] * 3))
+    assert load_rows(config, "train") == [row] * 3
+    examples, told = prepare(config, "train", tokenizer)
+    assert list(map(lists_of, examples)) == [lists_of(example)] * 3
+    assert (told["rows"], told["dropped_rows"]) == (3, 0)
+    if shape != "text":
+        example = encode(row, tokenizer, job(completion_only_loss=True))
+        counted = tokenizer.decode([label for label in example.labels if label != IGNORED])
+        assert counted == "Oui." + tokenizer.eos_token
 
 
 def test_every_assistant_turn_counts(tokenizer):
@@ -70,10 +99,18 @@ def test_an_answer_beyond_the_cut_leaves_nothing_to_learn(tokenizer):
 
 @each_row(
     ("row", "settings", "word"),
-    [({"q": 1}, {}, "question"), ({"text": "a"}, {"completion_only_loss": True}, "answer")],
+    [
+        ({"q": 1}, {}, "question"),
+        ({"text": "a"}, {"completion_only_loss": True}, "answer"),
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, {}, "two texts, or two lists"),
+        ({"question": "a", "answer": 5}, {}, "answer=5"),
+        ({"messages": "hello"}, {}, "role and content"),
+        ({"messages": []}, {}, "role and content"),
+        ({"messages": [{"role": "user"}]}, {}, "chat_template"),
+    ],
 )
 def test_a_row_that_does_not_fit_is_refused(tokenizer, row, settings, word):
-    """The message says what is needed."""
+    """Neither trained on as the text of a list, nor a stack trace; the message says what is needed."""
     with pytest.raises(ConfigError, match=word):
         encode(row, tokenizer, job(**settings))
 
@@ -165,31 +202,13 @@ def test_an_epoch_goes_on_where_it_was_left(tokenizer):
     assert [s.batches[0].tokens.tolist() for s in loader.epoch(4)] != [s.batches[0].tokens.tolist() for s in whole]
 
 
-def test_local_files_and_folders(tmp_path):
-    """JSON lines, a JSON list, a folder with one file per split."""
-    lines = tmp_path / "train.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
-    (tmp_path / "test.json").write_text(json.dumps(ROWS[:2]))
-    assert len(load_rows(job(dataset_name=str(lines)), "train")) == 3
-    assert len(load_rows(job(dataset_name=str(tmp_path)), "train")) == 3
-    assert len(load_rows(job(dataset_name=str(tmp_path)), "test")) == 2
-    assert len(load_rows(job(dataset_name=str(tmp_path), dataset_rows=1), "test")) == 1
-    with pytest.raises(ConfigError, match="validation"):
-        load_rows(job(dataset_name=str(tmp_path)), "validation")
-    lines.write_text("{]")
-    with pytest.raises(ConfigError, match="JSON"):
-        load_rows(job(dataset_name=str(lines)), "train")
-    with pytest.raises(ConfigError, match="no such file"):
-        load_rows(job(dataset_name=str(tmp_path / "absent.jsonl")), "train")
-
-
 def test_synthetic_sums_are_right_and_splits_differ():
     """The built-in set: correct, reproducible, no shared stream."""
     train, test = (load_rows(job(dataset_rows=64), split) for split in ("train", "test"))
     assert train == load_rows(job(dataset_rows=64), "train")
     assert train != test
     for row in train:
-        left, right = row.members["answer"].split(" = ")
+        left, right = row["answer"].split(" = ")
         a, b = left.split(" + ")
         assert int(a) + int(b) == int(right)
 
@@ -199,40 +218,24 @@ def test_plain_text_begins_as_its_tokenizer_begins_it():
     from tokenizers import processors
 
     tokenizer = load_tokenizer(JobConfig(tokenizer_name="builtin:bytes"))
-    bare = encode(ROWS[4], tokenizer, job())
+    bare = encode(SHAPES["text"], tokenizer, job())
     begin = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, begin)]
     )
-    assert list(encode(ROWS[4], tokenizer, job()).tokens) == [begin, *bare.tokens]
-    example = encode(ROWS[1], tokenizer, job(completion_only_loss=True))
+    assert list(encode(SHAPES["text"], tokenizer, job()).tokens) == [begin, *bare.tokens]
+    example = encode(SHAPES["prompt"], tokenizer, job(completion_only_loss=True))
     assert example.tokens[0] == begin
     assert tokenizer.decode([x for x in example.labels if x != IGNORED]) == "Oui." + tokenizer.eos_token
-    assert encode(ROWS[0], tokenizer, job()).tokens.tolist().count(begin) == 0  # a talk begins as its template says
-
-
-@each_row(
-    ("row", "word"),
-    [
-        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "two texts, or two lists"),
-        ({"question": "a", "answer": 5}, "answer=5"),
-        ({"messages": "hello"}, "role and content"),
-        ({"messages": []}, "role and content"),
-        ({"messages": [{"role": "user"}]}, "chat_template"),
-    ],
-)
-def test_rows_of_a_known_shape_and_wrong_content_are_refused(tokenizer, row, word):
-    """Neither trained on as the text of a list, nor a stack trace."""
-    with pytest.raises(ConfigError, match=word):
-        encode(row, tokenizer, job())
+    assert encode(SHAPES["messages"], tokenizer, job()).tokens.tolist().count(begin) == 0  # its template begins a talk
 
 
 def test_a_hub_cannot_name_files_outside_its_data_set(tmp_path):
     """Refused before a file of such a name is made: `datasets` is shown the listing as empty files."""
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text('{"text": "a"}')
-    code = "import sys; from contracts.job_config import JobConfig; from finetune import sources; "
-    code += "print(sources.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
+    code = "import sys; from contracts.job_config import JobConfig; from finetune import rows; "
+    code += "print(rows.find_files(JobConfig(dataset_name=sys.argv[1], dataset_revision='main'), 'train'))"
     hub = Hub()
     names = {"org/up": f"../../../../../../../../{tmp_path}/up.jsonl", "org/root": f"{tmp_path}/root.jsonl"}
     for name, path in names.items():
@@ -244,3 +247,178 @@ def test_a_hub_cannot_name_files_outside_its_data_set(tmp_path):
         assert "ConfigError" in done.stderr and "leads out of the data set" in done.stderr, done.stderr
     hub.close()
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_nulls_of_a_table_are_absent_members(tmp_path):
+    """Rows of two shapes in one table, and messages with members that only some have."""
+    tool = {"messages": [{"role": "user", "content": "a?", "name": "Ann"}, TALK[1]]}
+    config = job(write(tmp_path / "train.parquet", [{**tool, **dict.fromkeys(SUM)}, {**SUM, "messages": None}]))
+    assert load_rows(config, "train") == [tool, SUM]
+    assert len(prepare(config, "train", load_tokenizer(config))[0]) == 2
+
+
+def test_files_of_a_split_in_the_order_of_their_names(tmp_path):
+    """Shards, a folder per part, and which part."""
+    for part in ("main", "socratic"):
+        for shard in (1, 0):
+            rows = [{**SUM, "answer": f"{part} {shard} {n}"} for n in range(2)]
+            write(tmp_path / part / f"train-0000{shard}-of-00002.parquet", rows)
+    rows = load_rows(job(tmp_path, dataset_config="main"), "train")
+    assert [row["answer"] for row in rows] == ["main 0 0", "main 0 1", "main 1 0", "main 1 1"]
+    assert len(load_rows(job(tmp_path, dataset_config="main", dataset_rows=3), "train")) == 3
+    with pytest.raises(ConfigError, match="dataset_config must be one of main, socratic"):
+        load_rows(job(tmp_path), "train")
+    with pytest.raises(ConfigError, match="'validation'"):
+        load_rows(job(tmp_path, dataset_config="main"), "validation")
+    (tmp_path / "test.json").write_text(json.dumps([SUM, SHAPES["prompt"]]))
+    assert len(load_rows(job(tmp_path / "test.json"), "train")) == 2
+    with pytest.raises(ConfigError, match="no such file"):
+        load_rows(job(tmp_path / "absent.jsonl"), "train")
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/tr*
+  - split: test
+    path: [main/a.parquet, main/b.jsonl]
+- config_name: socratic
+  data_files: socratic/*
+---
+# Sums
+"""
+
+
+def test_the_card_says_which_files_a_split_has(tmp_path):
+    """Patterns, lists, a split that is not named; unknown names list what there is."""
+    (tmp_path / "README.md").write_text(CARD)
+    for name in ("main/tr-0.parquet", "main/a.parquet", "socratic/one.parquet"):
+        write(tmp_path / name, [{"text": name}])
+    (tmp_path / "main/b.jsonl").write_text('{"text": "main/b.jsonl"}\n')
+    found = {
+        (part, split): [row["text"] for row in load_rows(job(tmp_path, dataset_config=part), split)]
+        for part, split in (("main", "train"), ("main", "test"), ("socratic", "train"))
+    }
+    assert found == {
+        ("main", "train"): ["main/tr-0.parquet"],
+        ("main", "test"): ["main/a.parquet", "main/b.jsonl"],
+        ("socratic", "train"): ["socratic/one.parquet"],
+    }
+    for settings, split, word in (
+        ({}, "train", "must be one of main, socratic"),
+        ({"dataset_config": "mian"}, "train", "'mian': must be one of main, socratic"),
+        ({"dataset_config": "socratic"}, "test", "socratic has train"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            load_rows(job(tmp_path, **settings), split)
+    split = "configs: [{config_name: a, data_files: [{split: x}]}]"  # without its path
+    bomb = "a: &a [x, x]\nb: &b [*a, *a]\n" + "".join(f"c{n}: [*b, *b]\n" for n in range(20))
+    number = "configs: [{config_name: a, data_files: [{split: train, path: [1]}]}]"
+    for broken in ("configs: [1]", number, "configs: 5", split, "a: [", "- 1", bomb):
+        (tmp_path / "README.md").write_text(f"---\n{broken}\n---\n")
+        with pytest.raises(ConfigError, match=r"README\.md"):
+            load_rows(job(tmp_path), "train")
+
+
+def test_what_is_not_parquet_is_said_in_one_line(tmp_path):
+    """Truncated, another format, an empty file."""
+    whole = write(tmp_path / "whole.parquet", [SUM] * 50).read_bytes()
+    for number, content in enumerate((b"", b"PAR1", whole[:-20], whole[:40] + b"\0" * 60 + whole[100:], b"{}" * 40)):
+        path = tmp_path / f"broken{number}.parquet"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="not parquet") as caught:
+            load_rows(job(path), "train")
+        assert "\n" not in str(caught.value)
+
+
+def test_rows_are_bounded_as_they_unpack(tmp_path, monkeypatch):
+    """A small file of a long text, a million times: counted unpacked, and only as far as rows are asked for."""
+    monkeypatch.setattr(row_reader, "MAX_BYTES", 1 << 20)  # a limit of gigabytes, at a size that a test can unpack
+    path = write(tmp_path / "train.parquet", [{"text": "x" * 100_000}] * 4000)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(ConfigError, match="dataset_rows"):
+        load_rows(job(path), "train")
+    lines = tmp_path / "long.jsonl"
+    lines.write_text('{"text": "' + "x" * 100_000 + '"}\n' + ('{"text": "y"}\n' * 100_000))
+    with pytest.raises(ConfigError, match="dataset_rows"):
+        load_rows(job(lines), "train")
+    assert len(load_rows(job(lines, dataset_rows=5), "train")) == 5
+
+
+def test_json_lines_end_at_line_feeds_only(tmp_path):
+    """Other marks of Unicode that look like the end of a line stand inside texts."""
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a\u2028b\x85c"}\n\n{"text": "d"}\n', encoding="utf-8")
+    assert load_rows(job(path), "train") == [{"text": "a\u2028b\x85c"}, {"text": "d"}]
+    path.write_text('{"text": 1}\n' + "[" * 100_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 2"):
+        load_rows(job(path), "train")
+
+
+def test_csv_cells_are_text(tmp_path):
+    """Also those that look like numbers or like nothing."""
+    (tmp_path / "train.csv").write_text("question,answer\n1 + 1?,2\nNone?,NA\n")
+    config = job(tmp_path)
+    assert load_rows(config, "train") == [{"question": "1 + 1?", "answer": "2"}, {"question": "None?", "answer": "NA"}]
+
+
+def test_nothing_of_datasets_is_written_or_asked(tmp_path):
+    """A folder is read without a cache, a home or a network; the agent's verbs load none of its libraries."""
+    write(tmp_path / "train.parquet", [SUM])
+    code = (
+        "import socket, sys; socket.socket.connect = None\n"
+        "from contracts.job_config import JobConfig; from finetune.rows import load_rows\n"
+        f"assert len(load_rows(JobConfig(dataset_name={str(tmp_path)!r}), 'train')) == 1\n"
+    )
+    home = {"HF_HOME": "/proc/none", "HOME": "/proc/none", "XDG_CACHE_HOME": "/proc/none"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280, env={**os.environ, **home}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for verb in ("--help", "recommend --help"):
+        heavy = "{'datasets', 'pandas', 'pyarrow', 'torch', 'transformers'}"
+        code = (
+            "import sys\nfrom agent.cli.__main__ import main\n"
+            f"sys.argv[1:] = {verb.split()!r}\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+            f"sys.exit(' '.join({heavy} & set(sys.modules)) or 0)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=280)
+        assert (done.returncode, done.stderr) == (0, ""), verb
+
+
+BAD_ROWS = {  # file -> content, words of the message
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', ["broken.jsonl", "line 2"]),
+    "list.jsonl": (b'{"text": "a"}\n\n[1]\n', ["list.jsonl", "line 3", "must be a mapping, this is list"]),
+    "latin.jsonl": (b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl", "utf-8"]),
+    "null.jsonl": (b'{"text": "a"}\n{"text": null}\n', ["null.jsonl: row 2", "dataset_text_field"]),
+    "number.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": 7}\n', ["number.jsonl: row 3", "dataset_text_field"]),
+    "half.jsonl": (b'{"question": "a?", "answer": "b"}\n{"question": "a?"}\n', ["half.jsonl: row 2", "question"]),
+    "deep.jsonl": (b'{"text": "a"}\n{"text": ' + b'{"a":' * 12 + b"1" + b"}" * 12 + b"}\n", ["deep.jsonl: row 2"]),
+    "list.json": (b'[{"text": "a"}, {"text": "b"}, {"text": null}]', ["list.json: row 3"]),
+    "cut.json": (b'[{"text": "a"}, {"text": ', ["cut.json"]),
+    "empty.jsonl": (b"", ["empty.jsonl", "no rows"]),
+    "rows.csv": (b'question,answer\n"a', ["rows.csv"]),
+    "rows.txt": (b"a", ["rows.txt", ".jsonl"]),
+}  # fmt: skip
+
+
+def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path):
+    """A broken line, a row that is no mapping, a null cell, a number in place of a text; each in one line."""
+    write(tmp_path / "null.parquet", [{"text": "a"}, {"text": None}])
+    rows = {**BAD_ROWS, "null.parquet": (None, ["null.parquet: row 2", "dataset_text_field"])}
+    wrong = []
+    for name, (content, words) in rows.items():
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        config = job(path)
+        try:
+            prepare(config, "train", load_tokenizer(config))
+            wrong.append(f"{name}: was read")
+        except ConfigError as error:
+            wrong += [f"{name}: {word!r} is not in {error}" for word in words if word not in str(error)]
+            wrong += [f"{name}: {len(str(error).splitlines())} lines"] if "\n" in str(error) else []
+    assert wrong == []

@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from rigs.hub import Hub, silent
+from rigs.tables import each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -194,39 +196,17 @@ def fly(home, url, jobs, **environment):
 
 
 GSM = {"dataset_name": "openai/gsm8k", "dataset_config": "main"}
-GOOD = {
-    "llama": ({"model_name_or_path": "meta/tiny-llama", "dataset_name": "gsm8k", "dataset_config": "main",
-               "eval_strategy": "epoch"}, {"HF_TOKEN": "hf_good"}),
-    "mistral": ({"model_name_or_path": "mistral/tiny", **GSM, "dataset_revision": "v2", "use_peft": False}, {}),
-    "qwen2": ({"model_name_or_path": "qwen/tiny-2", "dataset_name": "own/talks", "packing": True}, {}),
-    "qwen3": ({"model_name_or_path": "qwen/tiny-3", "dataset_name": "own/shapes", "dataset_config": "conversation"},
-              {}),
-    "pairs": ({"model_name_or_path": "qwen/tiny-3", "dataset_name": "own/shapes", "dataset_config": "pairs",
-               "tokenizer_name": "mistral/tiny"}, {}),
-    "table": ({"model_name_or_path": "qwen/tiny-3", "dataset_name": "own/csv"}, {}),
-    "moving": ({"model_name_or_path": "own/moving", "dataset_name": "own/talks"}, {}),
-}  # fmt: skip
+JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text())
+
+
+def job_of(row):
+    """Settings and environment."""
+    return row["settings"], {"HF_TOKEN": row["token"]} if "token" in row else {}
+
+
+GOOD = {name: job_of(row) for name, row in JOBS["good"].items()}
 QWEN = {"model_name_or_path": "qwen/tiny-2"}
-BAD = {
-    "gated, no token": ({"model_name_or_path": "meta/tiny-llama", **GSM}, {}, ["meta/tiny-llama", "gated", "HF_TOKEN"]),
-    "gated, a stranger's": ({"model_name_or_path": "meta/tiny-llama", **GSM}, {"HF_TOKEN": "hf_other"},
-                            ["meta/tiny-llama", "gated", "owner"]),
-    "unknown model": ({"model_name_or_path": "meta/none", **GSM}, {}, ["model_name_or_path='meta/none'", "not on"]),
-    "unknown with token": ({"model_name_or_path": "meta/nothing", **GSM}, {"HF_TOKEN": "hf_good"}, ["meta/nothing"]),
-    "unknown data": ({**QWEN, "dataset_name": "own/nothing"}, {}, ["dataset_name='own/nothing'", "not on"]),
-    "unknown revision": ({**QWEN, **GSM, "model_revision": "v9"}, {}, ["qwen/tiny-2", "model_revision='v9'"]),
-    "unknown data revision": ({**QWEN, **GSM, "dataset_revision": "v9"}, {}, ["openai/gsm8k", "dataset_revision='v9'"]),
-    "part not said": ({**QWEN, "dataset_name": "openai/gsm8k"}, {}, ["dataset_config", "main, socratic"]),
-    "unknown part": ({**QWEN, **GSM, "dataset_config": "mian"}, {}, ["'mian'", "main, socratic"]),
-    "unknown split": ({**QWEN, **GSM, "dataset_train_split": "valid"}, {}, ["'valid'", "test, train"]),
-    "no rows": ({**QWEN, "dataset_name": "own/pictures"}, {}, ["own/pictures", ".parquet"]),
-    "another family": ({"model_name_or_path": "openai/tiny-gpt", **GSM}, {}, ["gpt2", "llama, mistral, qwen2, qwen3"]),
-    "code in the folder": ({"model_name_or_path": "own/code", **GSM}, {}, ["own/code"]),
-    "no model in it": ({"model_name_or_path": "own/empty", **GSM}, {}, ["own/empty"]),
-    "another's tokenizer": ({**QWEN, **GSM, "tokenizer_name": "own/wide"}, {}, ["'own/wide'", "261 tokens"]),
-    "no such folder": ({"model_name_or_path": "/data/llama", **GSM}, {}, ["'/data/llama'", "no such"]),
-    "not an id": ({"model_name_or_path": "a/b/c", **GSM}, {}, ["'a/b/c'", "org/name"]),
-}  # fmt: skip
+BAD = {n: (*job_of(row), row["words"]) for n, row in JOBS["bad"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +221,7 @@ def online(hub, home):
     return fly(home, hub.url, {**{name: one[:2] for name, one in BAD.items()}, **GOOD})
 
 
-@pytest.mark.parametrize("name", GOOD)
+@each_row("name", GOOD)
 def test_models_and_data_sets_of_a_hub_fly(online, name):
     """Every family, every shape of row, gated with its token, a moved name, a branch, parts, a CSV table."""
     code, words, _, flight = online[name]
@@ -260,7 +240,7 @@ def test_the_adapter_names_the_hub_s_model_and_keeps_its_template(online):
     assert "<|eot|>" in (adapter / "chat_template.jinja").read_text()
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_row("name", BAD)
 def test_what_a_hub_refuses_is_said_in_one_line(online, name):
     """Which name, what is wrong, what is allowed; no stack trace."""
     code, words, _, _ = online[name]

@@ -20,6 +20,8 @@ from finetune import memory
 from finetune.parts import hold_against
 from hardware.units import GIB
 
+pytestmark = pytest.mark.long
+
 # What the process has is what its program needs; the rest of the limit is for the model. 400 MB hold a step of 16 rows
 # and not one of 128: logits alone are 128 x 512 x 2048 x 4 bytes.
 CODE = """
@@ -62,7 +64,6 @@ def job(tmp_path):
     return run
 
 
-@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_runs(job):
     """torch's allocator fails under a limit of the system: exit code, record, words; the layout named fits."""

@@ -13,9 +13,8 @@ from peft import PeftModel
 from test_finetune_model import FAMILIES, batch_of, job, total
 from transformers import AutoModelForCausalLM
 
-from contracts.families import MIXTURES
 from contracts.job_config import ConfigError
-from contracts.layout import Layout
+from contracts.layout import MIXTURES, Layout
 from finetune import train
 from finetune.loop import multiplied
 from finetune.model import build_model, causal_lm, cut
@@ -23,7 +22,7 @@ from finetune.plan import refusals
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import TrainSpec, active_weights, lora_weights, weights
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 ALONE = {"per_device_train_batch_size": 8, "max_steps": 6, "learning_rate": 2e-2, "lr_scheduler_type": "constant",
          "profile_steps": 0, "lora_r": 4, "save_strategy": "no"}  # fmt: skip
 
@@ -62,7 +61,6 @@ def test_the_planner_counts_the_weights_that_are_there(tmp_path, family):
     assert trained == lora_weights(model, TrainSpec(method="lora", lora_rank=4))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", MIXTURES)
 def test_adapters_and_the_merged_model_load_plainly(tmp_path, family):
     """The loss falls; PEFT on the base and transformers with the merged weights say the same of a text."""

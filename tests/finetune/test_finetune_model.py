@@ -11,16 +11,15 @@ from filled import filled_model
 from rigs.tables import each_row
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
-from contracts.families import ROPE_TYPES
 from contracts.interval import Interval
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import NamedValue, RunForecast
-from contracts.layout import Layout
+from contracts.layout import ROPE_TYPES, Layout
 from contracts.run_record import Measured, RunPart, RunRecord
 from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
+from finetune.loop import clip_gradients, learning_rate
 from finetune.model import build_model, causal_lm, cut
-from finetune.optim import clip_gradients, learning_rate
 from finetune.parallel import stage_bounds
 from finetune.parts import beside_forecast, divide, hold_against, part_of
 from finetune.plan import refusals
@@ -29,6 +28,8 @@ from planner.forecast.memory import checkpoint_bytes
 from planner.forecast.models import model_from_config
 from planner.forecast.specs import TrainSpec
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
+
+pytestmark = pytest.mark.long
 
 SMALL = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from finetune import pod
@@ -22,7 +23,7 @@ import os, pathlib, signal, sys, time
 place = pathlib.Path(sys.argv[1])
 rank = os.environ["RANK"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if (place / "done").exists() else 75))
-(place / f"up-{rank}-{time.time_ns()}").touch()
+(place / f"up-{rank}-{time.time_ns()}").write_text(str(os.getpid()))
 (place / f"restarts-{os.environ.get('TOPOFLIGHT_RESTARTS')}").touch()
 while True:
     time.sleep(0.02)
@@ -65,20 +66,13 @@ class Rig:
         log = self.folder / f"pod-{index}-{self.started}.log"
         given = {"nodes": 2, "ranks": 1, **self.options}
         options = [f"--{name}" if value is None else f"--{name}={value}" for name, value in given.items()]
-        argv = [
-            *before,
-            sys.executable,
-            "-m",
-            "finetune.pod",
-            *options,
-            f"--meet=127.0.0.1:{self.port}",
-            "--",
-            *self.words,
-        ]
+        command = [sys.executable, "-m", "finetune.pod", *options, f"--meet=127.0.0.1:{self.port}"]
         env = {**os.environ, "JOB_COMPLETION_INDEX": str(index), "PYTHONPATH": str(ROOT)}
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
         with log.open("wb") as stream:
-            self.pods[index] = subprocess.Popen(argv, env=env, stdout=stream, stderr=stream, cwd=ROOT)
+            self.pods[index] = subprocess.Popen(
+                [*before, *command, "--", *self.words], env=env, stdout=stream, stderr=stream, cwd=ROOT
+            )
         return log
 
     def ended(self, index):
@@ -151,6 +145,21 @@ def test_a_pod_that_does_not_come_is_named(scripted, tmp_path):
     assert (record(tmp_path)["status"], record(tmp_path)["exit_code"]) == ("interrupted", 75), "of an earlier start"
 
 
+def test_a_rank_that_is_killed_is_started_again_with_all_others(scripted, tmp_path):
+    """The record says "interrupted" meanwhile; both pods stay."""
+    job = scripted()
+    log = job.start(0)
+    job.start(1)
+    both_up(job)
+    (started,) = tmp_path.glob("up-1-*")
+    os.kill(int(started.read_text()), signal.SIGKILL)
+    both_up(job, 2)
+    (tmp_path / "end").touch()
+    assert (job.ended(0), job.ended(1)) == (0, 0), log.read_text()
+    assert "a rank of pod 1 was ended by SIGKILL" in log.read_text()
+
+
+@pytest.mark.nightly
 def test_another_exit_code_ends_all_pods_at_once_and_keeps_the_logs(scripted, tmp_path, code=65):
     """The job's own code, not torchrun's 1; pod 0 goes first, and every pod's output lies beside the run."""
     job = scripted()
@@ -215,6 +224,7 @@ def test_restarts_are_counted_and_used_up(scripted, tmp_path):
     assert (ended["status"], ended["exit_code"]) == ("interrupted", 75)
 
 
+@pytest.mark.nightly
 def test_under_an_operator_pods_meet_in_torchrun(scripted, tmp_path):
     """Whichever comes first; each ends with the code of its own ranks, which the operator judges."""
     job = scripted(once=None)
@@ -227,7 +237,13 @@ def test_under_an_operator_pods_meet_in_torchrun(scripted, tmp_path):
     assert job.ups(0) == job.ups(1) == 1
 
 
-@pytest.mark.parametrize(("code", "wanted"), [("65", 65), ("0", 0), (None, pod.TERMINATED), ("done", 0)])
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("65", 65),
+        *(pytest.param(*row, marks=pytest.mark.nightly) for row in (("0", 0), (None, pod.TERMINATED), ("done", 0))),
+    ],
+)
 def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wanted):
     """The job's own exit code, or SIGTERM's with time to save; the operator restarts pods and counts."""
     job = scripted(nodes=1, once=None)
@@ -247,7 +263,7 @@ def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wa
     assert record(tmp_path)["status"] == status
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("codes", "lost", "verdict"),
     [
         ({0: 0, 1: 0}, set(), (False, 0)),
@@ -295,6 +311,7 @@ def test_pods_measure_together_before_their_ranks_and_again_with_a_new_pod(scrip
     assert (job.ended(0), job.ended(1)) == (0, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_a_measurement_that_fails_ends_all_pods_and_no_rank_trains(scripted, tmp_path):
     """The ranks of one pod find no interface of the name that its environment gives: 3, which nothing tries again."""

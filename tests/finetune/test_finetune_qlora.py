@@ -22,15 +22,6 @@ from planner.forecast.engine import NF4_SCALES
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A model in a folder, of whole 64-weight blocks."""

@@ -13,6 +13,7 @@ import pytest
 
 from finetune.checkpoint import list_checkpoints
 
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("forked_ranks")]
 ROOT = Path(__file__).parents[2]
 STEPS = 60
 JOB = f"""
@@ -47,6 +48,12 @@ def start(folder, ranks, **layout):
     )  # fmt: skip
 
 
+def ranks_of(folder):
+    """The processes of its ranks."""
+    words = ((p, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+    return [p for p, line in words if f"output_dir={folder}" in line and "torch.distributed.run" not in line]
+
+
 def lines(folder):
     """What the runs so far have logged."""
     path = folder / "metrics.jsonl"
@@ -69,7 +76,6 @@ def wait_for(job, folder, after, step):
     pytest.fail(f"the job did not reach step {step}: {job.communicate()[1][-2000:]}")
 
 
-@pytest.mark.ranks
 @pytest.mark.timeout(2400)
 def test_killed_ranks_and_other_layouts_end_on_the_same_curve(tmp_path):
     """FSDP, one rank killed; PP, all killed; TP, SIGTERM; one process ends it: the curve is that of one process."""
@@ -78,9 +84,8 @@ def test_killed_ranks_and_other_layouts_end_on_the_same_curve(tmp_path):
 
     job = start(folder, 2, dp_shard=2, micro_batch=8)
     wait_for(job, folder, 0, 6)
-    ranks = [p for p in psutil.Process(job.pid).children(recursive=True) if "finetune.train" in p.cmdline()]
-    assert len(ranks) == 2
-    ranks[1].send_signal(signal.SIGKILL)
+    assert len(ranks_of(folder)) == 2
+    ranks_of(folder)[1].kill()
     job.communicate(timeout=400)
     assert job.returncode != 0
     first = int(list_checkpoints(folder)[-1].name.removeprefix("checkpoint-"))
@@ -90,7 +95,7 @@ def test_killed_ranks_and_other_layouts_end_on_the_same_curve(tmp_path):
     job = start(folder, 2, pp=2, micro_batch=4, gradient_accumulation=4)
     wait_for(job, folder, before, first + 6)
     os.killpg(job.pid, signal.SIGKILL)
-    for orphan in (p for p in psutil.process_iter(["cmdline"]) if f"output_dir={folder}" in (p.info["cmdline"] or [])):
+    for orphan in ranks_of(folder):
         orphan.kill()
     job.communicate(timeout=400)
     second = int(list_checkpoints(folder)[-1].name.removeprefix("checkpoint-"))

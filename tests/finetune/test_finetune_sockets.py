@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from rigs.tables import each_row
 
-from finetune.sockets import Seen, differences, spell, taken, transports
+from finetune.channels import GlooSeen as Seen
+from finetune.channels import addresses_taken as taken
+from finetune.channels import gloo_differences as differences
+from finetune.channels import gloo_transports as transports
+from finetune.channels import spell_address as spell
 
 ROOT = Path(__file__).parents[2]
 INTERFACES = ({"10.0.0.1": ("net1",), "192.0.2.1": ("eth0",)}, {"10.0.0.2": ("net1",), "192.0.2.2": ("eth0",)})
@@ -79,7 +83,7 @@ import json, os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
-from finetune import sockets, verify
+from finetune import channels, verify
 rank, number = int(os.environ["RANK"]), Path(sys.argv[1])
 if "MASTER_PORT" in os.environ:
     dist.init_process_group("gloo")
@@ -93,16 +97,17 @@ else:  # rank 0 holds the store, at a port that is free as it is taken
         number.with_suffix(".draft").replace(number)
     os.environ["MASTER_PORT"] = str(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-seen = verify._everyone(0) and verify._everyone(sockets.look())
+seen = verify._everyone(0) and verify._everyone(channels.look_at_gloo())
 if dist.get_rank() == 0:
-    told = [sockets.differences(seen, {"GLOO_SOCKET_IFNAME": name}) for name in ("lo", "absent0")]
-    print(json.dumps([sockets.taken(seen), told]))
+    told = [channels.gloo_differences(seen, {"GLOO_SOCKET_IFNAME": name}) for name in ("lo", "absent0")]
+    print(json.dumps([channels.addresses_taken(seen), told]))
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", ["torchrun", "none"])
 def test_the_connections_of_real_ranks_are_found(tmp_path, launcher):

@@ -43,15 +43,6 @@ profile_steps: 0
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def fly(folder, *overrides, job=JOB, plan=None):
     """Run the job in this process; returns exit code and flight."""
     folder.mkdir(exist_ok=True, parents=True)
@@ -157,6 +148,7 @@ def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, 
     assert {s: v for s, v in curve(folder).items() if s in (5, 6)} == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_path):
     """A process that left with torch's profiler running would die of SIGSEGV."""
     config = tmp_path / "job.yaml"

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from contracts.job_config import ConfigError, JobConfig
 from finetune.weights import Stored
 
+pytestmark = pytest.mark.long
+
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
 MIXTURES = {

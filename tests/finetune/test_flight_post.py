@@ -15,11 +15,14 @@ import pytest
 import torch
 import urllib3
 from rigs.serving import START_SECONDS, port_of
+from rigs.tables import each_row
 
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from finetune import post
 from finetune.recorder import Recorder
+
+pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
@@ -89,37 +92,24 @@ def told(tmp_path, token_file, monkeypatch, caplog):
     return end
 
 
-def test_the_record_is_sent_with_the_token(told, tmp_path):
-    """To /flights, the bytes being the record as it stands in the folder."""
-    with Stranger((201, {}, b"{}")) as agent:
+def test_the_record_is_sent_with_the_token(told, tmp_path, monkeypatch):
+    """To /flights, as it stands in the folder; again after a 503, as before the first scan; through no proxy."""
+    with Stranger((201, {}, b"")) as proxy, Stranger((503, {}, b""), (201, {}, b"{}")) as agent:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
         assert told(agent.url + "/") == ""
-        ((path, authorization, body),) = agent.asked
+        assert proxy.asked == []
+        _, (path, authorization, body) = agent.asked
     assert (path, authorization) == ("/flights", f"Bearer {TOKEN}")
     assert json.loads(body) == json.loads((tmp_path / "run/flight.json").read_text())
 
 
-def test_an_agent_that_is_busy_is_asked_again(told):
-    """503 before its first scan."""
-    with Stranger((503, {}, b""), (201, {}, b"{}")) as agent:
-        assert told(agent.url) == ""
-        assert len(agent.asked) == 2
-
-
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@each_row("status", [301, 302, 303, 307, 308])
 def test_the_token_follows_no_redirect(told, status):
     """Neither does the record."""
     with Stranger((200, {}, b"")) as elsewhere, Stranger((status, {"Location": elsewhere.url}, b"")) as agent:
         assert f"answered {status}" in told(agent.url)
         assert elsewhere.asked == []
-
-
-def test_the_token_goes_through_no_proxy(told, monkeypatch):
-    """What the pod's environment names for its way out."""
-    with Stranger((201, {}, b"")) as proxy, Stranger((201, {}, b"")) as agent:
-        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-            monkeypatch.setenv(name, proxy.url)
-        assert told(agent.url) == ""
-        assert proxy.asked == []
 
 
 def test_a_refusal_is_told_in_the_agents_words(told):
@@ -133,10 +123,10 @@ def test_a_refusal_is_told_in_the_agents_words(told):
         assert told(agent.url).endswith("it answered 400")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"a b", b"a\r\nX-Other: b", b"\xff\xfe", b"t" * 20_000])
+@each_row("content", [None, b"", b"a b", b"a\r\nX-Other: b", b"\xff\xfe", b"t" * 20_000])
 def test_a_token_file_that_holds_none_sends_nothing(told, token_file, content):
     """No header is made of it, and none of it is told."""
-    token_file.unlink()
+    token_file.unlink(missing_ok=True)
     if content is not None:
         token_file.write_bytes(content)
     with Stranger() as agent:
@@ -145,19 +135,19 @@ def test_a_token_file_that_holds_none_sends_nothing(told, token_file, content):
         assert agent.asked == []
 
 
-@pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "agent", "http://", "ftp://a", "http://u:secret@a", "http://[a", "http://a\r\nb"]
-)
-def test_an_address_that_is_none_is_told(told, url):
-    """Without repeating it: it may hold a password."""
-    assert (note := told(url)).endswith("must be http://HOST:PORT or https://HOST:PORT")
-    assert "secret" not in note
+NO_ADDRESSES = ("file:///etc/passwd", "agent", "http://", "ftp://a", "http://u:secret@a", "http://[a", "http://a\r\nb")
+NO_PLACES = ("http://127.0.0.1:99999", f"http://{'a' * 70}.b", "http://..:1")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", f"http://{'a' * 70}.b", "http://..:1"])
-def test_a_name_or_port_that_cannot_be_is_a_note(told, url):
-    """Whatever the libraries below make of it."""
-    assert "the agent does not have this record" in told(url)
+@each_row(
+    ("url", "words"),
+    [*((url, "must be http://HOST:PORT or https://HOST:PORT") for url in NO_ADDRESSES),
+     *((url, "the agent does not have this record") for url in NO_PLACES)],
+)  # fmt: skip
+def test_an_address_name_or_port_that_cannot_be_is_a_note(told, url, words):
+    """Whatever the libraries below make of it; without repeating an address, which may hold a password."""
+    note = told(url)
+    assert words in note and "secret" not in note
 
 
 def test_nobody_there_is_a_note(told):
@@ -216,7 +206,7 @@ def test_only_rank_0_tells(told, monkeypatch):
         assert agent.asked == []
 
 
-@pytest.mark.ranks
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_job_s_record_stands_in_the_agents_flights(tmp_path):
     """A real agent and two real jobs, one with a token that it does not know: that job ends with 0 too."""

@@ -18,9 +18,11 @@ from agent.pages.runs import division, shown
 from contracts import run_record
 from contracts.job_config import JobConfig
 from contracts.run_record import compare, own_exit_code, record_of
-from finetune import pod
+from finetune import post
 from finetune.loop import multiplied
 from finetune.recorder import flops_per_token
+
+pytestmark = pytest.mark.long
 
 PARTS = [
     {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},
@@ -91,13 +93,13 @@ def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
     )  # fmt: skip
     wrong = [(log, run_record.raised(log)) for log, reason in rows if run_record.raised(log) != reason]
     assert not wrong, wrong
-    pod.write_termination_message(
+    post.write_termination_message(
         tmp_path / "flight.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x"
     )
     left = json.loads((tmp_path / "word").read_text())
     assert (left["status"], left["transports"]) == ("failed", []) and left["reason"].endswith("OSError: x")
     (tmp_path / "flight.json").write_text(json.dumps({"status": "complete"}))
-    pod.write_termination_message(
+    post.write_termination_message(
         tmp_path / "flight.json", tmp_path / "word", "ended", time.time() + 60
     )  # of an earlier start
     assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"

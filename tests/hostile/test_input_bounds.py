@@ -43,7 +43,7 @@ from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
 from probes.wire import loads as load_snapshot
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
 
@@ -111,12 +111,12 @@ def test_a_pickle_costs_bounded_time_and_memory() -> None:
     code = """
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
-from collectives.traces.plain_pickle import PickleError, loads
+from collectives.traces.calls import PickleError, unpickle
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_000_000, b")" + b"\\x85" * 4_000_000):
     began = time.process_time()
     try:
-        loads(raw)
+        unpickle(raw)
     except PickleError as error:
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - before
         print(raw[:2], round(time.process_time() - began, 1), grown, error)

@@ -30,10 +30,10 @@ from agent.http import serve
 from agent.http.server import create
 from agent.http.state import State
 from contracts.run_record import record_of
-from planner.advice import Reason, Setting
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import APIS, config_map, render
 from planner.nccl_env.environment import RenderError, render_k8s, render_shell
+from planner.nccl_env.texts import Reason, Setting
 from probes.host import sysfs
 from probes.host.live import LiveHost
 from probes.host.recording import RecordedHost, load

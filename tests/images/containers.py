@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -158,9 +157,3 @@ def memory(container: str) -> Path:
         if "memory" in controllers.split(","):
             return Path("/sys/fs/cgroup/memory") / path.lstrip("/")
     return Path("/sys/fs/cgroup") / lines[0][2].lstrip("/")
-
-
-def wipe() -> None:
-    """All of the rig's storage, where an engine of another version has left what this one cannot read."""
-    clear()
-    shutil.rmtree(HOME, ignore_errors=True)

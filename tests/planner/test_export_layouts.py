@@ -16,10 +16,11 @@ from contracts.job_config import parse_config
 from contracts.job_plan import JobPlan
 from contracts.layout import Layout
 from finetune.plan import settle_layout
-from planner.advice import ExportError, ExportRequest, Reason, Setting, request_of
+from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
+from planner.nccl_env.texts import Reason, Setting
 from planner.recommend import recommend
 from planner.stacks import FORMATS, export
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.forecast.intervals import widths
+from planner.explain import widths
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "measurements" / "forecast.md"

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rigs.tables import each_row
 
-from contracts.families import TRAINED
-from contracts.layout import Layout
+from contracts.layout import TRAINED, Layout
 from hardware.gpus import gpu_named
 from hardware.machines import catalogue
 from planner.forecast import machines

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+from pathlib import Path
 
 import pytest
+import yaml
 from rigs.tables import each_row
 
 from planner.lint.environment import lint
@@ -30,151 +32,14 @@ def only(found: Reading) -> NamedEnvironment:
 
 
 PAIR = {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}
-FORMS = {
-    "export": ("shell script", "", "#!/bin/bash\nexport NCCL_DEBUG=INFO\nexport NCCL_IB_HCA='mlx5_0,mlx5_1'\n"),
-    "export of several": ("shell script", "", 'export NCCL_DEBUG=INFO NCCL_IB_HCA="mlx5_0,mlx5_1" # why\n'),
-    "assigned, exported later": (
-        "shell script", "", "NCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nexport NCCL_DEBUG NCCL_IB_HCA\n",
-    ),
-    "set -a": ("shell script", "job.sh", "set -a\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nset +a\n./train\n"),
-    "declare -x": ("shell script", "", "declare -x NCCL_DEBUG=INFO\ntypeset -x NCCL_IB_HCA=mlx5_0,mlx5_1\n"),
-    "own variables": (
-        "shell script", "", 'A=mlx5\nLEVEL=${1:-INFO}\nexport NCCL_DEBUG=$LEVEL\nexport NCCL_IB_HCA="${A}_0,${A}_1"\n',
-    ),
-    "bash -c": ("shell script", "", 'bash -lc "export NCCL_DEBUG=INFO; NCCL_IB_HCA=mlx5_0,mlx5_1 python t.py"\n'),
-    "before a command": ("shell script", "", "NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5_0,mlx5_1 \\\n  torchrun t.py\n"),
-    "env": ("shell script", "", "srun env -u X NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5_0,mlx5_1 python t.py\n"),
-    "mpirun -x": ("shell script", "", "mpirun -np 16 -x NCCL_DEBUG=INFO -x NCCL_IB_HCA=mlx5_0,mlx5_1 -x PATH ./a\n"),
-    "mpirun -x of what is set": (
-        "shell script", "", "export NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5_0,mlx5_1\nmpirun -x NCCL_DEBUG -x NCCL_IB_HCA a\n",
-    ),
-    "options in an array": (
-        "shell script", "", 'O=(-x NCCL_DEBUG=INFO)\nO+=(-x NCCL_IB_HCA=mlx5_0,mlx5_1)\nmpirun "${O[@]}" ./a\n',
-    ),
-    "options in a variable": ("shell script", "", 'O="-x NCCL_DEBUG=INFO -x NCCL_IB_HCA=mlx5_0,mlx5_1"\nmpirun $O\n'),
-    "hydra": ("shell script", "", "mpiexec -genv NCCL_DEBUG INFO -genv NCCL_IB_HCA mlx5_0,mlx5_1 ./a\n"),
-    "docker run": (
-        "shell script", "", 'docker run --rm -e NCCL_DEBUG=INFO --env "NCCL_IB_HCA=mlx5_0,mlx5_1" image python t.py\n',
-    ),
-    "apptainer": ("shell script", "", 'apptainer exec --nv --env "NCCL_DEBUG=INFO,NCCL_IB_HCA=mlx5_0,mlx5_1" i ./a\n'),
-    "sbatch": (
-        "Slurm batch script", "", "#!/bin/sh\n#SBATCH --export=ALL,NCCL_DEBUG=INFO\nexport NCCL_IB_HCA=mlx5_0,mlx5_1\n",
-    ),
-    "srun --export": ("shell script", "", "export NCCL_IB_HCA=mlx5_0,mlx5_1\nsrun --export=ALL,NCCL_DEBUG=INFO ./a\n"),
-    "fish": ("shell script", "env.fish", "set -gx NCCL_DEBUG INFO\nset -x NCCL_IB_HCA mlx5_0,mlx5_1\n"),
-    "here-document": (
-        "shell script", "", "cat > /etc/nccl.conf <<'EOF'\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\nEOF\n",
-    ),
-    "echo into a file": (
-        "shell script", "",
-        "echo NCCL_DEBUG=INFO >> /etc/nccl.conf\necho 'NCCL_IB_HCA=mlx5_0,mlx5_1' | sudo tee -a /etc/nccl.conf\n",
-    ),
-    "ssh": ("shell script", "", 'ssh node1 "export NCCL_DEBUG=INFO && NCCL_IB_HCA=mlx5_0,mlx5_1 ./a"\n'),
-    "env file": ("env file", "", "# all jobs\nNCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\n"),
-    "nccl.conf": ("nccl.conf", "/etc/nccl.conf", "NCCL_DEBUG=INFO\nNCCL_IB_HCA=mlx5_0,mlx5_1\n"),
-    "process": ("process", "", "PATH=/bin\0NCCL_DEBUG=INFO\0NCCL_IB_HCA=mlx5_0,mlx5_1\0"),
-    "Dockerfile": (
-        "Dockerfile", "", "FROM image\nARG H=mlx5_0,mlx5_1\nENV NCCL_DEBUG=INFO \\\n    NCCL_IB_HCA=${H}\n",
-    ),
-    "Dockerfile, old form": ("Dockerfile", "", "FROM image\nENV NCCL_DEBUG INFO\nENV NCCL_IB_HCA mlx5_0,mlx5_1\n"),
-    "Dockerfile RUN": (
-        "Dockerfile", "", "FROM image\nENV NCCL_DEBUG=INFO\nRUN echo NCCL_IB_HCA=mlx5_0,mlx5_1 >> /etc/nccl.conf\n",
-    ),
-    "Pod": (
-        "Kubernetes manifest", "",
-        """
-        apiVersion: v1
-        kind: Pod
-        metadata: {name: a}
-        spec:
-          initContainers:
-            - name: i
-              env: [{name: NCCL_DEBUG, value: INFO}]
-          containers:
-            - name: c
-              env: [{name: NCCL_IB_HCA, value: "mlx5_0,mlx5_1"}]
-        """,
-    ),
-    "LeaderWorkerSet": (
-        "Kubernetes manifest", "",
-        """
-        apiVersion: leaderworkerset.x-k8s.io/v1
-        kind: LeaderWorkerSet
-        metadata: {name: a}
-        spec:
-          leaderWorkerTemplate:
-            workerTemplate:
-              spec:
-                containers:
-                  - name: c
-                    env:
-                      - name: NCCL_DEBUG
-                        value: INFO
-                    command: ["sh", "-c", "export NCCL_IB_HCA=mlx5_0,mlx5_1 && ray start"]
-        """,
-    ),
-    "ConfigMap": (
-        "Kubernetes manifest", "",
-        """
-        apiVersion: v1
-        kind: ConfigMap
-        metadata: {name: a}
-        data: {NCCL_DEBUG: INFO, NCCL_IB_HCA: "mlx5_0,mlx5_1", train.py: "print()"}
-        """,
-    ),
-    "script in a ConfigMap": (
-        "Kubernetes manifest", "",
-        """
-        apiVersion: v1
-        kind: ConfigMap
-        metadata: {name: a}
-        data:
-          run.sh: |
-            export NCCL_DEBUG=INFO
-            export NCCL_IB_HCA=mlx5_0,mlx5_1
-        """,
-    ),
-    "Helm template": (
-        "Kubernetes manifest", "a.yaml",
-        """
-        apiVersion: batch/v1
-        kind: Job
-        metadata:
-          name: {{ .Release.Name }}-job
-        spec:
-          template:
-            spec:
-              containers:
-                - name: c
-                  env:
-                    {{- if .Values.debug }}
-                    - name: NCCL_DEBUG
-                      value: INFO
-                    {{- end }}
-                    - name: NCCL_IB_HCA
-                      value: "mlx5_0,mlx5_1"
-        """,
-    ),
-    "Helm values": ("YAML", "values.yaml", "extraEnv:\n  - name: NCCL_DEBUG\n    value: INFO\nworker:\n  env:\n"
-                    "    NCCL_IB_HCA: mlx5_0,mlx5_1\n"),
-    "Compose list": (
-        "Compose file", "", "services:\n  a:\n    environment:\n      - NCCL_DEBUG=${LEVEL:-INFO}\n"
-        "      - NCCL_IB_HCA=mlx5_0,mlx5_1\n",
-    ),
-    "Compose mapping": (
-        "Compose file", "", "services:\n a:\n  environment:\n   NCCL_DEBUG: INFO\n   NCCL_IB_HCA: mlx5_0,mlx5_1\n",
-    ),
-    "NeMo": ("YAML", "", "launcher:\n  env_vars:\n    NCCL_DEBUG: INFO\n    NCCL_IB_HCA: mlx5_0,mlx5_1\n"),
-    "Ray": ("JSON", "", '{"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}, "pip": []}'),
-    "TOML": ("TOML", "", '[job.env]\nNCCL_DEBUG = "INFO"\nNCCL_IB_HCA = "mlx5_0,mlx5_1"\n'),
-}  # fmt: skip
+FORMS = yaml.safe_load(Path(__file__).with_name("lint_forms.yaml").read_text())
 
 
-@each_row(("form", "name", "text"), FORMS.values(), ids=FORMS)
-def test_forms(form: str, name: str, text: str) -> None:
+@each_row("name", FORMS)
+def test_forms(name: str) -> None:
     """The same two variables in every form, which is named."""
-    found = reading(text, name)
-    assert (found.form, merged(found)) == (form, PAIR)
+    found = reading(FORMS[name]["text"], FORMS[name].get("file", ""))
+    assert (found.form, merged(found)) == (FORMS[name]["form"], PAIR)
     assert found.names() == ("NCCL_DEBUG", "NCCL_IB_HCA")
 
 

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from nccl_env_hosts import host, interface
 from rigs.tables import each_row
 
-from agent.advice.advise import answer
-from agent.advice.pod_network import in_pods
+from agent.advice.advise import answer, in_pods
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from rigs.tables import each_row
 
-from planner.advice import Reason, Setting
 from planner.nccl_env.environment import RenderError, k8s_env, render_env, render_k8s, render_shell
 from planner.nccl_env.names import (
     names,
@@ -27,6 +26,7 @@ from planner.nccl_env.names import (
     read_on,
     replacement,
 )
+from planner.nccl_env.texts import Reason, Setting
 
 REASON = Reason(rule="because", evidence="seen", source="read")
 

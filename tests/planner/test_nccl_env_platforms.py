@@ -19,9 +19,8 @@ from agent.checks.verdict import judge
 from agent.checks.view import checks_of_snapshot
 from planner.forecast import machines
 from planner.nccl_env.environment import EnvAdvice, settings
-from planner.nccl_env.names import names
+from planner.nccl_env.names import Platform, names, platforms
 from planner.nccl_env.platforms import recognise
-from planner.nccl_env.recipes import Platform, platforms
 from planner.nccl_env.situation import situation
 from topology.build import build
 from topology.cluster import join

@@ -10,9 +10,9 @@ import yaml
 from rigs.tables import each_row
 
 from contracts.job_config import parse_config
-from contracts.yaml_edit import EditError, documents, extended
-from planner.advice import PodNeed, Reason, Setting
+from contracts.yaml_text import EditError, documents, extended
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
+from planner.nccl_env.texts import PodNeed, Reason, Setting
 from planner.stacks.arguments import as_run, read_command
 
 WHY = Reason(rule="rails", evidence="two NICs", source="a test")

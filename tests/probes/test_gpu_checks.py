@@ -32,34 +32,6 @@ def _links(active: int, of: int) -> dict[str, Any]:
 
 
 @each_row(
-    ("name", "expected"),
-    [
-        ("hgx-h100-8xH100-8hca", []),
-        ("aws-p4d-8xA100-4efa", []),
-        ("gb200-nvl72-tray", []),
-        ("polaris-4xA100-nv4", []),
-        ("l40s-4x-pcie", []),
-        ("r760xa-2xA40-bf3", []),
-        ("azure-nd-a100-flat-vm", []),
-        ("titan-rtx-2x-nv2", [("gpu.bar1.small", "GPU0, GPU1"), ("gpu.persistence.off", "GPU0, GPU1")]),
-        ("sick-l40s-x4", []),  # the pci probe says it, with the slot's side
-        ("sick-h100-gpu-lost", [("gpu.device.lost", "GPU5")]),
-        ("sick-h100-nvlink-missing", [("gpu.nvlink.missing", "GPU3")]),
-        (
-            "sick-h100-thermal",
-            [("gpu.thermal.hot", "GPU6"), ("gpu.thermal.throttling", "GPU6"), ("gpu.power.brake", "GPU7"),
-             ("gpu.power.limit", "GPU7")],
-        ),
-    ],
-)  # fmt: skip
-def test_each_recorded_machine_has_exactly_its_own_gpu_findings(name: str, expected: list[tuple[str, str]]) -> None:
-    """A healthy machine is quiet, a sick one names its fault and nothing else."""
-    facts = scan(load(MACHINES / f"{name}.json")).facts(GpuFacts)
-    assert facts is not None
-    assert [(f.code, f.subject) for f in PROBE.check(facts)] == expected
-
-
-@each_row(
     ("changes", "code", "severity"),
     [
         ({"pcie_width": 8, "pcie_width_max": 16}, "gpu.pcie.width", "fail"),
@@ -255,17 +227,7 @@ def test_a_lost_gpu_is_placed_by_what_is_left_on_the_bus() -> None:
 
 
 def test_samples_carry_the_labels_of_dcgm_exporter_and_leave_out_the_unknown() -> None:
-    """Base units, declared families, no value where there is none."""
-    families = {metric.name: metric for metric in PROBE.metrics}
-    for path in sorted(MACHINES.glob("*.json")):
-        facts = scan(load(path)).facts(GpuFacts)
-        if facts is None:
-            continue
-        seen = set()
-        for sample in PROBE.samples(facts):
-            assert len(sample.labels) == len(families[sample.metric].labels), sample
-            assert (sample.metric, sample.labels) not in seen, sample
-            seen.add((sample.metric, sample.labels))
+    """No value where there is none."""
     unknown = GpuFacts(driver_version=None, cuda_version=None, gpus=(Gpu(index=0, bus_id="0000:1b:00.0"),))
     samples = {s.metric: s for s in PROBE.samples(unknown)}
     assert set(samples) == {"gpu_up", "gpu_info"}

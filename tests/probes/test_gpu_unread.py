@@ -16,9 +16,9 @@ from agent.checks.view import checks_of_snapshot
 from contracts.finding import Status
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.probe import PROBE
+from probes.gpu.probe import IDENTITY, PROBE
+from probes.gpu.probe import codes_of_question as codes_of
 from probes.gpu.read import LOST
-from probes.gpu.unread import IDENTITY, codes_of
 from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost

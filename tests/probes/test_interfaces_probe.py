@@ -16,7 +16,6 @@ from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.interfaces import probe as interfaces
 from probes.interfaces.facts import Interface, nccl_choice
-from probes.interfaces.read import annotation, parse_network_status
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
 STATUS = [
@@ -338,15 +337,6 @@ def test_samples_fit_their_families() -> None:
     families = {metric.name: metric for metric in interfaces.PROBE.metrics}
     for sample in interfaces.samples(interfaces.read(pod().host())):
         assert len(sample.labels) == len(families[sample.metric].labels)
-
-
-@given(st.text(max_size=200))
-def test_any_text_as_network_status(text: str) -> None:
-    annotation(text)
-    try:
-        parse_network_status(text)
-    except ValueError as error:
-        assert str(error)
 
 
 JSON = st.recursive(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.tables import each_row
 
-from contracts.finding import Finding, Status
+from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.pci import probe as pci
 from probes.pci.probe import peer_ports
@@ -96,17 +96,6 @@ def switch(acs: bool | None = False, **gpu: Any) -> Machine:
     return machine
 
 
-def findings(host: DictHost) -> dict[str, Finding]:
-    return {finding.code: finding for finding in pci.check(pci.read(host))}
-
-
-GOOD = {"files": {"/proc/driver/nvidia/version": OPEN_DRIVER, "/proc/cpuinfo": "flags\t: fpu\n"}}
-
-
-def good(**more: Any) -> dict[str, Any]:
-    return {"files": {**GOOD["files"], **more}}
-
-
 def test_the_tree() -> None:
     facts = pci.read(switch().host())
     gpu = next(d for d in facts.devices if d.vendor_id == 0x10DE)
@@ -116,8 +105,86 @@ def test_the_tree() -> None:
     assert peer_ports(facts) == {"0000:17:00.0", "0000:17:01.0"}
 
 
-def test_a_sound_machine_has_no_findings() -> None:
-    assert findings(switch().host(**good())) == {}
+def virtual(paths: list[str]) -> Machine:
+    machine = Machine()
+    for index, path in enumerate(paths):
+        machine.add(path, GPU if index % 2 == 0 else NIC)
+    return machine
+
+
+OWN_ROOTS = ["pci0001:00/0001:00:00.0", "pci0101:00/0101:00:00.0", "pci0002:00/0002:00:00.0"]
+ONE_ROOT = ["pci0000:00/0000:00:04.0", "pci0000:00/0000:00:05.0", "pci0000:00/0000:00:06.0"]
+
+
+def below_a_port(kind: tuple[str, str, str], *, lanes: int = 16, rdma: bool = True, **device: Any) -> Machine:
+    """One device below a root port of so many lanes."""
+    machine = Machine()
+    machine.add("pci0000:00/0000:00:01.0", BRIDGE, width=lanes, slot=lanes)
+    machine.add("pci0000:00/0000:00:01.0/0000:01:00.0", kind, **device)
+    if not rdma:
+        machine.files = {path: content for path, content in machine.files.items() if "/infiniband/" not in path}
+    return machine
+
+
+def read_without_root(machine: Machine) -> Machine:
+    for path, content in machine.files.items():
+        if isinstance(content, bytes):
+            machine.files[path] = content[:64]
+    return machine
+
+
+LOST, NOT_LARGEST = b"\xff" * 4096, config(bar=(0b1_0000_0000_0000, 8))
+ETHERNET = ("0x020000", "0x15b3", "0x1021")
+GUEST, OLD_KERNEL = {"/proc/cpuinfo": "flags\t: fpu hypervisor\n"}, {"kernel": "5.4.0-150-generic"}
+DRIVER = "/proc/driver/nvidia/version"
+UNASKED = {**GUEST, "/var/run/nvidia-topologyd/virtualTopology.xml": "<system/>"}
+FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
+
+ROWS: list[tuple[str, Machine, dict[str, Any], dict[str, tuple[Status, str]]]] = [
+    # what, machine, further files (of an open driver on bare metal) and identity, code -> severity, subject
+    ("sound", switch(), {}, {}),
+    ("a GPU at x4", switch(width=4), {}, {"pci.link.width": (FAIL, "0000:18:00.0")}),
+    ("an idle GPU at low speed", switch(speed="2.5 GT/s PCIe"), {}, {}),
+    ("a slot with eight lanes", below_a_port(GPU, lanes=8, width=8), {}, {}),
+    ("a NIC at half its speed", below_a_port(NIC, speed="16.0 GT/s PCIe"), {},
+     {"pci.link.speed": (WARN, "0000:01:00.0")}),
+    ("ACS between GPU and NIC", switch(acs=True), {}, {"pci.acs.on": (FAIL, "")}),
+    ("ACS that only root reads", read_without_root(switch(acs=True)), {}, {"pci.acs.unknown": (UNKNOWN, "")}),
+    ("ACS and IOMMU", switch(acs=True, group=("7", "DMA")), {},
+     {"pci.acs.on": (FAIL, ""), "pci.iommu.translated": (FAIL, "")}),
+    ("ACS and IOMMU of a guest", switch(acs=True, group=("7", "DMA")), GUEST, {}),
+    ("an old kernel", switch(), {"identity": OLD_KERNEL}, {"pci.peermem.missing": (FAIL, "")}),
+    ("a proprietary driver", switch(), {DRIVER: PROPRIETARY}, {"pci.peermem.missing": (FAIL, "")}),
+    ("the same with peermem", switch(), {DRIVER: PROPRIETARY, "/sys/module/nvidia_peermem/version": "550\n"}, {}),
+    ("the same with nv_peer_mem", switch(),
+     {DRIVER: PROPRIETARY, "/sys/kernel/mm/memory_peers/nv_mem/version": "1.3\n", "identity": OLD_KERNEL}, {}),
+    ("no word of the driver", switch(), {DRIVER: ""}, {"pci.peermem.unknown": (UNKNOWN, "")}),
+    ("a topology file that NCCL reads unasked", virtual(OWN_ROOTS), UNASKED, {"pci.tree.virtual": (INFO, "")}),
+    ("a lost device without driver", switch(config=LOST, driver=None), {},
+     {"pci.device.lost": (FAIL, "0000:18:00.0"), "pci.device.no_driver": (FAIL, "0000:18:00.0")}),
+    ("InfiniBand without RDMA", below_a_port(NIC, rdma=False), {}, {"pci.nic.no_rdma": (FAIL, "0000:01:00.0")}),
+    ("ConnectX without RDMA", below_a_port(ETHERNET), {}, {"pci.nic.no_rdma": (WARN, "0000:01:00.0")}),
+    ("EFA without RDMA", below_a_port(("0x020000", "0x1d0f", "0xefa2")), {},
+     {"pci.nic.no_rdma": (FAIL, "0000:01:00.0")}),
+    ("the same in a container", below_a_port(NIC, rdma=False), {"/.dockerenv": ""},
+     {"pci.nic.no_rdma": (UNKNOWN, "0000:01:00.0")}),
+    ("a NIC that is for Ethernet", below_a_port(("0x020000", "0x8086", "0x1533")), {}, {}),
+    ("the largest BAR", switch(config=config(bar=(0b1_0000_0000_0000, 12))), {}, {}),
+    ("less BAR than offered", switch(config=NOT_LARGEST), {}, {"pci.rebar.off": (INFO, "0000:18:00.0")}),
+]  # fmt: skip
+
+
+def test_what_is_wrong_with_the_tree() -> None:
+    wrong = []
+    for what, machine, more, expected in ROWS:
+        files = {DRIVER: OPEN_DRIVER, "/proc/cpuinfo": "flags\t: fpu\n", **more}
+        identity = files.pop("identity", {"kernel": "6.1.0-13-amd64"})
+        found = list(pci.check(pci.read(machine.host(files=files, identity=identity))))
+        if {f.code: (f.status, f.subject) for f in found} != expected:
+            wrong.append((what, [(f.code, f.status, f.subject) for f in found]))
+    assert not wrong, wrong
+    bars = (config(bar=(0b1_0000_0000_0000, 12)), NOT_LARGEST, config(), config()[:64])
+    assert [parse_config(space).resizable_bar for space in bars] == [True, False, False, None]
 
 
 def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
@@ -125,53 +192,6 @@ def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
         pci.read(DictHost({"/sys/bus/virtio/devices": DIRECTORY}))
     with pytest.raises(FileNotFoundError):
         pci.read(DictHost())
-
-
-def test_a_x16_gpu_at_x4_fails_and_an_idle_one_at_low_speed_does_not() -> None:
-    narrow = findings(switch(width=4).host(**good()))
-    assert narrow["pci.link.width"].status is Status.FAIL
-    assert narrow["pci.link.width"].subject == "0000:18:00.0"
-    assert findings(switch(speed="2.5 GT/s PCIe").host(**good())) == {}
-
-
-def test_a_slot_with_eight_lanes_is_not_a_degraded_link() -> None:
-    machine = Machine()
-    machine.add("pci0000:00/0000:00:01.0", BRIDGE, width=8, slot=8)
-    machine.add("pci0000:00/0000:00:01.0/0000:01:00.0", GPU, width=8, slot=16)
-    assert "pci.link.width" not in findings(machine.host(**good()))
-
-
-def test_a_nic_at_half_its_speed_warns() -> None:
-    machine = Machine()
-    machine.add("pci0000:00/0000:00:01.0", BRIDGE)
-    machine.add("pci0000:00/0000:00:01.0/0000:01:00.0", NIC, speed="16.0 GT/s PCIe")
-    found = findings(machine.host(**good()))
-    assert found["pci.link.speed"].status is Status.WARN
-
-
-def test_acs_between_gpu_and_nic() -> None:
-    on = findings(switch(acs=True).host(**good()))["pci.acs.on"]
-    assert on.status is Status.FAIL
-    assert any("0000:17:00.0" in line for line in on.evidence)
-    assert "pci.acs.on" not in findings(switch(acs=False).host(**good()))
-
-
-def test_acs_of_a_non_root_user_is_unknown() -> None:
-    machine = switch()
-    for path, content in machine.files.items():
-        if path.endswith("/config"):
-            assert isinstance(content, bytes)
-            machine.files[path] = content[:64]
-    found = findings(machine.host(**good()))
-    assert found["pci.acs.unknown"].status is Status.UNKNOWN
-    assert "pci.acs.on" not in found
-
-
-def test_acs_and_iommu_are_not_judged_in_a_virtual_machine() -> None:
-    machine = switch(acs=True, group=("7", "DMA"))
-    virtual = good(**{"/proc/cpuinfo": "flags\t: fpu hypervisor\n"})
-    assert not {"pci.acs.on", "pci.iommu.translated"} & set(findings(machine.host(**virtual)))
-    assert {"pci.acs.on", "pci.iommu.translated"} <= set(findings(machine.host(**good())))
 
 
 @each_row(
@@ -189,41 +209,6 @@ def test_iommu_mode_by_the_command_line() -> None:
     assert pci.read(switch().host(files=files)).iommu_mode is None
 
 
-@each_row(
-    ("files", "kernel", "code"),
-    [
-        ({"/proc/driver/nvidia/version": OPEN_DRIVER}, "6.1.0-13-amd64", None),
-        ({"/proc/driver/nvidia/version": OPEN_DRIVER}, "5.4.0-150-generic", "pci.peermem.missing"),
-        ({"/proc/driver/nvidia/version": PROPRIETARY}, "6.1.0", "pci.peermem.missing"),
-        (
-            {"/proc/driver/nvidia/version": PROPRIETARY, "/sys/module/nvidia_peermem/version": "550.54.15\n"},
-            "6.1.0",
-            None,
-        ),
-        (
-            {"/proc/driver/nvidia/version": PROPRIETARY, "/sys/kernel/mm/memory_peers/nv_mem/version": "1.3\n"},
-            "5.4.0",
-            None,
-        ),
-        ({}, "6.1.0", "pci.peermem.unknown"),
-    ],
-)
-def test_the_ways_to_gpu_memory(files: dict[str, Content], kernel: str, code: str | None) -> None:
-    host = switch().host(files=files, identity={"kernel": kernel})
-    assert {c for c in findings(host) if c.startswith("pci.peermem")} == ({code} if code else set())
-
-
-def virtual(paths: list[str]) -> Machine:
-    machine = Machine()
-    for index, path in enumerate(paths):
-        machine.add(path, GPU if index % 2 == 0 else NIC)
-    return machine
-
-
-OWN_ROOTS = ["pci0001:00/0001:00:00.0", "pci0101:00/0101:00:00.0", "pci0002:00/0002:00:00.0"]
-ONE_ROOT = ["pci0000:00/0000:00:04.0", "pci0000:00/0000:00:05.0", "pci0000:00/0000:00:06.0"]
-
-
 @each_row("paths", [OWN_ROOTS, ONE_ROOT])
 def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> None:
     azure = {
@@ -234,62 +219,11 @@ def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> 
     }
     host = virtual(paths).host(files=azure)
     assert "Hyper-V" in str(pci.read(host).virtual_tree)
-    found = findings(host)["pci.tree.virtual"]
+    (found,) = (f for f in pci.check(pci.read(host)) if f.code == "pci.tree.virtual")
     assert found.status is Status.WARN
     assert "NCCL_TOPO_FILE" in found.remedy
     assert "/opt/microsoft/ndv4-topo.xml" in found.remedy
     assert pci.read(virtual(paths).host()).virtual_tree is None, "bare metal may look like this"
-
-
-def test_a_topology_file_that_nccl_reads_unasked_is_only_told() -> None:
-    files = {"/proc/cpuinfo": "flags\t: hypervisor\n", "/var/run/nvidia-topologyd/virtualTopology.xml": "<system/>"}
-    assert findings(virtual(OWN_ROOTS).host(files=files))["pci.tree.virtual"].status is Status.INFO
-
-
-def test_a_lost_device_and_one_without_driver() -> None:
-    found = findings(switch(config=b"\xff" * 4096, driver=None).host(**good()))
-    assert found["pci.device.lost"].status is Status.FAIL
-    assert found["pci.device.no_driver"].subject == "0000:18:00.0"
-
-
-@each_row(
-    ("kind", "files", "severity"),
-    [
-        (NIC, {}, Status.FAIL),
-        (("0x020000", "0x15b3", "0x1021"), {}, Status.WARN),
-        (("0x020000", "0x1d0f", "0xefa2"), {}, Status.FAIL),
-        (NIC, {"/.dockerenv": ""}, Status.UNKNOWN),
-        (("0x020000", "0x8086", "0x1533"), {}, None),
-    ],
-)
-def test_a_nic_made_for_rdma_without_an_rdma_device(kind: Any, files: Any, severity: Status | None) -> None:
-    machine = Machine()
-    machine.add("pci0000:00/0000:00:02.0", kind)
-    machine.files = {path: content for path, content in machine.files.items() if "/infiniband/" not in path}
-    found = findings(machine.host(files=files)).get("pci.nic.no_rdma")
-    assert (found.status if found else None) == severity
-
-
-def test_resizable_bar() -> None:
-    assert parse_config(config(bar=(0b1_0000_0000_0000, 12))).resizable_bar is True
-    assert parse_config(config(bar=(0b1_0000_0000_0000, 8))).resizable_bar is False
-    assert parse_config(config()).resizable_bar is False
-    assert parse_config(config()[:64]).resizable_bar is None
-
-
-@each_row(
-    ("space", "expected"),
-    [
-        (config(bar=(0b1_0000_0000_0000, 12)), None),
-        (config(bar=(0b1_0000_0000_0000, 8)), Status.INFO),
-        (config(), None),
-        (config()[:64], None),
-    ],
-    ids=["largest", "smaller", "no capability", "not root"],
-)
-def test_a_gpu_with_less_bar_than_it_offers_is_a_note(space: bytes, expected: Status | None) -> None:
-    found = findings(switch(config=space).host(**good())).get("pci.rebar.off")
-    assert (found.status if found else None) == expected
 
 
 def test_a_broken_chain_of_capabilities_ends() -> None:

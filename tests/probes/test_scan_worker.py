@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cattrs
 import psutil
 import pytest
 from rigs.found import findings
@@ -26,7 +28,7 @@ from probes.limits.probe import LimitsFacts
 from probes.registry import ALL, BY_NAME
 from probes.scan import run, scan
 from probes.scanner import Scanner
-from probes.wire import SnapshotError, dumps, from_json, loads, outcome_from_json, to_json
+from probes.wire import SnapshotError, dumps, from_json, loads, outcome_from_json, outcome_to_json, to_json
 
 MACHINES = Path(__file__).parent.parent / "machines"
 RECORDINGS = sorted(MACHINES.glob("*.json"))
@@ -243,10 +245,27 @@ def test_paths_stay_below_the_root(tmp_path: Path) -> None:
 
 
 @each_row("path", RECORDINGS, ids=lambda path: path.stem)
-def test_a_snapshot_survives_json(path: Path) -> None:
-    """Every type of every probe, tuples and None included."""
+def test_the_same_as_the_converter_and_back(path: Path) -> None:
     snapshot = scan(load(path))
     assert loads(dumps(snapshot)) == snapshot
+    for name, outcome in snapshot.outcomes.items():
+        plain = outcome_to_json(outcome)
+        assert outcome_from_json(name, json.loads(json.dumps(plain))) == outcome
+        if isinstance(outcome, Ok):
+            assert json.dumps(plain["facts"]) == json.dumps(cattrs.unstructure(outcome.facts))
+
+
+def test_a_fact_without_a_plain_form_is_named() -> None:
+    """Nothing is lost silently."""
+    with pytest.raises(TypeError, match="bytes"):
+        outcome_to_json(Ok(facts=b"raw", seconds=0.0))
+
+
+def test_the_child_imports_no_converter() -> None:
+    """It is resident on every node."""
+    code = "import probes.worker, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"cattrs", "attr", "pyroute2", "asyncio", "ssl"}.intersection(done.stdout.split())
 
 
 def test_unknown_fields_are_left_out_and_newer_schemas_refused() -> None:

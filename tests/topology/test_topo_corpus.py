@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from topology.formats import xml
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError, xml
 from topology.formats.text import parse
 from topology.render import json_document
 

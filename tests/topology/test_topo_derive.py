@@ -18,7 +18,7 @@ from topology.derive import complete
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class
 from topology.links import NvLinks, PciTree
-from topology.nccl import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
+from topology.plan import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.reference import departures, recognise, reference_of
 
 A100, V100 = (8, 0), (7, 0)

@@ -11,8 +11,7 @@ from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8
 
 from probes.pci.facts import PciDevice
 from topology.derive import complete
-from topology.formats import xml
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError, xml
 from topology.formats.matrix import render as matrix
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, lower, nvlinks, path_class, rank

@@ -6,12 +6,12 @@ import pytest
 from rigs.tables import each_row
 from topo_samples import FOUR_GPUS_TWO_NICS, LEGEND, NVSWITCH8, OLD_SOC, TITLES, TWO_SWITCH_PAIRS, matrix
 
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.formats.text import parse
 from topology.graph import PathClass
 
 
-def labels(node):
+def pair_labels(node):
     return {(pair.a, pair.b): pair.label for pair in node.pairs}
 
 
@@ -19,65 +19,100 @@ def nearest(node):
     return {near.gpu: (near.label, near.nics, near.local) for near in node.nearest_nic}
 
 
-def test_legend_gives_nics_their_names_and_keeps_the_column():
-    node = parse(FOUR_GPUS_TWO_NICS, "sample")
-    assert [(nic.name, nic.label) for nic in node.nics] == [("mlx5_0", "NIC0"), ("rocep145s0", "NIC1")]
-    assert nearest(node)["GPU3"] == ("PIX", ("rocep145s0",), True)
-    assert nearest(node)["GPU1"] == ("NODE", ("mlx5_0",), True)
+def affinities(node):
+    return [(gpu.cpu_affinity, gpu.numa_affinity, gpu.gpu_numa_id) for gpu in node.gpus]
 
 
-def test_every_pair_is_there_once_with_its_class_and_line():
-    node = parse(FOUR_GPUS_TWO_NICS, "sample")
-    assert len(node.pairs) == 15
-    pair = node.pair("GPU2", "mlx5_0")
-    assert (pair.label, pair.path) == ("SYS", PathClass.SYS)
-    assert pair.evidence == "line 4 of sample"
-    assert node.pair("GPU0", "GPU1").nvlinks == 4
+def without_rows(text, name):
+    return "\n".join(line for line in text.split("\n") if not line.startswith(name))
 
 
-def test_affinities_as_printed():
-    gpus = parse(FOUR_GPUS_TWO_NICS).gpus
-    assert [(g.cpu_affinity, g.numa_affinity, g.gpu_numa_id, g.numa_node) for g in gpus[1:3]] == [
-        ("0-31", "0", "N/A", 0),
-        ("32-63", "1", "N/A", 1),
-    ]
+ORDER = matrix(
+    ["X SYS PIX PIX NODE", "SYS X NODE NODE PIX", "PIX NODE X PIX NODE", "PIX NODE PIX X NODE", "NODE PIX NODE NODE X"],
+    "GPU0 GPU1 mlx5_0 mlx5_2 mlx5_1",
+)
+VIRTUAL = matrix(
+    ["X PHB PHB PHB PHB", "PHB X PHB PHB PHB", "PHB PHB X PHB PHB", "PHB PHB PHB X PHB", "PHB PHB PHB PHB X"],
+    "GPU0 GPU1 GPU2 mlx5_0 mlx5_1",
+)
+FEWER_BACK = FOUR_GPUS_TWO_NICS.replace("GPU2\tNV4\tNV4\t X \tNV4", "GPU2\tNV3\tNV3\t X \tNV3")
+MP = TWO_SWITCH_PAIRS.replace("  NV#  = Connection traversing a bonded set of # NVLinks\n", "")
+OTHER_LEGEND = FOUR_GPUS_TWO_NICS.replace("NIC0: mlx5_0", "NIC0: mlx5_1").replace("rocep145s0", "mlx5_bond_0")
+OVERWRITTEN = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPH0-115\t0-1\nGPU1\tPHB\t X \t0-115\t0-1\n"
+ONE_GPU = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-71\t0\t\t1\n" + LEGEND
+ONE_NUMA = matrix(["X SYS", "SYS X"], "GPU0 GPU1", ["0-31\t0", "0-31\t0"], "CPU Affinity\tNUMA Affinity")
+
+SAYS = {  # what is shown -> text, what of the node, expected
+    "a legend gives NICs their names and keeps the column": (
+        FOUR_GPUS_TWO_NICS, lambda node: [(nic.name, nic.label) for nic in node.nics],
+        [("mlx5_0", "NIC0"), ("rocep145s0", "NIC1")]),
+    "a NIC behind the same switch": (FOUR_GPUS_TWO_NICS, lambda node: nearest(node)["GPU3"],
+     ("PIX", ("rocep145s0",), True)),
+    "a NIC of the same NUMA node": (FOUR_GPUS_TWO_NICS, lambda node: nearest(node)["GPU1"],
+     ("NODE", ("mlx5_0",), True)),
+    "every pair is there once": (FOUR_GPUS_TWO_NICS, lambda node: len(node.pairs), 15),
+    "a pair with its class and line": (
+        FOUR_GPUS_TWO_NICS, lambda node: (lambda p: (p.label, p.path, p.evidence))(node.pair("GPU2", "mlx5_0")),
+        ("SYS", PathClass.SYS, "line 4 of sample")),
+    "NVLinks of a pair": (FOUR_GPUS_TWO_NICS, lambda node: node.pair("GPU0", "GPU1").nvlinks, 4),
+    "affinities as printed": (
+        FOUR_GPUS_TWO_NICS, lambda node: affinities(node)[1:3], [("0-31", "0", "N/A"), ("32-63", "1", "N/A")]),
+    "the number of a NUMA node": (FOUR_GPUS_TWO_NICS, lambda node: [g.numa_node for g in node.gpus], [0, 0, 1, 1]),
+    "SOC stays as printed": (OLD_SOC, lambda node: pair_labels(node)["GPU0", "GPU2"], "SOC"),
+    "SOC is SYS": (OLD_SOC, lambda node: node.pair("GPU0", "GPU2").path, PathClass.SYS),
+    "the nearest NIC beyond SOC": (OLD_SOC, lambda node: nearest(node)["GPU0"], ("SYS", ("mlx4_0",), False)),
+    "without a legend it is plain -m": (OLD_SOC, lambda node: node.source, "nvidia-smi topo -m"),
+    "NVSwitch makes one island": (
+        NVSWITCH8, lambda node: [(len(i.gpus), i.all_to_all, i.nvlinks_per_pair) for i in node.islands],
+        [(8, True, ("NV18",))]),
+    "a rail of each NIC": (NVSWITCH8, lambda node: (node.rails[5].nics, node.rails[5].gpus), (("mlx5_5",), ("GPU5",))),
+    "the lower of two counts": (
+        FEWER_BACK, lambda node: {pair_labels(node)["GPU0", "GPU2"], pair_labels(node)["GPU2", "GPU3"]}, {"NV3"}),
+    "the worse of two classes": (
+        TWO_SWITCH_PAIRS.replace("GPU1\tPXB", "GPU1\tNODE"), lambda node: pair_labels(node)["GPU0", "GPU1"], "NODE"),
+    "a legend without NV# is -mp": (MP, lambda node: node.source, "nvidia-smi topo -mp"),
+    "no affinity columns": (
+        "\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X\n", affinities, [(None, None, None)] * 2),
+    "NICs that tie": (ORDER, lambda node: nearest(node)["GPU0"], ("PIX", ("mlx5_0", "mlx5_2"), True)),
+    "the order of columns is kept": (
+        ORDER, lambda node: [nic.name for nic in node.nics], ["mlx5_0", "mlx5_2", "mlx5_1"]),
+    "a legend may start elsewhere": (
+        OTHER_LEGEND, lambda node: [nic.name for nic in node.nics], ["mlx5_1", "mlx5_bond_0"]),
+    "without NIC rows the GPU rows suffice": (
+        without_rows(FOUR_GPUS_TWO_NICS, "NIC0\t"), lambda node: len(node.pairs), 15),
+    "pairs that nobody printed are left out": (
+        without_rows(FOUR_GPUS_TWO_NICS, "NIC"), lambda node: node.pair("NIC0", "NIC1"), None),
+    "an overwritten cell": (OVERWRITTEN, lambda node: pair_labels(node), {("GPU0", "GPU1"): "PHB"}),
+    "the words after it": (OVERWRITTEN, lambda node: node.gpus[0].cpu_affinity, "0-115"),
+    "the first of several matrices": (
+        TWO_SWITCH_PAIRS + "\n\n" + OLD_SOC, lambda node: [nic.name for nic in node.nics], ["mlx5_0"]),
+    "one GPU": (ONE_GPU, lambda node: (node.pairs, node.islands, node.nearest_nic), ((), (), ())),
+    "the NUMA node of its memory": (ONE_GPU, lambda node: node.gpus[0].gpu_numa_id, "1"),
+    "where every pair looks the same no NIC is nearest": (
+        VIRTUAL, lambda node: (bool(node.virtual), {n.decidable or not n.why for n in node.nearest_nic}, node.rails),
+        (True, {False}, ())),
+    "NODE everywhere is one real socket": (
+        VIRTUAL.replace("PHB", "NODE"), lambda node: (node.virtual, {n.decidable for n in node.nearest_nic}),
+        (None, {True})),
+    "SYS within one NUMA node is not believed": (
+        ONE_NUMA, lambda node: "GPU0 and GPU1 share a NUMA node" in (node.virtual or ""), True),
+}  # fmt: skip
+WARNS = {  # text -> words of a warning
+    FEWER_BACK: "GPU0 to GPU2 is NV4, GPU2 to GPU0 is NV3",
+    MP: "hides NVLink",
+    without_rows(FOUR_GPUS_TWO_NICS, "NIC0\t"): "row NIC0 is missing",
+    TWO_SWITCH_PAIRS + "\n\n" + OLD_SOC: "further matrix",
+}
 
 
-def test_soc_is_sys_but_stays_as_printed():
-    node = parse(OLD_SOC)
-    assert labels(node)["GPU0", "GPU2"] == "SOC"
-    assert node.pair("GPU0", "GPU2").path is PathClass.SYS
-    assert nearest(node)["GPU0"] == ("SYS", ("mlx4_0",), False)
-
-
-def test_nvswitch_island_and_rails():
-    node = parse(NVSWITCH8)
-    (island,) = node.islands
-    assert (len(island.gpus), island.all_to_all, island.nvlinks_per_pair) == (8, True, ("NV18",))
-    assert [(rail.nics, rail.gpus) for rail in node.rails][5] == (("mlx5_5",), ("GPU5",))
-
-
-def test_lower_of_two_asymmetric_counts_is_taken_and_told():
-    text = FOUR_GPUS_TWO_NICS.replace("GPU2\tNV4\tNV4\t X \tNV4", "GPU2\tNV3\tNV3\t X \tNV3")
-    node = parse(text)
-    assert labels(node)["GPU0", "GPU2"] == labels(node)["GPU2", "GPU3"] == "NV3"
-    assert any("GPU0 to GPU2 is NV4, GPU2 to GPU0 is NV3" in warning for warning in node.warnings)
-
-
-def test_worse_of_two_asymmetric_classes_is_taken():
-    text = TWO_SWITCH_PAIRS.replace("GPU1\tPXB", "GPU1\tNODE")
-    assert labels(parse(text))["GPU0", "GPU1"] == "NODE"
-
-
-def test_mp_says_nothing_about_nvlink():
-    text = TWO_SWITCH_PAIRS.replace("  NV#  = Connection traversing a bonded set of # NVLinks\n", "")
-    node = parse(text)
-    assert node.source == "nvidia-smi topo -mp"
-    assert any("hides NVLink" in warning for warning in node.warnings)
-
-
-def test_no_legend_is_plain_m():
-    assert parse(OLD_SOC).source == "nvidia-smi topo -m"
+def test_what_a_matrix_says():
+    wrong = {}
+    for what, (text, of, expected) in SAYS.items():
+        if (found := of(parse(text, "sample"))) != expected:
+            wrong[what] = found
+    assert not wrong
+    for text, words in WARNS.items():
+        assert any(words in warning for warning in parse(text).warnings), words
 
 
 @each_row(
@@ -107,87 +142,6 @@ def test_affinity_cells_may_be_empty(tail, expected):
     assert (gpu.cpu_affinity, gpu.numa_affinity, gpu.gpu_numa_id) == expected
 
 
-def test_no_affinity_columns():
-    gpu = parse("\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X\n").gpus[0]
-    assert (gpu.cpu_affinity, gpu.numa_affinity, gpu.gpu_numa_id) == (None, None, None)
-
-
-def test_order_of_columns_is_kept():
-    text = matrix(
-        [
-            "X SYS PIX PIX NODE",
-            "SYS X NODE NODE PIX",
-            "PIX NODE X PIX NODE",
-            "PIX NODE PIX X NODE",
-            "NODE PIX NODE NODE X",
-        ],
-        "GPU0 GPU1 mlx5_0 mlx5_2 mlx5_1",
-    )
-    node = parse(text)
-    assert nearest(node)["GPU0"] == ("PIX", ("mlx5_0", "mlx5_2"), True)
-    assert [nic.name for nic in node.nics] == ["mlx5_0", "mlx5_2", "mlx5_1"]
-
-
-def test_legend_may_start_elsewhere():
-    text = FOUR_GPUS_TWO_NICS.replace("NIC0: mlx5_0", "NIC0: mlx5_1").replace("NIC1: rocep145s0", "NIC1: mlx5_bond_0")
-    assert [nic.name for nic in parse(text).nics] == ["mlx5_1", "mlx5_bond_0"]
-
-
-def test_without_nic_rows_the_gpu_rows_suffice():
-    text = "\n".join(line for line in FOUR_GPUS_TWO_NICS.split("\n") if not line.startswith("NIC0\t"))
-    node = parse(text)
-    assert len(node.pairs) == 15
-    assert any("row NIC0 is missing" in warning for warning in node.warnings)
-
-
-def test_pairs_nobody_printed_are_left_out():
-    text = "\n".join(line for line in FOUR_GPUS_TWO_NICS.split("\n") if not line.startswith("NIC"))
-    assert parse(text).pair("NIC0", "NIC1") is None
-
-
-def test_overwritten_cell():
-    text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPH0-115\t0-1\nGPU1\tPHB\t X \t0-115\t0-1\n"
-    node = parse(text)
-    assert labels(node) == {("GPU0", "GPU1"): "PHB"}
-    assert node.gpus[0].cpu_affinity == "0-115"
-
-
-def test_first_of_several_matrices_with_a_warning():
-    node = parse(TWO_SWITCH_PAIRS + "\n\n" + OLD_SOC)
-    assert [nic.name for nic in node.nics] == ["mlx5_0"]
-    assert any("further matrix" in warning for warning in node.warnings)
-
-
-def test_one_gpu():
-    node = parse("\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-71\t0\t\t1\n" + LEGEND)
-    assert (node.pairs, node.islands, node.nearest_nic) == ((), (), ())
-    assert node.gpus[0].gpu_numa_id == "1"
-
-
-VIRTUAL = matrix(
-    ["X PHB PHB PHB PHB", "PHB X PHB PHB PHB", "PHB PHB X PHB PHB", "PHB PHB PHB X PHB", "PHB PHB PHB PHB X"],
-    "GPU0 GPU1 GPU2 mlx5_0 mlx5_1",
-)
-
-
-def test_where_every_pair_looks_the_same_the_nearest_nic_is_undecidable():
-    node = parse(VIRTUAL)
-    assert node.virtual
-    assert all(not near.decidable and near.why for near in node.nearest_nic)
-    assert node.rails == ()
-
-
-def test_all_node_is_one_real_socket():
-    node = parse(VIRTUAL.replace("PHB", "NODE"))
-    assert node.virtual is None
-    assert all(near.decidable for near in node.nearest_nic)
-
-
-def test_sys_between_gpus_of_one_numa_node_is_not_believed():
-    text = matrix(["X SYS", "SYS X"], "GPU0 GPU1", ["0-31\t0", "0-31\t0"], "CPU Affinity\tNUMA Affinity")
-    assert "GPU0 and GPU1 share a NUMA node" in (parse(text).virtual or "")
-
-
 def test_sys_to_every_nic_is_what_a_grace_machine_shows():
     """The GPUs' memories are NUMA nodes: nothing is hidden, and yet the matrix does not tell the NICs apart."""
     rows = ["X NV18 SYS SYS", "NV18 X SYS SYS", "SYS SYS X SYS", "SYS SYS SYS X"]
@@ -207,6 +161,8 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
         (" \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n", 2, "topo -p2p"),
         ("\tGPU0\tGPU1\nGPU0\tX\tMX\nGPU1\tMX\tX\n", 2, "MetaX mx-smi"),
         ("\tGPU0\tGPU1\nGPU0\tX\tICN6\nGPU1\tICN6\tX\n", 2, "Alibaba"),
+        ("\tPPU0\tPPU1\nPPU0\tX\tICN2\nPPU1\tICN2\tX\n", 1, "Alibaba ppu-smi"),
+        ("\tGPU0\tGPU1CPUAffinity\nGPU0\tX\tPSB\t0-3\nGPU1\tPSB\tX\t0-3\n", 2, "DCGM"),
         ("       GPU0    GPU1\nGPU0   0       XGMI\nGPU1   XGMI    0\n", 2, "rocm-smi"),
         ("card\n\t   NPU0    NPU1\nNPU0    X       HCCS\nNPU1    HCCS    X\n", 2, "npu-smi"),
         ("| GPU 0/0 | GPU 0/1 |\n| S | MDF |\n", 1, "xpu-smi"),

@@ -6,8 +6,7 @@ import pytest
 from rigs.tables import each_row
 
 from topology.check import check
-from topology.formats import xml
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError, xml
 from topology.graph import PathClass
 
 HGX = """<system version="1">
@@ -230,3 +229,40 @@ def test_the_link_of_a_device_is_its_own_not_that_of_the_switch_above():
         'link_speed="16.0 GT/s PCIe" link_width="16"', 'link_speed="8.0 GT/s PCIe" link_width="8"', 1
     )
     assert xml.parse(narrow).pair("GPU0", "GPU1").bytes_per_second == 24e9
+
+
+# Files of the same family that are not what the reader reads, and devices that stand where none is expected.
+
+GPU = '<pci busid="0000:{bus}:00.0" class="0x030200"><gpu dev="{dev}" sm="90" rank="{dev}" gdr="1"/></pci>'
+NET = '<nic><net name="{name}" dev="0" speed="400000" port="1"/></nic>'
+
+
+def system(body, version="1"):
+    return f'<system version="{version}"><cpu numaid="0" arch="x86_64">{body}</cpu></system>'
+
+
+def test_ports_that_nccl_joined_are_no_bridge():
+    body = GPU.format(bus="01", dev=0) + NET.format(name="mlx5_0+mlx5_1") + NET.format(name="docker0")
+    node = xml.parse(system(body))
+    assert node.nics == ()
+    assert any(warning.startswith("mlx5_0+mlx5_1: ports that NCCL joined") for warning in node.warnings)
+    assert any(warning.startswith("1 <net> without a PCI device") for warning in node.warnings)
+
+
+@each_row(
+    ("text", "words"),
+    [
+        ('<graphs version="1"><graph id="0" pattern="4"/></graphs>', "NCCL_TOPO_DUMP_FILE"),
+        (system(GPU.format(bus="01", dev=0), version="2"), "AMD's RCCL"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(text, words):
+    with pytest.raises(TopologyFileError, match=words):
+        xml.parse(text)
+    assert len(xml.parse(system(GPU.format(bus="01", dev=0))).gpus) == 1
+
+
+@each_row(("said", "kind"), [("", "unknown"), (' vendor="0x8086"', "ethernet"), (' vendor="0x15b3"', "hca")])
+def test_the_class_alone_does_not_tell_an_rdma_card_from_others(said, kind):
+    (nic,) = xml.parse(system(GPU.format(bus="01", dev=0) + f'<pci busid="0000:02:00.0" class="0x020000"{said}/>')).nics
+    assert nic.kind == kind

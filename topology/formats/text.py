@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from topology.derive import complete, rails
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, lower, pair_of
 
 MOST_BYTES = 16 * 2**20

@@ -19,7 +19,7 @@ from hardware.gpus import model_of
 from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
 from topology.derive import complete
-from topology.formats.errors import TopologyFileError
+from topology.formats import TopologyFileError
 from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import PciTree, joined, pcie_pair
 from topology.reference import recognise

@@ -43,7 +43,8 @@ def main(real, place, name, words):
     told = b""
     while not told.endswith(b"\n"):
         if not (piece := line.recv(64)):
-            os._exit(70)  # the server has died
+            sys.stderr.write(f"the forking server has died: see the log beside {place}\n")
+            os._exit(70)
         told += piece
     status = int(told)
     if os.WIFSIGNALED(status):

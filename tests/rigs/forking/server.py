@@ -1,4 +1,4 @@
-"""`python server.py SOCKET PID`: imports torch and the job once, forks who asks; ends with process PID.
+"""`python server.py SOCKET PID`: imports torch and, for the first who asks, the job once; forks; ends with process PID.
 
 What a forked process lacks of a started one: variables that a library reads while it is imported are this server's
 (OMP_NUM_THREADS=1, no CUDA), and its parent is this server. A torchrun that runs here forks its ranks itself, so they
@@ -38,6 +38,25 @@ def preload():
 
     if torch.cuda.is_initialized():
         raise RuntimeError("the preload has touched CUDA")
+    refuse_threads()
+
+
+def preload_job():
+    """Import what the fine-tune job needs, once; the job itself runs anew in each rank."""
+    if "finetune.loop" in sys.modules:
+        return
+    import finetune.train
+    from contracts.job_config import JobConfig
+
+    finetune.train.load_libraries(JobConfig(use_peft=True))
+    del sys.modules["finetune.train"], finetune.train
+    refuse_threads()
+    gc.collect()
+    gc.freeze()
+
+
+def refuse_threads():
+    """Raise where a thread has begun, which no fork has."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
         raise RuntimeError(f"the preload has started {threads - 1} threads")
 
@@ -191,6 +210,8 @@ def serve(place, owner):
             if key.fileobj is door:
                 line, _ = door.accept()
                 request, files = take(line)
+                if "finetune.train" in request["argv"]:
+                    preload_job()
                 pid = start(request, files, clients)
                 for descriptor in files:
                     os.close(descriptor)

@@ -1,0 +1,49 @@
+"""What the tests of the log reader share: rows of evidence_rows.toml, the prefix of NCCL's lines, codes of a log."""
+
+from __future__ import annotations
+
+import html
+import json
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from collectives.nccl_log import evidence
+
+HEAD = "node-1:100:120 [0] "
+INFO = f"{HEAD}NCCL INFO "
+WARN = f"{HEAD}transport/net_ib.cc:1 NCCL WARN "
+# the end of a traceback, and of a trainer
+DIED = ["Traceback (most recent call last):", "ValueError: no such column"]
+END = "{'train_runtime': 12.5, 'train_loss': 1.0}"
+
+
+@cache
+def _tables() -> dict[str, list[Any]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def rows(name: str) -> list[Any]:
+    """Rows of one table: tuples, or single lines."""
+    return [tuple(row) if isinstance(row, list) else row for row in _tables()[name]]
+
+
+def codes(*lines: str, **options: list[str]) -> list[str]:
+    """Codes of the problems that a log of these lines has."""
+    return sorted(problem.code for problem in evidence.read(list(lines), **options).problems)
+
+
+def in_order(*lines: str) -> list[str]:
+    """The same, the first problem first."""
+    return [problem.code for problem in evidence.read(list(lines)).problems]
+
+
+def dressed(form: str, number: int, line: str, **more: object) -> str:
+    """A line in one of the forms of `dresses`, which says what the fields are."""
+    packed = json.dumps(f"{line}\n")
+    return form.format(
+        n=number + 1, rank=number % 16, three=number % 3, line=line, json=json.dumps(line),
+        json_line=packed.replace(">", "\\u003e"), json_json=json.dumps(f'{{"log": {packed}}}'),
+        html=line.replace("<", "&lt;").replace(">", "&gt;"), html_all=html.escape(line, quote=False), **more,
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""Drivers and files that hang, crash, lie or go while a scan asks them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from blocking_file import BlockingFile
+from drill_ground import MARK, ROOT, Ground, drill, eventually, machine
+
+from probes.api import Failed, Ok, Snapshot
+from probes.registry import BY_NAME
+from probes.scanner import Scanner
+
+sys.path.insert(0, str(ROOT / "tests" / "fakes" / "nvml"))
+
+import nvml_profile
+
+pytestmark = pytest.mark.long
+
+H100 = "hgx-h100-8xH100-8hca"
+HURRIED_SECONDS = 5.0  # for an answer of a driver that gives none; whoever answers has a time of its own
+
+
+def machine_root(ground: Ground) -> Path:
+    """A recorded machine's files."""
+    root = ground.folder / "root"
+    nvml_profile.restore_files(machine(H100)["answers"], root)
+    return root
+
+
+@contextlib.contextmanager
+def variables(ground: Ground, **more: str) -> Iterator[None]:
+    """This process's environment, which the scanner's child inherits."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {MARK: ground.mark, **more}.items():
+            patch.setenv(name, value)
+        yield
+
+
+def others_lost(snapshot: Snapshot, probe: str) -> list[str]:
+    """Probes that the fault was not about, and that did not answer."""
+    found = snapshot.outcomes.items()
+    return [f"{name}: {outcome}" for name, outcome in found if name != probe and isinstance(outcome, Failed)]
+
+
+@drill(long=3)
+def test_sigterm_during_a_hang(ground: Ground) -> list[str]:
+    """It answers /healthz meanwhile, and ends well within a kubelet's 30 seconds."""
+    profile = ground.folder / "profile"
+    profile.write_text(nvml_profile.profile(machine(H100)["answers"]["nvml"]), encoding="utf-8")
+    inject = {
+        "LD_LIBRARY_PATH": str(nvml_profile.build(ground.folder).parent), "FAKE_NVML_PROFILE": str(profile),
+        "FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang",
+    }  # fmt: skip
+    with ground.agent(f"--root={machine_root(ground)}", **inject) as agent:
+        lost = [] if agent.ask("/healthz")[0] == 200 else ["no /healthz"]
+        eventually(lambda: any("probes.worker" in line for line in ground.commands()) or None)
+        time.sleep(1.0)  # into the call that hangs: five files and a library away
+        took = agent.term()
+    if took is None:
+        return [*lost, "the agent does not end", *ground.orphans()]
+    return [*lost, *ground.orphans()]
+
+
+@drill(long=20)
+def test_sysfs_vanishes(ground: Ground) -> list[str]:
+    """Devices are unplugged between listing and reading; what is back is read again."""
+    root = machine_root(ground)
+    wanted = tuple(BY_NAME[name] for name in ("pci", "rdma", "interfaces", "hostinfo"))
+    over = threading.Event()
+
+    def unplug() -> None:
+        folders = [p for p in root.joinpath("sys").rglob("*") if p.is_dir() and not p.is_symlink()]
+        ground.random.shuffle(folders)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            if over.wait(0.001):
+                return
+
+    with variables(ground), Scanner(str(root), probes=wanted) as scanner:
+        before = scanner.scan()
+        thread = threading.Thread(target=unplug)
+        thread.start()
+        during = [scanner.scan() for _ in range(3)]
+        over.set()
+        thread.join()
+        shutil.rmtree(root / "sys")
+        nvml_profile.restore_files(machine(H100)["answers"], root)
+        after = scanner.scan()
+    lost = [f"{name}: {o.error}" for s in during for name, o in s.outcomes.items() if isinstance(o, Failed)]
+    for name in ("pci", "rdma"):
+        then, now = before.outcomes[name], after.outcomes[name]
+        if not isinstance(then, Ok) or not isinstance(now, Ok) or now.facts != then.facts:
+            lost.append(f"{name} is not what it was before")
+    return [*lost, *ground.orphans()]
+
+
+@drill(long=3)
+def test_sysfs_blocks(ground: Ground) -> list[str]:
+    """The probe is failed, the others answer, no second child is sent into it, and all is whole once it answers."""
+    root = machine_root(ground)
+    state = root / "sys/class/infiniband/mlx5_3/ports/1/state"
+    rdma = replace(BY_NAME["rdma"], timeout_seconds=HURRIED_SECONDS)
+    with variables(ground), Scanner(str(root), probes=(BY_NAME["hostinfo"], rdma, BY_NAME["limits"]),
+                                     retry_seconds=20.0) as scanner:  # fmt: skip
+        with BlockingFile(state.resolve()) as blocking:
+            scans = [scanner.scan() for _ in range(3)]
+            stuck = len(ground.ours()) - (scanner.child_pid is not None)
+        whole = eventually(lambda: isinstance(scanner.scan().outcomes["rdma"], Ok) or None)
+    lost = [what for one in scans for what in others_lost(one, "rdma")]
+    lost += [f"rdma: {one.outcomes['rdma']}" for one in scans if not isinstance(one.outcomes["rdma"], Failed)]
+    if blocking.readers != 1 or stuck > 1:
+        lost.append(f"{blocking.readers} children were sent into the kernel, {stuck} hang there")
+    if whole is None:
+        lost.append("the probe does not come back once the file answers")
+    return [*lost, *ground.orphans()]
+
+
+@drill
+def test_verbs_missing(ground: Ground) -> list[str]:
+    """Its Python binding is there and the loader finds no libibverbs.so.1: RDMA facts come from the kernel."""
+    root, package = machine_root(ground), ground.folder / "packages" / "pyverbs"
+    package.mkdir(parents=True)
+    library = ground.folder / "libibverbs.so.1"
+    source = ground.folder / "device.c"
+    source.write_text("int ibv_fork_init(void); int PyInit_device(void) { return ibv_fork_init(); }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, "-xc", "-"], input=b"int ibv_fork_init(void) {return 0;}",
+                   check=True)  # fmt: skip
+    for name in ("device", "pyverbs_error"):
+        target = package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", target, source, library], check=True)
+    (package / "__init__.py").write_text("")
+    library.unlink()
+    with variables(ground), Scanner(str(root), probes=(BY_NAME["rdma"],)) as scanner:
+        plain = scanner.scan().outcomes["rdma"]
+    with variables(ground, PYTHONPATH=str(package.parent)), Scanner(str(root), probes=(BY_NAME["rdma"],)) as scanner:
+        without = scanner.scan().outcomes["rdma"]
+    if not isinstance(without, Ok) or not isinstance(plain, Ok):
+        return [f"rdma: {without}"]
+    same = without.facts.devices == plain.facts.devices and "libibverbs.so.1" in (without.facts.pyverbs or "")
+    return [*([] if same else [f"{without.facts.pyverbs}; the devices differ"]), *ground.orphans()]
+
+
+@drill(long=20)
+def test_netlink_overrun(ground: Ground) -> list[str]:
+    """A storm of link events into a receive buffer of the smallest size, between two questions."""
+    script = Path(__file__).with_name("netlink_storm.py")
+    done = subprocess.run(
+        ["unshare", "-n", sys.executable, str(script)], env=ground.environment(), capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    if done.returncode:
+        return [f"{done.stdout[-400:]} {done.stderr[-600:]}"]
+    return ground.orphans()
