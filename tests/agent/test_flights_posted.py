@@ -21,6 +21,7 @@ from kustomization import render
 from rigs.tables import each_row
 
 from agent.base import result_store as keep
+from agent.cli.launch import launch
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.posted import MOST_RECORD_BYTES, MOST_VALUES, Record
@@ -31,6 +32,8 @@ from finetune.recorder import MAX_STEPS
 from planner.kubernetes import job, manifests
 from probes.host.recording import load
 from probes.scan import scan
+
+AGENT_URL = next(option.flag_value for option in launch.params if option.name == "agent")
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
@@ -243,7 +246,7 @@ def test_what_is_deployed_is_what_a_job_is_told() -> None:
     (service,) = [d for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == "topoflight-node"]
     (port,) = service["spec"]["ports"]
     where = service["metadata"]
-    assert f"http://{where['name']}.{where['namespace']}:{port['port']}" == job.AGENT
+    assert f"http://{where['name']}.{where['namespace']}:{port['port']}" == AGENT_URL
     assert service["spec"]["internalTrafficPolicy"] == "Local"
     (role,) = [d for d in documents if d["metadata"]["name"] == "topoflight-flights"]
     assert role["rules"] == [{"nonResourceURLs": ["/flights"], "verbs": ["post"]}]
@@ -257,7 +260,7 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
     plain = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g")
     assert "TOPOFLIGHT_AGENT" not in manifests.render(manifests.APIS[api_name](plain))
     told = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g",
-                       agent=job.AGENT)  # fmt: skip
+                       agent=AGENT_URL)  # fmt: skip
     documents = list(yaml.safe_load_all(manifests.render(manifests.APIS[api_name](told))))
     pods = list(found(documents, "containers"))
     assert len(pods) == (2 if api_name == "pytorchjob" else 1)
@@ -265,7 +268,7 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
     for pod in pods:
         (container,), (gate,) = pod["containers"], pod["initContainers"]
         environment = {each["name"]: each.get("value") for each in (trainer or container)["env"]}
-        assert environment["TOPOFLIGHT_AGENT"] == job.AGENT
+        assert environment["TOPOFLIGHT_AGENT"] == AGENT_URL
         (mount,) = [m for m in container["volumeMounts"] if m["name"] == "agent-token"]
         assert mount["readOnly"] and "agent-token" not in str(gate)
         (volume,) = [v for v in pod["volumes"] if v["name"] == "agent-token"]
