@@ -67,7 +67,7 @@ class Agent:
         folder.mkdir()
         self._script = [replace(each, taken_at_seconds=first + STEP * i) for i, each in enumerate(snapshots)]
         self.state = State(self._scan, interval_seconds=3600, folder=folder, history=History())
-        options = serve.serve.make_context("serve", []).params
+        options = {**serve.serve.make_context("serve", []).params, "hosts": None}
         self.app = serve.application(self.state, {**options, "publish": True, "node_name": "n1", "nfd": False})
 
     def _scan(self) -> tuple[Snapshot, ...]:
