@@ -64,10 +64,9 @@ from probes.pci.read import parse_config
 from probes.scan import scan
 from probes.wire import SnapshotError, dumps, loads, to_json
 from topology.formats import TopologyFileError
-from topology.formats.matrix import render
 from topology.formats.text import parse as parse_matrix
 from topology.formats.xml import parse as parse_xml
-from topology.render import json_document
+from topology.render import json_document, render_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINES = ROOT / "tests" / "machines"
@@ -302,7 +301,7 @@ def nccl_log(data: bytes) -> object:
 def topo_text(data: bytes) -> object:
     """`nvidia-smi topo -m`, drawn again."""
     node = parse_matrix(_text(data))
-    render(node)
+    render_matrix(node)
     return json.dumps(json_document(node), allow_nan=False)
 
 

@@ -142,4 +142,13 @@ def from_template(name: str, request: ExportRequest, **values: Any) -> str:
     )  # fmt: skip
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     template = environment.get_template(f"{name}.j2")
-    return template.render(layout=request.layout, model=request.model, train=request.train, **values)
+    return template.render(
+        request=request, layout=request.layout, model=request.model, train=request.train, **values
+    )  # fmt: skip
+
+
+def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:
+    """The same of a YAML template, written as PyYAML writes it."""
+    import yaml
+
+    return yaml.safe_dump(yaml.safe_load(from_template(name, request, **values)), sort_keys=False)

@@ -14,14 +14,14 @@ from contracts.trl import spelled
 from hardware.gpus import Gpu, gpu_named, of_board, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
-from planner.advice import RankedLayout, Recommendation, Rejected
+from planner.advice import Forecast, RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
 from planner.forecast.faults import Findings, apart, as_is, counted, mended, mended_links, slowed
 from planner.forecast.links import Links, links_of
-from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.memory import DEFAULT_MEMORY, memory_of
 from planner.forecast.specs import (
     ModelSpec,
     TrainSpec,
@@ -80,6 +80,19 @@ class Planned:
     scale: float = 1.0  # of a measured step over its forecast
     slowed: tuple[str, ...] = ()  # what findings cost, as counted here
     requested: Mapping[str, Any] = field(default_factory=dict)  # members of the layout that the job's settings give
+
+    @property
+    def budget(self) -> float | None:
+        """Bytes that a rank may fill; None: unknown."""
+        return self.capacity * DEFAULT_MEMORY.safe_share if self.capacity else None
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """The forecast of a layout on these numbers."""
+        return forecast_of(self.job, candidate, self.capacity, calibrated=self.calibrated, scale=self.scale)
+
+    def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
+        """A layout with its forecast, and what it loses against the winner."""
+        return ranked(self.job, candidate, self.forecast(candidate), winner)
 
 
 def _rates(
@@ -334,9 +347,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
         planned = replace(planned, global_batch=shape.global_batch)
     found = search_planned(planned, degrees)
     if found.best:
-        best = found.best[0]
-        forecast = forecast_of(planned.job, best, planned.capacity, calibrated=planned.calibrated, scale=planned.scale)
-        return ranked(planned.job, best, forecast, None)
+        return planned.rank(found.best[0])
     accumulation, left = divmod(planned.global_batch, shape.data_parallel * shape.micro_batch)
     if "gradient_accumulation" not in named:
         if left:
@@ -345,8 +356,7 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
                 f"micro_batch {shape.micro_batch}; name --global-batch or another micro_batch"
             )
         shape = replace(shape, gradient_accumulation=accumulation)
-    budget = planned.capacity * DEFAULT_MEMORY.safe_share if planned.capacity else None
-    picked = fitting(planned.job, shape, budget, on_cpu=not planned.job.has_gpu, named=named)
+    picked = fitting(planned.job, shape, planned.budget, named=named)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 
 
@@ -355,26 +365,16 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
 
     `why` names the first rule it breaks, or by how much it misses the memory.
     """
-    parts = step_parts(planned.job, layout)
-    memory = memory_parts(
-        planned.job.model, planned.job.train, layout, planned.job.engine,
-        on_cpu=not planned.job.has_gpu,
-    )  # fmt: skip
+    parts, memory, budget = step_parts(planned.job, layout), memory_of(planned.job, layout), planned.budget
     candidate = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale)
     broken = first_broken(planned.job, layout)
     why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
-    budget = planned.capacity * DEFAULT_MEMORY.safe_share if planned.capacity else None
     if not why and budget is not None and memory.total > budget:
         why = (
             f"breaks memory-fits: {(memory.total - budget) / GIB:.1f} GiB over the {budget / GIB:.1f} GiB "
             f"({DEFAULT_MEMORY.safe_share:.0%}) that a rank may fill"
         )
-    return RankedLayout(
-        layout=layout,
-        forecast=forecast_of(planned.job, candidate, planned.capacity, calibrated=planned.calibrated,
-                             scale=planned.scale),
-        why=why,
-    )  # fmt: skip
+    return RankedLayout(layout=layout, forecast=planned.forecast(candidate), why=why)
 
 
 def recommend(
@@ -440,14 +440,11 @@ def recommend(
         found, assumed = _with_shorter_rows(planned, found)
         unknowns += assumed
     for candidate in found.best[: 1 + _RUNNERS_UP]:
-        forecast = forecast_of(
-            planned.job, candidate, planned.capacity, calibrated=planned.calibrated, scale=planned.scale
-        )
         if chosen is None:
-            chosen = ranked(planned.job, candidate, forecast, None)
+            chosen = planned.rank(candidate)
             helps = helps_most(planned.job, candidate, planned.capacity)
         else:
-            runners.append(ranked(planned.job, candidate, forecast, found.best[0]))
+            runners.append(planned.rank(candidate, found.best[0]))
     if chosen is None and planned.requested:
         found.rejected.insert(0, _why_refused(planned, found))
         helps = nearest(planned)
@@ -512,7 +509,7 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     the assumed length. `found` stays as it is where even rows of one token do not fit, as weights and states are then
     too large. The second value is what the user must know about the assumption.
     """
-    train, budget = planned.job.train, (planned.capacity or 0.0) * DEFAULT_MEMORY.safe_share
+    train, budget = planned.job.train, planned.budget or 0.0
     words = f"{ROWS}are assumed to have {train.sequence_length} tokens, the most that max_length allows"
 
     def job_of(longest: int) -> Job:
@@ -527,12 +524,10 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     layout = shorter.best[0].layout
 
     def needs(tokens: int) -> float:
-        job = job_of(tokens)
-        return memory_parts(job.model, job.train, layout, job.engine, on_cpu=not job.has_gpu).total
+        return memory_of(job_of(tokens), layout).total
 
     most = bisect_right(range(train.sequence_length), budget, lo=longest, key=needs) - 1
-    parts, job = step_parts(planned.job, layout), planned.job
-    memory = memory_parts(job.model, train, layout, job.engine, on_cpu=not job.has_gpu)
+    parts, memory = step_parts(planned.job, layout), memory_of(planned.job, layout)
     chosen = Candidate(layout=layout, parts=parts, memory=memory, seconds=parts.total * planned.scale, tight=True)
     words += (
         f". With a micro-batch of such rows a rank would need {memory.total / GIB:.1f} GiB, "
@@ -560,8 +555,7 @@ def _why_refused(planned: Planned, found: Found) -> Rejected:
     length = f"at max_length: {longest}" if longest == train.sequence_length else f"with rows of up to {longest} tokens"
     at = f"{settings} {length}" if settings else "the layout"
     words = "does not fit" if row.rule == "memory-fits" else "cannot run"
-    budget = f" the {DEFAULT_MEMORY.safe_share * planned.capacity / GIB:.1f} GiB that a rank may fill" \
-        if short and planned.capacity else ""  # fmt: skip
+    budget = f" the {planned.budget / GIB:.1f} GiB that a rank may fill" if short and planned.budget else ""
     return Rejected(what=AS_ASKED, rule=row.rule, reason=f"{at} {words}: {row.reason}{budget}")
 
 
@@ -614,20 +608,13 @@ def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Single settings that need less memory than what is asked for, or that lift a limit."""
     dp = requested.get("dp_replicate", 1) * requested.get("dp_shard", 1)
     sharded = {"sharding": "zero3", "dp_replicate": 1, "dp_shard": dp} if dp > 1 else {}
-    changes: list[dict[str, Any]] = []
-    if requested.get("checkpointing") in ("none", "selective"):
-        changes.append({"checkpointing": "full"})
-    if requested.get("sharding") == "ddp" and sharded:
-        changes.append(sharded)
-    if requested.get("reshard_after_forward") is False:
-        changes.append({"reshard_after_forward": True})
-    if requested.get("fused_cross_entropy") is False:
-        changes.append({"fused_cross_entropy": True})
-    if requested.get("offload") == "none":
-        changes.append({"offload": "all"})
-    if requested.get("offload") == "all":
-        changes.append({"offload": "none"})
-    return changes
+    other: tuple[tuple[str, tuple[object, ...], dict[str, Any]], ...] = (
+        ("checkpointing", ("none", "selective"), {"checkpointing": "full"}), ("sharding", ("ddp",), sharded),
+        ("reshard_after_forward", (False,), {"reshard_after_forward": True}),
+        ("fused_cross_entropy", (False,), {"fused_cross_entropy": True}), ("offload", ("none",), {"offload": "all"}),
+        ("offload", ("all",), {"offload": "none"}),
+    )  # fmt: skip
+    return [changed for name, values, changed in other if changed and requested.get(name) in values]
 
 
 def _shorter(planned: Planned) -> int | None:
@@ -647,11 +634,4 @@ _SHORTEST = 128  # tokens: shorter rows hold no question and answer
 
 def best_layout(planned: Planned) -> RankedLayout | None:
     """The best layout alone."""
-    found = search_planned(planned).best[:1]
-    return next(
-        (
-            ranked(planned.job, one, forecast_of(planned.job, one, planned.capacity, calibrated=planned.calibrated,
-                                                 scale=planned.scale), None)
-            for one in found
-        ), None,
-    )  # fmt: skip
+    return next((planned.rank(one) for one in search_planned(planned).best[:1]), None)

@@ -15,7 +15,7 @@ from contracts.layout import Checkpointing, Layout, Precision, Schedule, Shardin
 from hardware.units import GIB
 from planner.advice import Rejected
 from planner.forecast.engine import Question, uneven_stages
-from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_parts
+from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import RULES_OF_DEGREES, first_broken
 
@@ -320,7 +320,7 @@ class _Search:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
             return None
         self.found.tried += 1
-        picked = fitting(self.job, base, self.budget, on_cpu=not self.job.has_gpu, named=self.named, after=self.fitted)
+        picked = fitting(self.job, base, self.budget, named=self.named, after=self.fitted)
         if isinstance(picked, float):
             self.over[key] = min(self.over.get(key, picked), picked)
             return None
@@ -397,8 +397,7 @@ _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 def fitting(
-    question: Question, base: Layout, budget: float | None, *, on_cpu: bool, named: Mapping[str, object],
-    after: Layout | None = None,
+    question: Question, base: Layout, budget: float | None, *, named: Mapping[str, object], after: Layout | None = None,
 ) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
     """The lightest checkpointing that fits, else offloading, or by how many bytes even full checkpointing misses.
 
@@ -410,7 +409,7 @@ def fitting(
         if choice not in question.engine.checkpointing or named.get("checkpointing", choice) != choice:
             continue
         layout = base if choice == "none" else replace(base, checkpointing=choice)
-        memory = memory_parts(question.model, question.train, layout, question.engine, on_cpu=on_cpu)
+        memory = memory_of(question, layout)
         if budget is None or memory.total <= budget:
             return layout, memory
         least = min(least, memory.total - budget)
@@ -420,7 +419,7 @@ def fitting(
         layout = replace(base, checkpointing="full", offload=where)
         if first_broken(question, layout) is not None:
             continue
-        memory = memory_parts(question.model, question.train, layout, question.engine, on_cpu=on_cpu)
+        memory = memory_of(question, layout)
         if budget is None or memory.total <= budget:
             return layout, memory
     return least

@@ -9,10 +9,12 @@ Unknown stays unknown, with the command that would tell.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,8 +33,8 @@ MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one p
 MIN_CALLS = 8  # of a collective that all ranks called, before its arrivals say anything
 MOST_RANKS = 1 << 17  # of a job that may be true
 STALE_SECONDS = 30.0  # three of the intervals at which a rank writes
-INNOCENT = {"save": "saves a checkpoint", "evaluate": "evaluates", "compile": "compiles"}
-DOING = {**INNOCENT, "data": "loads data", "compute": "computes", "collective": "is in a collective"}
+_WORDS = tomllib.loads(Path(__file__).with_name("why.toml").read_text(encoding="utf-8"))
+INNOCENT, DOING, ACTIONS, TRUST = (_WORDS[part] for part in ("innocent", "doing", "action", "trust"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,21 +445,8 @@ def _gave_up(seen: Seen) -> dict[int, float]:
     }  # fmt: skip
 
 
-ACTIONS = {
-    "gone": "read that rank's own log: its last lines, and the node's kernel log for an OOM kill or an Xid",
-    "stopped": "kill -CONT that process, or find who stopped it",
-    "silent": "look at that node: it or its process has stopped",
-    "data": "look at that rank's storage and loader: more workers, a faster disk, or rows that are read ahead",
-    "compute": "look at that rank's stack (py-spy dump --pid), clock and throttling: topoflight scan on its node",
-    "unknown": "get that rank's stack: py-spy dump --pid on its node",
-    "gpu": "look at what that GPU runs before the call (cuda-gdb, py-spy dump --native) and for its Xids: topoflight "
-    "scan",
-}
-
-
 def _suspect(rank: int, kind: str, words: str, seen: Seen, wait: str, share: float | None = None) -> Cause:
-    code = {"gone": "rank.gone", "stopped": "rank.stopped", "silent": "rank.silent", "data": "rank.data",
-            "compute": "rank.compute"}.get(kind, "rank.behind")  # fmt: skip
+    code = _WORDS["code"].get(kind, "rank.behind")
     state = seen.states.get(rank)
     host = (state.host,) if state and state.host else ()
     evidence = [wait] if wait else []
@@ -551,17 +540,10 @@ def _too_short(
     words = [f"rank {rank} {activity}" for rank, (_, activity) in sorted(busy.items())]
     shorter = f"the group's timeout{f' of {limit:.0f} s' if limit else ''} is shorter than what is waited for"
     kind = busy[min(busy)][0]
-    action = "init_process_group(timeout=...) longer than that" + ACTIONS_OF_BUSY.get(kind, "")
+    action = "init_process_group(timeout=...) longer than that" + _WORDS["action_of_busy"].get(kind, "")
     evidence = (*([wait] if wait else []), *words[1:4], *(error[:200] for error in errors if _IN_VAIN.search(error)))
     cause = Cause(code="timeout.short", message=f"{shorter}: {words[0]}", evidence=evidence[:6], action=action)
     return replace(_verdict("failed", (cause,), seen, (), waiting), innocent=tuple(words))
-
-
-ACTIONS_OF_BUSY = {
-    "compile": ", or a cache of compiled code that outlives the job (TORCHINDUCTOR_CACHE_DIR)",
-    "save": ", or an asynchronous checkpoint (torch.distributed.checkpoint.async_save)",
-    "evaluate": ", or an evaluation that all ranks share",
-}
 
 
 _CUT = re.compile(r"(\d{1,18}) vs (\d{1,18})")
@@ -1227,13 +1209,6 @@ def _differences(found: Mapping[str, Verdict]) -> tuple[str, ...]:
         f"believed, as it {TRUST[first]}"
         for name, other in others if other.ranks != believed.ranks
     )  # fmt: skip
-
-
-TRUST = {
-    "flight recorder": "lists each rank's own calls one by one",
-    "watchdog": "is each waiting rank's own word on one call",
-    "RAS": "counts calls that were launched, and lists outliers rather than who is behind",
-}
 
 
 def _by_states(seen: Seen) -> Verdict | None:

@@ -17,8 +17,8 @@ from itertools import combinations, pairwise
 
 from hardware.units import bits, rate
 from probes.pci.facts import PciFacts, ancestors
-from topology.formats.matrix import columns, printable
 from topology.graph import Island, NicNode, NodeTopology, Pairs, level, rank
+from topology.render import columns, printable
 
 COLOURS = {
     "NV": "#3b8132",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ def tokens_of(request: Request, train: TrainSpec) -> float:
 # Where no layout fits: the nearest questions that have one, each as a command that is ready to run.
 
 _SHORTEST = 512  # tokens: a shorter sequence is another job
-_MOST_TIMES = 64  # as many nodes
+_TIMES = (2, 4, 8, 16, 32, 64)  # as many nodes
 _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 _OPTION_NAMES = {"nccl_version": "nccl", "bench_file": "bench"}  # where the command line says it otherwise
 _UNSAID = {
@@ -93,7 +93,7 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     Tried are adapters, a shorter sequence, 8-bit optimizer states, more bits in products, more nodes, another engine.
     """
     nodes = request.nodes or max(1, len(snapshots))
-    several = [{"nodes": nodes * times} for times in _powers(_MOST_TIMES)] if len(snapshots) < 2 else []
+    several = [{"nodes": nodes * times} for times in _TIMES] if len(snapshots) < 2 else []
     train = request.train
     methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[train.method]
     lengths = [train.sequence_length >> n for n in range(1, 16) if train.sequence_length >> n >= _SHORTEST]
@@ -111,13 +111,6 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
         both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[1]]
         found = [line for line in (_first(request, both, snapshots),) if line]
     return tuple(found)
-
-
-def _powers(most: int) -> Iterator[int]:
-    times = 2
-    while times <= most:
-        yield times
-        times *= 2
 
 
 def _first(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:

@@ -1,6 +1,7 @@
-"""Standard output and standard error as they are: a pipe whose reader has left, a terminal that is not UTF-8.
+"""How a verb ends: its exit code, and standard output and error as they are, a closed pipe or no UTF-8.
 
-Only the standard library is imported, because every verb passes through here before it knows what it needs.
+The table of exit codes is docs/exit-codes.md. Only the standard library is imported, because every verb passes through
+here before it knows what it needs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,14 @@ import os
 import sys
 import unicodedata
 
+EXIT_PASS = 0
+EXIT_TOOL_ERROR = 1
+EXIT_USAGE = 2
+EXIT_FAILED = 3
+EXIT_WARNED = 4
+EXIT_UNKNOWN = 5
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: ended from outside before it was done
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program whose reader has left
 UNENCODABLE = "topoflight"  # the error handler below
 # What the tables draw and the sentences use, in ASCII. A pass and a failure must not both become "?".
@@ -19,7 +28,6 @@ _ASCII = {
     "✓": "+", "✗": "x", "→": "->", "←": "<-", "·": "-", "…": "...", "±": "+-", "µ": "u", "─": "-", "━": "-", "│": "|",
     "█": "#", "–": "-", "—": "-", "×": "x", "≥": ">=", "≤": "<=", "“": '"', "”": '"', "’": "'",
 }  # fmt: skip
-_closed = False
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -61,17 +69,10 @@ def printable_in(text: str, encoding: str | None) -> str:
 
 def discard_output() -> None:
     """Send standard output to nowhere: its reader has left, and the verb goes on to its verdict and its files."""
-    global _closed
-    _closed = True
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def is_closed() -> bool:
-    """Whether the reader of standard output has left."""
-    return _closed
 
 
 def flush() -> None:

@@ -76,6 +76,25 @@ def grid(gap: int = 1, columns: int = 2) -> Table:
     return made
 
 
+def mark(word: str, text: str = "") -> str:
+    """The glyph and word of a status, or `text` in its place, in its colour."""
+    return f"[{COLOURS[word]}]{text or GLYPHS[word]}[/{COLOURS[word]}]"
+
+
+def headline(out: Console, word: str, line: str, todo: str, glyph: str = "") -> None:
+    """The first line of a view: a verdict, what it rests on, and what to do about it."""
+    out.print(f"{mark(word, glyph)} {escape(line)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
+
+
+def block(out: Console, word: str, code: str, where: str, message: str, proof: Iterable[str], remedy: str) -> None:
+    """One thing that was found, where, the lines that prove it, and what to do."""
+    out.print(f"{mark(word)} [bold]{escape(code)}[/bold]{escape(where)}")
+    indented(out, escape(message))
+    for line in proof:
+        indented(out, f"[dim]{escape(line)}[/dim]")
+    indented(out, f"[bold]→ {escape(remedy)}[/bold]")
+
+
 def some(names: Sequence[str], word: str = "") -> str:
     """ "on mlx5_0, mlx5_1 and 8 more"; empty where there are none."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

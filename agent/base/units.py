@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 SIZE_WORDS = "bytes, with a unit where you like: 64GiB, 16G, 512Mi, 65536"
-SIZES = {"B": 1} | {
+SIZES: dict[str, int] = {"B": 1} | {
     f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** (power + 1)
     for power, prefix in enumerate("KMGT") for binary in ("i", "") for byte in ("", "B")
 }  # fmt: skip
@@ -72,13 +72,9 @@ def parse_size(text: str) -> int | None:
     """Bytes that a person typed: "64GiB", "1.5 T", "65536"; None for what is no size. Case does not matter."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip())
     scale = _SIZES_BY_LOWER.get(found[2].lower() or "b") if found else None
-    return (
-        None
-        if found is None or scale is None
-        else round(float(found[1]) * scale)
-        if "." in found[1]
-        else (int(found[1]) * scale)
-    )
+    if found is None or scale is None:
+        return None
+    return round(float(found[1]) * scale) if "." in found[1] else int(found[1]) * scale
 
 
 def reach(least: float | None, usual: float | None, most: float | None) -> str:

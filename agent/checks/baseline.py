@@ -9,7 +9,7 @@ still.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.groups import ORDER
 from agent.checks.verdict import GateError
 from collectives.bench.results import RdmaWrite, ResultError, rdma_from_json, result_from_json
-from contracts import bounded
+from contracts import bounded, codec
 from contracts.finding import Finding, Status
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from probes.api import Snapshot
 from probes.host.recording import RecordingError, load
 from probes.pci import facts as pci_facts
-from probes.pci.facts import PciDevice, PciFacts
+from probes.pci.facts import PciFacts
 from probes.scan import scan
 
 REPORT_VERSION = 1  # of report.json: raised when an older reader would misread it
@@ -106,14 +106,8 @@ def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
 
 def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
     """Of the scans that a report holds."""
-    names = {field.name for field in fields(PciDevice)}
     return {
-        str(snapshot["hostname"]): PciFacts(
-            devices=tuple(
-                PciDevice(**{key: value for key, value in device.items() if key in names})
-                for device in snapshot["outcomes"]["pci"]["facts"]["devices"]
-            )
-        )
+        str(snapshot["hostname"]): codec.read(snapshot["outcomes"]["pci"]["facts"], PciFacts)
         for snapshot in report.get("snapshots") or ()
         if "facts" in snapshot["outcomes"].get("pci", {})
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, get_args
 
 import cattrs
@@ -216,22 +217,20 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in m.bars) + tuple(
         why for bar in m.bars for why in bar.why
     )
+    finding = partial(Finding, code=BUSBW, node=node, subject=m.op, evidence=evidence)
     if not known:
         why = m.bars[0].why[0] if m.bars[0].why else "unknown"
         sentence = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
-        return Finding(code=BUSBW, status=Status.UNKNOWN, node=node, subject=m.op, message=sentence, evidence=evidence)
+        return finding(status=Status.UNKNOWN, message=sentence)
     status: Status = _worst(status_of(value, bar) for bar in known)
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
     message = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
     if status == "pass":
         if first is None or first.low is None:
             status, message = Status.UNKNOWN, f"{message}; what it should be is not known"
-        return Finding(code=BUSBW, status=status, node=node, subject=m.op, message=message, evidence=evidence)
+        return finding(status=status, message=message)
     cause, remedy = _cause(m, first, now, value, snapshots)
-    return Finding(
-        code=BUSBW, status=status, node=node, subject=m.op, message=f"{message}: {cause}", evidence=evidence,
-        remedy=remedy,
-    )  # fmt: skip
+    return finding(status=status, message=f"{message}: {cause}", remedy=remedy)
 
 
 def expected_words(m: Measurement) -> str:
@@ -292,28 +291,27 @@ def _difference(first: Bar | None, now: Bar) -> str:
 
 def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """All-reduce that stays within the ring's value although the switch could reduce."""
+    finding = partial(Finding, code=NVLS, node=node)
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
     fabric = result.evidence.fabric if result.evidence else ()
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
     off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
     if off:
-        return Finding(code=NVLS, status=Status.INFO, node=node, message=off, evidence=lines)
+        return finding(status=Status.INFO, message=off, evidence=lines)
     expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
     if not expecting:
         why = "no all_reduce of more than four GPUs behind one NVSwitch was measured with enough bytes"
-        return Finding(code=NVLS, status=Status.UNKNOWN, node=node, message=why)
+        return finding(status=Status.UNKNOWN, message=why)
     m, bar = max(expecting, key=lambda each: each[0].bytes)
     value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
     if value >= low:
         message = f"{units.rate(value)}: more than a ring carries"
-        return Finding(code=NVLS, status=Status.PASS, node=node, message=message, evidence=lines)
+        return finding(status=Status.PASS, message=message, evidence=lines)
     if value > ring:
-        return Finding(
-            code=NVLS, status=Status.UNKNOWN, node=node, message=f"{units.rate(value)}: between ring and NVLS"
-        )
+        return finding(status=Status.UNKNOWN, message=f"{units.rate(value)}: between ring and NVLS")
     status = status_of(value, bar)
-    return Finding(
-        code=NVLS, status=status, node=node, subject=m.op, evidence=lines or ("the log has no line on NVLS",),
+    return finding(
+        status=status, subject=m.op, evidence=lines or ("the log has no line on NVLS",),
         message=f"NVLS not used: {units.rate(value)} of {bar_words(bar)}, and a ring carries up to {units.rate(ring)}",
         remedy="Look for why in the log; `topoflight explain bench.nvls.unused` lists the usual causes.",
     )  # fmt: skip
@@ -321,18 +319,17 @@ def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Find
 
 def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """Hosts of one NVLink domain whose ranks do not reach each other over it."""
+    finding = partial(Finding, code=MNNVL, node=node)
     hosts = len(set(result.hosts))
     domains = result.nvlink_domains
     if hosts < 2 or len(domains) != 1 or not domains[0]:
         why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
-        return Finding(code=MNNVL, status=Status.UNKNOWN, node=node, message=why)
+        return finding(status=Status.UNKNOWN, message=why)
     proof = result.evidence
     lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
     remote = proof.inter_node_transport if proof else None
     if remote == "NVLink (MNNVL)":
-        return Finding(
-            code=MNNVL, status=Status.PASS, node=node, message="NCCL joins the hosts over NVLink", evidence=lines
-        )
+        return finding(status=Status.PASS, message="NCCL joins the hosts over NVLink", evidence=lines)
     slow = [
         m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
     ]
@@ -341,11 +338,9 @@ def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Fin
         by_choice = (
             " (NCCL_MNNVL_ENABLE=0 in the environment)" if result.environment.get("NCCL_MNNVL_ENABLE") == "0" else ""
         )
-        return Finding(
-            code=MNNVL, status=Status.FAIL, node=node, evidence=lines or ("the log has no line on MNNVL",),
+        return finding(
+            status=Status.FAIL, evidence=lines or ("the log has no line on MNNVL",),
             message=f"{hosts} hosts share the NVLink domain {domains[0]}, and NCCL joins them {by}{by_choice}",
             remedy="`nvidia-imex-ctl -N` on each host: every IMEX daemon must be READY; pods need a ComputeDomain.",
         )  # fmt: skip
-    return Finding(
-        code=MNNVL, status=Status.UNKNOWN, node=node, message="the log does not say how NCCL joins the hosts"
-    )
+    return finding(status=Status.UNKNOWN, message="the log does not say how NCCL joins the hosts")

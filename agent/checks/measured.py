@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from agent.base import units
 from agent.checks.coverage import gdrdma_possible
@@ -51,32 +52,32 @@ def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple
 
 
 def _unverified(result: BenchResult, node: str) -> Finding:
+    finding = partial(Finding, code="bench.result.unverified", node=node)
     wrong = [m for m in result.measurements if not m.verified]
     if wrong:
         names = ", ".join(f"{m.op} at {units.size(m.bytes)}" for m in wrong)
-        return Finding(
-            code="bench.result.unverified", status=Status.FAIL, node=node, message=f"wrong data from {names}",
-            evidence=result.problems,
+        return finding(
+            status=Status.FAIL, message=f"wrong data from {names}", evidence=result.problems,
             remedy="Treat the named rank's GPU, memory or link as faulty: run its diagnostics before any training.",
         )  # fmt: skip
     if not result.measurements:
-        return Finding(code="bench.result.unverified", status=Status.UNKNOWN, node=node, message="nothing was measured")
-    return Finding(code="bench.result.unverified", status=Status.PASS, node=node,
-                 message=f"{len(result.measurements)} results verified element by element")  # fmt: skip
+        return finding(status=Status.UNKNOWN, message="nothing was measured")
+    return finding(status=Status.PASS, message=f"{len(result.measurements)} results verified element by element")
 
 
 def _incomplete(result: BenchResult, node: str) -> Finding:
+    finding = partial(Finding, code="bench.run.incomplete", node=node)
     if result.complete:
-        return Finding(code="bench.run.incomplete", status=Status.PASS, node=node, message="ran to its end")
+        return finding(status=Status.PASS, message="ran to its end")
     if result.stopped_by:  # what became of the ranks then says nothing of the machine
         done = units.count(len(result.measurements), "size")
-        return Finding(
-            code="bench.run.incomplete", status=Status.UNKNOWN, node=node, evidence=result.problems,
+        return finding(
+            status=Status.UNKNOWN, evidence=result.problems,
             message=f"stopped by {result.stopped_by} before it was done: {done} measured until then",
             remedy="Measure again: what was not measured is not known.",
         )  # fmt: skip
-    return Finding(
-        code="bench.run.incomplete", status=Status.FAIL, node=node, evidence=result.problems,
+    return finding(
+        status=Status.FAIL, evidence=result.problems,
         message="; ".join(result.problems) or "ended early",
         remedy="See which rank ended first; `topoflight explain bench.run.incomplete` lists the usual causes.",
     )  # fmt: skip
@@ -93,13 +94,14 @@ def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _stragglers(result: BenchResult, node: str) -> list[Finding]:
+    finding = partial(Finding, code="bench.rank.slow", node=node)
     if not result.measurements:
-        return [Finding(code="bench.rank.slow", status=Status.UNKNOWN, node=node, message="nothing was measured")]
+        return [finding(status=Status.UNKNOWN, message="nothing was measured")]
     if not result.stragglers:
-        return [Finding(code="bench.rank.slow", status=Status.PASS, node=node, message="no rank is waited for")]
+        return [finding(status=Status.PASS, message="no rank is waited for")]
     return [
-        Finding(
-            code="bench.rank.slow", status=Status.WARN, node=node, subject=f"rank {s.rank} on {s.host}",
+        finding(
+            status=Status.WARN, subject=f"rank {s.rank} on {s.host}",
             message=f"comes last in {s.share:.0%} of {s.iterations} iterations, {units.seconds(s.late_seconds)} late",
             evidence=(s.why,) if s.why else (), remedy="Look at this rank's GPU clocks, NIC and CPU load first.",
         )
@@ -127,19 +129,16 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
             evidence=lines, remedy="Load nvidia_peermem or use DMA-BUF, and check the GPU-NIC path." if could else "",
         )
     ]  # fmt: skip
+    finding = partial(Finding, code="evidence.log.problem", node=node)
     for problem in found.problems:
+        proof = tuple(f"line {p.line}: {p.text}" for p in problem.lines[:3])
         checks.append(
-            Finding(
-                code="evidence.log.problem", status=problem.severity, node=node, subject=problem.code,  # type: ignore[arg-type]
-                message=problem.message, evidence=tuple(f"line {p.line}: {p.text}" for p in problem.lines[:3]),
+            finding(
+                status=problem.severity, subject=problem.code, message=problem.message, evidence=proof,  # type: ignore[arg-type]
                 remedy=problem.action,
             )
         )  # fmt: skip
-    if not found.problems:
-        checks.append(
-            Finding(code="evidence.log.problem", status=Status.PASS, node=node, message="the log shows no problem")
-        )
-    return checks
+    return checks if found.problems else [*checks, finding(status=Status.PASS, message="the log shows no problem")]
 
 
 def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
@@ -156,14 +155,11 @@ def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Findin
 
 
 def _ended(record: RunRecord, node: str) -> Finding:
+    finding = partial(Finding, code="flight.run.failed", node=node)
     if record.status == "complete":
-        return Finding(
-            code="flight.run.failed", status=Status.PASS, node=node, message=f"{record.steps_done} steps trained"
-        )
+        return finding(status=Status.PASS, message=f"{record.steps_done} steps trained")
     message = f"the job ended as {record.status!r}: {record.reason or 'no reason given'}"
-    return Finding(
-        code="flight.run.failed", status=Status.FAIL, node=node, message=message, remedy="Read the job's log."
-    )
+    return finding(status=Status.FAIL, message=message, remedy="Read the job's log.")
 
 
 def _layout(record: RunRecord, node: str) -> Finding:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Literal
 
 from agent.base import units
-from agent.base.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
+from agent.base.streams import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED
 from agent.checks.groups import MANY_CODES, ORDER, places
 from contracts.finding import Finding, Status
 
@@ -78,40 +77,32 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     each = _by_worst(results)
     aside = unjudged(checks)
     prefix = f"{aside}; " if aside else ""
-    say = partial(Verdict, counts={status: len(found) for status, found in results.items()}, by_check=each)
+    counts: dict[str, int] = {status: len(found) for status, found in results.items()}
+
+    def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
+        return Verdict(word=word, exit_code=exit_code, why=why, counts=counts, by_check=each)
+
     pending = sorted({check.code for check in checks if check.pending})
     required_unknown = [check for check in results[Status.UNKNOWN] if check.required]
     if results[Status.FAIL]:
         why = _with_places(units.count(each["fail"], "check") + " failed", results[Status.FAIL])
-        return say(word="fail", exit_code=interrupted or EXIT_FAILED, why=why)
+        return verdict("fail", interrupted or EXIT_FAILED, why)
     if stopped:
-        return say(
-            word="unknown", exit_code=interrupted or EXIT_STOPPED, why=f"stopped by {stopped} before it was done"
-        )
+        return verdict("unknown", interrupted or EXIT_STOPPED, f"stopped by {stopped} before it was done")
     if required_unknown:
-        return say(
-            word="unknown", exit_code=EXIT_UNKNOWN, why=f"required but not measured: {_unmeasured(required_unknown)}"
-        )
+        return verdict("unknown", EXIT_UNKNOWN, f"required but not measured: {_unmeasured(required_unknown)}")
     if pending:
-        return say(word="unknown", exit_code=EXIT_UNKNOWN, why=f"not yet seen twice: {', '.join(pending)}")
+        return verdict("unknown", EXIT_UNKNOWN, f"not yet seen twice: {', '.join(pending)}")
     if fail_on == "unknown" and results[Status.UNKNOWN]:
         unknown = len({check.code for check in results[Status.UNKNOWN]})
         why = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"
-        return say(word="unknown", exit_code=EXIT_UNKNOWN, why=why)
+        return verdict("unknown", EXIT_UNKNOWN, why)
     if results[Status.WARN]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
-        return say(
-            word="warn",
-            exit_code=code,
-            why=prefix + _with_places(units.count(each["warn"], "warning"), results[Status.WARN]),
-        )
-    if (
-        not results[Status.PASS] and not results[Status.INFO]
-    ):  # no check, no node, or only unknowns: nothing is healthy yet
-        return say(word="unknown", exit_code=EXIT_UNKNOWN, why="nothing was measured")
-    return say(
-        word="pass", exit_code=EXIT_PASS, why=prefix + ("healthy as far as seen" if each["unknown"] else "healthy")
-    )
+        return verdict("warn", code, prefix + _with_places(units.count(each["warn"], "warning"), results[Status.WARN]))
+    if not results[Status.PASS] and not results[Status.INFO]:  # no check, no node, or only unknowns
+        return verdict("unknown", EXIT_UNKNOWN, "nothing was measured")
+    return verdict("pass", EXIT_PASS, prefix + ("healthy as far as seen" if each["unknown"] else "healthy"))
 
 
 def unjudged(checks: Iterable[Finding]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -108,18 +108,9 @@ def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopolog
 
 def only(view: View, hostname: str) -> View:
     """The same view of one node; measurements and flights are of the whole run and stay."""
-    chosen = [
-        (snapshot, node)
-        for snapshot, node in zip(view.snapshots, view.topologies, strict=True)
-        if snapshot.hostname == hostname
-    ]
     others = {snapshot.hostname for snapshot in view.snapshots} - {hostname}
     checks = tuple(check for check in view.checks if hostname in _nodes(check) or not others & _nodes(check))
-    topologies = tuple(node for _, node in chosen)
-    return replace(
-        view, snapshots=tuple(snapshot for snapshot, _ in chosen), topologies=topologies, cluster=join(topologies),
-        checks=checks, verdict=judge(checks),
-    )  # fmt: skip
+    return _part(view, {hostname}, checks)
 
 
 def named(view: View, name: str) -> View:
@@ -131,11 +122,16 @@ def named(view: View, name: str) -> View:
     if not checks:
         some = ", ".join(sorted(hosts)[:8])
         raise UnknownNameError(f"{name}: no node, no device with a finding and no finding code here; nodes: {some}")
-    kept = {check.node for check in checks}
-    pairs = [pair for pair in zip(view.snapshots, view.topologies, strict=True) if pair[0].hostname in kept]
+    return _part(view, {check.node for check in checks}, checks)
+
+
+def _part(view: View, hosts: Set[str], checks: tuple[Finding, ...]) -> View:
+    """The view of these hosts, with these checks of them."""
+    pairs = [pair for pair in zip(view.snapshots, view.topologies, strict=True) if pair[0].hostname in hosts]
+    topologies = tuple(node for _, node in pairs)
     return replace(
-        view, snapshots=tuple(pair[0] for pair in pairs), topologies=tuple(pair[1] for pair in pairs), checks=checks,
-        verdict=judge(checks),
+        view, snapshots=tuple(snapshot for snapshot, _ in pairs), topologies=topologies, cluster=join(topologies),
+        checks=checks, verdict=judge(checks),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def bundle(
 
     Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
     """
-    from agent.base import bundle_file
+    from agent.base.hosts import BundleError, bundle_differences, pack_bundle
     from agent.jobs import bundle as making
 
     if nodes and not cluster:
@@ -35,8 +35,8 @@ def bundle(
             with waiting("bundle: asking this host"):
                 recording = capture(root)
             hosts = {str(recording["hostname"]): making.of_host(recording, root=root, state=state)}
-        content = bundle_file.packed(hosts)
-    except bundle_file.BundleError as error:
+        content = pack_bundle(hosts)
+    except BundleError as error:
         raise click.ClickException(str(error)) from None
     if target == "-":
         sys.stdout.buffer.write(content)
@@ -47,5 +47,5 @@ def bundle(
     say(
         f"{target}: {len(content)} bytes, {len(hosts)} folders{failures}. Look into it before you hand it on.", err=True
     )
-    for line in bundle_file.brief(hosts):
+    for line in bundle_differences(hosts):
         say(line, err=True)

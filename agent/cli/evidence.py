@@ -13,7 +13,7 @@ from agent.base import units
 from agent.base.inputs import InputError
 from agent.base.options import with_options
 from agent.base.output import emit
-from agent.base.tables import COLOURS, GLYPHS, indented, pairs
+from agent.base.tables import block, headline, indented, pairs
 
 if TYPE_CHECKING:
     from collectives.nccl_log.transport import Evidence, ProofLine
@@ -68,39 +68,37 @@ def _opening(out: Console, found: Evidence) -> None:
     """What the log says of the transport, worst first, and what to do about it."""
     worst = min(found.problems, key=lambda each: ORDER.index(each.severity), default=None)
     if worst is not None:
-        colour, mark = COLOURS[worst.severity], GLYPHS[worst.severity]
         more = f" and {units.count(len(found.problems) - 1, 'more problem')}" if len(found.problems) > 1 else ""
         place = f" on {worst.place}" if worst.place else ""
-        words = escape(worst.code + place + more)
-        out.print(f"[{colour}]{mark}[/{colour}] {words}. [bold]→ {escape(worst.action)}[/bold]")
+        headline(out, worst.severity, worst.code + place + more, worst.action)
     elif found.send.total or found.receive.total or found.transports:
         joined = f"{found.inter_node_transport or 'no channel'} between nodes, GPUDirect RDMA {found.gdrdma}"
-        out.print(f"[green]✓[/green] no problem in the log: {escape(joined)}. [bold]→ Nothing to do.[/bold]")
+        headline(out, "pass", f"no problem in the log: {joined}", "Nothing to do.", "✓")
     else:
-        out.print("[magenta]? unknown[/magenta] no channel in the log. [bold]→ Run with NCCL_DEBUG=INFO.[/bold]")
+        headline(out, "unknown", "no channel in the log", "Run with NCCL_DEBUG=INFO.")
 
 
 def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     """The verdict on a log and what to do, the problems with their lines; `verbose` with the lines that prove it."""
     _opening(out, found)
-    rows: list[tuple[str, str]] = []
-    rows.append(("library", f"{found.library} {found.nccl_version or 'version unknown'}"))
-    rows.append(("between nodes", (found.inter_node_transport or "none seen")))
-    rows.append(("within a node", (found.intra_node_transport or "none seen")))
     ways = (("send", found.send), ("receive", found.receive))
     shown = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
     hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
     noun = "channel" if max(found.send.total, found.receive.total) == 1 else "channels"
     counts = f"{shown} {noun}{hidden}" if shown else "no channel seen"
     word = {"none": "no evidence"}.get(found.gdrdma, found.gdrdma)
-    rows.append(("GPUDirect RDMA", f"{word}: {counts}"))
+    rows = [
+        ("library", f"{found.library} {found.nccl_version or 'version unknown'}"),
+        ("between nodes", found.inter_node_transport or "none seen"),
+        ("within a node", found.intra_node_transport or "none seen"),
+        ("GPUDirect RDMA", f"{word}: {counts}"),
+    ]
     if found.undirected.total:
-        rows.append(
-            ("", f"{found.undirected.gdrdma}/{units.count(found.undirected.total, 'channel')} of unnamed direction")
-        )
+        total = units.count(found.undirected.total, "channel")
+        rows.append(("", f"{found.undirected.gdrdma}/{total} of unnamed direction"))
     if found.transports:
         each = ", ".join(f"{number} via {name}" for name, number in sorted(found.transports.items()))
-        rows.append(("channels", (each)))
+        rows.append(("channels", each))
     rows.append(("NVLS", _NVLINK_WORDS[found.nvls_use]))
     if found.mnnvl_use not in ("unknown", "off"):
         clique = f", a clique of {found.mnnvl_clique} GPUs" if found.mnnvl_clique else ""
@@ -111,20 +109,15 @@ def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
         rows.append((f"run {number}", (f"from {_place(run.first)}: {joined}, {_OUTCOMES[run.outcome]}")))
     if found.torn_lines:
         rows.append(("torn lines", f"{found.torn_lines}, counted as neither on nor off"))
-    for path in found.gdr_paths[:4] if verbose else ():
-        rows.append(("GPU to NIC", (path)))
-    for seen in found.notes[:6] if verbose else ():
-        rows.append(("note", (f"{seen.code}: {seen.message}")))
+    if verbose:
+        rows += [("GPU to NIC", path) for path in found.gdr_paths[:4]]
+        rows += [("note", f"{seen.code}: {seen.message}") for seen in found.notes[:6]]
     pairs(out, rows)
     for problem in found.problems:
-        colour, times = COLOURS.get(problem.severity, "yellow"), f" (x {problem.count})" if problem.count > 1 else ""
-        mark = GLYPHS.get(problem.severity, problem.severity)
-        place = f" on {escape(problem.place)}" if problem.place else ""
-        out.print(f"[{colour}]{escape(mark)}[/{colour}] [bold]{escape(problem.code)}[/bold]{place}{times}")
-        indented(out, escape(problem.message))
-        for line in problem.lines[:2]:
-            indented(out, f"[dim]{escape(f'{_place(line)}: {line.text}')}[/dim]")
-        indented(out, f"[bold]→ {escape(problem.action)}[/bold]")
+        times = f" (x {problem.count})" if problem.count > 1 else ""
+        place = f" on {problem.place}" if problem.place else ""
+        proof = [f"{_place(line)}: {line.text}" for line in problem.lines[:2]]
+        block(out, problem.severity, problem.code, place + times, problem.message, proof, problem.action)
     if not verbose:
         out.print(f"[dim]{units.count(len(found.proof), 'line')} of proof: -v[/dim]")
     elif found.proof:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.base.exits import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import refuse_two_sources, with_options
 from agent.base.output import Progress, console, render, say, waiting
+from agent.base.streams import EXIT_FAILED, EXIT_PASS
 from agent.base.units import count, seconds
 
 if TYPE_CHECKING:
@@ -355,6 +355,22 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
     say("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
 
+def _pass_gate(
+    found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
+) -> None:
+    """Judge the host before anything starts, by a measurement too where --measure asks for it; exits where it fails."""
+    from agent.jobs.launch import sigterm
+
+    if options["no_preflight"]:
+        return
+    progress.step("preflight: judging this host")
+    _gate(found, options, settings)
+    if options["measure"]:
+        with sigterm() as stop:
+            result = _measure(ranks, settings, progress, stop)
+        _gate(found, options, settings, result)
+
+
 def _gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
@@ -408,7 +424,6 @@ def _launch_script(
     """The user's own trainer on this host: the gate, torchrun with the recommended environment, and the record."""
     from agent.base.hosts import snapshots
     from agent.base.result_store import keep_flight
-    from agent.jobs import launch as launcher
     from agent.jobs import script as trainer
     from agent.terminal import measured
     from contracts import codec
@@ -428,13 +443,7 @@ def _launch_script(
         return
     require_writable("--output", folder, folder=True)
     progress = Progress()
-    if not options["no_preflight"]:
-        progress.step("preflight: judging this host")
-        _gate(found, options, plan.document.environment)
-        if options["measure"]:
-            with launcher.sigterm() as stop:
-                result = _measure(plan.ranks, plan.document.environment, progress, stop)
-            _gate(found, options, plan.document.environment, result)
+    _pass_gate(found, options, plan.document.environment, plan.ranks, progress)
     progress.step(f"launch: {script.name} on {count(plan.ranks, 'rank')}")
     try:
         done = trainer.fly(plan, folder, timeout, progress.note)
@@ -470,14 +479,8 @@ def _launch_here(
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     require_writable("--output", folder, folder=True)
     progress = Progress()
-    if not options["no_preflight"]:
-        progress.step("preflight: judging this host")
-        settings = {setting.name: setting.value for setting in advice.settings}
-        _gate(found, options, settings)
-        if options["measure"]:
-            with launcher.sigterm() as stop:
-                result = _measure(advice.chosen.layout.world_size, settings, progress, stop)
-            _gate(found, options, settings, result)
+    settings = {setting.name: setting.value for setting in advice.settings}
+    _pass_gate(found, options, settings, advice.chosen.layout.world_size, progress)
     progress.step(f"launch: {advice.chosen.layout.family}")
     bytes_per_second = _storage_rate(options)
     grace = launcher.grace(advice, bytes_per_second)

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from agent.base import streams
-from agent.base.exits import EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
+from agent.base.streams import EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
 
 # What a disk, a file or a folder of the user refuses is no fault of the program: one line, and no traceback.
 FILE_ERRORS = (

@@ -15,10 +15,10 @@ import click
 from rich.console import Console
 
 from agent.base import inputs
-from agent.base.exits import EXIT_UNKNOWN
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say
+from agent.base.streams import EXIT_UNKNOWN
 from contracts import bounded
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from agent.base.exits import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
 from agent.base.output import emit
+from agent.base.streams import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.tables import indented
 
 if TYPE_CHECKING:

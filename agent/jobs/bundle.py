@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agent.base.bundle_file import MOST_FILE_BYTES, BundleError, Files, unpacked
 from agent.base.documents import document
+from agent.base.hosts import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
 from agent.base.version import VERSION
 from agent.checks.groups import worst_first
 from agent.checks.view import look
@@ -382,7 +382,7 @@ def _slices(content: bytes) -> dict[str, list[str]]:
 def _node(base: list[str], node: str, pod: str, plugin: tuple[str, str, str] | None) -> Files:
     files: Files = {}
     try:
-        inside = unpacked(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
+        inside = unpack_bundle(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
         files |= next(iter(inside.values()), {})
     except BundleError as error:
         files["error.txt"] = f"{node}: {redact(str(error))}\n".encode()

@@ -56,16 +56,6 @@ CATALOGUE: tuple[Metric, ...] = (*OWN, *PROBES)
 BY_SOURCE: dict[str, tuple[Metric, ...]] = {"agent": OWN, **{p.name: p.metrics for p in ALL if p.metrics}}
 
 
-def series_bound(metric: Metric) -> tuple[str, ...]:
-    """Return the factors of the most series that one host can have of the family; () is one series."""
-    keys = [label for label in metric.labels if not (label == "pci_bus_id" and "gpu" in metric.labels)]
-    if metric.kind == "info":  # one series per thing; what is said about the thing multiplies nothing
-        keys = [label for label in keys if LABELS[label][1] in ("G", "D", "P")]
-    if "code" in keys:  # a code has the severity of its case
-        keys.remove("severity")
-    return tuple(factor for label in keys if (factor := LABELS[label][1]))
-
-
 MOST_SUBJECT = 96  # characters of a label; the longest subject of the project's own machines has 41
 
 Values = list[tuple[tuple[str, ...], float]]

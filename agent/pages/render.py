@@ -43,8 +43,8 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
 from topology.cluster import join
-from topology.formats.matrix import columns
 from topology.graph import CLASSES, NodeTopology, level, nvlinks
+from topology.render import columns
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord
@@ -168,11 +168,10 @@ def fleet_page(
 ) -> str:  # fmt: skip
     """The page of every node that publishes, from the records alone; `more` says how to see more nodes."""
     now = time.time()
-    template = _environment().get_template("fleet.html.j2")
-    return template.render(
-        c=console.console(fleet, places or Places(), asked or console.Asked(), now), groups=console.GROUPS,
-        sorts=console.SORTS, source=source, most_odd=console.MOST_ODD,
-        behind=behind, more=more, made_at=now, style=_file("style.css"), script=_file("page.js"),
+    shown = console.console(fleet, places or Places(), asked or console.Asked(), now)
+    return _rendered(
+        "fleet", c=shown, groups=console.GROUPS, sorts=console.SORTS, source=source, most_odd=console.MOST_ODD,
+        behind=behind, more=more, made_at=now,
     )  # fmt: skip
 
 
@@ -186,12 +185,8 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
         snapshots=(snapshot,), topologies=topologies, cluster=join(topologies), checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
     )  # fmt: skip
-    template = _environment().get_template("published.html.j2")
-    return template.render(
-        view=view, record=record, source=source,
-        silent=record.silent(now), age=units.ago(record.age_seconds(now)), style=_file("style.css"),
-        script=_file("page.js"),
-    )  # fmt: skip
+    age = units.ago(record.age_seconds(now))
+    return _rendered("published", view=view, record=record, source=source, silent=record.silent(now), age=age)
 
 
 def what_if_page(
@@ -214,15 +209,13 @@ def endpoints_page(document: Mapping[str, Any]) -> str:
         for path, methods in document["paths"].items()
         for method, about in methods.items()
     ]
-    template = _environment().get_template("endpoints.html.j2")
-    return template.render(endpoints=endpoints, style=_file("style.css"), script=_file("page.js"))
+    return _rendered("endpoints", endpoints=endpoints)
 
 
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
-    template = _environment().get_template("report.html.j2")
     rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds)
-    return template.render(report=report, rows=rows, style=_file("style.css"), style_hash=_hash("style.css"))
+    return _rendered("report", report=report, rows=rows, style_hash=_hash("style.css"))
 
 
 def policy() -> str:
@@ -247,11 +240,13 @@ def when(seconds: float) -> str:
 
 
 def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
+    asked = {**dict.fromkeys(_FIELDS, ""), **(asked or {})}
+    return _rendered(name, view=view, models=models.known_names(), machines=machines.names(), asked=asked, **more)
+
+
+def _rendered(name: str, **values: Any) -> str:
     template = _environment().get_template(f"{name}.html.j2")
-    return template.render(
-        view=view, style=_file("style.css"), script=_file("page.js"), models=models.known_names(),
-        machines=machines.names(), asked={**dict.fromkeys(_FIELDS, ""), **(asked or {})}, **more,
-    )  # fmt: skip
+    return template.render(style=_file("style.css"), script=_file("page.js"), **values)
 
 
 @cache

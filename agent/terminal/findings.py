@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import COLOURS, GLYPHS, SHOWN, indented, some
+from agent.base.tables import SHOWN, block, indented, mark, some
 
 if TYPE_CHECKING:  # loaded with checks; a topology that is read from a file has findings only
     from agent.checks.groups import Group
@@ -40,9 +40,7 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
     """Checks that were not measured, by name under what kept them from it."""
     if groups:
         number = units.count(len({group.id for group in groups}), "check")
-        out.print(
-            f"[{COLOURS['unknown']}]{GLYPHS['unknown']}[/{COLOURS['unknown']}] {number}, neither passed nor failed"
-        )
+        out.print(f"{mark('unknown')} {number}, neither passed nor failed")
     from agent.checks.groups import reasons
 
     for why, codes in reasons(groups).items():
@@ -55,10 +53,9 @@ def finding(out: Console, group: Group, *, named: bool = False, brief: bool = Fa
 
     `brief` leaves out the proof, and names every node.
     """
-    colour = COLOURS[group.status]
     one = len(group.subjects) == 1 and (group.alike or bool(group.trouble))
     where = f"on {group.subjects[0]}" if one and not (brief and len(group.nodes) > 1) else group.places
-    head = f"[{colour}]{GLYPHS[group.status]}[/{colour}] [bold]{escape(group.title)}[/bold]"
+    head = f"{mark(group.status)} [bold]{escape(group.title)}[/bold]"
     out.print(f"{head} {escape(where)}" if where else head)
     nodes = group.nodes if named or len(group.nodes) > 1 else ()
     indented(out, f"{group.trouble}:" if group.trouble else "")
@@ -114,18 +111,12 @@ def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
 
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     """The last line."""
-    word = {"pass": "green", "warn": "yellow", "fail": "bold red", "unknown": "magenta"}[judged.word]
     summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
-    out.print(f"\n[{word}]{GLYPHS[judged.word]}[/{word}] {escape(summary)} in {units.seconds(seconds)}")
+    out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
 
 
 def finding_lines(out: Console, found: Sequence[Finding]) -> None:
     """What a topology alone shows: failures, warnings and unknowns, with what proves them and what mends them."""
     for finding in found:
         if finding.status in ("fail", "warn", "unknown"):
-            colour = COLOURS[finding.status]
-            out.print(f"[{colour}]{escape(GLYPHS[finding.status])}[/{colour}] [bold]{escape(finding.code)}[/bold]")
-            indented(out, escape(finding.message))
-            for line in finding.evidence[:3]:
-                indented(out, f"[dim]{escape(line)}[/dim]")
-            indented(out, f"[bold]→ {escape(finding.remedy)}[/bold]")
+            block(out, finding.status, finding.code, "", finding.message, finding.evidence[:3], finding.remedy)

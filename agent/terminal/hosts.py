@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import COLOURS, GLYPHS, pairs, point, table
+from agent.base.tables import headline, mark, pairs, point, table
 from agent.checks.groups import ORDER, Group, grouped, unknown_ids
 from agent.checks.verdict import Verdict
 from agent.checks.view import View
@@ -153,8 +153,7 @@ def opening(
         todo = next((group.remedy for group in required if group.remedy), todo)
     took = f" in {units.seconds(seconds)}" if seconds is not None else ""
     line = f"{at}: {line}{took}" if at else line + took
-    mark = f"[{COLOURS[judged.word]}]{GLYPHS[judged.word]}[/{COLOURS[judged.word]}]"
-    out.print(f"{mark} {escape(line)}" + (f". [bold]→ {escape(todo)}[/bold]" if todo else ""))
+    headline(out, judged.word, line, todo)
 
 
 def by_weight(checks: Iterable[Finding]) -> list[Group]:
@@ -181,7 +180,7 @@ def sound_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence
     for words, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
         word = "pass" if "absent: " not in words.partition(";")[0] else "unknown"
         text = f"{units.count(len(names), 'node')}, {words}: {units.hostlist(names)}"
-        point(out, f"[{COLOURS[word]}]{GLYPHS[word]}[/{COLOURS[word]}]", escape(text))
+        point(out, mark(word), escape(text))
 
 
 def findings_in_brief(out: Console, checks: Iterable[Finding]) -> None:

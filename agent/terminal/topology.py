@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import COLOURS, GLYPHS, pairs, point, some, table
+from agent.base.tables import headline, pairs, point, some, table
 from agent.base.units import expected_rate
 from contracts.finding import Finding
-from topology.formats.matrix import columns, render
 from topology.graph import CLASSES, UNKNOWN, NodeTopology, Pairs, level
 from topology.reference import departures
+from topology.render import columns, render_matrix
 
 
 def matrix(out: Console, node: NodeTopology) -> None:
     """The link matrix: as `nvidia-smi topo -m` prints it for a pipe or a wide terminal, else in blocks that fit."""
-    whole = render(node)
+    whole = render_matrix(node)
     widest = max(len(line.expandtabs()) for line in whole.splitlines()[: len(node.devices) + 1])
     if not out.is_terminal or widest <= out.width:
         out.print(whole, markup=False, overflow="ignore", no_wrap=True, crop=False)
@@ -88,8 +88,7 @@ def brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> Non
     )
     what = topology.sku or ("no machine of the reference table" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
-    mark = f"[{COLOURS[word]}]{GLYPHS[word]}[/{COLOURS[word]}]"
-    out.print(f"{mark} {escape(f'{topology.hostname}: {what}; {counted}')}. [bold]→ {todo}[/bold]")
+    headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
     pairs(out, links(topology))
     for departure in departures(topology):
         point(out, "[yellow]![/yellow]", escape(f"departs from it: {departure}"))

@@ -7,8 +7,6 @@ gathered times and so takes the same decisions; nothing is broadcast.
 from __future__ import annotations
 
 import os
-import re
-import signal
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,7 +33,6 @@ class Rank:
     journal: Journal
     pulse: Pulse
     device: str
-    faults: tuple[Fault, ...]
     control: Any = None  # process group of the control traffic
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
     turn: int = 0  # rounds of fresh data so far
@@ -134,8 +131,7 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
 
 
 def arrive(me: Rank, name: str) -> None:
-    """Come to the next meeting, unless a fault keeps this rank from it."""
-    strike(me.faults, me.pulse.arrived)
+    """Come to the next meeting."""
     me.pulse.arrive(name)
 
 
@@ -172,15 +168,9 @@ def verified_round(me: Rank, op: ops.Op, side: ops.Side | None, name: str) -> tu
     arrive(me, f"verified round of {name}")
     if side is None:
         return ()
-    _fill(me, op, side)
+    ops.fill(op, side, me.turn)
     op.run(side)
     return tuple(side.ranks[place] if place >= 0 else ops.UNKNOWN_SOURCE for place in op.wrong(side, me.turn))
-
-
-def _fill(me: Rank, op: ops.Op, side: ops.Side) -> None:
-    ops.fill(op, side, me.turn)
-    if lies(me.faults) and op.gives(side):
-        side.send_buffer[side.send_buffer.numel() // 2] += 1
 
 
 def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: tuple[int, ...]) -> None:
@@ -212,7 +202,7 @@ def name_liars(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> Non
     me.turn += 1
     found: list[int] = []
     if side is not None:
-        _fill(me, op, side)
+        ops.fill(op, side, me.turn)
         for place, source in enumerate(side.ranks):
             shown = side.send_buffer.clone() if place == side.me else torch.zeros_like(side.send_buffer)
             dist.broadcast(shown, src=source, group=side.group)
@@ -265,68 +255,6 @@ def _write_measured(me: Rank, op: ops.Op, case: Case, ranks: tuple[int, ...], ti
 def speaks() -> bool:
     """One rank of each host writes down what all know."""
     return os.environ.get("LOCAL_RANK") == "0"
-
-
-# Ranks that die, stall or lie, for the tests: the variable TOPOFLIGHT_FAULT, read by the ranks alone.
-#
-# TOPOFLIGHT_FAULT="rank=1:stall@iteration=3"      several are parted by ";"
-#
-# die      SIGKILL to itself          stop     SIGSTOP to itself, every thread
-# stall    waits for ever             fail     raises an error
-# slow=S   comes S seconds late to every iteration from there on
-# lie      gives wrong data           version  claims another torch version
-
-KINDS = ("die", "stop", "stall", "fail", "slow", "lie", "version")
-_FAULT = re.compile(r"rank=(\d+):([a-z]+)(?:=([0-9.]+))?(?:@iteration=(\d+))?$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One fault of one rank."""
-
-    rank: int
-    kind: str
-    value: float = 0.0
-    iteration: int = 0
-
-
-def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parse the variable; a fault that is not understood is an error, not a silent pass."""
-    return tuple(_parse_fault(part.strip()) for part in text.split(";") if part.strip())
-
-
-def _parse_fault(text: str) -> Fault:
-    match = _FAULT.match(text)
-    if match is None or match[2] not in KINDS:
-        raise ValueError(
-            f"TOPOFLIGHT_FAULT: {text!r} is not rank=R:KIND[=VALUE][@iteration=I] with KIND one of {KINDS}"
-        )
-    return Fault(rank=int(match[1]), kind=match[2], value=float(match[3] or 0), iteration=int(match[4] or 0))
-
-
-def strike(faults: tuple[Fault, ...], iteration: int) -> None:
-    """Let the faults of this iteration happen."""
-    for fault in faults:
-        if fault.kind == "slow" and iteration >= fault.iteration:
-            time.sleep(fault.value)
-        elif iteration == fault.iteration:
-            _happen(fault)
-
-
-def _happen(fault: Fault) -> None:
-    if fault.kind == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif fault.kind == "fail":
-        raise RuntimeError("fault asked for by TOPOFLIGHT_FAULT")
-    while fault.kind == "stall":
-        time.sleep(1)
-
-
-def lies(faults: tuple[Fault, ...]) -> bool:
-    """Tell whether this rank gives wrong data."""
-    return any(fault.kind == "lie" for fault in faults)
 
 
 # Replays a training step's communication on one rank: part after part, each in its own process groups.

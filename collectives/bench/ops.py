@@ -132,40 +132,16 @@ def _wrong_from(source: Callable[[Side], int]) -> Callable[[Side, int], tuple[in
     return wrong
 
 
-def _all_gather(side: Side) -> None:
+def _distributed() -> Any:
+    """torch, which only ranks import."""
     import torch.distributed as dist
 
-    dist.all_gather_into_tensor(side.taken, side.send_buffer, group=side.group)
-
-
-def _reduce_scatter(side: Side) -> None:
-    import torch.distributed as dist
-
-    dist.reduce_scatter_tensor(side.taken, side.send_buffer, group=side.group)
-
-
-def _all_reduce(side: Side) -> None:
-    import torch.distributed as dist
-
-    dist.all_reduce(side.taken, group=side.group)
-
-
-def _all_to_all(side: Side) -> None:
-    import torch.distributed as dist
-
-    dist.all_to_all_single(side.taken, side.send_buffer, group=side.group)
-
-
-def _broadcast(side: Side) -> None:
-    import torch.distributed as dist
-
-    dist.broadcast(side.taken, src=side.ranks[0], group=side.group)
+    return dist
 
 
 def _send_recv(side: Side) -> None:
     """Each rank sends to the next of the ring and receives from the one before, as nccl-tests does."""
-    import torch.distributed as dist
-
+    dist = _distributed()
     following, before = side.ranks[(side.me + 1) % side.n], side.ranks[(side.me - 1) % side.n]
     send = dist.P2POp(dist.isend, side.send_buffer, following, group=side.group)
     receive = dist.P2POp(dist.irecv, side.taken, before, group=side.group)
@@ -185,7 +161,7 @@ _RECORDS = (
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part, part * n),
-        run=_all_gather,
+        run=lambda side: _distributed().all_gather_into_tensor(side.taken, side.send_buffer, group=side.group),
         wrong=_wrong_all_gather,
     ),
     Op(
@@ -195,7 +171,7 @@ _RECORDS = (
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part * n, part),
-        run=_reduce_scatter,
+        run=lambda side: _distributed().reduce_scatter_tensor(side.taken, side.send_buffer, group=side.group),
         wrong=_wrong_sum,
     ),
     Op(
@@ -205,7 +181,7 @@ _RECORDS = (
         factor=lambda n: 2 * (n - 1) / n,
         split=False,
         shapes=lambda part, _n: (part, part),
-        run=_all_reduce,
+        run=lambda side: _distributed().all_reduce(side.taken, group=side.group),
         wrong=_wrong_sum,
         in_place=True,
     ),
@@ -216,7 +192,7 @@ _RECORDS = (
         factor=_ring_share,
         split=True,
         shapes=lambda part, n: (part * n, part * n),
-        run=_all_to_all,
+        run=lambda side: _distributed().all_to_all_single(side.taken, side.send_buffer, group=side.group),
         wrong=_wrong_all_to_all,
     ),
     Op(
@@ -236,7 +212,7 @@ _RECORDS = (
         factor=lambda _n: 1.0,
         split=False,
         shapes=lambda part, _n: (part, part),
-        run=_broadcast,
+        run=lambda side: _distributed().broadcast(side.taken, src=side.ranks[0], group=side.group),
         wrong=_wrong_from(lambda _side: 0),
         in_place=True,
         gives=lambda side: side.me == 0,

@@ -19,8 +19,6 @@ import cattrs
 from collectives.bench.ops import OPS
 from collectives.bench.results import Bar
 
-FAULT_VARIABLE = "TOPOFLIGHT_FAULT"  # test-only, see collectives/bench/measure.py
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:

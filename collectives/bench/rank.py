@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from collectives.bench import measure, pairing
-from collectives.bench.measure import Rank, parse_faults
-from collectives.bench.plan import FAULT_VARIABLE, Case, read
+from collectives.bench.measure import Rank
+from collectives.bench.plan import Case, read
 from collectives.bench.processes import die_with_parent
 from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm, carried, store_port
 
@@ -39,8 +39,7 @@ def main(path: str) -> None:
     import torch.distributed  # noqa: F401 - whole before the thread asks for it: imports of two threads trip
 
     pulse.start()
-    faults = tuple(fault for fault in parse_faults(os.environ.get(FAULT_VARIABLE, "")) if fault.rank == number)
-    me = Rank(rank=number, world=world, plan=plan, journal=journal, pulse=pulse, device="cpu", faults=faults)
+    me = Rank(rank=number, world=world, plan=plan, journal=journal, pulse=pulse, device="cpu")
     try:
         _join(me, host)
         _work(me)
@@ -141,8 +140,6 @@ def _versions(me: Rank) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if me.plan.backend == "nccl":
         found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    if any(fault.kind == "version" for fault in me.faults):
-        found["torch"] = "0.0.0"
     return found
 
 

@@ -84,6 +84,7 @@ def _read_signs() -> tuple[Sign, ...]:
 
 SIGNS = _read_signs()
 HARMLESS = re.compile(_MESSAGES["harmless"].encode())
+WORDS_OF = {name: tuple(_MESSAGES[name]) for name in ("tuning", "set_by_ofi", "levels", "bridges")}
 FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for name in ("fact_words", "dull_starts"))
 
 # What must be looked for where no header of NCCL's stands before it.

@@ -1,8 +1,8 @@
 """Evidence: what a training log proves about the wire.
 
-``read`` takes the lines of anybody's log and gives the verdict; ``read_file`` and ``read_files`` open files (``-``
-is standard input); ``environment`` is what a run must be started with to leave evidence behind; ``exit_code``
-turns a verdict into a gate. Formats and codes: docs/evidence.md.
+``read_file`` and ``read_files`` open anybody's logs (``-`` is standard input) and give the verdict; ``environment`` is
+what a run must be started with to leave evidence behind; ``exit_code`` turns a verdict into a gate. Formats and codes:
+docs/evidence.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collectives.nccl_log.reader import (
     LogFileError,
     Reader,
     Unpacked,
-    blocks,
     looks_like_text,
 )
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
@@ -366,26 +365,12 @@ PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
 SUBSYSTEMS = ("INIT", "ENV", "NET", "GRAPH", "P2P", "SHM")
 
 
-def read(lines: Iterable[str] | Iterable[bytes], *, ports: Collection[str] | None = None) -> Evidence:
-    """Verdict over the lines, in one pass with flat memory.
+def read_file(path: str | Path | BinaryIO, *, ports: Collection[str] | None = None) -> Evidence:
+    """Verdict over one file, "-" for standard input, a folder, or an open binary file.
 
     ``ports`` names the RDMA ports that should be in use ("mlx5_0:1" or "mlx5_0"): one that NCCL does not list is
     dead, for it lists active ports only.
     """
-    runs = Runs()
-    reader = Reader(runs)
-    block = b"\n"
-    several = False
-    for block in blocks(lines):
-        several = several or b"\n" in block
-        reader.feed(block)
-    reader.finish(cut=several and not block.endswith(b"\n"))
-    evidence: Evidence = without_secrets(judge_runs(runs, ports=ports))
-    return evidence
-
-
-def read_file(path: str | Path | BinaryIO, *, ports: Collection[str] | None = None) -> Evidence:
-    """Verdict over one file, "-" for standard input, a folder, or an open binary file."""
     return read_files([path], ports=ports)
 
 

@@ -6,38 +6,16 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES, codes_with
+from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
 from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, rank_words
 
-LEVELS = frozenset({"LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS"})
-_LEVEL = re.compile(rf"(?:{'|'.join(sorted(LEVELS))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
+_LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
 
-# NVIDIA's user guide, section "Debugging": not to be kept in production (docs/userguide env.rst).
-TUNING = frozenset(
-    {
-        *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL"),
-        *("NCCL_NET_GDR_READ", "NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_GRAPH_FILE"),
-        *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE"),
-        *("NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_AR_THRESHOLD", "NCCL_SHM_USE_CUDA_MEMCPY", "NCCL_P2P_NET_CHUNKSIZE"),
-        *("NCCL_CREATE_THREAD_CONTEXT", "NCCL_MIN_P2P_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_LL_BUFFSIZE"),
-        *("NCCL_NCHANNELS_PER_NET_PEER", "NCCL_LL128_BUFFSIZE", "NCCL_P2P_PXN_LEVEL", "NCCL_CROSS_NIC_FORCE"),
-    }
-)
-# aws-ofi-nccl calls setenv itself; NCCL then prints these as if the user had set them.
-_SET_BY_OFI = frozenset(
-    {"NCCL_BUFFSIZE", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_NVLS_CHUNKSIZE", "NCCL_NVLSTREE_MAX_CHUNKSIZE", "NCCL_PROTO"}
-)
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _WITHIN_NODE = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE")
-# Interfaces that do not lead to other nodes: bridges and pairs of containers and virtual machines, tunnels, and what
-# the kernel makes for IPv6 in IPv4 (sit0, ip6tnl0). NCCL takes the first that is up.
-_BRIDGES = (
-    *("docker", "virbr", "br-", "veth", "cni", "cali", "cilium", "flannel", "lxc", "lxd", "podman", "kube-", "dummy"),
-    *("sit", "ip6tnl", "ip6gre", "ip6_vti", "ip_vti", "tunl", "tun", "tap", "gre", "erspan", "teql", "wg", "tailscale"),
-)
 _USABLE = (
     "The log says that DMA-BUF or peer memory works, so look at the distance: GPU and NIC must be PXB or nearer "
     "(nvidia-smi topo -m), NCCL_NET_GDR_LEVEL unset and ACS off"
@@ -258,7 +236,9 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
         found.add("mixed_networks", detail=", ".join(sorted(chosen)), lines=found.proof("network "))
     if inter is not None and len(layers_in_use(ledger)) > 1:
         found.add("mixed_link_layers", detail=", ".join(evidence.hcas), lines=found.proof("RDMA devices in use"))
-    suspects = [name for name in (*facts.bootstrap, *facts.sockets) if name == "lo" or name.startswith(_BRIDGES)]
+    suspects = [
+        name for name in (*facts.bootstrap, *facts.sockets) if name == "lo" or name.startswith(WORDS_OF["bridges"])
+    ]
     first = [*list(facts.bootstrap)[:1], *list(facts.sockets)[:1]]
     # Within a node the loopback interface does.
     apart = (facts.nodes or ledger.hosts.count()) > 1 or inter != "unknown"
@@ -491,7 +471,7 @@ def _tuned(evidence: Evidence) -> Iterator[str]:
     ofi = "Libfabric" in (evidence.inter_node_transport or "")
     for name, value in evidence.environment.items():
         off = value == "0" and name in _OFF_BY_DEFAULT
-        if name in TUNING and not off and not (ofi and name in _SET_BY_OFI):
+        if name in WORDS_OF["tuning"] and not off and not (ofi and name in WORDS_OF["set_by_ofi"]):
             yield f"{name}={value}"
 
 

@@ -398,24 +398,3 @@ def _with_any(words: Iterable[bytes], texts: set[bytes]) -> set[bytes]:
             found.add(joined[joined.rfind(b"\n", 0, at) + 1 : end])
             at = joined.find(word, end)
     return found
-
-
-def blocks(lines: Iterable[str] | Iterable[bytes]) -> Iterator[bytes]:
-    """The lines joined to blocks; a line keeps or gets its newline."""
-    batch: list[bytes] = []
-    size = 0
-    for line in lines:
-        row = line if isinstance(line, bytes) else line.encode("utf-8", "surrogateescape")
-        batch.append(row)
-        size += len(row)
-        if size >= BLOCK_BYTES:
-            yield _joined(batch)
-            batch, size = [], 0
-    if batch:
-        yield _joined(batch)
-
-
-def _joined(batch: list[bytes]) -> bytes:
-    if all(row.endswith(b"\n") for row in batch[:-1]):
-        return b"".join(batch)
-    return b"\n".join(row.rstrip(b"\r\n") for row in batch) + b"\n"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from contracts.layout import Layout
 from hardware.units import GIB
-from planner.forecast.engine import NF4_SCALES, Engine, Share, share_of
+from planner.forecast.engine import NF4_SCALES, Engine, Question, Share, share_of
 from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_weights
 
 
@@ -58,6 +58,11 @@ class _Pass(NamedTuple):
     per_layer: float
     activations: float
     logits: float
+
+
+def memory_of(question: Question, layout: Layout) -> MemoryParts:
+    """Memory of one layout of a job."""
+    return memory_parts(question.model, question.train, layout, question.engine, on_cpu=not question.has_gpu)
 
 
 def memory_parts(

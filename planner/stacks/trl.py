@@ -7,10 +7,9 @@ TrainingArguments.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from contracts.layout import EIGHT_BITS, Layout
-from planner.advice import ExportRequest, Formats, refuse
+from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
 from planner.forecast.engine import IN_HALF, Fsdp, Share, StateBytes
 from planner.forecast.models import hub_id
 from planner.forecast.specs import TrainSpec
@@ -103,27 +102,6 @@ def _refusals(request: ExportRequest) -> dict[str, bool]:
     }  # fmt: skip
 
 
-def _fsdp(request: ExportRequest) -> dict[str, Any]:
-    layout = request.layout
-    config: dict[str, Any] = {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": layout.reshard_after_forward,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_activation_checkpointing": layout.checkpointing != "none",
-        "fsdp_offload_params": layout.offload == "all",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": True,
-    }
-    wrap = _LAYER_CLASSES.get(request.model.family)
-    if wrap:
-        config["fsdp_transformer_layer_cls_to_wrap"] = wrap
-    return config
-
-
-def _precision(layout: Layout) -> str:
-    return {"fp32": "no"}.get(layout.precision, layout.precision)
-
-
 def _dtype(request: ExportRequest) -> str:
     train, precision = request.train, request.layout.precision
     if train.dtype == "float32" or (train.method == "full" and precision == "fp16"):
@@ -134,70 +112,15 @@ def _dtype(request: ExportRequest) -> str:
 def accelerate_yaml(request: ExportRequest) -> str:
     """accelerate's default_config.yaml for one machine; machine_rank differs on each."""
     refuse("accelerate", _refusals(request))
-    layout = request.layout
-    data: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if layout.world_size > 1 else "NO",
-        "mixed_precision": _precision(layout),
-        "num_machines": request.nodes,
-        "num_processes": layout.world_size,
-        "machine_rank": 0,
-        "rdzv_backend": "c10d" if request.nodes > 1 else "static",
-        "same_network": True,
-        "main_training_function": "main",
-        "use_cpu": not request.on_gpu,
-    }
-    if _wrapped(layout):
-        data["distributed_type"] = "FSDP"
-        data["fsdp_config"] = _fsdp(request)
-    degrees = {"dp_replicate_size": layout.dp_replicate, "dp_shard_size": layout.dp_shard, "tp_size": layout.tp,
-               "cp_size": layout.cp}  # fmt: skip
-    if data["distributed_type"] == "FSDP" and (layout.dp_replicate > 1 or layout.tp > 1 or layout.cp > 1):
-        data["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in degrees.items()}
-    import yaml
-
-    return yaml.safe_dump(data, sort_keys=False)
+    return yaml_from_template("accelerate.yaml", request, wrapped=_wrapped(request.layout), layers=_LAYER_CLASSES)
 
 
 def trl_yaml(request: ExportRequest) -> str:
     """Arguments of TRL's SFT script; launch it with the accelerate file where degrees other than FSDP's are used."""
     refuse("TRL", _refusals(request))
-    layout, train = request.layout, request.train
-    data: dict[str, Any] = {
-        "model_name_or_path": hub_id(request.model.name) or request.model.name,
-        "dtype": _dtype(request),
-        "attn_implementation": {"flash": "flash_attention_2"}.get(train.attention, train.attention),
-        "max_length": train.sequence_length,
-        "packing": train.packing,
-        "per_device_train_batch_size": layout.micro_batch,
-        "gradient_accumulation_steps": layout.gradient_accumulation,
-        "bf16": layout.precision == "bf16",
-        "fp16": layout.precision == "fp16",
-        "torch_compile": layout.compile,
-        "use_liger_kernel": layout.fused_cross_entropy and request.on_gpu,
-    }
-    if train.steps is not None:
-        data["max_steps"] = train.steps
-    if train.method != "full":
-        data |= {"use_peft": True, "lora_r": train.lora_rank, "lora_target_modules": list(train.lora_targets)}
-    if train.method == "qlora":
-        data["load_in_4bit"] = True
-    if _sharded(layout):
-        data["fsdp"] = True
-        data["fsdp_config"] = {
-            "version": 2,
-            "reshard_after_forward": layout.reshard_after_forward,
-            "activation_checkpointing": layout.checkpointing != "none",
-            "cpu_offload": layout.offload == "all",
-            "cpu_ram_efficient_loading": True,
-            "state_dict_type": "SHARDED_STATE_DICT",
-        }
-        data["gradient_checkpointing"] = False  # FSDP's own is used: both together recompute twice
-    else:
-        data["gradient_checkpointing"] = layout.checkpointing != "none"
-    import yaml
-
-    return yaml.safe_dump(data, sort_keys=False)
+    name = hub_id(request.model.name) or request.model.name
+    sharded = _sharded(request.layout)
+    return yaml_from_template("trl.yaml", request, model_name=name, dtype=_dtype(request), sharded=sharded)
 
 
 FORMATS: Formats = {

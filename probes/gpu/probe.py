@@ -14,14 +14,14 @@ import re
 from collections.abc import Iterator
 
 from contracts.finding import Finding, Status
-from probes.api import Probe, Sample
+from probes.api import Sample
 from probes.gpu.bus import PCI, check_bus
 from probes.gpu.compare import compare
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES, TEXTS, WORDS, finding, named_xids, subject_of, unjudged
-from probes.gpu.read import THROTTLE_REASONS, read, row_of
+from probes.gpu.read import read, row_of, throttle_names
 from probes.host.nvml import nvml_bus_id
-from probes.texts import codes_of, read_metrics
+from probes.texts import probe_of
 
 
 def check(facts: GpuFacts) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
                 yield Sample(metric=name, value=float(value), labels=labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
         yield from _links(gpu, labels)
-        for reason in THROTTLE_REASONS.values() if gpu.throttle_reasons is not None else ():
+        for reason in throttle_names() if gpu.throttle_reasons is not None else ():
             active = reason in (gpu.throttle_reasons or ())
             yield Sample(metric="gpu_throttling", value=float(active), labels=(*labels, reason))
     for pair in facts.pairs:
@@ -189,16 +189,6 @@ def _links(gpu: Gpu, labels: tuple[str, ...]) -> Iterator[Sample]:
             yield Sample(metric="gpu_nvlink_errors_total", value=count, labels=(*labels, str(link.link), kind))
 
 
-PROBE: Probe[GpuFacts] = Probe(
-    name="gpu",
-    facts=GpuFacts,
-    read=read,
-    check=check,
-    codes=codes_of(TEXTS),
-    unjudged=unjudged,
-    metrics=read_metrics(__file__),
-    samples=samples,
-    # The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most. A
-    # driver that takes 100 ms for an answer tells of 8 GPUs' health and of their links in the rest.
-    timeout_seconds=45.0,
-)
+# The first NVML call on a host without persistence mode initialises every GPU: about 1 s each, 16 GPUs at most. A
+# driver that takes 100 ms for an answer tells of 8 GPUs' health and of their links in the rest.
+PROBE = probe_of(__file__, GpuFacts, read, check, samples=samples, unjudged=unjudged, timeout_seconds=45.0)

@@ -58,6 +58,21 @@ def questions() -> dict[str, dict[str, Any]]:
 
 
 @cache
+def _names() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+
+
+def named(kind: str, number: Any) -> Any:
+    """What a number of an NVML enumeration stands for, by `names.toml`; None for one that it does not have."""
+    return _names()[kind].get(str(number)) if isinstance(number, int) else None
+
+
+def throttle_names() -> tuple[str, ...]:
+    """Every reason that holds clocks down."""
+    return tuple(_names()["throttle_bit"].values())
+
+
+@cache
 def row_of(question: str) -> dict[str, Any]:
     """The row that a question, "nvmlDeviceGetTotalEccErrors(1, 0)", belongs to; an empty one where there is none."""
     return next((row for start, row in questions().items() if question.startswith(start)), {})
@@ -395,19 +410,19 @@ def _load(ask: Asker) -> _Found:
         "sm_clock_max_hertz": ask.number("nvmlDeviceGetMaxClockInfo", 1, scale=1e6),
         "utilization_ratio": None if busy is None else busy / 100,
         "processes": processes(ask),
-        "compute_mode": named(COMPUTE_MODES, ask("nvmlDeviceGetComputeMode")),
+        "compute_mode": named("compute_mode", ask("nvmlDeviceGetComputeMode")),
     }
 
 
 def _fabric(ask: Asker) -> _Found:
     fabric = ask("nvmlDeviceGetGpuFabricInfoV") or ask("nvmlDeviceGetGpuFabricInfo") or {}
     return {
-        "fabric_state": named(FABRIC, fabric.get("state")),
+        "fabric_state": named("fabric_state", fabric.get("state")),
         "fabric_clique": fabric_clique(fabric),
         "fabric_status": fabric_status(fabric),
         "fabric_degraded": fabric_degraded(fabric.get("healthMask")),
         "fabric_faults": fabric_faults(fabric.get("healthMask")),
-        "fabric_summary": named(FABRIC_SUMMARIES, fabric.get("healthSummary")),
+        "fabric_summary": named("fabric_summary", fabric.get("healthSummary")),
     }
 
 
@@ -447,7 +462,7 @@ def _rest(ask: Asker) -> _Found:
         "bar1_bytes": ask.field("nvmlDeviceGetBAR1MemoryInfo", "bar1Total"),
         "persistence_mode": flag(ask("nvmlDeviceGetPersistenceMode")),
         "gpu_numa_node": non_negative(ask.count("nvmlDeviceGetNumaNodeId")),
-        "virtualization": named(VIRTUALIZATION, ask("nvmlDeviceGetVirtualizationMode")),
+        "virtualization": named("virtualization", ask("nvmlDeviceGetVirtualizationMode")),
         "cpu_affinity": cpu_list(ask("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
     }
 
@@ -467,9 +482,9 @@ def _pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
             GpuPair(
                 a=a,
                 b=b,
-                ancestor=ANCESTORS.get(level) if isinstance(level, int) else None,
-                p2p_read=named(P2P, read_),
-                p2p_nvlink=named(P2P, nvlink),
+                ancestor=named("ancestor", level),
+                p2p_read=named("p2p", read_),
+                p2p_nvlink=named("p2p", nvlink),
                 unread=tuple(asks[a, b].unread),
             )
         )
@@ -512,23 +527,13 @@ def _retired_pages(ask: Asker) -> int | None:
 def _throttle_reasons(ask: Asker) -> tuple[str, ...] | None:
     """The older spelling is answered by every driver so far, but it is the one to go."""
     mask = ask.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
-    return None if mask is None else tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)
+    reasons = _names()["throttle_bit"].items()
+    return None if mask is None else tuple(name for bit, name in reasons if mask >> int(bit) & 1)
 
 
 # NVLinks ------------------------------------------------------------------------------------------------------------
 
-_REMOTE_KINDS = {0: "gpu", 1: "cpu", 2: "nvswitch"}  # nvmlIntNvLinkDeviceType_t; 1 is IBM's NPU
-_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}  # nvmlNvlinkVersion_t: 1.0 2.0 2.2 3.0 3.1 4.0 5.0 6.0
 _ERRORS = ("replay", "recovery", "crc_flit", "crc_data")  # nvmlNvLinkErrorCounter_t 0 to 3
-_ERROR_FIELDS = {  # NVML_FI_DEV_NVLINK_*, scope is the link: the first three on Hopper, the others from Blackwell on
-    161: "replay",  # ERROR_DL_REPLAY
-    162: "recovery",  # ERROR_DL_RECOVERY
-    163: "crc_flit",  # ERROR_DL_CRC
-    208: "receive",  # COUNT_RCV_ERRORS
-    214: "recovery_failed",  # COUNT_LINK_RECOVERY_FAILED_EVENTS
-    219: "effective",  # COUNT_EFFECTIVE_ERRORS
-    221: "symbol",  # COUNT_SYMBOL_ERRORS
-}
 
 
 @dataclass(slots=True)
@@ -593,7 +598,7 @@ def _active(ask: Asker, link: int, capability: tuple[int, int] | None, errors: d
         link=link,
         active=True,
         version=None if version == UNREAD else _generation(version, capability),
-        remote_kind=UNREAD if kind == UNREAD else _REMOTE_KINDS.get(kind),
+        remote_kind=UNREAD if kind == UNREAD else named("remote_kind", kind),
         remote_bus_id=UNREAD if remote == UNREAD else sysfs_bus_id(remote["busId"]) if remote else None,
         errors=errors,
     )
@@ -601,19 +606,20 @@ def _active(ask: Asker, link: int, capability: tuple[int, int] | None, errors: d
 
 def _generation(version: Any, capability: tuple[int, int] | None) -> int | None:
     """H100 answers 7 (5.0) for its fourth generation."""
-    generation = _GENERATIONS.get(version)
+    generation: int | None = named("nvlink_generation", version)
     return 4 if generation == 5 and capability is not None and capability[0] == 9 else generation
 
 
 def _errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
     """Error counters by link: all of them in one call, else one by one as drivers before Hopper want it."""
     found: dict[int, dict[str, int]] = {}
+    fields = _names()["nvlink_error_field"]
     if links:
-        wanted = [(number, link) for link in links for number in _ERROR_FIELDS]
+        wanted = [(number, link) for link in links for number in fields]
         values = ask.fields(*(f"{number}:{link}" for number, link in wanted))
         for (number, link), value in zip(wanted, values, strict=True):
             if value is not None:
-                found.setdefault(link, {})[_ERROR_FIELDS[number]] = value
+                found.setdefault(link, {})[fields[number]] = value
     return found or {link: counters for link in links if (counters := _old_errors(ask, link))}
 
 
@@ -635,30 +641,6 @@ def _ask(ask: Asker, symbol: str, *arguments: int) -> Any:
 
 
 # Enumerations and encodings -----------------------------------------------------------------------------------------
-
-ANCESTORS = {0: "INTERNAL", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvmlGpuTopologyLevel_t
-P2P = (  # nvmlGpuP2PStatus_t
-    "ok", "chipset_not_supported", "gpu_not_supported", "topology_not_supported", "disabled_by_regkey",
-    "not_supported", "unknown",
-)  # fmt: skip
-FABRIC = ("not_supported", "not_started", "in_progress", "completed")  # nvmlGpuFabricState_t
-FABRIC_SUMMARIES = (None, "healthy", "unhealthy", "limited_capacity")  # NVML_GPU_FABRIC_HEALTH_SUMMARY_*
-RECOVERY_ACTIONS = (  # nvmlDeviceGpuRecoveryAction_t
-    "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
-    "system_reboot",
-)  # fmt: skip
-VIRTUALIZATION = ("none", "passthrough", "vgpu", "host_vgpu", "host_vsga")  # nvmlGpuVirtualizationMode_t
-COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
-THROTTLE_REASONS = {  # nvmlClocksEventReason*; idle (bit 0) is no throttling
-    0x2: "applications_clocks",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal",
-    0x40: "hw_thermal",
-    0x80: "hw_power_brake",
-    0x100: "display_clocks",
-}
 
 
 def cpu_list(words: Any) -> str | None:
@@ -711,21 +693,11 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
     """
     if not mask:
         return None
-    faults = [name for name, (shift, bad) in _FABRIC_FAULTS.items() if mask >> shift & 3 == bad]
+    faults = [name for name, (shift, bad) in _names()["fabric_fault"].items() if mask >> shift & 3 == bad]
     wrong = mask >> 8 & 0xF
     if wrong > 1:
-        faults.append(_FABRIC_CONFIGURATIONS.get(wrong, f"incorrect_configuration_{wrong}"))
+        faults.append(named("fabric_configuration", wrong) or f"incorrect_configuration_{wrong}")
     return tuple(faults)
-
-
-_FABRIC_FAULTS = {
-    "route_recovery": (2, 1), "route_unhealthy": (4, 1), "access_timeout_recovery": (6, 1),
-    "partition_not_assigned": (12, 2), "fabric_manager_disconnected": (14, 2),
-}  # fmt: skip
-_FABRIC_CONFIGURATIONS = {
-    2: "incorrect_system_guid", 3: "incorrect_chassis_serial", 4: "no_partition", 5: "insufficient_nvlinks",
-    6: "incompatible_gpu_firmware", 7: "invalid_location", 8: "gpu_state_invalid",
-}  # fmt: skip
 
 
 def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
@@ -767,16 +739,11 @@ def processes(ask: Asker) -> tuple[GpuProcess, ...] | None:
 
 def recovery_action(number: int | None) -> str | None:
     """nvmlDeviceGpuRecoveryAction_t; an action that no header names yet is one all the same."""
-    return None if number is None else named(RECOVERY_ACTIONS, number) or f"action_{number}"
+    return None if number is None else named("recovery_action", number) or f"action_{number}"
 
 
 def _memory(value: int | None) -> int | None:
     return None if value is None or value > MEMORY_MAX else value  # NVML_VALUE_NOT_AVAILABLE is 2^64 - 1
-
-
-def named(names: Sequence[str | None], number: Any) -> str | None:
-    """The name of an enumeration's number."""
-    return names[number] if isinstance(number, int) and 0 <= number < len(names) else None
 
 
 def flag(value: Any) -> bool | None:

@@ -9,23 +9,18 @@ import ctypes
 import itertools
 import os
 import re
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from probes.host.protocol import GpuHandle, Json, NvmlError
 
-ERROR_NAMES = {
-    1: "UNINITIALIZED", 2: "INVALID_ARGUMENT", 3: "NOT_SUPPORTED", 4: "NO_PERMISSION", 5: "ALREADY_INITIALIZED",
-    6: "NOT_FOUND", 7: "INSUFFICIENT_SIZE", 8: "INSUFFICIENT_POWER", 9: "DRIVER_NOT_LOADED", 10: "TIMEOUT",
-    11: "IRQ_ISSUE", 12: "LIBRARY_NOT_FOUND", 13: "FUNCTION_NOT_FOUND", 14: "CORRUPTED_INFOROM", 15: "GPU_IS_LOST",
-    16: "RESET_REQUIRED", 17: "OPERATING_SYSTEM", 18: "LIB_RM_VERSION_MISMATCH", 19: "IN_USE", 20: "MEMORY",
-    21: "NO_DATA", 22: "VGPU_ECC_NOT_SUPPORTED", 23: "INSUFFICIENT_RESOURCES", 24: "FREQ_NOT_SUPPORTED",
-    25: "ARGUMENT_VERSION_MISMATCH", 26: "DEPRECATED", 27: "NOT_READY", 28: "GPU_NOT_FOUND", 29: "INVALID_STATE",
-    30: "RESET_TYPE_NOT_SUPPORTED", 999: "UNKNOWN",
-}  # fmt: skip
-"""nvmlReturn_t, NVML_ERROR_ left out."""
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("nvml.toml").read_text(encoding="utf-8"))
+ERROR_CODES: dict[str, int] = _TABLE["errors"]
+"""nvmlReturn_t by name, NVML_ERROR_ left out."""
 
-ERROR_CODES = {name: code for code, name in ERROR_NAMES.items()}
+ERROR_NAMES = {code: name for name, code in ERROR_CODES.items()}
 
 NO_DEVICE_FILES = "NO_DEVICE_FILES"
 """No word of NVML's: DRIVER_NOT_LOADED where the kernel has the driver and this container has no /dev/nvidiactl."""
@@ -36,20 +31,6 @@ CALL_BYTES = 128
 LIBRARY = "libnvidia-ml.so.1"
 DRIVER_PATHS = "TOPOFLIGHT_DRIVER_PATHS"
 """Environment: folders to look for the library in, before the known ones; separated by colons."""
-
-_ROOTS = (
-    "/host",  # where deploy/daemonset/overlays/plain mounts the node's root
-    "/host/run/nvidia/driver",  # the GPU operator's driver container, seen from the node
-    "/run/nvidia/driver",
-    "",
-)
-_FOLDERS = (
-    "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
-    "/usr/local/nvidia/lib64",  # where GKE's device plugin mounts it in pods
-    "/home/kubernetes/bin/nvidia/lib64",  # GKE (NVIDIA/k8s-device-plugin issue 632)
-    "/x86_64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",  # Bottlerocket (bottlerocket-core-kit PR 879)
-    "/aarch64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",
-)  # fmt: skip
 
 INIT = "nvmlInit"
 HANDLE = "nvmlDeviceGetHandleByIndex"
@@ -150,7 +131,7 @@ class Nvml:
 def _load_library() -> None:
     """Load NVML from where a node has it, where the loader has none: what has its soname already, pynvml then finds."""
     named = [folder for folder in os.environ.get(DRIVER_PATHS, "").split(":") if folder]
-    known = [f"{root}{folder}" for root, folder in itertools.product(_ROOTS, _FOLDERS)]
+    known = [f"{root}{folder}" for root, folder in itertools.product(_TABLE["roots"], _TABLE["folders"])]
     for path in (LIBRARY, *(f"{folder}/{LIBRARY}" for folder in [*named, *known])):
         try:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)

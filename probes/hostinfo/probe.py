@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contracts.finding import Finding
-from probes.api import Probe, Sample
+from probes.api import Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import NAMES
-from probes.texts import codes_of, finding, read_metrics, read_texts
+from probes.texts import finding, probe_of, read_texts
 
 TEXTS = read_texts(__file__)
 
@@ -230,12 +230,4 @@ def _text(value: object) -> str | None:
     return str(value) if value else None
 
 
-PROBE = Probe(
-    name="hostinfo",
-    facts=HostinfoFacts,
-    read=read,
-    check=check,
-    samples=samples,
-    codes=codes_of(TEXTS),
-    metrics=read_metrics(__file__),
-)
+PROBE = probe_of(__file__, HostinfoFacts, read, check, samples=samples)

@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from contracts.finding import Finding, Status
-from probes.api import Probe, UnavailableError
+from contracts.finding import Finding
+from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import of_agent
+from probes.texts import finding, probe_of, read_texts
 
+TEXTS = read_texts(__file__)
 DEVICE = "nvidia-caps-imex-channels"
 CHANNELS = f"/dev/{DEVICE}"
 NODES = "/etc/nvidia-imex/nodes_config.cfg"  # an address a line
@@ -50,14 +52,9 @@ def check(facts: ImexFacts) -> Iterator[Finding]:
     """A host that shares NVLink with others, and a process that has no channel to them."""
     if (facts.nodes or 0) > 1 and not facts.usable and not facts.of_agent:
         lack = f"may not open {', '.join(facts.channels[:4])}" if facts.channels else "has no IMEX channel"
-        yield Finding(
-            code="imex.channel.missing",
-            status=Status.FAIL,  # 191 of 721 GB/s reach another tray over its NICs (docs/decisions/0020)
-            subject="",
-            message=f"{NODES} names {facts.nodes} hosts, and this process {lack}: NCCL joins them over the network.",
-            evidence=(f"{CHANNELS}: {', '.join(facts.channels) or 'empty or not there'}", f"{NODES}: {facts.nodes}"),
-            remedy="Create channel0 (mknod, major number of /proc/devices), or give the pod a ComputeDomain.",
-        )
+        # 191 of 721 GB/s reach another tray over its NICs (docs/decisions/0020)
+        listed = ", ".join(facts.channels) or "empty or not there"
+        yield finding(TEXTS, "imex.channel.missing", facts=facts, file=NODES, lack=lack, folder=CHANNELS, listed=listed)
 
 
 def unjudged(facts: ImexFacts) -> dict[str, str]:
@@ -68,6 +65,4 @@ def unjudged(facts: ImexFacts) -> dict[str, str]:
     return {"imex.channel.missing": f"not known of a job's pod: {why}"}
 
 
-PROBE = Probe(
-    name="imex", facts=ImexFacts, read=read, check=check, unjudged=unjudged, codes=("imex.channel.missing",)
-)  # fmt: skip
+PROBE = probe_of(__file__, ImexFacts, read, check, unjudged=unjudged)

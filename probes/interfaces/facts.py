@@ -45,7 +45,6 @@ class InterfacesFacts:
     default_route: str | None = None  # interface of the default route
     nccl_choice: str | None = None  # what NCCL's own order picks with NCCL_SOCKET_IFNAME unset
     network_status_source: str | None = None  # file of the Multus annotation, None where there is none
-    source: str = "netlink"  # "netlink" or "sysfs"
     socket_ifname: str | None = None  # NCCL_SOCKET_IFNAME of the process that read, None where unset
     network_status_error: str | None = None  # why the annotation could not be read
     gloo_ifname: str | None = None  # GLOO_SOCKET_IFNAME of the process that read, None where unset

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from contracts.finding import Finding, Status, by_loss
-from probes.api import Probe, Sample
+from probes.api import Sample
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
-from probes.texts import codes_of, finding, read_metrics, read_texts
+from probes.texts import finding, probe_of, read_texts
 
 NET = "/sys/class/net"
 TEXTS = read_texts(__file__)
@@ -59,7 +59,7 @@ def _taken(facts: InterfacesFacts) -> str | None:
         if facts.gloo_ifname:
             return next((name for name in facts.gloo_ifname.split(",") if name in usable), None)
         return facts.default_route if facts.default_route in usable else facts.nccl_choice
-    if facts.socket_ifname and facts.source == "netlink":
+    if facts.socket_ifname:
         return nccl_choice(facts.interfaces, facts.socket_ifname)
     return facts.nccl_choice
 
@@ -78,10 +78,9 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     chosen = next((i for i in facts.interfaces if i.name == name), None)
     others = [i for i in facts.interfaces if i is not chosen]
     if chosen is None or (chosen.role == "loopback" and _is_cut_off(others)):
-        if facts.source == "netlink":
-            seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
-            key = "interfaces.choice.none" + " loopback" * (chosen is not None)
-            yield finding(TEXTS, key, Status.FAIL, "", seen, name=name)
+        seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
+        key = "interfaces.choice.none" + " loopback" * (chosen is not None)
+        yield finding(TEXTS, key, Status.FAIL, "", seen, name=name)
         return
     others = [i for i in others if usable_by_nccl(i) and i.role in ("secondary", "host")]
     better = max(others, key=_fast, default=None)
@@ -248,13 +247,4 @@ def samples(facts: InterfacesFacts) -> Iterator[Sample]:
         yield Sample(metric="interfaces_nccl_choice_info", value=1, labels=(facts.nccl_choice,))
 
 
-PROBE = Probe(
-    name="interfaces",
-    facts=InterfacesFacts,
-    read=read,
-    check=check,
-    samples=samples,
-    unjudged=unjudged,
-    codes=codes_of(TEXTS),
-    metrics=read_metrics(__file__),
-)
+PROBE = probe_of(__file__, InterfacesFacts, read, check, samples=samples, unjudged=unjudged)

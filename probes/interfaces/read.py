@@ -1,4 +1,4 @@
-"""Reads links, addresses and routes through rtnetlink, or what /sys/class/net and /proc/net tell without it.
+"""Reads links, addresses and routes through rtnetlink, and from /sys/class/net what it does not tell.
 
 Beside them two files that others left: the Multus annotation of the pod, written by the downward API (a fieldRef
 environment variable is fixed before the networks are attached, so a volume is the dependable way), and the switch port
@@ -34,18 +34,17 @@ SPEEDLESS = {"veth", "bridge", "dummy", "tun", "vxlan", "geneve", "ifb", "wiregu
 
 
 def read(host: Host) -> InterfacesFacts:
-    """All interfaces with their roles; absent where neither netlink nor sysfs tells."""
+    """All interfaces with their roles. Raises OSError where netlink is refused: NCCL and gloo fail there too."""
     try:
-        links, source = [_link(entry) for entry in host.netlink("links")], "netlink"
-        addresses = _addresses(host, links)
-        default = _default_route_of_proc(host)
-        if default not in {link["name"] for link in links}:  # none, or /proc of another namespace
-            default = _default_route(host, links)
-    except OSError:
-        links, source = _links_of_sysfs(host), "sysfs"
-        addresses, default = {}, _default_route_of_proc(host)
+        links = [_link(entry) for entry in host.netlink("links")]
+    except FileNotFoundError:  # a recording from before the question
+        links = []
     if not links:
-        raise UnavailableError("neither rtnetlink nor /sys/class/net lists an interface")
+        raise UnavailableError("rtnetlink lists no interface")
+    addresses = _addresses(host, links)
+    default = _default_route_of_proc(host)
+    if default not in {link["name"] for link in links}:  # none, or /proc of another namespace
+        default = _default_route(host, links)
     status = read_network_status(host)
     names = {link["index"]: link["name"] for link in links}
     rdma = _rdma_map(host)
@@ -64,18 +63,17 @@ def read(host: Host) -> InterfacesFacts:
     return InterfacesFacts(
         interfaces=finished,
         default_route=default,
-        nccl_choice=nccl_choice(finished) if source == "netlink" else None,
+        nccl_choice=nccl_choice(finished),
         socket_ifname=host.environment().get("NCCL_SOCKET_IFNAME") or None,
         gloo_ifname=host.environment().get("GLOO_SOCKET_IFNAME") or None,
         networks_missing={
             name: entry.network
             for name, entry in (status.by_interface.items() if status else ())
-            if source == "netlink" and name not in facts and not entry.default and not _is_for_userspace(host, entry)
+            if name not in facts and not entry.default and not _is_for_userspace(host, entry)
         },
         of_agent=of_agent(host),
         network_status_source=status.source if status else None,
         network_status_error=status.error if status else None,
-        source=source,
     )
 
 
@@ -108,27 +106,6 @@ def _link(entry: dict[str, Json]) -> dict[str, Any]:
         "foreign": foreign,
         "master": entry.get("IFLA_MASTER"),
     }
-
-
-def _links_of_sysfs(host: Host) -> list[dict[str, Any]]:
-    found = []
-    for name in sysfs.names(host, NET):
-        if host.exists(f"{NET}/{name}/ifindex") or sysfs.text(host, f"{NET}/{name}/flags"):
-            index, lower = sysfs.number(host, f"{NET}/{name}/ifindex"), sysfs.number(host, f"{NET}/{name}/iflink")
-            uevent = sysfs.fields(sysfs.text(host, f"{NET}/{name}/uevent"), "=")
-            found.append(
-                {
-                    "index": index,
-                    "name": name,
-                    "kind": uevent.get("DEVTYPE") or ("bond" if host.exists(f"{NET}/{name}/bonding") else None),
-                    "flags": sysfs.number(host, f"{NET}/{name}/flags"),
-                    "mtu": sysfs.number(host, f"{NET}/{name}/mtu"),
-                    "lower": lower if lower != index else None,
-                    "foreign": False,
-                    "master": sysfs.number(host, f"{NET}/{name}/master/ifindex"),
-                }
-            )
-    return sorted(found, key=lambda link: link["index"] or 0)
 
 
 def _interface(

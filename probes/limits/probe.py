@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
-from probes.api import Probe, Sample
+from probes.api import Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
-from probes.texts import codes_of, finding, read_metrics, read_texts
+from probes.texts import finding, probe_of, read_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,13 +265,4 @@ def _of_engine(facts: LimitsFacts, remedies: Mapping[str, str]) -> str:
     return remedies.get(facts.container, remedies["another"]) if facts.container else remedies["none"]
 
 
-PROBE = Probe(
-    name="limits",
-    facts=LimitsFacts,
-    read=read,
-    check=check,
-    samples=samples,
-    unjudged=unjudged,
-    codes=codes_of(TEXTS),
-    metrics=read_metrics(__file__),
-)
+PROBE = probe_of(__file__, LimitsFacts, read, check, samples=samples, unjudged=unjudged)

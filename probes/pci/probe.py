@@ -13,7 +13,7 @@ from typing import Any
 from contracts.finding import Finding, Status
 from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
-from probes.api import Probe, Sample
+from probes.api import Sample
 from probes.pci.facts import (
     INFINIBAND_CLASS,
     PciDevice,
@@ -28,7 +28,7 @@ from probes.pci.facts import (
     is_passed_through,
 )
 from probes.pci.read import read
-from probes.texts import codes_of, finding, read_metrics, read_texts
+from probes.texts import finding, probe_of, read_texts
 
 EVIDENCE_MAX = 16
 SYSFS = "/sys/bus/pci/devices"
@@ -223,12 +223,4 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 
 
-PROBE = Probe(
-    name="pci",
-    facts=PciFacts,
-    read=read,
-    check=check,
-    samples=samples,
-    codes=codes_of(TEXTS),
-    metrics=read_metrics(__file__),
-)
+PROBE = probe_of(__file__, PciFacts, read, check, samples=samples)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from contracts.finding import Finding, Status, by_loss
 from hardware.nics import fastest
-from probes.api import Probe, Sample
+from probes.api import Sample
 from probes.rdma.facts import (
     OTHER,
     RAIL,
@@ -33,7 +33,7 @@ from probes.rdma.facts import (
     rocev2_gid_index,
 )
 from probes.rdma.read import read
-from probes.texts import codes_of, finding, read_metrics, read_texts
+from probes.texts import finding, probe_of, read_texts
 
 TEXTS = read_texts(__file__)
 DOWN_REMEDIES = {
@@ -392,13 +392,4 @@ def samples(facts: RdmaFacts) -> Iterator[Sample]:
         yield Sample(metric="rdma_registered_bytes", value=float(proof.registered_bytes), labels=(proof.device,))
 
 
-PROBE = Probe(
-    name="rdma",
-    facts=RdmaFacts,
-    read=read,
-    check=check,
-    samples=samples,
-    codes=codes_of(TEXTS),
-    metrics=read_metrics(__file__),
-    timeout_seconds=20.0,
-)
+PROBE = probe_of(__file__, RdmaFacts, read, check, samples=samples, timeout_seconds=20.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agent.base import result_store
 from agent.base import result_store as keep
-from agent.base.exits import EXIT_FAILED
+from agent.base.streams import EXIT_FAILED
 from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
 from agent.checks.verdict import judge
 from agent.checks.view import look

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.base import bundle_file
+from agent.base.hosts import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from agent.cli.main import cli
 from agent.jobs import bundle
 from probes.host.recording import RecordingError, load, load_all
@@ -32,7 +32,7 @@ SEEDED = "\n".join((
 ))  # fmt: skip
 
 
-def host(root: Path, state: Path, machine: Path = SOUND) -> bundle_file.Files:
+def host(root: Path, state: Path, machine: Path = SOUND) -> Files:
     return bundle.of_host(load(machine).content, root=str(root), state=state)
 
 
@@ -60,7 +60,7 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
     recording = json.loads(SOUND.read_text())
     recording["answers"]["read_text"]["/proc/cmdline"] = SEEDED
     recording["answers"].setdefault("environment", {})[""] = {"NCCL_SECRET": SECRETS["pair"], "NCCL_DEBUG": "INFO"}
-    files = bundle_file.unpacked(bundle_file.packed({"n": bundle.of_host(recording, root=str(root), state=state)}))["n"]
+    files = unpack_bundle(pack_bundle({"n": bundle.of_host(recording, root=str(root), state=state)}))["n"]
     whole = b"\n".join(files.values()).decode()
     for name, secret in SECRETS.items():
         assert secret not in whole, name
@@ -186,7 +186,7 @@ def test_a_gpu_that_nvml_lost_is_said_by_its_place(tmp_path: Path) -> None:
 def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     path = tmp_path / "bundle.tgz"
     checkpoint(tmp_path, {"nvidia.com/gpu": ["GPU-gone"]}, [])
-    path.write_bytes(bundle_file.packed({"a": host(tmp_path, tmp_path), "b": host(tmp_path, tmp_path, SICK)}))
+    path.write_bytes(pack_bundle({"a": host(tmp_path, tmp_path), "b": host(tmp_path, tmp_path, SICK)}))
     done = CliRunner().invoke(cli, ["preflight", "-q", "--host", str(path)])
     assert done.exit_code == 3 and "rdma.port.down" in done.output and "hgx-h100-sick-hca" in done.output
     assert "a: the device plugin advertises GPU-gone, NVML does not show it" in done.stderr
@@ -196,7 +196,7 @@ def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     ]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("content", [b"", b"\x1f\x8b", b"no tar at all", bundle_file.packed({"n": {"note.txt": b"x"}})])
+@pytest.mark.parametrize("content", [b"", b"\x1f\x8b", b"no tar at all", pack_bundle({"n": {"note.txt": b"x"}})])
 def test_what_is_no_bundle_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "b.tgz"
     path.write_bytes(content)
@@ -206,11 +206,8 @@ def test_what_is_no_bundle_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 def test_files_are_bounded() -> None:
-    files = {"state/bench.json": b"x" * (bundle_file.MOST_FILE_BYTES + 1)}
-    assert (
-        len(bundle_file.unpacked(bundle_file.packed({"n": files}))["n"]["state/bench.json"])
-        == bundle_file.MOST_FILE_BYTES
-    )
+    files = {"state/bench.json": b"x" * (MOST_FILE_BYTES + 1)}
+    assert len(unpack_bundle(pack_bundle({"n": files}))["n"]["state/bench.json"]) == MOST_FILE_BYTES
 
 
 KUBECTL = """#!{python}
@@ -261,7 +258,7 @@ elif " logs " in words:
 def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     """Through kubectl as a stand-in on PATH: what is refused is said, secrets of logs are left out."""
     inner = tmp_path / "inner.tgz"
-    inner.write_bytes(bundle_file.packed({"n1": host(tmp_path, tmp_path)}))
+    inner.write_bytes(pack_bundle({"n1": host(tmp_path, tmp_path)}))
     nvml = bundle.devices(scan(load(SOUND)), tmp_path)["nvml"]
     kept = checkpoint(tmp_path / "node", {"nvidia.com/gpu": nvml[1:]}, [])
     kubectl = tmp_path / "kubectl"
@@ -272,7 +269,7 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "1 without an answer: n2" in done.stderr
-    found = bundle_file.unpacked((tmp_path / "all.tgz").read_bytes())
+    found = unpack_bundle((tmp_path / "all.tgz").read_bytes())
     assert set(found) == {"cluster", "n1", "n2"} and "recording.json" in found["n1"]
     assert b"Forbidden" in found["n2"]["error.txt"] and b"forbidden" in found["cluster"]["nodetopologies.json.txt"]
     assert b"a harmless line" in found["n2"]["log.txt"]

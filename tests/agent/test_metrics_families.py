@@ -24,7 +24,7 @@ from agent.checks.measured import with_bench
 from agent.checks.view import View, look
 from agent.metrics import families
 from agent.metrics import families as metrics
-from agent.metrics.families import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS, series_bound
+from agent.metrics.families import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
@@ -44,6 +44,16 @@ FOREIGN_UNITS = re.compile(
     r"gigabytes|bits|gbps|mbps|gbit|gbytes|percent|pct|fahrenheit|mhz|ghz|kw)(_|$)"
 )
 UNIT_LAST = re.compile(r"(bytes|seconds|celsius|watts|ratio|total|info)")
+
+
+def series_bound(metric: Metric) -> tuple[str, ...]:
+    """Return the factors of the most series that one host can have of the family; () is one series."""
+    keys = [label for label in metric.labels if not (label == "pci_bus_id" and "gpu" in metric.labels)]
+    if metric.kind == "info":  # one series per thing; what is said about the thing multiplies nothing
+        keys = [label for label in keys if LABELS[label][1] in ("G", "D", "P")]
+    if "code" in keys:  # a code has the severity of its case
+        keys.remove("severity")
+    return tuple(factor for label in keys if (factor := LABELS[label][1]))
 
 
 @cache

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 from test_redaction import FORMS, S
 
-from agent.base import bundle_file
 from agent.base import result_store as keep
+from agent.base.hosts import pack_bundle, unpack_bundle
 from agent.cli.main import cli
 from agent.cluster.nodes import records_of, to_resource
 from agent.cluster.publish import node_feature
@@ -116,9 +116,9 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     scan(recorder)  # type: ignore[arg-type]
     recording = archive(recorder.identity(), recorder.answers, "")
     found["recording"] = dumps(recording)
-    packed = bundle_file.packed({"node-a": bundle.of_host(machine().content, root=str(tmp_path), state=state_folder)})
+    packed = pack_bundle({"node-a": bundle.of_host(machine().content, root=str(tmp_path), state=state_folder)})
     found["bundle"] = json.dumps(
-        {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in bundle_file.unpacked(packed).items()}
+        {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in unpack_bundle(packed).items()}
     )
     (tmp_path / "log").write_text(LOG)
     (tmp_path / "host.json").write_text(dumps(machine().content))

@@ -22,11 +22,11 @@ PACKAGES = ("agent", "planner", "topology", "collectives", "probes", "contracts"
 LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
-    "topo": (9_000, 15_000),
-    "lint-env": (9_000, 19_250),
-    "scan": (16_000, 19_250),
-    "recommend": (22_000, 29_750),
-    "preflight": (28_000, 42_750),
+    "topo": (9_000, 14_000),
+    "lint-env": (9_000, 17_750),
+    "scan": (16_000, 17_750),
+    "recommend": (22_000, 28_000),
+    "preflight": (28_000, 40_500),
 }
 
 

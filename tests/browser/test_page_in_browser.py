@@ -21,6 +21,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
+from rigs.logs import read
 
 from agent.advice import advise
 from agent.advice.request import Request
@@ -34,7 +35,6 @@ from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.render import report_page
 from collectives.bench.results import result_from_json, result_to_json
-from collectives.nccl_log import evidence
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.scan import scan
@@ -393,7 +393,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
     The run names its own hosts, as a job of two pods does; the page of the node shows it all the same.
     """
     result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
-    result = replace(result, evidence=evidence.read(NCCL_LOG))
+    result = replace(result, evidence=read(NCCL_LOG))
     (tmp_path / "bench.json").write_text(json.dumps(result_to_json(result)))
     snapshot = scan(load(FOLDER / "r760xa-2xA40-bf3.json"))
     address, _ = agent(lambda: (snapshot,), folder=tmp_path)

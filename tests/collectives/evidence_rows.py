@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from collectives.nccl_log import evidence
+from rigs.logs import read
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
@@ -31,12 +31,12 @@ def rows(name: str) -> list[Any]:
 
 def codes(*lines: str, **options: list[str]) -> list[str]:
     """Codes of the problems that a log of these lines has."""
-    return sorted(problem.code for problem in evidence.read(list(lines), **options).problems)
+    return sorted(problem.code for problem in read(list(lines), **options).problems)
 
 
 def in_order(*lines: str) -> list[str]:
     """The same, the first problem first."""
-    return [problem.code for problem in evidence.read(list(lines)).problems]
+    return [problem.code for problem in read(list(lines)).problems]
 
 
 def dressed(form: str, number: int, line: str, **more: object) -> str:

@@ -1,4 +1,4 @@
-"""Medians, intervals, fits, settings, faults and the JSON of a result."""
+"""Medians, intervals, fits, settings and the JSON of a result."""
 
 import random
 from statistics import median
@@ -7,7 +7,6 @@ import pytest
 from rigs.tables import each_row
 
 from collectives.bench import results
-from collectives.bench.measure import Fault, parse_faults
 from collectives.bench.results import BenchResult, Measurement, fit_latency, spread_ratio
 from collectives.bench.run import BenchSpec, Case, SpecError, sweep
 
@@ -108,16 +107,6 @@ def test_an_impossible_setting_is_refused_with_its_name_and_value(settings, name
 @each_row("endpoint", ["host-0.job.space.svc:29500", "10.0.0.1:1", "[fd00::1]:29500"])
 def test_names_and_addresses_are_rendezvous(endpoint):
     assert BenchSpec(hosts=2, rendezvous=endpoint).world_size == 4
-
-
-def test_faults_are_parsed_or_refused():
-    assert parse_faults("rank=1:slow=0.5@iteration=3; rank=0:die") == (
-        Fault(rank=1, kind="slow", value=0.5, iteration=3),
-        Fault(rank=0, kind="die"),
-    )
-    assert parse_faults("") == ()
-    with pytest.raises(ValueError, match="rank=1:explode"):
-        parse_faults("rank=1:explode")
 
 
 def test_a_result_comes_back_from_json():

@@ -15,7 +15,6 @@ import pytest
 
 from collectives.bench import lock, processes
 from collectives.bench import run as bench
-from collectives.bench.plan import FAULT_VARIABLE
 from collectives.bench.processes import RUN_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600), pytest.mark.usefixtures("forked_ranks")]
@@ -42,7 +41,7 @@ def spec(tmp_path, **changes):
 
 
 def with_fault(tmp_path, fault, **changes):
-    return bench.run(spec(tmp_path, environment={FAULT_VARIABLE: fault}, **changes))
+    return bench.run(spec(tmp_path, environment={"TOPOFLIGHT_FAULT": fault}, **changes))
 
 
 def left_behind(tmp_path):

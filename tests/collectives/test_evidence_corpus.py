@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from evidence_rows import dressed, rows
+from rigs.logs import read
 
 from collectives.nccl_log import evidence
 
@@ -61,7 +62,7 @@ def test_every_problem_shows_where_it_is(case: dict[str, Any]) -> None:
 
 
 def verdict_of(lines: list[str]) -> tuple[object, ...]:
-    verdict = evidence.read([line + "\n" for line in lines])
+    verdict = read([line + "\n" for line in lines])
     codes = tuple(sorted(problem.code for problem in verdict.problems))
     fields = (verdict.inter_node_transport, verdict.intra_node_transport, verdict.gdrdma, verdict.nccl_version)
     return (*fields, verdict.send, verdict.receive, codes)

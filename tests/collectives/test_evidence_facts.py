@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from evidence_rows import HEAD, INFO, codes, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from agent.cli.evidence import evidence as verb
@@ -35,7 +36,7 @@ def table(name: str, rank: int = 0, host: str = "node-1") -> str:
 def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
     """Any fact of the log that speaks against such a GPU takes the excuse away, wherever it stands."""
     for lines in ([fact, SEND, RECEIVE], [SEND, RECEIVE, fact]):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert [problem.code for problem in verdict.problems] == ["gdr_partial"]
         assert evidence.exit_code(verdict) == evidence.FAILED
 
@@ -43,7 +44,7 @@ def test_the_rule_for_old_gpus_excuses_no_newer_one(fact: str) -> None:
 @each_row("name", ["Tesla V100-PCIE-32GB", "Tesla T4", "NVIDIA TITAN RTX", "Quadro RTX 6000", "Tesla P100-PCIE-16GB"])
 def test_the_rule_excuses_old_gpus(name: str) -> None:
     """Without NVLink, before compute capability 8.0: NCCL's default."""
-    verdict = evidence.read([table(name), SEND, RECEIVE])
+    verdict = read([table(name), SEND, RECEIVE])
     assert [problem.code for problem in verdict.problems] == ["gdr_read_disabled_pre_ampere"]
     assert evidence.exit_code(verdict) == evidence.PASS
 
@@ -60,7 +61,7 @@ def test_generations_by_name() -> None:
 @each_row("name", ["NVIDIA GB10", "NVIDIA GeForce RTX 4090", "GeForce RTX 3090"])
 def test_gpus_without_gpudirect_rdma_by_design(name: str) -> None:
     """No advice to load a module that cannot help, and no failure."""
-    verdict = evidence.read(
+    verdict = read(
         [
             table(name),
             f"{INFO}NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'",
@@ -98,7 +99,7 @@ def test_more_ranks_than_a_node_holds() -> None:
         [f"{INFO}Channel 00/0 : 12[4] -> 13[5] via P2P/CUMEM"],
         [f"{INFO}comm 0x55 rank 3 nranks 16 cudaDev 3 busId 2a000 - Init COMPLETE", P2P],
     ):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert [problem.code for problem in verdict.problems] == ["no_inter_node_evidence"]
         assert evidence.exit_code(verdict) == evidence.NO_EVIDENCE
 
@@ -126,7 +127,7 @@ def test_sockets_of_one_host_are_no_fallback() -> None:
     assert codes(start(0, 2), start(1, 2, host="node-2"), socket) == ["socket_fallback"]
     # Rank 1 is not in the log, or both name the same GPU, which two hosts of one name may do: not known.
     for lines in ([start(0, 2), socket], [start(0, 2), start(1, 2, bus="1b000"), socket]):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert [(p.code, p.severity) for p in verdict.problems if p.code == "socket_fallback"] == [
             ("socket_fallback", "warn")
         ]
@@ -144,7 +145,7 @@ def test_traffic_of_one_host_over_the_network_is_named() -> None:
         [start(0, 2), start(1, 2)],
         [f"{INFO}comm 0x55 rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0"],
     ):
-        verdict = evidence.read([*one_host, *env, *net])
+        verdict = read([*one_host, *env, *net])
         assert verdict.inter_node_transport is None
         assert [p.code for p in verdict.problems] == ["net_only_within_node"]
         assert "NCCL_P2P_LEVEL=LOC, NCCL_SHM_DISABLE=1" in verdict.problems[0].message
@@ -164,7 +165,7 @@ def test_traffic_of_one_host_over_the_network_is_named() -> None:
 def test_each_provider_has_its_own_advice(provider: str, code: str, word: str) -> None:
     """The same plugin drives EFA, Slingshot and TCP."""
     chosen = f"{INFO}NET/OFI Selected Provider is {provider} (found 4 nics)"
-    verdict = evidence.read([chosen, SEND.replace("NET/IB", "NET/AWS Libfabric")])
+    verdict = read([chosen, SEND.replace("NET/IB", "NET/AWS Libfabric")])
     assert [problem.code for problem in verdict.problems] == [code]
     assert word in verdict.problems[0].action
     assert ("EFA" in verdict.problems[0].message) == provider.startswith("efa")
@@ -187,13 +188,13 @@ def test_multicast_is_hardware_and_a_communicator_is_use() -> None:
         f"{INFO}NVLS multicast support is available on dev 0",
         f"{INFO}NVLS comm 0x55 headRank 0 nHeads 8 buffSize 1",
     )
-    assert evidence.read([P2P]).nvls_use == "unknown"
-    assert evidence.read([P2P, available]).nvls_use == "available"
-    assert evidence.read([P2P, available.replace("is available", "is not available")]).nvls_use == "not available"
-    used = evidence.read([P2P, available, made])
+    assert read([P2P]).nvls_use == "unknown"
+    assert read([P2P, available]).nvls_use == "available"
+    assert read([P2P, available.replace("is available", "is not available")]).nvls_use == "not available"
+    used = read([P2P, available, made])
     assert (used.nvls, used.nvls_use) == (True, "used")
     assert [row.line for row in used.fabric if row.proves == "fabric: NVLS in use"] == [3]
-    assert evidence.read([f"{INFO}Connected NVLS tree"]).nvls_use == "used"
+    assert read([f"{INFO}Connected NVLS tree"]).nvls_use == "used"
 
 
 def test_nvlink_between_nodes() -> None:
@@ -202,13 +203,13 @@ def test_nvlink_between_nodes() -> None:
     off = f"{INFO}comm 0x55 rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 0"
     clique = f"{INFO}MNNVL 1 cliqueId 7ffe cliqueSize 8 cliqueRank 0"
     channel = f"{INFO}Channel 00/0 : 0[0] -> 4[0] via P2P/MNNVL"
-    assert evidence.read([P2P]).mnnvl_use == "unknown"
-    assert evidence.read([off]).mnnvl_use == "off"
-    assert evidence.read([fabric.replace("5c2f7a3e.1d", "0.0"), off]).mnnvl_use == "off"
-    assert evidence.read([fabric, off]).mnnvl_use == "available"
-    enabled = evidence.read([fabric, clique])
+    assert read([P2P]).mnnvl_use == "unknown"
+    assert read([off]).mnnvl_use == "off"
+    assert read([fabric.replace("5c2f7a3e.1d", "0.0"), off]).mnnvl_use == "off"
+    assert read([fabric, off]).mnnvl_use == "available"
+    enabled = read([fabric, clique])
     assert (enabled.mnnvl_use, enabled.mnnvl_clique) == ("enabled", 8)
-    assert evidence.read([clique, channel]).mnnvl_use == "used"
+    assert read([clique, channel]).mnnvl_use == "used"
 
 
 # --- NCCL's own diagnostics
@@ -264,7 +265,7 @@ SECOND = [
 
 def test_two_runs_in_one_file_are_judged_apart() -> None:
     """The GPU has another process: a later run, not ranks that chose different networks."""
-    verdict = evidence.read([*FIRST, "loss 1.0", *SECOND])
+    verdict = read([*FIRST, "loss 1.0", *SECOND])
     assert [(run.first.line, run.inter_node_transport, run.gdrdma) for run in verdict.runs] == [
         (1, "Socket", "off"),
         (5, "IB", "on"),
@@ -272,14 +273,14 @@ def test_two_runs_in_one_file_are_judged_apart() -> None:
     assert [problem.code for problem in verdict.problems] == ["socket_fallback"]
     assert "several_runs" in [note.code for note in verdict.notes]
     assert evidence.exit_code(verdict) == evidence.FAILED
-    again = evidence.read([*SECOND, *[line.replace(":900:", ":990:").replace("0xbb", "0xcc") for line in SECOND]])
+    again = read([*SECOND, *[line.replace(":900:", ":990:").replace("0xbb", "0xcc") for line in SECOND]])
     assert (len(again.runs), again.problems, evidence.exit_code(again)) == (2, (), evidence.PASS)
 
 
 def test_a_run_without_evidence_beside_a_good_one_is_unknown() -> None:
     """The worse of both."""
     third = [line.replace(":900:", ":990:").replace("0xbb", "0xcc") for line in SECOND[:2]]
-    assert evidence.exit_code(evidence.read([*SECOND, *third])) == evidence.NO_EVIDENCE
+    assert evidence.exit_code(read([*SECOND, *third])) == evidence.NO_EVIDENCE
 
 
 def test_ranks_of_one_run_stay_one() -> None:
@@ -293,7 +294,7 @@ def test_ranks_of_one_run_stay_one() -> None:
     ]
     other_host = [line.replace("node-1", "node-2") for line in SECOND]
     for more in (other_rank, other_host):
-        assert evidence.read([*SECOND, *more]).runs == ()
+        assert read([*SECOND, *more]).runs == ()
     mixed = [line.replace("node-1", "node-2") for line in FIRST]
     assert "mixed_networks" in codes(*SECOND, *mixed)
 
@@ -303,7 +304,7 @@ def test_two_hosts_of_one_name_are_one_run() -> None:
     text = "ubuntu:{}:920 [{}] NCCL INFO Channel {:02}/0 : {}[1] -> {}[2] via SHM/direct"
     lines = [text.format(900 + host, gpu, step, 1 + 8 * host, 2 + 8 * host)
              for step in range(3) for gpu in (1, 2) for host in (0, 1)]  # fmt: skip
-    verdict = evidence.read(lines)
+    verdict = read(lines)
     assert (verdict.runs, verdict.transports) == ((), {"SHM": 12})
 
 
@@ -383,19 +384,19 @@ def test_one_gpu_to_a_node_has_no_excuse() -> None:
     """NCCL lets the NIC read the memory of a GPU that is alone on its node (ncclTopoCheckGdr)."""
     alone = f"{INFO}comm 0x55 rank 0 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0"
     beside = f"{INFO}comm 0x66 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0"
-    assert [p.code for p in evidence.read([alone, SEND, RECEIVE]).problems] == ["gdr_partial"]
+    assert [p.code for p in read([alone, SEND, RECEIVE]).problems] == ["gdr_partial"]
     # Another communicator may have made the channels.
-    both = evidence.read([alone, beside, SEND, RECEIVE])
+    both = read([alone, beside, SEND, RECEIVE])
     assert [p.code for p in both.problems] == ["gdr_read_disabled_pre_ampere"]
 
 
 def test_without_the_name_of_a_gpu_the_excuse_is_a_warning() -> None:
     """The message says what it rests on; a named GPU makes it a note."""
-    unnamed = evidence.read([SEND, RECEIVE]).problems[0]
+    unnamed = read([SEND, RECEIVE]).problems[0]
     assert (unnamed.code, unnamed.severity) == ("gdr_read_disabled_pre_ampere", "warn")
     assert "names no GPU" in unnamed.message
-    assert evidence.exit_code(evidence.read([SEND, RECEIVE]), fail_on="warn") == evidence.WARNED
-    assert evidence.read([table("Tesla T4"), SEND, RECEIVE]).problems[0].severity == "info"
+    assert evidence.exit_code(read([SEND, RECEIVE]), fail_on="warn") == evidence.WARNED
+    assert read([table("Tesla T4"), SEND, RECEIVE]).problems[0].severity == "info"
 
 
 @each_row("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A40", "NVIDIA A10"])
@@ -403,21 +404,21 @@ def test_the_rule_held_for_every_gpu_before_2_19(name: str) -> None:
     """The compute capability came into it with 2.19; NVLink always took it away."""
     for version, code in (("2.18.5", "gdr_read_disabled_pre_ampere"), ("2.19.3", "gdr_partial")):
         lines = [f"{INFO}NCCL version {version}+cuda12.2", table(name), SEND, RECEIVE]
-        assert [p.code for p in evidence.read(lines).problems] == [code]
+        assert [p.code for p in read(lines).problems] == [code]
     nvlink = [f"{INFO}NCCL version 2.18.5+cuda12.2", table("NVIDIA A100-SXM4-80GB"), SEND, RECEIVE]
-    assert [p.code for p in evidence.read(nvlink).problems] == ["gdr_partial"]
+    assert [p.code for p in read(nvlink).problems] == ["gdr_partial"]
 
 
 @each_row("line", rows("rccl_lines"))
 def test_rccl_is_known_without_its_version(line: str) -> None:
     """It prints NCCL's prefix; ROCm's libraries and the end of a channel line give it away."""
-    assert evidence.read([line]).library == "rccl"
-    assert evidence.read([SEND]).library == "nccl"
+    assert read([line]).library == "rccl"
+    assert read([SEND]).library == "nccl"
 
 
 def test_the_provider_that_the_plugin_filters_by() -> None:
     """Without any line of the provider the plugin's name proves no EFA: Slingshot has it too."""
     channel = f"{INFO}Channel 00/0 : 0[0] -> 8[0] [send] via NET/Libfabric/0/GDRDMA"
-    assert evidence.read([channel]).inter_node_transport == "libfabric (Libfabric)"
+    assert read([channel]).inter_node_transport == "libfabric (Libfabric)"
     said = f"{INFO}NET/OFI Setting provider_filter to efa"
-    assert evidence.read([said, channel]).inter_node_transport == "EFA (Libfabric)"
+    assert read([said, channel]).inter_node_transport == "EFA (Libfabric)"

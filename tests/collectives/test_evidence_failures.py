@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evidence_rows import HEAD, INFO, codes, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
@@ -13,7 +14,7 @@ CHANNEL = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
 @each_row(("code", "line"), rows("failures"))
 def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
     """Channels were made before it came: the log is failed, and the line is the proof."""
-    verdict = evidence.read([CHANNEL, "loss 1.0", line])
+    verdict = read([CHANNEL, "loss 1.0", line])
     assert [problem.code for problem in verdict.problems] == [code]
     assert [row.line for row in verdict.problems[0].lines] == [3]
     assert evidence.exit_code(verdict) == evidence.FAILED
@@ -22,7 +23,7 @@ def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
 @each_row("line", rows("harmless"))
 def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
     """Retries, NCCL's way on without SHARP, the shutdown, and variables set to their default."""
-    verdict = evidence.read([CHANNEL, line])
+    verdict = read([CHANNEL, line])
     assert evidence.exit_code(verdict, fail_on="warn") == evidence.PASS
     assert [note.code for note in verdict.notes] == []
 
@@ -30,7 +31,7 @@ def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
 def test_a_failed_call_is_a_note_where_the_cause_is_known() -> None:
     """The trace of a failure is not one more failure."""
     trace = f"{INFO}group.cc:65 -> 2 [Async thread]"
-    verdict = evidence.read([f"{HEAD}misc/ibvwrap.cc:187 NCCL WARN Call to ibv_modify_qp failed with error 113", trace])
+    verdict = read([f"{HEAD}misc/ibvwrap.cc:187 NCCL WARN Call to ibv_modify_qp failed with error 113", trace])
     assert [problem.code for problem in verdict.problems] == ["ib_modify_qp_failed"]
     assert "call_failed" in [note.code for note in verdict.notes]
     # TCP between the nodes is slow, and no reason to fail.
@@ -71,21 +72,21 @@ def test_the_distance_is_named_before_there_are_channels() -> None:
 def test_sharp_that_cannot_start_is_a_note() -> None:
     """NCCL goes on without it: seen in runs whose every channel is right."""
     line = f"{HEAD}sharp_plugin.c:288 NCCL WARN NET/IB :SHARP coll init error: Cannot create SHArP job(-11)"
-    verdict = evidence.read([CHANNEL, line])
+    verdict = read([CHANNEL, line])
     assert (verdict.problems, [note.code for note in verdict.notes]) == ((), ["sharp_init_failed"])
 
 
 def test_a_socket_list_before_a_bare_line_is_no_rdma() -> None:
     """The version has no prefix: what comes before it is not one line with it."""
     lines = [f"{INFO}NET/Socket : Using [0]eth0:10.0.0.1<0>", "NCCL version 2.5.6+cuda10.0"]
-    verdict = evidence.read(lines)
+    verdict = read(lines)
     assert verdict.inter_node_transport == "Socket"  # listed only where no RDMA device is found
     assert verdict.nccl_version == "2.5.6+cuda10.0"
 
 
 def test_the_forms_of_2_3() -> None:
     """ "Network" with a capital, and the interface without a number."""
-    verdict = evidence.read([f"{INFO}NET : Using interface ib0:10.0.0.1<0>", f"{INFO}Using internal Network Socket"])
+    verdict = read([f"{INFO}NET : Using interface ib0:10.0.0.1<0>", f"{INFO}Using internal Network Socket"])
     assert verdict.inter_node_transport == "Socket"
     assert verdict.socket_interface == "ib0"
 
@@ -110,15 +111,15 @@ def test_the_ranks_of_nccl_tests_tell_one_host_from_two() -> None:
 def test_the_version_that_vllm_names() -> None:
     """It stands in for NCCL's own line."""
     line = "(Worker pid=1) INFO 09-12 23:40:47 pynccl.py:63] vLLM is using nccl==2.20.5"
-    assert evidence.read([line]).nccl_version == "2.20.5"
-    assert evidence.read([line, "NCCL version 2.20.5+cuda12.4"]).nccl_version == "2.20.5+cuda12.4"
+    assert read([line]).nccl_version == "2.20.5"
+    assert read([line, "NCCL version 2.20.5+cuda12.4"]).nccl_version == "2.20.5+cuda12.4"
 
 
 @each_row("colour", ["ESC[32m", "\x1b[32m", "^[[32m", "\u241b[32m"])
 def test_a_colour_behind_a_channel(colour: str) -> None:
     """Escapes that a pager or an editor wrote out are no part of the tags."""
     line = f"{INFO}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0{colour} [repeated 4x across cluster]"
-    verdict = evidence.read([line])
+    verdict = read([line])
     assert (verdict.send.total, verdict.send.gdrdma, verdict.torn_lines) == (1, 0, 0)
 
 
@@ -132,14 +133,12 @@ def test_the_loopback_interface_serves_one_node() -> None:
 def test_what_the_environment_did_shows_its_line() -> None:
     """The line that told the variable, of the first process that told it."""
     told = f"{INFO}NCCL_IB_DISABLE set by environment to 1."
-    verdict = evidence.read([told, told.replace("node-1", "node-2"), f"{INFO}Using network Socket"])
+    verdict = read([told, told.replace("node-1", "node-2"), f"{INFO}Using network Socket"])
     lines = {problem.code: [row.line for row in problem.lines] for problem in (*verdict.problems, *verdict.notes)}
     assert lines == {"ib_disabled_by_env": [1], "socket_fallback": [3], "hand_tuned_env": [1]}
 
 
 def test_a_line_that_follows_a_cut_one_is_shown_as_it_stands() -> None:
     """What it says alone is not said by the two together."""
-    verdict = evidence.read(
-        [f"{INFO}comm 0x1 rank 0 nranks 2 - Abort COMPLETE", "RuntimeError: NCCL Error 2: unhandled"]
-    )
+    verdict = read([f"{INFO}comm 0x1 rank 0 nranks 2 - Abort COMPLETE", "RuntimeError: NCCL Error 2: unhandled"])
     assert [(row.line, row.text) for row in verdict.problems[0].lines] == [(2, "RuntimeError: NCCL Error 2: unhandled")]

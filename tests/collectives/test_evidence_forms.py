@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from evidence_rows import rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
@@ -20,7 +21,7 @@ HEAD = "gpu-a:101:131 [0] NCCL INFO "
 @each_row(("line", "transport", "direction", "gdrdma"), rows("network_forms"))
 def test_network_forms(prefix: str, line: str, transport: str, direction: str, gdrdma: bool) -> None:
     """Transport, direction and tag are read behind every launcher's prefix."""
-    verdict = evidence.read([f"{prefix}{HEAD}{line}\n"])
+    verdict = read([f"{prefix}{HEAD}{line}\n"])
     assert verdict.transports == {transport: 1}
     assert getattr(verdict, direction) == ChannelCount(total=1, gdrdma=int(gdrdma))
     assert verdict.gdrdma == ("on" if gdrdma else "off")
@@ -30,7 +31,7 @@ def test_network_forms(prefix: str, line: str, transport: str, direction: str, g
 @each_row(("line", "transport"), rows("local_forms"))
 def test_forms_within_a_node(line: str, transport: str) -> None:
     """GPUDirect RDMA does not apply; P2P is called P2P, not NVLink."""
-    verdict = evidence.read([f"{HEAD}{line}\n"])
+    verdict = read([f"{HEAD}{line}\n"])
     assert (verdict.intra_node_transport, verdict.inter_node_transport) == (transport, None)
     assert verdict.gdrdma == "none"
     assert evidence.exit_code(verdict) == evidence.PASS
@@ -39,15 +40,15 @@ def test_forms_within_a_node(line: str, transport: str) -> None:
 @each_row(("network", "name"), rows("network_names"))
 def test_names_between_nodes(network: str, name: str) -> None:
     """The same name from channel lines and from the line that selects the network."""
-    channel = evidence.read([f"{HEAD}Channel 00/0 : 0[0] -> 1[0] [send] via NET/{network}/0\n"])
-    selected = evidence.read([f"{HEAD}Using network {network}\n"])
+    channel = read([f"{HEAD}Channel 00/0 : 0[0] -> 1[0] [send] via NET/{network}/0\n"])
+    selected = read([f"{HEAD}Using network {network}\n"])
     assert channel.inter_node_transport == selected.inter_node_transport == name
     assert selected.gdrdma == "none"
 
 
 def test_libfabric_over_another_provider_is_not_efa() -> None:
     """The same plugin drives Slingshot."""
-    verdict = evidence.read(
+    verdict = read(
         [
             f"{HEAD}NET/OFI Selected Provider is cxi (found 4 nics)",
             f"{HEAD}Channel 00/0 : 0[0] -> 4[0] [send] via NET/AWS Libfabric/0/GDRDMA",
@@ -58,7 +59,7 @@ def test_libfabric_over_another_provider_is_not_efa() -> None:
 
 def test_multi_node_nvlink_joins_nodes() -> None:
     """An NVLink domain over several hosts is one node to NCCL, and needs no GPUDirect RDMA."""
-    verdict = evidence.read(
+    verdict = read(
         [
             "gb-1:7:9 [0] NCCL INFO MNNVL 1 cliqueId 7ffe cliqueSize 8 cliqueRank 0",
             "gb-1:7:9 [0] NCCL INFO comm 0x5 rank 0 nRanks 8 nNodes 1 localRanks 8 localRank 0 MNNVL 1",
@@ -74,7 +75,7 @@ def test_multi_node_nvlink_joins_nodes() -> None:
 @each_row(("text", "version"), rows("versions"))
 def test_versions(text: str, version: str) -> None:
     """Printed bare, at INFO, by RCCL, and glued to a neighbour."""
-    verdict = evidence.read([text + "\n"])
+    verdict = read([text + "\n"])
     assert verdict.nccl_version == version
     assert verdict.library == ("rccl" if "RCCL" in version else "nccl")
 
@@ -82,7 +83,7 @@ def test_versions(text: str, version: str) -> None:
 @each_row(("version", "distance", "name"), rows("distances"))
 def test_distances_are_decoded_by_version(version: str, distance: int, name: str) -> None:
     """The path enumeration changed: the same number is another path."""
-    verdict = evidence.read(
+    verdict = read(
         [
             f"NCCL version {version}+cuda12.9",
             f"{HEAD}GPU Direct RDMA Disabled for GPU 1b000 / HCA 0 (distance {distance} > 4), read 1",
@@ -94,7 +95,7 @@ def test_distances_are_decoded_by_version(version: str, distance: int, name: str
 
 def test_without_a_version_distances_stay_numbers() -> None:
     """Not decoded is better than decoded wrongly."""
-    verdict = evidence.read([f"{HEAD}GPU Direct RDMA Enabled for GPU 0 / HCA 0 (distance 4 <= 5), read 0 mode Default"])
+    verdict = read([f"{HEAD}GPU Direct RDMA Enabled for GPU 0 / HCA 0 (distance 4 <= 5), read 0 mode Default"])
     assert verdict.gdr_paths == ("enabled: distance 4 where distance 5 is allowed (1 lines)",)
 
 
@@ -102,7 +103,7 @@ def test_json_is_plain() -> None:
     """The verdict survives JSON and states the least a reader needs."""
     sent = f"{HEAD}{rows('network_forms')[4][0]}"
     lines = [sent, sent.replace("[send]", "[receive]").replace("(3)", "")]
-    data = json.loads(json.dumps(evidence.to_json(evidence.read(lines))))
+    data = json.loads(json.dumps(evidence.to_json(read(lines))))
     assert data["gdrdma"] == "on"
     assert data["send"] == {"total": 1, "gdrdma": 1}
     assert data["pxn"] is True
@@ -124,7 +125,7 @@ SOCKETS = [
 @each_row(("before", "behind"), rows("wrappings"))
 def test_what_a_collector_wraps_around_a_line_is_no_part_of_its_value(before: str, behind: str) -> None:
     """Values at the end of a line are read without the quote, the table edge or the count that follow."""
-    verdict = evidence.read([f"{before}{line}{behind}\n" for line in SOCKETS])
+    verdict = read([f"{before}{line}{behind}\n" for line in SOCKETS])
     assert verdict.network == "Socket"
     assert verdict.nccl_version == "2.7.6+cudaCUDA_MAJOR.CUDA_MINOR"
     assert verdict.environment["NCCL_P2P_DISABLE"] == "1"
@@ -182,4 +183,4 @@ def test_channels_that_end_alike_are_counted_for_every_writer() -> None:
         for rank in range(8)
         for n in range(4)
     ]
-    assert evidence.read(lines).send == ChannelCount(total=32)
+    assert read(lines).send == ChannelCount(total=32)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from evidence_rows import DIED, END, INFO, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
@@ -18,7 +19,7 @@ GOOD = [
 @each_row(("code", "line"), rows("ends"))
 def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
     """Two statements: GPUDirect RDMA was on, and the job failed; the exit code follows the worse."""
-    verdict = evidence.read([*GOOD, "loss 1.0", line])
+    verdict = read([*GOOD, "loss 1.0", line])
     assert verdict.gdrdma == "on"
     assert verdict.outcome == "failed"
     assert [problem.code for problem in verdict.problems] == [code]
@@ -32,19 +33,19 @@ def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
 @each_row(("code", "line"), [rows("ends")[n] for n in (4, 11, 19, -4)])
 def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
     """What ended the job stands behind the marks of the launcher."""
-    assert [p.code for p in evidence.read([launcher + text for text in (*GOOD, line)]).problems] == [code]
+    assert [p.code for p in read([launcher + text for text in (*GOOD, line)]).problems] == [code]
 
 
 @each_row("line", rows("alive"))
 def test_words_of_a_living_job_are_no_end(line: str) -> None:
     """Handlers, zeros, retries and other libraries' words."""
-    verdict = evidence.read([*GOOD, line])
+    verdict = read([*GOOD, line])
     assert (verdict.problems, verdict.outcome) in [((), "unknown"), ((), "finished")]
 
 
 def test_the_cause_is_named_and_the_launchers_words_are_notes() -> None:
     """One problem, the memory; what followed from it stands beside."""
-    verdict = evidence.read(
+    verdict = read(
         [
             *GOOD,
             "Traceback (most recent call last):",
@@ -62,17 +63,15 @@ def test_the_cause_is_named_and_the_launchers_words_are_notes() -> None:
 def test_a_traceback_is_an_end_with_its_exception() -> None:
     """The header alone may be quoted; an ignored exception, or one before the end of the job, ended nothing."""
     header, error = "Traceback (most recent call last):", "ValueError: no such column"
-    assert [p.code for p in evidence.read([*GOOD, header, "  File ...", error]).problems] == ["python_traceback"]
-    assert [p.code for p in evidence.read([*GOOD, "[rank1]: " + header, "[rank1]: " + error]).problems] == [
-        "python_traceback"
-    ]
-    assert evidence.read([*GOOD, header, "loss 1.0"]).problems == ()
-    assert evidence.read([*GOOD, "Exception ignored in: <function A.__del__>", header, error]).problems == ()
+    assert [p.code for p in read([*GOOD, header, "  File ...", error]).problems] == ["python_traceback"]
+    assert [p.code for p in read([*GOOD, "[rank1]: " + header, "[rank1]: " + error]).problems] == ["python_traceback"]
+    assert read([*GOOD, header, "loss 1.0"]).problems == ()
+    assert read([*GOOD, "Exception ignored in: <function A.__del__>", header, error]).problems == ()
     frame = '  File "/usr/lib/python3.10/multiprocessing/util.py", line 300, in _run_finalizers'
-    assert evidence.read([*GOOD, header, frame, "    finalizer()", error]).problems == ()
+    assert read([*GOOD, header, frame, "    finalizer()", error]).problems == ()
     logged = "INFO: import of quick_gelu failed with: Traceback (most recent call last):"
-    assert evidence.read([*GOOD, logged, error]).problems == ()
-    finished = evidence.read([*GOOD, header, error, "{'train_runtime': 12.5, 'train_loss': 1.0}"])
+    assert read([*GOOD, logged, error]).problems == ()
+    finished = read([*GOOD, header, error, "{'train_runtime': 12.5, 'train_loss': 1.0}"])
     assert (finished.problems, finished.outcome) == ((), "finished")
     assert "python_traceback" in [note.code for note in finished.notes]
 
@@ -87,8 +86,8 @@ def test_a_traceback_is_an_end_with_its_exception() -> None:
 )
 def test_an_end_that_a_line_states(line: str) -> None:
     """Not known is not finished."""
-    assert evidence.read([*GOOD, line]).outcome == "finished"
-    assert evidence.read(GOOD).outcome == "unknown"
+    assert read([*GOOD, line]).outcome == "finished"
+    assert read(GOOD).outcome == "unknown"
 
 
 def test_a_plugin_that_failed_ends_no_job_that_has_another_network() -> None:
@@ -98,8 +97,8 @@ def test_a_plugin_that_failed_ends_no_job_that_has_another_network() -> None:
         f"{INFO}Using network Socket",
         f"{INFO}comm 0x7f rank 6 nRanks 16 nNodes 2 localRanks 8 localRank 6 MNNVL 0",
     ]
-    assert evidence.read([failed]).outcome == "failed"
-    assert evidence.read([failed, *chosen]).outcome == "unknown"
+    assert read([failed]).outcome == "failed"
+    assert read([failed, *chosen]).outcome == "unknown"
 
 
 @each_row(("code", "cause"), rows("causes"))
@@ -109,17 +108,17 @@ def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: s
     front = [
         rank + "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1331, unhandled system error, NCCL version 2.18.5"
     ]
-    below = evidence.read([*front, rank + "Last error:", rank + cause])
+    below = read([*front, rank + "Last error:", rank + cause])
     assert code in [problem.code for problem in (*below.problems, *below.notes)]
-    beside = evidence.read([*front, f"{rank}Last error: {cause}"])
+    beside = read([*front, f"{rank}Last error: {cause}"])
     assert code in [problem.code for problem in (*beside.problems, *beside.notes)]
 
 
 def test_a_retry_is_no_failure_before_the_last() -> None:
     """ "retrying (33/34)" goes on, "(34/34)" does not."""
     line = f"{INFO}socketPollConnect: connect to 10.0.0.2<40> returned No route to host, retrying (%d/34) after sleep for 3400 msec"
-    assert evidence.read([*GOOD, line % 33]).problems == ()
-    assert [p.code for p in evidence.read([*GOOD, line % 34]).problems] == ["socket_connect_failed"]
+    assert read([*GOOD, line % 33]).problems == ()
+    assert [p.code for p in read([*GOOD, line % 34]).problems] == ["socket_connect_failed"]
 
 
 def test_every_code_that_ends_a_job_fails() -> None:
@@ -131,21 +130,21 @@ def test_every_code_that_ends_a_job_fails() -> None:
 def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
     """The signal, the memory or the node that the launcher names; also among many other lines."""
     for lines in ([*GOOD, line], [*GOOD, *(f"step {n} loss 1.0" for n in range(900)), line]):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         assert ([problem.code for problem in verdict.problems], verdict.outcome) == ([code], "failed")
 
 
 @each_row("line", rows("resembling"))
 def test_words_that_only_resemble_an_end(line: str) -> None:
     """A handler, a text about errors, a zero."""
-    assert evidence.read([*GOOD, line]).problems == ()
+    assert read([*GOOD, line]).problems == ()
 
 
 def test_an_exception_in_a_thread_does_not_end_the_program() -> None:
     """Python says so above the traceback; an interrupt by the keyboard does end it."""
     header, error = "Traceback (most recent call last):", "ConnectionResetError: [Errno 104] Connection reset by peer"
-    assert evidence.read([*GOOD, "Exception in thread Thread-3 (run):", header, error]).problems == ()
-    stopped = evidence.read([*GOOD, header, '  File "train.py", line 3', "KeyboardInterrupt"])
+    assert read([*GOOD, "Exception in thread Thread-3 (run):", header, error]).problems == ()
+    stopped = read([*GOOD, header, '  File "train.py", line 3', "KeyboardInterrupt"])
     assert [problem.code for problem in stopped.problems] == ["python_traceback"]
 
 
@@ -154,21 +153,21 @@ STEP = "srun: error: node-1: task 0: Exited with exit code 1"
 
 def test_the_order_of_end_and_exception_decides_within_a_file() -> None:
     """Caught before the end; after it the program died, whatever it had trained."""
-    assert evidence.read([*GOOD, *DIED, END]).outcome == "finished"
-    late = evidence.read([*GOOD, END, *DIED])
+    assert read([*GOOD, *DIED, END]).outcome == "finished"
+    late = read([*GOOD, END, *DIED])
     assert (late.outcome, [problem.code for problem in late.problems]) == ("failed", ["python_traceback"])
 
 
 def test_an_earlier_step_that_failed_is_a_note_where_the_job_came_to_its_end() -> None:
     """Before the first line of NCCL, and with the end stated; else the failure stands."""
-    early = evidence.read([STEP, *GOOD, END])
+    early = read([STEP, *GOOD, END])
     assert (early.outcome, early.problems) == ("finished", ())
     assert "job_failed" in [note.code for note in early.notes]
     for lines in ([STEP, *GOOD], [*GOOD, STEP, END], [*GOOD, END, STEP], [STEP, *GOOD, END, STEP]):
-        assert evidence.read(lines).outcome == "failed"
+        assert read(lines).outcome == "failed"
 
 
 @each_row("line", ["Job 'raysubmit_a1b2' succeeded", "Successfully completed."])
 def test_a_scheduler_states_the_end(line: str) -> None:
     """Ray's and LSF's own words."""
-    assert evidence.read([*GOOD, line]).outcome == "finished"
+    assert read([*GOOD, line]).outcome == "finished"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from evidence_rows import rows
+from rigs.logs import read
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import Evidence, rank_words
@@ -56,14 +57,14 @@ def test_a_warning_names_the_rank_of_its_process() -> None:
         *node("n", 0, gdrdma=True, hcas=1),
         "n:401:501 [1] misc/shmutils.cc:72 NCCL WARN failed to extend /dev/shm",
     ]
-    (problem,) = [p for p in evidence.read(lines).problems if p.code == "shm_too_small"]
+    (problem,) = [p for p in read(lines).problems if p.code == "shm_too_small"]
     assert (problem.hosts, problem.ranks) == (("n",), (1,))
 
 
 def test_the_log_of_some_ranks_is_no_single_node() -> None:
     wrong = []
     for lines, code, words in rows("parts"):
-        verdict = evidence.read(lines)
+        verdict = read(lines)
         said = [p.message for p in verdict.problems if p.code == "ranks_missing"]
         if evidence.exit_code(verdict) != code or bool(words) != bool(said) or (words and words not in said[0]):
             wrong.append((lines, evidence.exit_code(verdict), said))
@@ -87,7 +88,7 @@ def test_the_reason_in_the_log_comes_before_the_module() -> None:
         ([far], "gdr_distance_too_far"),
         ([USABLE.format("Disabled")], "peermem_missing"),
     ):
-        problems = evidence.read([*lines, *IB]).problems
+        problems = read([*lines, *IB]).problems
         loads = "peermem" in problems[0].action
         if problems[0].code != first or problems[0].severity != "fail" or loads != (first == "peermem_missing"):
             wrong.append((lines, problems[0]))
@@ -101,16 +102,16 @@ WARN = "h:1:2 [1] src/x.cc:220 NCCL WARN "
 def test_texts_of_runtimes_and_launchers() -> None:
     wrong = []
     for code, line, ranks in rows("texts"):
-        problem = evidence.read([line]).problems[0]
+        problem = read([line]).problems[0]
         if (problem.code, list(problem.ranks)) != (code, ranks):
             wrong.append((line, problem.code, problem.ranks))
     assert wrong == []
     # a library that one host needs not is no cause: the call that failed stays a failure
     lines = ["h:1:2 [0] NCCL INFO Failed to open libibverbs.so[.1]", "h:1:2 [0] NCCL INFO Using network Socket",
              "h: Test NCCL failure common.cu:1279 'unhandled cuda error / '"]  # fmt: skip
-    assert evidence.read(lines).problems[0].code == "call_failed"
+    assert read(lines).problems[0].code == "call_failed"
     quiet = ("INFO: retry on wait timeout after start", "def f(): raise ValueError('argument is NULL')", "hip replaced")
-    assert [line for line in quiet if evidence.read([line]).problems[0].code != "no_transport_evidence"] == []
+    assert [line for line in quiet if read([line]).problems[0].code != "no_transport_evidence"] == []
 
 
 SOCKET = ["h:1:2 [0] NCCL INFO NET/Socket : Using [0]{0}:fe80::1%{0}<0>"]
@@ -122,12 +123,12 @@ def test_sockets_before_2_5_and_interfaces_that_lead_nowhere() -> None:
         "h:1:2 [0] NCCL INFO NET : Using interface eth0:10.0.0.1<0>",
         "h:1:2 [0] NCCL INFO NET/Socket : 1 interfaces found",
     ]
-    assert evidence.read(old).inter_node_transport == "Socket"
+    assert read(old).inter_node_transport == "Socket"
     wrong = []
     for name, odd in (("sit0", True), ("ip6tnl0", True), ("tun0", True), ("wg0", True), ("veth1a2b", True),
                       ("br-9f", True), ("eth0", False), ("ens5f0np0", False), ("bond0", False),
                       ("ib0", False)):  # fmt: skip
-        codes = [p.code for p in evidence.read([SOCKET[0].format(name)]).problems]
+        codes = [p.code for p in read([SOCKET[0].format(name)]).problems]
         if ("docker_interface_used" in codes) != odd:
             wrong.append((name, codes))
     assert wrong == []

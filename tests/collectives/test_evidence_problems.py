@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from evidence_rows import INFO, WARN, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence, other_texts
@@ -19,7 +20,7 @@ from collectives.nccl_log.codes import CODES, SIGNS
 @each_row(("expected", "line"), rows("warnings"))
 def test_warnings(line: str, expected: list[str]) -> None:
     """The text of each version, its code, and the line as proof."""
-    verdict = evidence.read(["loss 1.0", line])
+    verdict = read(["loss 1.0", line])
     got = sorted(problem.code for problem in verdict.problems)
     assert [code for code in got if code not in ("no_transport_evidence",)] == [
         code for code in expected if code != "no_transport_evidence"
@@ -45,7 +46,7 @@ def net(name: str = "IB/0", tag: str = "/GDRDMA", direction: str = "send") -> st
 @each_row(("name", "gdrdma", "expected", "exit_code", "lines"), rows("scenes"))
 def test_scenes(name: str, gdrdma: str, expected: list[str], exit_code: int, lines: list[str]) -> None:
     """The whole verdict: GPUDirect RDMA, problems, and what a gate does with it."""
-    verdict = evidence.read(lines)
+    verdict = read(lines)
     assert verdict.gdrdma == gdrdma
     assert sorted(problem.code for problem in verdict.problems) == expected
     assert evidence.exit_code(verdict) == exit_code
@@ -53,16 +54,14 @@ def test_scenes(name: str, gdrdma: str, expected: list[str], exit_code: int, lin
 
 def test_a_failed_verb_shows_the_transport() -> None:
     """An excerpt with nothing but the error of a queue pair still says InfiniBand."""
-    assert (
-        evidence.read([WARN + "Call to ibv_modify_qp failed with error Invalid argument"]).inter_node_transport == "IB"
-    )
-    assert evidence.read([WARN + "Call to ibv_open_device failed"]).inter_node_transport == "unknown"
+    assert read([WARN + "Call to ibv_modify_qp failed with error Invalid argument"]).inter_node_transport == "IB"
+    assert read([WARN + "Call to ibv_open_device failed"]).inter_node_transport == "unknown"
 
 
 def test_dead_port_by_absence() -> None:
     """NCCL lists active ports only: what is missing must be named by comparison."""
     lines = [IB, net(), net(direction="receive")]
-    verdict = evidence.read(lines, ports=["mlx5_0:1", "mlx5_1", "mlx5_2:1"])
+    verdict = read(lines, ports=["mlx5_0:1", "mlx5_1", "mlx5_2:1"])
     (problem,) = verdict.problems
     assert (problem.code, problem.count) == ("dead_port", 1)
     assert "node-1: mlx5_2:1" in problem.message
@@ -73,21 +72,21 @@ def test_dead_port_by_absence() -> None:
 def test_a_host_that_lists_fewer_ports_than_its_peers() -> None:
     """Without a list, hosts are compared with each other."""
     other = IB.replace("node-1", "node-2").replace(" [1]mlx5_1:1/IB", "")
-    (problem,) = evidence.read([IB, other, net(), net(direction="receive")]).problems
+    (problem,) = read([IB, other, net(), net(direction="receive")]).problems
     assert (problem.code, problem.message.endswith("node-2: mlx5_1:1")) == ("dead_port", True)
 
 
 @each_row(("listing", "ports"), rows("device_lists"))
 def test_lists_of_devices(listing: str, ports: list[str]) -> None:
     """Merged NICs, rails and planes, SHARP, RCCL, data-direct devices, and the empty list."""
-    assert evidence.read([f"{INFO}NET/IB : Using {listing} eth0:10.0.0.1<0>"]).hcas == tuple(ports)
+    assert read([f"{INFO}NET/IB : Using {listing} eth0:10.0.0.1<0>"]).hcas == tuple(ports)
 
 
 def test_gate_without_gdrdma() -> None:
     """A gate that does not ask for GPUDirect RDMA passes a proven socket run, and still fails a fault."""
-    socket = evidence.read([net("Socket/0", "")])
+    socket = read([net("Socket/0", "")])
     assert (evidence.exit_code(socket), evidence.exit_code(socket, require_gdrdma=False)) == (3, 0)
-    broken = evidence.read([net(), rows("warnings")[0][1]])
+    broken = read([net(), rows("warnings")[0][1]])
     assert evidence.exit_code(broken, require_gdrdma=False) == evidence.FAILED
     with pytest.raises(ValueError, match="fail_on is 'never'"):
         evidence.exit_code(socket, fail_on="never")
@@ -100,9 +99,9 @@ def test_what_the_plugin_sets_is_not_the_users() -> None:
         net("Libfabric/0"),
         net("Libfabric/0", direction="receive"),
     ]
-    verdict = evidence.read(lines)
+    verdict = read(lines)
     assert (verdict.problems, verdict.notes) == ((), ())
-    assert [note.code for note in evidence.read([lines[0], net()]).notes] == ["hand_tuned_env"]
+    assert [note.code for note in read([lines[0], net()]).notes] == ["hand_tuned_env"]
 
 
 def test_codes_are_documented() -> None:
@@ -149,12 +148,12 @@ def test_the_message_that_names_the_reason_comes_before_the_cuda_error() -> None
         "node-1:1:1 [1] include/alloc.h:228 NCCL WARN Cuda failure 800 'operation not permitted'",
         "node-1:1:1 [1] mnnvl.cc:67 NCCL WARN MNNVL (cliqueSize 8) is available but not working on this system.",
     ]
-    assert [problem.code for problem in evidence.read(lines).problems] == ["mnnvl_not_working", "cuda_failure"]
+    assert [problem.code for problem in read(lines).problems] == ["mnnvl_not_working", "cuda_failure"]
 
 
 def test_a_direction_that_was_not_seen_is_not_counted() -> None:
     """ "send 0 of 0" says nothing: only what channels were logged for is named."""
     lines = [f"{INFO}NCCL version 2.27.7+cuda12.9", f"{INFO}Channel 00/0 : 0[0] -> 8[0] [receive] via NET/IB/0"]
-    (detail,) = (problem.message for problem in evidence.read(lines).problems if problem.code == "ib_without_gdrdma")
+    (detail,) = (problem.message for problem in read(lines).problems if problem.code == "ib_without_gdrdma")
     assert "receive 0 of 1 channel" in detail
     assert "send" not in detail

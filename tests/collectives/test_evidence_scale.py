@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rigs.logs import read
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import Reader
@@ -87,7 +88,7 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
     ledger = reader.finish(cut=False)
     assert ledger.lines == len(lines)
     assert sorted(row.line for rows in ledger.proof.values() for row in rows) == want
-    assert evidence.read(lines).lines_read == len(lines)
+    assert read(lines).lines_read == len(lines)
 
 
 def test_per_process_files_join(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rigs.logs import read
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import ChannelCount, Evidence
@@ -60,7 +61,7 @@ def test_prefixes_colours_and_line_ends(log: list[str], prefix: str, colour: str
     dressed = [colour.format(prefix + line) + end for line in log]
     for index, text in enumerate(noise):
         dressed.insert((index * 3) % len(dressed), text + end)
-    assert essence(evidence.read(dressed)) == essence(evidence.read(log))
+    assert essence(read(dressed)) == essence(read(log))
 
 
 @settings(max_examples=33, deadline=None)
@@ -68,9 +69,9 @@ def test_prefixes_colours_and_line_ends(log: list[str], prefix: str, colour: str
 def test_bytes_text_and_blocks_agree(log: list[str], as_bytes: bool, times: int) -> None:
     """Lines as text or bytes, with or without newline, few or many: the same."""
     many = log * times
-    plain = evidence.read("\n".join(many).encode().splitlines(keepends=True)) if as_bytes else evidence.read(many)
+    plain = read("\n".join(many).encode().splitlines(keepends=True)) if as_bytes else read(many)
     padded = [f"{line}\n" for line in many] + ["x" * 200 + "\n"] * 50 * times
-    assert essence(plain) == essence(evidence.read(padded))
+    assert essence(plain) == essence(read(padded))
     assert plain.send.total == (times if plain.gdrdma != "none" else 0)
 
 
@@ -82,7 +83,7 @@ def test_glued_lines(log: list[str], at: int, through_json: bool) -> None:
     index = at % (len(lines) - 1)
     if not lines[index].startswith("NCCL version"):
         lines[index : index + 2] = [lines[index] + ("\\n" if through_json else "") + lines[index + 1]]
-    got, want = essence(evidence.read(lines)), essence(evidence.read(log))
+    got, want = essence(read(lines)), essence(read(log))
     keys = ("inter_node_transport", "intra_node_transport", "gdrdma", "nodes", "send", "receive", "nccl_version")
     assert [getattr(got, key) for key in keys] == [getattr(want, key) for key in keys]
 
@@ -91,7 +92,7 @@ def test_glued_lines(log: list[str], at: int, through_json: bool) -> None:
 def test_a_line_torn_inside_its_tag_is_not_off(cut: int) -> None:
     """ "/GDRDMA" cut anywhere: on where enough is left, never off."""
     neighbour = "n2:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
-    verdict = evidence.read(
+    verdict = read(
         [f"n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0{'/GDRDMA'[:cut]}{neighbour}\n"]
     )
     assert verdict.inter_node_transport == "IB"
@@ -110,7 +111,7 @@ def test_a_wrapped_line_is_joined(cut: int, prefix: str) -> None:
     head, tail = line[:cut], line[cut:]
     if "NCCL INFO Channel" not in head:
         return
-    verdict = evidence.read([f"{prefix}{head}\n", f"{prefix}{tail}\n", "done\n"])
+    verdict = read([f"{prefix}{head}\n", f"{prefix}{tail}\n", "done\n"])
     assert verdict.gdrdma == "on"
     assert verdict.send.total + verdict.undirected.total == 1
 
@@ -118,8 +119,8 @@ def test_a_wrapped_line_is_joined(cut: int, prefix: str) -> None:
 def test_the_end_of_a_cut_file_is_not_off() -> None:
     """The file was cut right behind the device: the tag may have been next."""
     lines = ["x\n", "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0"]
-    assert evidence.read(lines).gdrdma == "none"
-    assert evidence.read([*lines[:1], lines[1] + "\n"]).gdrdma == "off"
+    assert read(lines).gdrdma == "none"
+    assert read([*lines[:1], lines[1] + "\n"]).gdrdma == "off"
 
 
 def test_a_tag_on_its_own_line_explains_a_channel_that_lacks_it() -> None:
@@ -127,11 +128,11 @@ def test_a_tag_on_its_own_line_explains_a_channel_that_lacks_it() -> None:
     on = "n1:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
     bare = "n1:1:2 [0] NCCL INFO Channel 02/0 : 0[0] -> 2[0] [send] via NET/IB/0"
     neighbour = "n3:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
-    assert evidence.read([on, bare, on, "/GDRDMA"]).gdrdma == "on"
-    assert evidence.read([on, bare, on, neighbour + "/GDRDMA"]).gdrdma == "on"
-    assert evidence.read([on, bare, bare, on, "/GDRDMA"]).gdrdma == "partial"
-    assert evidence.read([on, bare, on]).gdrdma == "partial"
-    assert evidence.read([on, bare, on, "+ grep -c 'NCCL INFO.*via NET/.*/GDRDMA' log"]).gdrdma == "partial"
+    assert read([on, bare, on, "/GDRDMA"]).gdrdma == "on"
+    assert read([on, bare, on, neighbour + "/GDRDMA"]).gdrdma == "on"
+    assert read([on, bare, bare, on, "/GDRDMA"]).gdrdma == "partial"
+    assert read([on, bare, on]).gdrdma == "partial"
+    assert read([on, bare, on, "+ grep -c 'NCCL INFO.*via NET/.*/GDRDMA' log"]).gdrdma == "partial"
 
 
 def test_names_made_up_by_tearing_are_no_mix() -> None:
@@ -141,23 +142,23 @@ def test_names_made_up_by_tearing_are_no_mix() -> None:
     lines += [f"{head} Channel 00/0 : 0[0] -> 1[1] via P2P/IPC/read"] * 300
     lines += [f"{head} Channel 00/0 : 0[0] -> 2[0] [send] via NET/IBext/0/GDRDMA"] * 300
     lines += [f"{head} Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"]
-    verdict = evidence.read(lines)
+    verdict = read(lines)
     assert verdict.inter_node_transport == "IB (plugin IBext)"
     assert verdict.intra_node_transport == "P2P/IPC/read"
-    few = evidence.read([*lines[:2], *lines[300:304], lines[-1]])
+    few = read([*lines[:2], *lines[300:304], lines[-1]])
     assert few.inter_node_transport == "mixed IB (plugin IBext) + IB"
     assert few.intra_node_transport == "mixed P2P/IPC/read + P2P/IPC"
 
 
 def test_only_the_ends_of_lines() -> None:
     """``grep -o 'via NET.*'``: the transport and the tag are there, the direction is not."""
-    verdict = evidence.read(["via NET/IB/0/GDRDMA", "via NET/IB/1/GDRDMA"])
+    verdict = read(["via NET/IB/0/GDRDMA", "via NET/IB/1/GDRDMA"])
     assert (verdict.gdrdma, verdict.undirected) == ("on", ChannelCount(total=2, gdrdma=2))
 
 
 def test_text_about_logs_is_no_evidence() -> None:
     """A script that greps for the line, and prose, prove nothing."""
-    verdict = evidence.read(
+    verdict = read(
         [
             "+ grep -q 'via NET/IB/.*/GDRDMA' nccl.log",
             "expect lines such as via NET/IB/0/GDRDMA in the log",
@@ -172,7 +173,7 @@ def test_html_and_json_logs() -> None:
     """Logs out of a browser or a container runtime."""
     html = "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -&gt; 2[0] [send] via NET/IB/0/GDRDMA<br>"
     runtime = '{"log":"n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -\\u003e 1[1] via P2P/CUMEM\\n","stream":"stdout"}'
-    verdict = evidence.read([html, runtime])
+    verdict = read([html, runtime])
     assert (verdict.gdrdma, verdict.intra_node_transport) == ("on", "P2P/CUMEM")
 
 
@@ -184,7 +185,7 @@ def test_html_and_json_logs() -> None:
 )
 def test_any_bytes_give_a_verdict(lines: list[bytes]) -> None:
     """Whatever the file holds, the reader ends with an answer."""
-    verdict = evidence.read(lines)
+    verdict = read(lines)
     assert verdict.gdrdma in ("on", "off", "partial", "none")
     assert evidence.exit_code(verdict) in (0, 3, 5)
 
@@ -197,5 +198,5 @@ def test_random_cuts_never_turn_on_into_off(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     swapped = data.draw(st.permutations(pieces))
-    verdict = evidence.read("".join(swapped).splitlines(keepends=True))
+    verdict = read("".join(swapped).splitlines(keepends=True))
     assert verdict.gdrdma in ("on", "partial", "none")

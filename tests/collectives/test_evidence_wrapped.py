@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from evidence_rows import dressed, rows
+from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
@@ -86,17 +87,17 @@ def test_the_same_channels_and_hosts(dress: str, order: int) -> None:
     """Whatever stands before the lines, and whether the first is one the search was for."""
     numbered = list(enumerate(LOG))[::order]
     worn = [part + "\n" for n, line in numbered for part in DRESSES[dress](n, line).split("\n")]
-    bare = facts(evidence.read([line + "\n" for _, line in numbered]))
+    bare = facts(read([line + "\n" for _, line in numbered]))
     assert bare[5] == len(HOSTS)
-    assert facts(evidence.read(worn)) == bare
+    assert facts(read(worn)) == bare
 
 
 def test_a_dash_and_a_number_in_a_hosts_name_are_kept() -> None:
     """Pods are numbered as a search numbers lines: without a line that matched they are hosts."""
     pods = [f"train-workers-{job}-{pod}" for job in range(4) for pod in range(4)]
-    assert evidence.read([line for pod in pods for line in lines_of(pod)]).hosts == 16
+    assert read([line for pod in pods for line in lines_of(pod)]).hosts == 16
     found = [f"{n}{mark(n)}{line}" for n, line in enumerate(line for pod in pods for line in lines_of(pod))]
-    assert evidence.read(found).hosts == 16
+    assert read(found).hosts == 16
 
 
 @each_row("size", [64, 8192])
@@ -107,7 +108,7 @@ def test_a_runtime_that_cuts_wherever_its_buffer_ends(size: int) -> None:
     for start in range(0, len(text), size):
         for part in text[start : start + size].splitlines(keepends=True):
             rows.append(f"{CRI} stdout {'F' if part.endswith(chr(10)) else 'P'} {part.rstrip(chr(10))}\n")
-    assert facts(evidence.read(rows)) == facts(evidence.read(text.splitlines(keepends=True)))
+    assert facts(read(rows)) == facts(read(text.splitlines(keepends=True)))
 
 
 def test_what_an_entry_without_its_end_holds_is_read() -> None:
@@ -115,8 +116,8 @@ def test_what_an_entry_without_its_end_holds_is_read() -> None:
     channel = "gpu-a:11:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/1"
     rows = [f"{CRI} stdout P {part}\n" for part in (channel[:40], channel[40:])]
     cut = evidence.read_file(io.BytesIO(channel.encode()))
-    assert facts(evidence.read(rows)) == facts(cut) != facts(evidence.read([channel, "the next line"]))
-    assert evidence.read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
+    assert facts(read(rows)) == facts(cut) != facts(read([channel, "the next line"]))
+    assert read([*rows, f"{CRI} stdout F /GDRDMA\n"]).send.gdrdma == 1
 
 
 def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
@@ -133,13 +134,13 @@ def test_a_line_without_end_is_held_no_longer_than_it_is_read() -> None:
             assert b"\n" not in entries.whole(row.encode())
             held = max(held, sum(map(len, entries.held.values())))
         assert held <= MAX_LINE_BYTES
-        assert evidence.read(f"{row}\n" for row in rows).send.gdrdma == 3
+        assert read(f"{row}\n" for row in rows).send.gdrdma == 3
 
 
 def test_proof_stands_in_the_line_that_completes_it() -> None:
     """Lines are counted as they stand in the file."""
     rows = [f"{row}\n" for line in lines_of("gpu-a") for row in torn(line, 30)]
-    numbers = {proof.line for proof in evidence.read(rows).proof}
+    numbers = {proof.line for proof in read(rows).proof}
     assert numbers
     assert all("stdout F" in rows[number - 1] for number in numbers)
 
@@ -161,4 +162,4 @@ def test_an_array_over_lines_goes_on_in_the_next_block() -> None:
 def test_an_array_that_is_no_text_changes_nothing() -> None:
     """Numbers beyond a byte, nothing at all, and words: read as they stand."""
     for value in ("[300, 1]", "[]", "[1,,2]", '["NCCL", 1]', "null"):
-        assert evidence.read([f'{{"MESSAGE": {value}}}\n', *LOG]).hosts == len(HOSTS)
+        assert read([f'{{"MESSAGE": {value}}}\n', *LOG]).hosts == len(HOSTS)

@@ -50,8 +50,8 @@ from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from probes.scan import scan
-from topology.formats.matrix import columns
-from topology.formats.matrix import render as matrix
+from topology.render import columns
+from topology.render import render_matrix as matrix
 
 NODES = path_of(API_VERSION, PLURAL)
 NAMES = sorted(path.name for path in MACHINES.glob("*.json"))

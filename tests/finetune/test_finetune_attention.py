@@ -9,9 +9,8 @@ from filled import filled_model
 from rigs.tables import each_row
 
 from contracts.job_config import JobConfig
-from finetune.attention import Documents, attend
 from finetune.data import collate, pack, prepare
-from finetune.model import cut
+from finetune.model import Documents, attend, cut
 from finetune.rows import load_tokenizer
 
 pytestmark = pytest.mark.long
@@ -78,7 +77,7 @@ def test_a_packed_row_trains_as_under_the_mask_of_transformers():
 LONG = 128 * 1024
 SCRIPT = f"""
 import resource, torch
-from finetune.attention import Documents, attend
+from finetune.model import Documents, attend
 torch.set_num_threads(1)
 ends = torch.arange(1024, {LONG} + 1, 1024, dtype=torch.int32)[None]
 q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from rigs.packages import apt_installed
+from rigs.tables import each_row
 from test_finetune_equivalence import ROOT, case, hold, run_ranks
 from torch._dynamo.utils import counters
 
@@ -41,7 +42,8 @@ def two(kernels, tmp_path_factory):
     return run_ranks(2, CASES, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", [one["name"] for one in CASES])
+@pytest.mark.nightly
+@each_row("name", [one["name"] for one in CASES])
 def test_compiled_layers_compute_what_one_process_computes_uncompiled(two, name):
     """Losses, norms and gradients of the plain reference; and something was compiled."""
     hold(two, name)

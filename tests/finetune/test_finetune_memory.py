@@ -51,7 +51,7 @@ def job(tmp_path):
     def run(**more):
         settings = {
             "model_name_or_path": f"random:{tmp_path / 'model'}", "tokenizer_name": "builtin:bytes",
-            "dataset_name": str(tmp_path / "train.jsonl"), "max_length": 512, "max_steps": 2, "profile_steps": 0,
+            "dataset_name": str(tmp_path / "train.jsonl"), "max_length": 512, "max_steps": 1, "profile_steps": 0,
             "per_device_train_batch_size": 128, "fused_cross_entropy": False,
             "output_dir": str(tmp_path / "out"), **more,
         }  # fmt: skip

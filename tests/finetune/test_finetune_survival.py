@@ -20,7 +20,6 @@ from finetune.verify import MismatchError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # ranks of one: each test is a whole run
 ROOT = Path(__file__).parents[2]
-JOBS = Path(__file__).with_name("jobs")
 JOB = """
 model_name_or_path: random:micro-llama
 dataset_name: synthetic:arithmetic
@@ -43,11 +42,11 @@ profile_steps: 0
 """
 
 
-def fly(folder, *overrides, job=JOB, plan=None):
+def fly(folder, *overrides, plan=None):
     """Run the job in this process; returns exit code and flight."""
     folder.mkdir(exist_ok=True, parents=True)
     config = folder.parent / "job.yaml"
-    config.write_text(job)
+    config.write_text(JOB)
     argv = ["--config", str(config)]
     if plan is not None:
         (folder.parent / "plan.json").write_text(json.dumps({**plan, "config": read_mapping(config)}))
@@ -241,22 +240,3 @@ def test_a_second_run_does_not_mix_with_the_first(tmp_path):
     assert fly(folder, "max_steps=2")[0] == 0
     assert fly(folder, "lora_r=8")[0] == ConfigError.code
     assert fly(folder, "resume_from_checkpoint=false")[0] == ConfigError.code
-
-
-def test_a_config_of_older_releases_trains_as_it_stands(tmp_path):
-    """The file unchanged; only model, data and folder are small ones of this host."""
-    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(32)]
-    for split, count in (("train", 32), ("test", 8)):
-        lines = [json.dumps(row) + "\n" for row in rows[:count]]
-        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
-    job = (JOBS / "llama_gsm8k_trl.yaml").read_text()
-    small = ["model_name_or_path=random:micro-llama", f"dataset_name={tmp_path}", "profile_steps=0"]
-    code, flight = fly(tmp_path / "out", *small, job=job)
-    assert code == 0
-    assert flight["steps_done"] == 10  # 32 rows, 32 a batch, 10 epochs
-    assert len(flight["eval_loss"]) == 10
-    assert flight["layout"]["effective"]["precision"] == "bf16"
-    assert flight["layout"]["effective"]["checkpointed_layers"] == 4
-    assert flight["loss"]["last"] < flight["loss"]["first"]
-    assert list((tmp_path / "out" / "runs").glob("events.*"))
-    assert [p.name for p in list_checkpoints(tmp_path / "out")] == ["checkpoint-10"]

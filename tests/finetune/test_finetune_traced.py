@@ -185,7 +185,7 @@ def padding(model, method, layout, due, key):
 
 
 def every():
-    """Model, method and layout: every sixth family, of each model in turn, the largest world first.
+    """Model, method and layout: every fifth family, of each model in turn, the largest world first.
 
     TOPOFLIGHT_TRACE=all: each layout of each model and world.
     """
@@ -196,7 +196,7 @@ def every():
                 models = kinds.setdefault((method, layout if WHOLE else re.sub(r"\d+", "", layout.family)), {})
                 models.setdefault(name, (name, method, layout))
     found = [list(models.values()) for models in kinds.values()]
-    return [one for of in found for one in of] if WHOLE else [of[at % len(of)] for at, of in enumerate(found[::6])]
+    return [one for of in found for one in of] if WHOLE else [of[at % len(of)] for at, of in enumerate(found[::5])]
 
 
 MADE_AGAIN = [

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from agent.cli.launch import launch
 from contracts import job_plan, run_record
+from finetune.checkpoint import list_checkpoints
 
 ROOT = Path(__file__).parents[2]
 USERS = Path(__file__).with_name("jobs") / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
@@ -65,6 +66,9 @@ def test_the_user_s_file_flies_on_two_ranks_as_it_stands(hub: Hub, tmp_path: Pat
     assert record.model.name == "Meta-Llama/Meta-Llama-3.1-8B-Instruct"
     assert record.loss.first is not None and record.loss.last is not None and record.loss.last < record.loss.first
     assert len(record.eval_loss) == 10
+    assert record.layout.effective.checkpointed_layers == 2
+    assert [path.name for path in list_checkpoints(out)] == ["checkpoint-20"]
+    assert list((out / "runs").glob("events.*"))
     told = "\n".join(record.notes)
     assert "flash_attention_2 is not here" in told and "max_seq_length is now max_length" in told
     assert "Liger's kernel is not here" in told

@@ -19,7 +19,7 @@ import pytest
 from readers import TARGETS
 
 from agent.advice.request import Request, model_of
-from agent.base.bundle_file import BundleError, unpacked
+from agent.base.hosts import BundleError, unpack_bundle
 from agent.base.inputs import RequestError
 from agent.base.result_store import MOST_RECORD_BYTES
 from agent.base.result_store import read as read_kept
@@ -180,9 +180,9 @@ def test_an_archive_costs_no_more_than_its_files(tmp_path: Path) -> None:
         with pytest.raises(RecordingError):
             load_all(tmp_path / "b.tgz")
         with pytest.raises(BundleError):
-            unpacked((tmp_path / "b.tgz").read_bytes())
+            unpack_bundle((tmp_path / "b.tgz").read_bytes())
     for what, (raw, host) in read.items():
-        found = unpacked(gzip.compress(raw + bytes(1024), 1))
+        found = unpack_bundle(gzip.compress(raw + bytes(1024), 1))
         if found != {host: {"recording.json": b"{}"}}:
             wrong.append((what, list(found)))
     assert not wrong, wrong

@@ -22,49 +22,7 @@ from planner.lint.sources import (
     read_environment,
 )
 
-JOB = """
-apiVersion: kubeflow.org/v1
-kind: PyTorchJob
-metadata: {name: sft-roce}
-spec:
-  pytorchReplicaSpecs:
-    Master:
-      template: &template
-        spec:
-          containers:
-            - name: pytorch
-              env:
-                - {name: NCCL_SOCKET_IFNAME, value: "net1"}
-                - {name: NCCL_IB_HBA, value: "mlx5_1"}
-                - {name: NCCL_DEBUG, valueFrom: {configMapKeyRef: {name: x, key: y}}}
-                - {name: HF_TOKEN, value: "secret"}
-    Worker:
-      template: *template
-"""
-TRAINJOB = """
-apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata: {name: sft}
-spec:
-  trainer:
-    numNodes: 2
-    env:
-      - {name: PET_NNODES, value: "2"}
-"""
-MPIJOB = """
-kind: MPIJob
-metadata: {name: nccl-tests}
-spec:
-  mpiReplicaSpecs:
-    Launcher:
-      template:
-        spec:
-          containers:
-            - name: launcher
-              command: [mpirun, -x, NCCL_DEBUG=INFO, -x, 'NCCL_ALGO="Ring"', all_reduce_perf]
-            - name: other
-              args: ["export NCCL_IB_HCA=mlx5_0; NCCL_PROTO=Simple ./run"]
-"""
+JOB, TRAINJOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
 
 
 def one(text: str, kind: str | None = None) -> NamedEnvironment:
@@ -73,66 +31,51 @@ def one(text: str, kind: str | None = None) -> NamedEnvironment:
     return found
 
 
-def test_pytorchjob() -> None:
-    """Anchored templates once; values from elsewhere and secrets are not kept."""
-    found = one(JOB)
-    assert found.environment == {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HBA": "mlx5_1"}
-    assert found.source == "PyTorchJob/sft-roce Master pytorch"
+MAP = json.dumps({"kind": "ConfigMap", "metadata": {"name": "env"}, "data": {"NCCL_NET": "IB", "train.py": "x"}})
+NUMBER = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_IB_TC, value: 106}\n"
 
 
-def test_trainjob_and_its_reserved_names() -> None:
-    """The trainer's env, and the verdict that its source makes possible."""
-    found = one(TRAINJOB)
-    assert [f.code for f in lint(found.environment, source=found.source)] == ["env.name.reserved"]
+@each_row(
+    ("text", "kind", "environment", "said"),
+    [
+        # anchored templates once; values from elsewhere and secrets are not kept
+        (JOB, None, {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HBA": "mlx5_1"}, ["env.name.unknown"]),
+        (TRAINJOB, None, {"PET_NNODES": "2"}, ["env.name.reserved"]),
+        (MAP, None, {"NCCL_NET": "IB"}, []),  # JSON is YAML; a ConfigMap may be taken in by envFrom
+        (NUMBER, None, {"NCCL_IB_TC": "106"}, []),  # an error to the API server but still readable here
+        # NUL-separated, first of two wins, as getenv has it; nothing but communication is kept
+        ("PATH=/bin\0NCCL_NET=IB\0AWS_SECRET_ACCESS_KEY=x\0NCCL_NET=Socket\0", None, {"NCCL_NET": "IB"}, []),
+        # docker does not strip quotes, and the linter says what comes of it; a shell does
+        ('# comment\nNCCL_IB_HCA="mlx5_1"\n\nNCCL_DEBUG=INFO\n', None,
+         {"NCCL_IB_HCA": '"mlx5_1"', "NCCL_DEBUG": "INFO"}, ["env.value.quotes"]),
+        ('export NCCL_IB_HCA="mlx5_1"\n'
+         'NCCL_ALGO=Ring mpirun -x NCCL_PROTO=Simple \\\n  -x NCCL_NET="AWS Libfabric" a\n',
+         None, {"NCCL_IB_HCA": "mlx5_1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NET": "AWS Libfabric"},
+         ["env.debug.leftover"] * 2),
+        # nccl.conf: no trimming and no export, such lines set names that nobody reads
+        ("NCCL_DEBUG = INFO\nexport NCCL_NET=IB\n#NCCL_ALGO=Ring\nNCCL_PROTO=Simple\n", "conf",
+         {"NCCL_DEBUG ": " INFO", "export NCCL_NET": "IB", "NCCL_PROTO": "Simple"},
+         ["env.name.unknown", "env.name.unknown", "env.debug.leftover"]),
+        # the "set by environment" lines of NCCL's log
+        ("n:10:20 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to net1\n"
+         "n:10:20 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 0.\n", None,
+         {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_DISABLE": "0"}, []),
+    ],
+)  # fmt: skip
+def test_the_environment_of_a_text(text: str, kind: str | None, environment: dict[str, str], said: list[str]) -> None:
+    """What is set, and what the linter says of it."""
+    found = one(text, kind)
+    assert found.environment == environment
+    assert sorted(f.code for f in lint(found.environment, source=found.source)) == sorted(said)
 
 
-def test_mpirun_and_shell_inside_a_pod() -> None:
-    """mpirun -x and exports in a command line count too."""
+def test_where_an_environment_stands() -> None:
+    """The way to a container, and mpirun -x and exports in a command line."""
+    assert one(JOB).source == "PyTorchJob/sft-roce Master pytorch"
+    assert one("h:1:1 [0] NCCL INFO NCCL_NET set by environment to IB\n").source == "log"
     launcher, other = read_environment(MPIJOB)
     assert launcher.environment == {"NCCL_DEBUG": "INFO", "NCCL_ALGO": '"Ring"'}  # no shell strips the quotes
     assert other.environment == {"NCCL_IB_HCA": "mlx5_0", "NCCL_PROTO": "Simple"}
-
-
-def test_json_manifests_and_config_maps() -> None:
-    """JSON is YAML; a ConfigMap may be taken in by envFrom."""
-    manifest = {"kind": "ConfigMap", "metadata": {"name": "env"}, "data": {"NCCL_NET": "IB", "train.py": "x"}}
-    assert one(json.dumps(manifest)).environment == {"NCCL_NET": "IB"}
-
-
-def test_numbers_in_yaml_become_the_text_kubernetes_would_want() -> None:
-    """An unquoted number is an error to the API server but still readable here."""
-    text = "kind: Pod\nspec:\n  containers:\n  - name: a\n    env:\n    - {name: NCCL_IB_TC, value: 106}\n"
-    assert one(text).environment == {"NCCL_IB_TC": "106"}
-
-
-def test_process_environment() -> None:
-    """NUL-separated, first of two wins, as getenv has it; nothing but communication is kept."""
-    text = "PATH=/bin\0NCCL_NET=IB\0AWS_SECRET_ACCESS_KEY=x\0NCCL_NET=Socket\0"
-    assert one(text).environment == {"NCCL_NET": "IB"}
-
-
-def test_env_file_keeps_quotes() -> None:
-    """docker does not strip them, and the linter says what comes of it."""
-    found = one('# comment\nNCCL_IB_HCA="mlx5_1"\n\nNCCL_DEBUG=INFO\n')
-    assert found.environment == {"NCCL_IB_HCA": '"mlx5_1"', "NCCL_DEBUG": "INFO"}
-    assert [f.code for f in lint(found.environment)] == ["env.value.quotes"]
-
-
-def test_shell_strips_quotes() -> None:
-    """Exports, prefixes, mpirun and continued lines."""
-    text = (
-        'export NCCL_IB_HCA="mlx5_1"\nNCCL_ALGO=Ring mpirun -x NCCL_PROTO=Simple \\\n  -x NCCL_NET="AWS Libfabric" a\n'
-    )
-    assert one(text).environment == {
-        "NCCL_IB_HCA": "mlx5_1", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NET": "AWS Libfabric",
-    }  # fmt: skip
-
-
-def test_nccl_conf_is_read_as_nccl_reads_it() -> None:
-    """No trimming and no export: such lines set names that nobody reads."""
-    found = one("NCCL_DEBUG = INFO\nexport NCCL_NET=IB\n#NCCL_ALGO=Ring\nNCCL_PROTO=Simple\n", "conf")
-    assert found.environment == {"NCCL_DEBUG ": " INFO", "export NCCL_NET": "IB", "NCCL_PROTO": "Simple"}
-    assert [f.code for f in lint(found.environment)].count("env.name.unknown") == 2
 
 
 def test_what_a_scan_saw() -> None:
@@ -142,17 +85,6 @@ def test_what_a_scan_saw() -> None:
     assert [each.source for each in found] == ["a process", "a nccl.conf"]
     assert [f.code for each in found for f in lint(each.environment)] == ["env.name.unknown"]
     assert recorded_environments(host("b")) == ()
-
-
-def test_log() -> None:
-    """The "set by environment" lines of NCCL's log."""
-    log = (
-        "node1:10:20 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to net1\n"
-        "node1:10:20 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 0.\n"
-    )
-    found = one(log)
-    assert found.environment["NCCL_SOCKET_IFNAME"] == "net1"
-    assert found.source == "log"
 
 
 @each_row(

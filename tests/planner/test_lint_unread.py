@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from rigs.tables import each_row
 
 from agent.checks.lint import lint_text
 from planner.lint.environment import lint
@@ -25,79 +28,15 @@ def settings(found: Reading) -> dict[str, str | None]:
 
 
 POD = "kind: Pod\nspec:\n  containers:\n  - name: t\n    env:\n"
-# file name, text, what it sets, lines that are not understood
-ROWS: tuple[tuple[str, str, dict[str, str | None], tuple[int, ...]], ...] = (
-    # `<<` that begins no here-document
-    ("Dockerfile", "FROM x\nRUN sed -i 's|cout << \"hi\"|x|' a.cc\nENV NCCL_NET=IB\n", {"NCCL_NET": "IB"}, ()),
-    ("Dockerfile", "FROM x\nRUN python -c 'print(1 << shift)'\nENV NCCL_NET=IB\n", {"NCCL_NET": "IB"}, ()),
-    ("Dockerfile", "FROM x\nRUN echo $((1 << 3)) \\\n  && a\nENV NCCL_NET=IB\n", {"NCCL_NET": "IB"}, ()),
-    ("Dockerfile", "FROM x\nRUN cat <<NO\nENV NCCL_NET=IB\n", {"NCCL_NET": "IB"}, (2,)),
-    ("a.sh", "python -c 'print(1 << shift)'\nexport NCCL_NET=IB\n", {"NCCL_NET": "IB"}, ()),
-    ("a.sh", 'python -c "x = 1 << shift"\nexport NCCL_NET=IB\n', {"NCCL_NET": "IB"}, ()),
-    # here-documents of a Dockerfile
-    ("Dockerfile", "FROM x\nRUN <<EOF\necho NCCL_NET=IB > /etc/nccl.conf\nEOF\nENV NCCL_ALGO=Ring\n",
-     {"NCCL_NET": "IB", "NCCL_ALGO": "Ring"}, ()),
-    ("Dockerfile", "FROM x\nCOPY <<-'E' /etc/nccl.conf\n\tNCCL_NET=IB\n\tE\n", {"NCCL_NET": "IB"}, ()),
-    ("Dockerfile", "FROM x\nRUN cat <<E > /etc/nccl.conf && ls\nNCCL_NET=IB\nE\n", {"NCCL_NET": "IB"}, ()),
-    # other forms of a Dockerfile
-    ("Dockerfile", "# escape=`\nFROM x\nENV NCCL_NET=IB `\n # why\n\n NCCL_ALGO=Ring\n",
-     {"NCCL_NET": "IB", "NCCL_ALGO": "Ring"}, ()),
-    ("Dockerfile", "ARG V=1\nFROM x AS b\nARG V=2\nENV NCCL_NET=$V\nFROM b\nENV NCCL_ALGO=a\\ b NCCL_PROTO=$NCCL_NET\n",
-     {"NCCL_NET": "2", "NCCL_ALGO": "a b", "NCCL_PROTO": "2"}, ()),
-    ("Dockerfile", "FROM x\nENV NCCL_NET=IB\nNCCL_ALGO=Ring\nCMD []\n", {"NCCL_NET": "IB"}, (3,)),
-    # a line of the C shell
-    ("a.sh", "export NCCL_NET=IB\nsetenv NCCL_ALGO Ring\n", {"NCCL_NET": "IB"}, (2,)),
-    # JSON in an option
-    ("a.sh", 'ray job submit --runtime-env-json="{\n  \\"env_vars\\": {\\"NCCL_NET\\": \\"IB\\"}\n}" -- a\n',
-     {"NCCL_NET": "IB"}, ()),
-    ("a.sh", "R='{\"env_vars\": {\"NCCL_NET\": \"IB\"}}'\nray job submit --runtime-env-json=\"$R\"\n",
-     {"NCCL_NET": "IB"}, ()),
-    ("a.sh", 'cat > e.json <<EOF\n{"env_vars": {"NCCL_NET": "IB"}}\nEOF\nray --runtime-env-json="$(cat e.json)"\n',
-     {"NCCL_NET": "IB"}, ()),
-    ("a.sh", "export NCCL_ALGO=Ring\nray --runtime-env-json='{\"NCCL_NET\": \"IB\",'\n", {"NCCL_ALGO": "Ring"}, (2,)),
-    # substitutions that hold documents, and what follows them
-    ("a.sh", "export NCCL_NET=IB\nX=$(cat <<EOF\n{\"a\": 1}\nEOF\n)\nNCCL_ALGO=Ring python t.py\n",
-     {"NCCL_NET": "IB", "NCCL_ALGO": "Ring"}, ()),
-    ("a.sh", 'export NCCL_NET="${NCCL_NET:-${DEVICE:-IB}}"\n', {"NCCL_NET": "IB"}, ()),
-    ("a.sh", ': "${NCCL_NET:=IB}"\nexport NCCL_NET\n', {"NCCL_NET": "IB"}, ()),
-    # exported by an attribute, by a launcher that reads the output, by a loop
-    ("a.sh", "for v in NCCL_NET NCCL_ALGO; do export \"$v\"; done\nNCCL_NET=IB\nset -a\nNCCL_ALGO=Ring\nset +a\n",
-     {"NCCL_NET": "IB", "NCCL_ALGO": "Ring"}, ()),
-    ("a.sh", 'NCCL_IB_TC="${NCCL_IB_TC:-104}"\necho "env.NCCL_IB_TC=${NCCL_IB_TC}"\n', {"NCCL_IB_TC": "104"}, ()),
-    ("a.sh", "f() { export NCCL_NET=$1; }\nf IB\n", {"NCCL_NET": "IB"}, ()),
-    ("a.sh", "out=$(mpirun -x NCCL_NET=IB a)\n", {"NCCL_NET": "IB"}, ()),
-    ("a.sh", "CMD='mpirun -x NCCL_NET=IB a'\neval \"$CMD\"\n", {"NCCL_NET": "IB"}, ()),
-    ("a.sh", "make NCCL_HOME=/x\nexport NCCL_NET=IB\n", {"NCCL_NET": "IB"}, ()),
-    ("a.sh", "gcloud run --set-env-vars=NCCL_NET=IB,NCCL_ALGO=Ring\n", {"NCCL_NET": "IB", "NCCL_ALGO": "Ring"}, ()),
-    # settings in another language inside a script
-    ("a.sh", "export NCCL_NET=IB\npython - <<E\nimport os\nos.environ['NCCL_ALGO'] = 'Ring'\nE\n",
-     {"NCCL_NET": "IB"}, (4,)),
-    ("a.sh", "export NCCL_NET=IB\npython -c \"import os; os.environ['NCCL_ALGO'] = 'Ring'\"\n",
-     {"NCCL_NET": "IB"}, (2,)),
-    ("a.sh", "export NCCL_NET=IB\nif [ x; then\n  export NCCL_ALGO=(\n", {"NCCL_NET": "IB"}, (2, 3)),
-    # env files and logs
-    ("a.env", "NCCL_NET=IB\nrun with NCCL_DEBUG=INFO\n", {"NCCL_NET": "IB"}, (2,)),
-    ("", "RuntimeError: NCCL error in: a.cpp:1, system error (run with NCCL_DEBUG=INFO for details)\n", {}, ()),
-    ("a.log", "h:1:1 [0] NCCL INFO NCCL_NET set by environment to IB.\nrun with NCCL_DEBUG=INFO\n",
-     {"NCCL_NET": "IB"}, ()),
-    ("a.py", "import os\nos.environ['NCCL_NET'] = 'IB'\n", {}, ()),
-    ("README.md", "# Run\n\n```bash\nexport NCCL_NET=IB\n```\n", {}, ()),
-    # documents
-    ("a.yaml", "x-env:\n  - script: |\n      docker run --rm \\\n        -e NCCL_NET=IB \\\n        img\n",
-     {"NCCL_NET": "IB"}, ()),
-    ("a.yaml", POD + "    - {name: NCCL_NET, value: IB}\n    args:\n    - |\n      import os\n"
-     "      os.environ['NCCL_ALGO'] = 'Ring'\n", {"NCCL_NET": "IB"}, (10,)),
-)  # fmt: skip
+ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(encoding="utf-8"))
 
 
-def test_what_is_set_and_what_is_not_understood() -> None:
-    wrong = []
-    for name, text, sets, lines in ROWS:
-        found = read_text(text, None, name)
-        got = settings(found), tuple(each.line for each in found.unread)
-        if got != (sets, lines):
-            wrong.append((name, text, got))
-    assert not wrong
+@each_row("row", [row for rows in ROWS.values() for row in rows])
+def test_what_is_set_and_what_is_not_understood(row: dict[str, Any]) -> None:
+    """The settings of a text, and the lines that are named as not understood."""
+    found = read_text(row["text"], None, row.get("file", ""))
+    assert settings(found) == row["sets"]
+    assert [each.line for each in found.unread] == row.get("unread", [])
 
 
 def test_line_numbers_after_continued_texts() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import yaml
 from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
@@ -176,125 +180,26 @@ def test_release_unknown_is_no_verdict() -> None:
 
 
 SINCE = (2, 27, 7)
-PLUGIN = {
-    "NCCL_BUFFSIZE": "8388608", "NCCL_P2P_NET_CHUNKSIZE": "524288", "NCCL_NVLSTREE_MAX_CHUNKSIZE": "524288",
-    "NCCL_NET_FORCE_FLUSH": "0", "NCCL_TUNER_PLUGIN": "/opt/amazon/ofi-nccl/lib/libnccl-ofi-tuner.so",
-}  # fmt: skip
-QUOTED, PLENTY = {"NCCL_P2P_DISABLE": '"1"'}, {"NCCL_BUFFSIZE": "8388608"}
-LEFT = ["env.debug.leftover"] * 2  # a least and a most
-SHADOWED = ["env.pair.shadowed", "env.debug.leftover"]
-SERIAL = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+ROWS = yaml.safe_load(Path(__file__).with_name("lint_values.yaml").read_text(encoding="utf-8"))
 
 
-@each_row(
-    ("environment", "version", "source", "expected"),
-    [
-        # names: removed, too new, unknown, renamed, of other software
-        ({"NCCL_IB_CUDA_SUPPORT": "1"}, SINCE, "", ["env.name.removed"]),
-        ({"NCCL_IB_CUDA_SUPPORT": "1"}, None, "", ["env.name.removed"]),
-        ({"NCCL_SHM_USE_CUDA_MEMCPY": "1"}, (2, 30, 7), "", ["env.name.removed"]),
-        ({"NCCL_SHM_USE_CUDA_MEMCPY": "1"}, SINCE, "", []),
-        ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 21, 5), "", ["env.name.too_new"]),
-        ({"NCCL_NETDEVS_POLICY": "ALL"}, (2, 29, 2), "", []),
-        ({"NCCL_DEBUG": "ATTN"}, (2, 31, 2), "", ["env.value.token"]), ({"NCCL_DEBUG": "ATTN"}, (2, 32, 3), "", []),
-        *(({name: "1"}, SINCE, "", ["env.name.unknown"]) for name in (
-            "NCCL_MIN_CHANNELS", "TORCH_NCCL_ASYNC_ERROR_HANDLNG", "nccl_debug", "export NCCL_DEBUG", "NCCL_IB_HCA ")),
-        ({"NCCL_FROM_THE_FUTURE": "1"}, (2, 99, 0), "", ["env.name.unknown"]),
-        ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, None, "", ["env.torch.hang", "env.torch.renamed"]),
-        ({"NCCL_BLOCKING_WAIT": "1"}, SINCE, "", ["env.torch.renamed"]),
-        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, SINCE, "", []),
-        ({"NCCL_TESTS_DEVICE": "1", "OFI_NCCL_PROTOCOL": "RDMA", "NCCL_FASTRAK_X": "1", "NCCL_IBEXT_DISABLE": "1"},
-         SINCE, "", []),
-        ({"HOME": "/root", "PATH": "/bin", "MY_NCCLX": "1"}, SINCE, "", []),
-        # Kubeflow Trainer's webhook rejects them; elsewhere torchrun reads them as its arguments
-        ({"PET_NNODES": "2"}, SINCE, "TrainJob/sft trainer", ["env.name.reserved"]),
-        ({"PET_NNODES": "2"}, SINCE, "process", []),
-        # debugging: what the EFA plugin sets itself is not the user's doing
-        (SERIAL, SINCE, "", ["env.torch.debug"] * 2), (PLUGIN, SINCE, "log", []),
-        ({"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "OFF"}, SINCE, "", []),
-        (PLENTY, SINCE, "", ["env.debug.leftover"]),
-        (PLUGIN | {"NCCL_BUFFSIZE": "1048576"}, SINCE, "log", ["env.debug.leftover"]),
-        ({"NCCL_IB_GID_INDEX": "3"}, (2, 21, 5), "", ["env.gid.needless"]),
-        ({"NCCL_IB_GID_INDEX": "3"}, (2, 20, 5), "", []), ({"NCCL_IB_GID_INDEX": "3"}, None, "", []),
-        # settings that cancel each other
-        ({"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}, SINCE, "", ["env.debug.leftover", "env.pair.shadowed"]),
-        ({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "NVL"}, SINCE, "", ["env.debug.leftover", "env.pair.shadowed"]),
-        ({"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}, SINCE, "", ["env.pair.sockets"]),
-        ({"NCCL_MIN_NCHANNELS": "64", "NCCL_MAX_NCHANNELS": "4"}, None, "", SHADOWED),
-        ({"NCCL_MIN_NCHANNELS": "4", "NCCL_MAX_NCHANNELS": "4"}, None, "", LEFT),
-        ({"NCCL_MIN_CTAS": "64", "NCCL_MAX_CTAS": "4"}, None, "", SHADOWED),
-        ({"NCCL_MIN_CTAS": "4", "NCCL_MAX_CTAS": "4"}, None, "", LEFT),
-        # Compose, systemd and a shell strip the quotes of an env file: then it disables peer access
-        (QUOTED, None, "env file", ["env.value.quotes", "env.debug.leftover"]),
-        (QUOTED, None, "nccl.conf", ["env.value.quotes"]),
-        ({"NCCL_IB_HCA": '"mlx5_1"'}, SINCE, "", ["env.value.quotes"]),
-    ],
-)  # fmt: skip
-def test_codes_of_an_environment(
-    environment: dict[str, str], version: tuple[int, ...] | None, source: str, expected: list[str]
-) -> None:
+@each_row("row", [row for rows in ROWS["environments"].values() for row in rows])
+def test_codes_of_an_environment(row: dict[str, Any]) -> None:
     """Names by release, settings by where they stand, and pairs of them."""
-    assert codes(environment, version, source) == expected
-
-
-# By code: a name and the values that are wrong for it, whatever the host is.
-WRONG: dict[str, list[tuple[str, ...]]] = {
-    "env.value.kind": [
-        ("NCCL_IB_HCA", "eth0", "ib0", "mlx5_0,ens1f0np0", "0000:1a:00.0"), ("NCCL_COMM_ID", "10.0.0.1"),
-        ("NCCL_SOCKET_IFNAME", "mlx5_0", "=bnxt_re0", "10.0.0.7"), ("GLOO_SOCKET_IFNAME", "mlx5_0", "^lo"),
-        ("NCCL_IB_PKEY", "0x8001", "32767"), ("NCCL_RAS_ADDR", "localhost"), ("NCCL_IB_ADDR_RANGE", "10.0.0.0"),
-        ("NCCL_NETDEVS_POLICY", "MAX"), ("NCCL_TOPO_FILE", "~/topo.xml"),
-    ],
-    "env.value.range": [
-        ("NCCL_IB_TIMEOUT", "0", "2", "99"), ("NCCL_IB_RETRY_CNT", "0", "10"), ("NCCL_NTHREADS", "100"),
-        ("NCCL_IB_QPS_PER_CONNECTION", "0"), ("NCCL_MAX_CTAS", "0"), ("NCCL_SOCKET_RETRY_CNT", "0"),
-        ("NCCL_NVLS_ENABLE", "3"), ("NCCL_IB_ROCE_VERSION_NUM", "3"), ("NCCL_IB_TC", "300"),
-    ],
-    "env.value.token": [
-        ("NCCL_DEBUG_SUBSYS", "INIT, NET", "NETWORK"), ("NCCL_ALGO", "Ring, Tree"), ("NCCL_CTA_POLICY", "FAST"),
-        ("NCCL_IB_RAIL_POLICY", "CX8"), ("NCCL_SOCKET_FAMILY", "af_inet"), ("NCCL_DEBUG", "VERBOSE"),
-        ("NCCL_IB_ADDR_FAMILY", "IPv6"),
-    ],
-    "env.value.level": [
-        ("NCCL_P2P_LEVEL", "phb", "NVLINK", "NET", "3"), ("NCCL_NET_GDR_LEVEL", "phb", "NVLINK", "NET", "3"),
-    ],
-    "env.value.list": [("NCCL_SOCKET_IFNAME", "eth0, eth1")],
-    "env.rdma.tcp": [("NCCL_NET", "Socket"), ("FI_PROVIDER", "tcp", "tcp;ofi_rxm")],
-    "env.torch.hang": [
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), ("TORCH_NCCL_ENABLE_MONITORING", "false"),
-    ],
-    "env.torch.allocator": [
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:true", "max_split_size_mb:512,expandable_segments:1"),
-    ],
-    "env.pair.missing": [("NCCL_COLLNET_ENABLE", "1"), ("NCCL_OOB_NET_IFNAME", "=mlx5_1")],
-}  # fmt: skip
-RIGHT: list[tuple[str, ...]] = [  # a name and values that the documentation allows; names that are somebody else's
-    ("NCCL_IB_HCA", "mlx5", "=mlx5_bond_0:1", "rocep65s0f0,ibp12s0", "rdmap16s27", "^mlx5_2,mlx5_3", "^=mlx5_4",
-     "mlx5_0:1,mlx5_1:1", "=mlx5_1", "=mlx5_0::0:1,mlx5_bond_0", "^mlx5_2"),
-    ("NCCL_SOCKET_IFNAME", "ib", "^docker0,lo", "=eth0,bond0.100", "ibp65s0"), ("NCCL_IB_PKEY", "1"),
-    ("NCCL_COMM_ID", "10.0.0.1:29400", "[::1]:29400"), ("NCCL_IB_ADDR_RANGE", "10.0.0.0/8"), ("NCCL_IB_TIMEOUT", "23"),
-    ("NCCL_IB_GID_INDEX", "3", "-1"), ("NCCL_DEBUG_SUBSYS", "init,net", "^ALL"), ("NCCL_DEBUG", "info"),
-    ("NCCL_CTA_POLICY", "EFFICIENCY|ZERO"), ("FI_PROVIDER", "efa", "cxi"), ("NCCL_NET", "gIB", "IB"),
-    ("NCCL_NETDEVS_POLICY", "max:2"), ("NCCL_IB_RAIL_POLICY", "CX9:FLIP"), ("NCCL_IB_PKEY_VALUE", "0x8001"),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"), ("NCCL_SOCKET_NTHREADS", "-2"), ("NCCL_NET_PLUGIN", "none"),
-    ("NCCL_TUNER_PLUGIN", "/lib/libnccl-tuner.so"),
-    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "max_split_size_mb:512"),
-    *((f"NCCL_{name}", "/usr/local/gib/configs/a.txtpb") for name in (
-        "TUNER_CONFIG_PATH", "SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE", "FASTRAK_LLCM_DEVICE_DIRECTORY")),
-    *((name, "1") for name in ("var_NCCL_DEBUG", "MY_NCCL_DIR", "nccl_path", "USE_NCCL", "SKIP_NCCL_TEST")),
-]  # fmt: skip
+    version = tuple(map(int, row["nccl"].split("."))) if "nccl" in row else None
+    assert codes(row["sets"], version, row.get("in", "")) == row["codes"]
 
 
 @each_row(
     ("name", "value", "code"),
-    [(row[0], value, code) for code, rows in WRONG.items() for row in rows for value in row[1:]],
+    [(row[0], value, code) for code, rows in ROWS["wrong"].items() for row in rows for value in row[1:]],
 )
 def test_wrong_without_any_machine(name: str, value: str, code: str) -> None:
     """A value outside of what the variable takes is named, whatever the host is."""
     assert [each for each in codes({name: value}, None) if each != "env.debug.leftover"] == [code]
 
 
-@each_row(("name", "value"), [(row[0], value) for row in RIGHT for value in row[1:]])
+@each_row(("name", "value"), [(row[0], value) for row in ROWS["right"] for value in row[1:]])
 def test_right_without_any_machine(name: str, value: str) -> None:
     """Nothing is said against what the documentation allows."""
     assert codes({name: value}, None) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rigs.tables import each_row
 
 from contracts.layout import Layout
@@ -110,33 +111,7 @@ def test_mixtures_have_the_published_number_of_weights(name: str, total: int) ->
     assert weights(model_named(name)).total == total
 
 
-# What each config.json on the hub says beside its class's own defaults.
-ON_THE_HUB: dict[str, dict[str, Any]] = {
-    "DeepSeek-V3": {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
-    "Kimi-K2": {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "vocab_size": 163840,
-                "first_k_dense_replace": 1},
-    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": {"model_type": "gpt_oss"},
-    "Gemma-3-1B": {"model_type": "gemma3_text", "hidden_size": 1152, "num_attention_heads": 4, "sliding_window": 512,
-                   "num_key_value_heads": 1, "intermediate_size": 6912, "vocab_size": 262144},
-    "Gemma-3-4B": {"model_type": "gemma3", "text_config": {
-        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-        "sliding_window": 1024}},
-    "Gemma-3-12B": {"model_type": "gemma3", "text_config": {
-        "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "sliding_window": 1024}},
-    "Gemma-3-27B": {"model_type": "gemma3", "text_config": {
-        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
-        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024}},
-    "Llama-4-Scout-17B-16E": {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
-    "Llama-4-Maverick-17B-128E": {"model_type": "llama4", "text_config": {
-        "model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2}},
-    "GLM-4.5": {"model_type": "glm4_moe", "hidden_size": 5120, "num_hidden_layers": 92, "intermediate_size": 12288,
-                "moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3, "head_dim": 128,
-                "attention_bias": True, "use_qk_norm": True},
-    "GLM-4.5-Air": {"model_type": "glm4_moe", "head_dim": 128, "attention_bias": True},
-    "Qwen3-Next-80B-A3B": {"model_type": "qwen3_next", "intermediate_size": 5120},
-}  # fmt: skip
+ON_THE_HUB = yaml.safe_load(Path(__file__).with_name("models_on_the_hub.yaml").read_text(encoding="utf-8"))
 
 
 @each_row("name", ON_THE_HUB)

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
 from rigs.tables import each_row
 
 from agent.advice.advise import of_cluster
@@ -29,60 +30,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "machines"))
 import platform_machines as built  # noqa: E402
 
-EFA = {"NCCL_NET": "AWS Libfabric"}
-AZURE = {"NCCL_IGNORE_CPU_AFFINITY": "1"}
-OCI = {"NCCL_IB_TC": "41", "NCCL_IB_TIMEOUT": "22"}
-OCI_HOST = {**OCI, "NCCL_IGNORE_CPU_AFFINITY": "1"}
-RAILS = {"NCCL_CROSS_NIC": "0"}
-SLINGSHOT = {
-    "NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "hsn", "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB",
-    "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_MR_CACHE_MONITOR": "userfaultfd", "FI_CXI_DEFAULT_CQ_SIZE": "131072",
-    "FI_CXI_RDZV_EAGER_SIZE": "0", "FI_CXI_RDZV_GET_MIN": "0", "FI_CXI_RDZV_THRESHOLD": "0",
-}  # fmt: skip
-CLUSTER_NICS = ",".join(f"mlx5_{number}" for number in range(18) if number not in (2, 11))
-
-EXPECTED: dict[str, tuple[str | None, dict[str, str]]] = {
-    # machine: (platform, settings that NCCL and libfabric read, between nodes)
-    "aws-p4de": ("AWS p4d, p4de", EFA),
-    "aws-p5-4xlarge": ("AWS p5.4xlarge", EFA),
-    "aws-p5": ("AWS p5, p5e", EFA),
-    "aws-p6-b200": ("AWS p5en, p6-b200", EFA),
-    "aws-p6-b300": ("AWS p6-b300", EFA),
-    "aws-p6e-gb200": ("AWS p6e-gb200, p6e-gb300", EFA),
-    "aws-g6e": ("AWS g5, g6, g6e, g7e with EFA", EFA),
-    "azure-nd-a100": ("Azure ND A100 v4", {**AZURE, "NCCL_TOPO_FILE": "/opt/microsoft/ndv4/topo.xml"}),
-    "azure-nd-h200": ("Azure ND H100 v5, ND H200 v5", {**AZURE, "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}),
-    "azure-nd-gb200": ("Azure ND GB200 v6, ND GB300 v6", {}),
-    "azure-nc-a100": ("Azure NC A100 v4", {**AZURE, "NCCL_TOPO_FILE": "/opt/microsoft/ncv4/topo.xml"}),
-    "azure-nc-h100": ("Azure NC H100 v5", {}),
-    "gcp-a3-high": ("Google A3 High", {}),
-    "gcp-a3-mega": ("Google A3 Mega", {}),
-    "gcp-a3-ultra": ("Google A3 Ultra", {}),
-    "gcp-a4": ("Google A4", {}),
-    "gcp-a4x": ("Google A4X, A4X Max", {}),
-    "oci-a100": ("OCI BM.GPU4.8, BM.GPU.B4.8, BM.GPU.A100-v2.8", OCI),
-    "oci-h100": ("OCI BM.GPU.H100.8", {**OCI_HOST, "NCCL_IB_HCA": CLUSTER_NICS}),
-    "oci-h200": ("OCI BM.GPU.H200.8", OCI_HOST),
-    "oci-b200": ("OCI BM.GPU.B200.8, BM.GPU.B300.8", OCI_HOST),
-    "oci-gb200": ("OCI GB200, GB200-v2 (four NICs a tray)", {}),
-    "oci-gb200-v3": ("OCI GB200-v3, GB300 (eight NICs a tray)", OCI),
-    "oci-mi300x": ("OCI BM.GPU.MI300X.8", {}),
-    "slingshot-gh200": ("HPE Slingshot 11", {**SLINGSHOT, "NCCL_PROTO": "^LL128"}),
-    "slingshot-a100": ("HPE Slingshot 11", SLINGSHOT),
-    "slingshot-mi250": (None, {}),
-    "dgx-h200": ("NVIDIA DGX (SuperPOD)", {}),
-    "coreweave-h100": (None, {}),
-    "coreweave-gb300-roce": (None, {**RAILS, "NCCL_IB_ADDR_FAMILY": "AF_INET6"}),
-    "lambda-h100-vm": (None, {}),
-    "openshift-macvlan": (None, {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HCA": "mlx5_1"}),
-    "openshift-ipvlan": (None, {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HCA": "mlx5_1"}),
-    "sriov-pod": (None, {**RAILS, "NCCL_SOCKET_IFNAME": "net1"}),
-    "vlan-on-bond": (None, RAILS),
-    "spectrum-x": (None, {**RAILS, "NCCL_IB_TC": "106"}),
-    "twin-storage": (None, {**RAILS, "NCCL_IB_HCA": ",".join(f"mlx5_{number}" for number in range(8))}),
-    "tcp-two-equal": (None, {"NCCL_SOCKET_IFNAME": "enp0s0,enp1s0"}),
-    "gb200-nvl72-tray": (None, {}),
-}
+EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 
 
 def advice(machine: str, *, multi_node: bool = True) -> EnvAdvice:
@@ -105,11 +53,9 @@ def row_of(machine: str) -> Platform | None:
 @each_row("machine", EXPECTED)
 def test_settings_of_the_built_machine(machine: str) -> None:
     """Recognised by its facts, and given what is right there and no more."""
-    name, expected = EXPECTED[machine]
-    row = row_of(machine)
-    assert (row.name if row else None) == name
-    found = advice(machine)
-    assert transport(found) == expected
+    expected, row, found = EXPECTED[machine], row_of(machine), advice(machine)
+    assert (row.name if row else None) == expected.get("platform")
+    assert transport(found) == expected.get("sets", {})
     assert not [each for each in found.settings if each.name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")]
     assert not transport(advice(machine, multi_node=False)).keys() - {"NCCL_TOPO_FILE"}
 
@@ -184,11 +130,11 @@ def test_unknown_machine_of_a_cloud_is_said_to_be_unknown() -> None:
 @each_row(
     ("name", "expected"),
     [
-        ("BM.GPU.H100.8", OCI_HOST),
-        ("ND96isr_H200_v5", AZURE),
+        ("BM.GPU.H100.8", EXPECTED["oci-h200"]["sets"]),
+        ("ND96isr_H200_v5", {"NCCL_IGNORE_CPU_AFFINITY": "1"}),
         ("a3-megagpu-8g", {}),
-        ("p6-b300.48xlarge", EFA),
-        ("p6e-gb200.36xlarge", EFA),
+        ("p6-b300.48xlarge", EXPECTED["aws-p6-b300"]["sets"]),
+        ("p6e-gb200.36xlarge", EXPECTED["aws-p6-b300"]["sets"]),
         ("dgx-b200", {}),
         ("gb200-nvl72", {}),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,63 +28,7 @@ ADDED = Additions(
     annotations={"forecast-step": "step 1 s"},
 )  # fmt: skip
 # The PyTorchJob of the published recipe for OpenShift AI, its anchors and all; with two comments.
-SFT = """\
-# the baseline
-apiVersion: kubeflow.org/v1
-kind: PyTorchJob
-metadata:
-  name: sft-baseline
-spec:
-  nprocPerNode: "2"
-  pytorchReplicaSpecs:
-    Master:
-      replicas: 1
-      template: &template
-        spec:
-          containers:
-            - name: pytorch
-              command:
-                - bash
-                - -c
-                - torchrun /etc/config/sft.py --config /etc/config/config.yaml
-              env:
-                - name: HF_HOME
-                  value: /mnt/shared/.cache
-                - name: HF_TOKEN
-                  value: ""
-                - name: PYTORCH_CUDA_ALLOC_CONF
-                  value: "expandable_segments:True"
-                - name: NCCL_DEBUG
-                  value: INFO   # what tells
-              image: "quay.io/modh/training:py311-cuda121-torch241"
-              resources:
-                limits: &resources
-                  cpu: "4"
-                  memory: 96Gi
-                  nvidia.com/gpu: "2"
-                requests: *resources
-              volumeMounts:
-                - mountPath: /etc/config
-                  name: config
-                - mountPath: /mnt/shared
-                  name: shared
-                - name: shm
-                  mountPath: /dev/shm
-          volumes:
-            - configMap:
-                name: sft
-              name: config
-            - name: shared
-              persistentVolumeClaim:
-                claimName: shared
-            - name: shm
-              emptyDir:
-                medium: Memory
-                sizeLimit: 2Gi
-    Worker:
-      replicas: 1
-      template: *template
-"""
+SFT = Path(__file__).with_name("wrap_sft.yaml").read_text(encoding="utf-8")
 POD = {"containers": [{"name": "main", "command": ["python", "train.py"]}]}
 TRAINJOB: list[dict[str, Any]] = [
     {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainingRuntime", "metadata": {"name": "torch"},

@@ -10,7 +10,6 @@ import pytest
 from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.tables import each_row
 
 from contracts.finding import Status
 from probes.api import UnavailableError
@@ -139,25 +138,134 @@ def test_a_host_with_a_fast_card_behind_docker() -> None:
     assert found(host) == [("interfaces.choice.wrong", Status.INFO, "eno1")]
 
 
-def test_docker0_first_is_a_failure() -> None:
-    network = Network().add("br-0123456789ab", "172.18.0.1", kind="bridge").add("ens1", "10.0.0.1", pci="0000:1a:00.0")
-    assert found(network.host()) == [("interfaces.choice.wrong", Status.FAIL, "br-0123456789ab")]
+def on_loopback(**card: Any) -> Network:
+    """A host with a card that gives NCCL nothing, or what is said of it."""
+    return Network().add("lo", "127.0.0.1").add("ens1", **{"pci": "0000:1a:00.0", **card})
 
 
-@each_row(
-    ("network", "expected"),
-    [
-        (Network().add("lo", "127.0.0.1").add("ens1", pci="0000:1a:00.0"), Status.FAIL),
-        (Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0", flags=0), Status.FAIL),
-        (Network().add("lo", "127.0.0.1").add("ens1", "10.0.0.5", pci="0000:1a:00.0"), None),
-        (Network().add("lo", "127.0.0.1"), None),
-        (Network().add("lo", "127.0.0.1").add("tunl0", kind="ipip"), None),
-    ],
-    ids=["no address", "down", "healthy", "no card", "a tunnel and no card"],
-)
-def test_only_loopback_on_a_host_with_a_card_is_no_choice(network: Network, expected: Status | None) -> None:
-    chosen = [(code, severity) for code, severity, _ in found(network.host()) if code.startswith("interfaces.choice")]
-    assert chosen == ([("interfaces.choice.none", expected)] if expected else [])
+def narrow_pod() -> Network:
+    network = pod()
+    network.links[2]["IFLA_MTU"] = 1500
+    return network
+
+
+def networks(*rates: tuple[int, int], rdma: bool = False) -> tuple[Network, dict[str, Content]]:
+    """A pod's networks by (Mb/s, MTU), and the annotation that gave them; with `rdma` a host's ports."""
+    network = Network().add("lo", "127.0.0.1")
+    for number, (speed, mtu) in enumerate(rates):
+        device = {"rdma": f"mlx5_{number}"} if rdma else {}
+        name, pci = f"{'rail' if rdma else 'net'}{number}", f"0000:1{number}:00.0"
+        network.add(name, f"10.0.{number}.1", pci=pci, speed=speed, mtu=mtu, **device)
+    entries = [{"name": f"ai/rail{n}", "interface": f"net{n}"} for n in range(len(rates))]
+    return network, {} if rdma else annotated(entries)
+
+
+def annotated(entries: Any) -> dict[str, Content]:
+    return {"/etc/podinfo/network-status": entries if isinstance(entries, str) else json.dumps(entries)}
+
+
+def without_interface(driver: str | None) -> Network:
+    """A pod whose third network, a PCI function, has no interface; a VFIO driver holds it by design."""
+    network = pod()
+    if driver:
+        network.symlinks["/sys/bus/pci/devices/0000:3b:00.2/driver"] = f"/sys/bus/pci/drivers/{driver}"
+        network.files[f"/sys/bus/pci/drivers/{driver}/uevent"] = ""
+    return network
+
+
+def beside_a_fast_card(driver: str) -> Network:
+    network = Network().add("ens1", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
+    network.add("fast0", "172.28.0.5", speed=200000, pci="0000:1a:00.0")
+    network.symlinks["/sys/devices/pci0000:10/0000:1a:00.0/driver"] = f"/sys/bus/pci/drivers/{driver}"
+    network.files[f"/sys/bus/pci/drivers/{driver}/bind"] = ""
+    return network
+
+
+def equal_cards(slow: str, *fast: str, speed: int) -> Network:
+    network = Network().add(slow, "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
+    for index, name in enumerate(fast):
+        network.add(name, f"192.168.{index}.5", speed=speed, pci=f"0000:1{index}:00.0")
+    return network
+
+
+FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
+DOCKER = Network().add("br-0123456789ab", "172.18.0.1", kind="bridge").add("ens1", "10.0.0.1", pci="0000:1a:00.0")
+GONE = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
+OVERLAY = ("interfaces.choice.wrong", FAIL, "eth0")
+INVALID = ("interfaces.network_status.invalid", UNKNOWN, "")
+FULL, SLOW, SMALL = (400000, 9000), (100000, 9000), (400000, 1500)
+NO_FILES: dict[str, Content] = {}
+ROWS: list[tuple[Network, dict[str, Content], dict[str, str], list[tuple[str, Status, str]], str]] = [
+    # network, files, environment, findings, words of a remedy
+    (DOCKER, NO_FILES, {}, [("interfaces.choice.wrong", FAIL, "br-0123456789ab")], ""),
+    (on_loopback(), NO_FILES, {}, [("interfaces.choice.none", FAIL, "")], ""),
+    (on_loopback(address="10.0.0.5", flags=0), NO_FILES, {}, [("interfaces.choice.none", FAIL, "")], ""),
+    (on_loopback(address="10.0.0.5"), NO_FILES, {}, [], ""),
+    (Network().add("lo", "127.0.0.1"), NO_FILES, {}, [], ""),
+    (Network().add("lo", "127.0.0.1").add("tunl0", kind="ipip"), NO_FILES, {}, [], ""),
+    *((pod(), annotated(text), {}, [INVALID, OVERLAY], "") for text in ("{", '{"name": 1}', "[" * 100_000, "null")),
+    (narrow_pod(), annotated(STATUS), {}, [OVERLAY, ("interfaces.mtu.mismatch", WARN, "net1")], "Set mtu 9000"),
+    # speeds by driver, MTUs by kind and speed: one of three fails, two against two warn; RDMA ports are the rdma
+    # probe's to compare, which knows their cards
+    (*networks(FULL, FULL, (100000, 1500), rdma=True), {}, [], ""),
+    (*networks(FULL, FULL, SLOW), {}, [("interfaces.speed.low", FAIL, "net2")], ""),
+    (*networks(FULL, FULL, SMALL), {}, [("interfaces.mtu.mismatch", FAIL, "net2")], ""),
+    (*networks(FULL, SMALL), {}, [("interfaces.mtu.mismatch", WARN, "")], ""),
+    (*networks(FULL, (25000, 1500)), {}, [("interfaces.speed.low", FAIL, "net1")], ""),
+    (without_interface(None), annotated([*STATUS, GONE]), {},
+     [OVERLAY, ("interfaces.network.missing", FAIL, "net2")], ""),
+    (without_interface("vfio-pci"), annotated([*STATUS, GONE]), {}, [OVERLAY], ""),
+    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "net1"}, [], ""),
+    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "eth0"}, [OVERLAY], ""),
+    (pod(), NO_FILES, {"NCCL_SOCKET_IFNAME": "ens5"}, [("interfaces.choice.setting", FAIL, "")], ""),
+    # where sockets carry the data, one of four equal cards is a quarter of the host's rate
+    (equal_cards("aa0", "ens0", "ens1", "ens2", "ens3", speed=200000), NO_FILES, {},
+     [("interfaces.choice.wrong", FAIL, "aa0")], "NCCL_SOCKET_IFNAME=ens0,ens1,ens2,ens3 and GLOO_SOCKET_IFNAME=ens0."),
+    (equal_cards("eth10", "eth1", speed=100000), NO_FILES, {},
+     [("interfaces.choice.wrong", FAIL, "eth10")], "NCCL_SOCKET_IFNAME==eth1 "),
+    # libfabric carries the data on Slingshot, by whatever name the interface has
+    (beside_a_fast_card("cxi_core"), NO_FILES, {}, [("interfaces.choice.wrong", INFO, "ens1")], ""),
+    (beside_a_fast_card("mlx5_core"), NO_FILES, {}, [("interfaces.choice.wrong", FAIL, "ens1")], ""),
+]  # fmt: skip
+
+
+def test_what_is_wrong_with_the_interfaces() -> None:
+    wrong = []
+    for network, files, environment, expected, words in ROWS:
+        made = list(interfaces.check(interfaces.read(network.host(files=files, environment=environment))))
+        got = [(f.code, f.status, f.subject) for f in made if expected or f.status is not INFO]
+        if sorted(got) != sorted(expected) or not (not words or any(words in f.remedy for f in made)):
+            wrong.append((expected, got, [f.remedy for f in made]))
+    assert not wrong, wrong
+
+
+def listed(*names: str) -> list[Interface]:
+    return [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
+
+
+def test_the_order_and_the_setting_of_nccl() -> None:
+    some = ("eth0", "net1", "net10")
+    rows = [
+        (listed("eth0", "ib0"), None, "ib0"),  # ib* first, wherever it stands
+        (listed("docker0", "eth0"), None, "eth0"),
+        (listed("virbr0", "docker0", "lo"), None, "docker0"),
+        (listed("virbr0", "lo"), None, "lo"),
+        (listed("lo", "br-0123456789ab", "eth0"), None, "br-0123456789ab"),  # only the three prefixes are last
+        ([], None, None),
+        (listed(*some), "net", "net1"),
+        (listed(*some), "=net", None),  # exact
+        (listed(*some), "=net10,eth0", "eth0"),
+        (listed(*some), "^net", "eth0"),
+        (listed(*some), "^=eth0", "net1"),
+        (listed(*some), "net10", "net10"),
+        (listed(*some), "mlx", None),
+        (listed(*some), "n", "eth0"),  # one character is ignored
+    ]
+    a, b, c, d = listed("a", "b", "c", "d")
+    unlike = [replace(a, running=False), replace(b, addresses=()), replace(c, addresses=("fe80::1/64",)), d]
+    rows.append((unlike, None, "d"))  # what does not run is skipped, and IPv4 goes before IPv6
+    wrong = [(setting, choice) for some, setting, choice in rows if nccl_choice(some, setting) != choice]
+    assert not wrong
 
 
 def test_a_pod_is_told_by_its_network_status() -> None:
@@ -182,52 +290,6 @@ def test_a_pod_without_network_status_is_told_by_its_links_and_its_gid() -> None
 def test_network_status_in_a_file_of_all_annotations() -> None:
     line = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
     assert look(pod().host(files={"/etc/podnetinfo/annotations": line}))["net1"].multus_network == "ai/rdmashared-net"
-
-
-@each_row("text", ["{", '{"name": 1}', "[" * 100_000, "null"])
-def test_a_broken_network_status_is_said(text: str) -> None:
-    found_ = found(pod().host(files={"/etc/podinfo/network-status": text}))
-    assert ("interfaces.network_status.invalid", Status.UNKNOWN, "") in found_
-
-
-def test_an_mtu_other_than_the_attachment_asked_for() -> None:
-    network = pod()
-    network.links[2]["IFLA_MTU"] = 1500
-    host = network.host(files={"/etc/podinfo/network-status": json.dumps(STATUS)})
-    assert ("interfaces.mtu.mismatch", Status.WARN, "net1") in found(host)
-
-
-def test_networks_of_a_pod_that_differ() -> None:
-    """Speeds by driver, MTUs by kind and speed: one of three fails, two against two warn. RDMA ports are the rdma
-    probe's to compare, which knows their cards."""
-    for rdma, rates, expected in (
-        (True, [(400000, 9000), (400000, 9000), (100000, 1500)], []),
-        (False, [(400000, 9000), (400000, 9000), (100000, 9000)], [("interfaces.speed.low", Status.FAIL, "net2")]),
-        (False, [(400000, 9000)] * 2 + [(400000, 1500)], [("interfaces.mtu.mismatch", Status.FAIL, "net2")]),
-        (False, [(400000, 9000), (400000, 1500)], [("interfaces.mtu.mismatch", Status.WARN, "")]),
-        (False, [(400000, 9000), (25000, 1500)], [("interfaces.speed.low", Status.FAIL, "net1")]),
-    ):
-        network = Network().add("lo", "127.0.0.1")
-        for number, (speed, mtu) in enumerate(rates):
-            name = f"{'rail' if rdma else 'net'}{number}"
-            device = {"rdma": f"mlx5_{number}"} if rdma else {}
-            network.add(name, f"10.0.{number}.1", pci=f"0000:1{number}:00.0", speed=speed, mtu=mtu, **device)
-        entries = [{"name": f"ai/rail{n}", "interface": f"net{n}"} for n in range(len(rates))]
-        files = {} if rdma else {"/etc/podinfo/network-status": json.dumps(entries)}
-        codes = [each for each in found(network.host(files=files)) if not each[0].startswith("interfaces.choice")]
-        assert codes == expected, (rates, codes)
-
-
-def test_a_network_that_was_given_and_is_gone() -> None:
-    """Multus lists net1 and net2, the pod has net1; a function that a VFIO driver holds has no interface by design."""
-    gone = {"name": "ai/rail2", "interface": "net2", "device-info": {"pci": {"pci-address": "0000:3b:00.2"}}}
-    status = {"/etc/podinfo/network-status": json.dumps([*STATUS, gone])}
-    assert ("interfaces.network.missing", Status.FAIL, "net2") in found(pod().host(files=status))
-    network = pod()
-    network.symlinks["/sys/bus/pci/devices/0000:3b:00.2/driver"] = "/sys/bus/pci/drivers/vfio-pci"
-    network.files["/sys/bus/pci/drivers/vfio-pci/uevent"] = ""
-    codes = [code for code, *_ in found(network.host(files=status))]
-    assert "interfaces.network.missing" not in codes
 
 
 def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod() -> None:
@@ -255,82 +317,12 @@ def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
     assert (names["ens1"].master, names["vlan7"].parent, names["vlan7"].role) == ("bond0", "bond0", "host")
 
 
-@each_row(
-    ("names", "choice"),
-    [
-        (["eth0", "ib0"], "ib0"),  # ib* first, wherever it stands
-        (["docker0", "eth0"], "eth0"),
-        (["virbr0", "docker0", "lo"], "docker0"),
-        (["virbr0", "lo"], "lo"),
-        (["lo", "br-0123456789ab", "eth0"], "br-0123456789ab"),  # only the three prefixes are last
-        ([], None),
-    ],
-)
-def test_the_order_of_nccl(names: list[str], choice: str | None) -> None:
-    listed = [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
-    assert nccl_choice(listed) == choice
-
-
-@each_row(
-    ("setting", "choice"),
-    [
-        ("net", "net1"),
-        ("=net", None),  # exact
-        ("=net10,eth0", "eth0"),
-        ("^net", "eth0"),
-        ("^=eth0", "net1"),
-        ("net10", "net10"),
-        ("mlx", None),
-        ("n", "eth0"),  # one character is ignored
-    ],
-)
-def test_the_setting_as_nccl_reads_it(setting: str, choice: str | None) -> None:
-    listed = [
-        Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",))
-        for n in ("eth0", "net1", "net10")
-    ]
-    assert nccl_choice(listed, setting) == choice
-
-
-def test_a_setting_is_judged_by_what_it_takes() -> None:
-    assert not found(pod().host(environment={"NCCL_SOCKET_IFNAME": "net1"}))
-    assert ("interfaces.choice.wrong", Status.FAIL, "eth0") in found(
-        pod().host(environment={"NCCL_SOCKET_IFNAME": "eth0"})
-    )
-    assert found(pod().host(environment={"NCCL_SOCKET_IFNAME": "ens5"})) == [
-        ("interfaces.choice.setting", Status.FAIL, "")
-    ]
-
-
-def test_nccl_skips_what_is_not_running_and_prefers_ipv4() -> None:
-    listed = [
-        Interface(name="a", role="host", up=True, running=False, addresses=("10.0.0.1/24",)),
-        Interface(name="b", role="host", up=True, running=True, addresses=()),
-        Interface(name="c", role="host", up=True, running=True, addresses=("fe80::1/64",)),
-        Interface(name="d", role="host", up=True, running=True, addresses=("10.0.0.2/24",)),
-    ]
-    assert nccl_choice(listed) == "d"
-
-
-def test_sysfs_where_netlink_is_refused() -> None:
-    files: dict[str, Content] = {
-        "/sys/class/net/eth0/flags": "0x1003\n",
-        "/sys/class/net/eth0/operstate": "up\n",
-        "/sys/class/net/eth0/ifindex": "2\n",
-        "/sys/class/net/eth0/iflink": "2\n",
-        "/sys/class/net/eth0/mtu": "9000\n",
-        "/proc/net/route": "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\n"
-        "eth0\t00000000\t0102A8C0\t0003\t0\t0\t0\t00000000\t0\n",
-    }
-    facts = interfaces.read(DictHost(files))
-    assert (facts.source, facts.default_route, facts.nccl_choice) == ("sysfs", "eth0", None)
-    assert (facts.interfaces[0].running, facts.interfaces[0].mtu_bytes) == (True, 9000)
-    assert not list(interfaces.check(facts)), "addresses are unknown without netlink, and that is no fault"
-
-
-def test_nothing_to_list_is_absent() -> None:
+def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
+    """glibc lists interfaces through netlink: where it is refused NCCL and gloo find none either."""
     with pytest.raises(UnavailableError):
-        interfaces.read(DictHost())
+        interfaces.read(DictHost(netlink={}))
+    with pytest.raises(OSError, match="no netlink"):
+        interfaces.read(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
 
 
 def test_samples_fit_their_families() -> None:
@@ -353,32 +345,3 @@ JSON = st.recursive(
 def test_any_json_as_network_status(value: Any) -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
     list(interfaces.check(interfaces.read(host)))
-
-
-def test_remedy_names_every_equally_fast_interface() -> None:
-    """Where sockets carry the data, one of four equal cards is a quarter of the host's rate."""
-    network = Network().add("aa0", "10.0.0.5", speed=25000, pci="0000:01:00.0", default=True)
-    for index in range(4):
-        network.add(f"ens{index}", f"192.168.{index}.5", speed=200000, pci=f"0000:1{index}:00.0")
-    (finding,) = interfaces.check(interfaces.read(network.host()))
-    assert finding.status is Status.FAIL
-    assert finding.remedy == "Set NCCL_SOCKET_IFNAME=ens0,ens1,ens2,ens3 and GLOO_SOCKET_IFNAME=ens0."
-
-
-def test_remedy_is_exact_where_a_name_begins_another() -> None:
-    network = Network().add("eth10", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
-    network.add("eth1", "192.168.1.5", speed=100000, pci="0000:1a:00.0")
-    (finding,) = interfaces.check(interfaces.read(network.host()))
-    assert "NCCL_SOCKET_IFNAME==eth1 " in str(finding.remedy)
-
-
-@each_row(("driver", "severity"), [("cxi_core", Status.INFO), ("mlx5_core", Status.FAIL)])
-def test_sockets_beside_slingshot_are_for_the_start_only(driver: str, severity: Status) -> None:
-    """libfabric carries the data there, by whatever name the interface has."""
-    network = Network().add("ens1", "10.0.0.5", speed=1000, pci="0000:01:00.0", default=True)
-    network.add("fast0", "172.28.0.5", speed=200000, pci="0000:1a:00.0")
-    device = "/sys/devices/pci0000:10/0000:1a:00.0"
-    network.symlinks[f"{device}/driver"] = f"/sys/bus/pci/drivers/{driver}"
-    network.files[f"/sys/bus/pci/drivers/{driver}/bind"] = ""
-    ((_, found_severity, _),) = found(network.host())
-    assert found_severity is severity

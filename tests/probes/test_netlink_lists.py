@@ -1,8 +1,7 @@
-"""Links, addresses and routes of this kernel: in a namespace with links of every kind, and where netlink is refused."""
+"""Links, addresses and routes of this kernel, in a namespace with links of every kind."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 LINKS = """
@@ -38,35 +36,6 @@ from probes.host.live import LiveHost
 host = LiveHost()
 print(json.dumps({what: host.netlink(what) for what in ("links", "addresses", "routes")}))
 """
-# A seccomp filter, as a sandbox has it: socket(AF_NETLINK, ...) ends with an errno. Linux seccomp(2), bpf(2).
-REFUSED = """
-import ctypes, json, platform, struct, sys
-ALLOW, ERRNO, LOAD, EQUALS, RETURN = 0x7FFF0000, 0x00050000, 0x20, 0x15, 0x06
-SOCKET, AF_NETLINK = {"x86_64": 41, "aarch64": 198}[platform.machine()], 16
-rules = [(LOAD, 0, 0, 0), (EQUALS, 0, 3, SOCKET), (LOAD, 0, 0, 16), (EQUALS, 0, 1, AF_NETLINK),
-         (RETURN, 0, 0, ERRNO | int(sys.argv[1])), (RETURN, 0, 0, ALLOW)]
-code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
-class Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("rules", ctypes.c_void_p)]
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-assert libc.prctl(22, 2, ctypes.byref(Program(len(rules), ctypes.addressof(code))), 0, 0) == 0  # PR_SET_SECCOMP
-from probes.host.live import LiveHost
-from probes.registry import BY_NAME
-from probes.scan import run
-host, refused = LiveHost(), []
-for what in ("links", "addresses", "routes"):
-    try:
-        host.netlink(what)
-    except OSError as error:
-        refused.append(error.errno)
-outcome = run(BY_NAME["interfaces"], host)
-print(json.dumps([refused, outcome.facts.source, [i.name for i in outcome.facts.interfaces]]))
-"""
-
-
-def _python(code: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-c", code, *arguments]
 
 
 def _run(command: list[str]) -> Any:
@@ -116,12 +85,3 @@ def test_links_of_every_kind_as_recordings_hold_them(tmp_path: Path) -> None:
     assert routes["10.8.0.0", 16]["RTA_TABLE"] == 1234
     if ("10.9.0.0", 16) in routes:  # not every kernel is built with routes of several ways
         assert routes["10.9.0.0", 16]["RTA_MULTIPATH"] == [{"oif": index["v0"]}, {"oif": index["v0"]}]
-
-
-@each_row("code", [errno.EPERM, errno.EACCES, errno.EAFNOSUPPORT])
-def test_a_sandbox_without_netlink_is_read_from_sysfs(code: int) -> None:
-    """Every list is refused by its errno, and the probe goes on with what sysfs tells."""
-    refused, source, names = _run(_python(REFUSED, str(code)))
-    assert refused == [code] * 3
-    assert source == "sysfs"
-    assert "lo" in names

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rigs.tables import each_row
 from topo_machines import snapshot, topology
 
 from contracts.finding import Status
@@ -39,10 +38,34 @@ def plan(cluster, op="all_gather"):
     return next(e for e in cluster.expectations if e.op == op)
 
 
-def test_one_node_is_no_network():
-    cluster = join([topology(HGX)])
-    assert (cluster.inter_node_transport, cluster.inter_node_bytes_per_second) == (None, None)
-    assert cluster.world_size == 8
+def test_differences_in_words():
+    sound, sick, lost = snapshot(HGX), snapshot("sick-h100-dead-hca"), snapshot("sick-h100-gpu-lost")
+    version, here, there = sound.facts(GpuFacts).driver_version, sound.hostname, sick.hostname
+    small = snapshot("sick-h100-memlock-64KiB")
+    rows = [
+        (diff(sound, sound), None),
+        (diff(sound, changed(HGX, "gpu", driver_version="999.1")), f"driver {version} -> 999.1"),
+        (diff(sound, sick), f"mlx5_3 down on {there} (active on {here})"),
+        (diff(sound, sick, ("in a.json", "in b.json")), "mlx5_3 down in b.json (active in a.json)"),
+        (diff(sound, replace(sick, hostname=here)), "mlx5_3 down (was active)"),
+        (diff(small, sound, ("in a", "in b")), "memlock 64 KiB in a, unlimited in b"),
+    ]
+    wrong = [(expected, found[:1]) for found, expected in rows if next(iter(messages(found)), None) != expected]
+    assert not wrong
+    assert diff_text(()) == "nothing that matters for training differs"
+    of_gpu = [message for message in messages(diff(sound, lost)) if "GPU5" in message]
+    assert of_gpu[0].startswith(f"GPU5 state ok on {here}, lost"), "told once, not by its paths"
+    assert not any("path" in message for message in of_gpu)
+
+
+def test_what_joins_the_nodes():
+    alone, weak = join([topology(HGX)]), join([topology(HGX), topology("sick-h100-dead-hca")])
+    assert (alone.inter_node_transport, alone.inter_node_bytes_per_second, alone.world_size) == (None, None, 8)
+    assert [two(name).inter_node_transport for name in (P4D, GB200, "sick-h100-rdma-off")] == ["efa", "nvlink", "tcp"]
+    assert weak.inter_node_bytes_per_second == pytest.approx(7 * 48e9)
+    assert any("active NICs differ" in warning for warning in weak.warnings)
+    unlike = join([topology(HGX), topology(P4D)])
+    assert any("do not offer the same network" in warning for warning in unlike.warnings)
 
 
 def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
@@ -54,17 +77,6 @@ def test_rdma_cluster_counts_the_nics_on_rails_not_the_storage_ones():
     assert any("NCCL" in step or "bounded" in step for step in plan(cluster).derivation)
 
 
-@each_row(("name", "transport"), [(P4D, "efa"), (GB200, "nvlink"), ("sick-h100-rdma-off", "tcp")])
-def test_transport(name, transport):
-    assert two(name).inter_node_transport == transport
-
-
-def test_weakest_node_bounds_the_cluster_and_is_named():
-    cluster = join([topology(HGX), topology("sick-h100-dead-hca")])
-    assert cluster.inter_node_bytes_per_second == pytest.approx(7 * 48e9)
-    assert any("active NICs differ" in warning for warning in cluster.warnings)
-
-
 def test_classes_of_unlike_nodes_are_counted_in_words():
     """Nearest class first, each with the pairs or GPUs that have it."""
     warnings = join([topology(HGX), topology("l40s-4x-pcie"), topology("sick-l40s-x4")]).warnings
@@ -72,11 +84,6 @@ def test_classes_of_unlike_nodes_are_counted_in_words():
     assert links.endswith("has NV18 for 28 pairs; 2 of 3 nodes have PIX for 2 pairs, SYS for 4 pairs")
     nearest = next(warning for warning in warnings if warning.startswith("nearest NIC classes differ"))
     assert nearest.endswith("2 of 3 nodes have PIX for 2 GPUs, SYS for 2 GPUs")
-
-
-def test_unlike_networks_are_told():
-    cluster = join([topology(HGX), topology(P4D)])
-    assert any("do not offer the same network" in warning for warning in cluster.warnings)
 
 
 def test_text_matrices_join_without_a_bandwidth():
@@ -87,18 +94,6 @@ def test_text_matrices_join_without_a_bandwidth():
     assert plan(cluster).busbw_bytes_per_second is None
 
 
-def test_nothing_differs_from_itself():
-    assert diff(snapshot(HGX), snapshot(HGX)) == ()
-    assert diff_text(()) == "nothing that matters for training differs"
-
-
-def test_driver_in_words():
-    facts = snapshot(HGX).facts(GpuFacts)
-    assert facts is not None
-    after = changed(HGX, "gpu", driver_version="999.1")
-    assert messages(diff(snapshot(HGX), after)) == [f"driver {facts.driver_version} -> 999.1"]
-
-
 def test_narrowed_slot_in_words():
     facts = snapshot(HGX).facts(GpuFacts)
     gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 5 else gpu for gpu in facts.gpus)
@@ -106,22 +101,6 @@ def test_narrowed_slot_in_words():
     assert (difference.message, difference.status) == ("GPU5 x16 -> x8", Status.FAIL)
     (better,) = diff(changed(HGX, "gpu", gpus=gpus), snapshot(HGX))
     assert better.status is Status.INFO
-
-
-def test_dead_port_in_words():
-    sick = snapshot("sick-h100-dead-hca")
-    a, b = snapshot(HGX).hostname, sick.hostname
-    assert messages(diff(snapshot(HGX), sick))[0] == f"mlx5_3 down on {b} (active on {a})"
-    assert (
-        messages(diff(snapshot(HGX), sick, ("in a.json", "in b.json")))[0] == "mlx5_3 down in b.json (active in a.json)"
-    )
-    same = replace(sick, hostname=snapshot(HGX).hostname)
-    assert messages(diff(snapshot(HGX), same))[0] == "mlx5_3 down (was active)"
-
-
-def test_memlock_in_words_here_and_there():
-    found = messages(diff(snapshot("sick-h100-memlock-64KiB"), snapshot(HGX), ("in a", "in b")))
-    assert found[0] == "memlock 64 KiB in a, unlimited in b"
 
 
 def test_throttling_is_as_bad_as_the_scan_calls_it():
@@ -179,12 +158,6 @@ def test_a_node_that_shows_no_gpu_is_odd_among_its_neighbours():
 def test_same_host_names_are_told_apart():
     (family,) = fleet([snapshot(HGX), snapshot(HGX)]).families
     assert [name.rpartition("#")[2] for name in family.common.nodes] == ["1", "2"]
-
-
-def test_lost_gpu_is_told_once():
-    found = [m for m in messages(diff(snapshot(HGX), snapshot("sick-h100-gpu-lost"))) if "GPU5" in m]
-    assert found[0].startswith(f"GPU5 state ok on {snapshot(HGX).hostname}, lost")
-    assert not any("path" in message for message in found)
 
 
 def test_an_empty_fleet_is_an_error():

@@ -9,7 +9,6 @@ import pytest
 from rigs.tables import each_row
 from topo_machines import topology
 
-from contracts.finding import Status
 from hardware.machines import recognised
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
@@ -47,45 +46,84 @@ HYBRID_MESH = {
 }  # fmt: skip
 
 
-def test_hybrid_cube_mesh_is_one_island_without_all_pairs():
-    made = node(8, HYBRID_MESH, capability=V100)
-    (island,) = made.islands
-    assert (len(island.gpus), island.all_to_all, island.nvlinks_per_pair) == (8, False, ("NV1", "NV2"))
-    assert plan(made).busbw_bytes_per_second == pytest.approx(6 * 20e9)  # six NVLink 2 of each V100
+MESH = node(8, HYBRID_MESH, capability=V100)
+CHAIN = node(3, {(0, 1): "NV2", (1, 2): "NV2"})
+TWO_PAIRS = node(4, {(0, 1): "NV12", (2, 3): "NV12"})
+UNNAMED = node(2, {(0, 1): "NV4"}, capability=None)
+H100 = "NVIDIA H100 80GB HBM3"
+SEVEN = node(7, dict.fromkeys(combinations(range(7), 2), "NV18"), model=H100)
+CUT_OFF = node(8, {key: "NV18" for key in combinations(range(8), 2) if 3 not in key}, capability=(9, 0))
+FOUR_NICS = ("n0", "n1", "n2", "n3")
+TIED = {(i, f"n{j}"): "PIX" if i // 2 == j // 2 else "NODE" for i in range(4) for j in range(4)}
+BUNDLED = node(2, {(i, f"n{j}"): "PIX" if j // 2 == i else "SYS" for i in range(2) for j in range(4)}, nics=FOUR_NICS)
 
 
-def test_pairs_one_gpu_apart_are_nvb_to_nccl_and_sys_to_nvidia_smi():
-    made = node(8, HYBRID_MESH, capability=V100)
-    pair = made.pair("GPU0", "GPU5")
-    assert (pair.label, pair.path) == ("SYS", PathClass.NVB)
-    assert made.pair("GPU0", "GPU1").path is PathClass.NVL
-    two_apart = node(4, {(0, 1): "NV1", (1, 2): "NV1", (2, 3): "NV1"})
-    assert two_apart.pair("GPU0", "GPU3").path is PathClass.SYS
+def rate(made, scope="node"):
+    """The planned bus bandwidth in GB/s."""
+    value = plan(made, scope).busbw_bytes_per_second
+    return value and round(value / 1e9, 3)
 
 
-def test_a_chain_closes_no_ring_and_gets_no_plan():
-    made = node(3, {(0, 1): "NV2", (1, 2): "NV2"})
-    assert plan(made, "island").busbw_bytes_per_second is None
-    assert "no ring" in plan(made, "island").derivation[0]
+def codes(made):
+    return [(finding.code, finding.subject) for finding in check(made) if ".nvlink." in finding.code]
 
 
-def test_pairs_of_gpus_are_islands_of_their_own():
-    made = node(4, {(0, 1): "NV12", (2, 3): "NV12"})
-    assert [island.gpus for island in made.islands] == [("GPU0", "GPU1"), ("GPU2", "GPU3")]
-    assert plan(made, "island").busbw_bytes_per_second == pytest.approx(240e9)
-    assert plan(made).busbw_bytes_per_second is None  # what SYS carries is not known here
+def slot(rate_of_slot):
+    made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))
+    made = replace(made, nics=(replace(made.nics[0], pcie_bytes_per_second=rate_of_slot),))
+    return "topology.nic.pcie_bound" in {finding.code for finding in check(made)}
 
 
-def test_unknown_capability_gets_no_plan_and_says_why():
-    made = node(2, {(0, 1): "NV4"}, capability=None)
-    assert plan(made).busbw_bytes_per_second is None
-    assert "compute capability" in plan(made).derivation[0]
+def test_what_follows_from_the_pairs():
+    rows = {
+        "a hybrid cube mesh is one island without all pairs": (
+            [(len(i.gpus), i.all_to_all, i.nvlinks_per_pair) for i in MESH.islands], [(8, False, ("NV1", "NV2"))]),
+        "six NVLink 2 of each V100": (rate(MESH), 6 * 20.0),
+        "pairs one GPU apart are NVB to NCCL": (MESH.pair("GPU0", "GPU5").path, PathClass.NVB),
+        "and SYS to nvidia-smi": (MESH.pair("GPU0", "GPU5").label, "SYS"),
+        "joined pairs are NVL": (MESH.pair("GPU0", "GPU1").path, PathClass.NVL),
+        "two GPUs apart is too far": (
+            node(4, {(0, 1): "NV1", (1, 2): "NV1", (2, 3): "NV1"}).pair("GPU0", "GPU3").path, PathClass.SYS),
+        "a chain closes no ring": (
+            (rate(CHAIN, "island"), "no ring" in plan(CHAIN, "island").derivation[0]), (None, True)),
+        "pairs are islands of their own": (
+            [island.gpus for island in TWO_PAIRS.islands], [("GPU0", "GPU1"), ("GPU2", "GPU3")]),
+        "twelve NVLink 3": (rate(TWO_PAIRS, "island"), 240.0),
+        "what SYS carries is not known here": (rate(TWO_PAIRS), None),
+        "no capability, no plan": ((rate(UNNAMED), "compute capability" in plan(UNNAMED).derivation[0]), (None, True)),
+        "four direct links add up": (rate(node(4, dict.fromkeys(combinations(range(4), 2), "NV4"))), 240.0),
+        "a switch's do not": (rate(node(8, dict.fromkeys(combinations(range(8), 2), "NV12"))), 240.0),
+        "PCIe cards are no HGX": (reference_of(node(8, {}, model="NVIDIA H100 PCIe")), None),
+        "an HGX that lost a GPU is still one": (recognise(SEVEN).sku, "HGX H100/H200"),
+        "and the loss is told": ("7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
+        "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
+        "one GPU cut off from the switch": (codes(CUT_OFF), [("topology.nvlink.missing", "GPU3")]),
+        "a NIC faster than its slot": ((slot(24e9), slot(48e9)), (True, False)),
+        "tied NICs are dealt out in order": (
+            [(rail.nics, rail.gpus) for rail in node(4, TIED, nics=FOUR_NICS).rails],
+            [((f"n{i}",), (f"GPU{i}",)) for i in range(4)]),
+        "several NICs of one GPU are one rail": ([rail.nics for rail in BUNDLED.rails], [("n0", "n1"), ("n2", "n3")]),
+        "which carries what they carry together": (rate(BUNDLED, "rail"), 100.0),
+    }  # fmt: skip
+    wrong = {what: found for what, (found, expected) in rows.items() if found != expected}
+    assert not wrong
 
 
-def test_four_direct_links_add_up_and_a_switch_does_not():
-    direct = node(4, dict.fromkeys(combinations(range(4), 2), "NV4"))
-    switched = node(8, dict.fromkeys(combinations(range(8), 2), "NV12"))
-    assert plan(direct).busbw_bytes_per_second == plan(switched).busbw_bytes_per_second == pytest.approx(240e9)
+def test_constants_of_nccl():
+    """ncclTopoNVLinkBw, the PCIe speeds and CPU to CPU of NCCL 2.30, value by value, in GB/s."""
+    nvlink = {
+        (6, 0): 18.0, V100: 20.0, (7, 5): 20.0, A100: 20.0, (8, 6): 12.0, (8, 7): 20.0, (8, 9): 20.0, (9, 0): 20.6,
+        (10, 0): 40.1, (10, 3): 40.1, (12, 0): 40.1, None: None,
+    }  # fmt: skip
+    pcie = {(8e9, 16): 12, (16e9, 16): 24, (32e9, 16): 48, (64e9, 16): 96, (32e9, 8): 24, (None, 16): None}
+    cpus = {
+        ("AuthenticAMD", 25, 1): 16, ("GenuineIntel", 6, 79): 6, ("GenuineIntel", 6, 85): 10,
+        ("GenuineIntel", 6, 143): 22, ("GenuineIntel", 6, 207): 40, ("ARM", None, None): 6,
+    }  # fmt: skip
+    in_gigabytes = lambda value: value and pytest.approx(value * 1e9)  # noqa: E731
+    assert {key: nvlink_bytes_per_second(key) for key in nvlink} == {k: in_gigabytes(v) for k, v in nvlink.items()}
+    assert {key: pcie_bytes_per_second(*key) for key in pcie} == {k: in_gigabytes(v) for k, v in pcie.items()}
+    assert {key: cpu_bytes_per_second(*key) for key in cpus} == {k: in_gigabytes(v) for k, v in cpus.items()}
 
 
 def test_every_operation_and_scope_is_derived_with_steps():
@@ -97,54 +135,6 @@ def test_every_operation_and_scope_is_derived_with_steps():
     assert any("NVLS" in step for step in plan(made, op="all_reduce").derivation)
     assert not any("NVLS" in step for step in plan(made, op="all_gather").derivation)
     assert any("64 MiB" in step for step in plan(made).derivation)
-
-
-@each_row(
-    ("capability", "gigabytes"),
-    [
-        ((6, 0), 18.0),
-        (V100, 20.0),
-        ((7, 5), 20.0),
-        (A100, 20.0),
-        ((8, 6), 12.0),
-        ((8, 7), 20.0),
-        ((8, 9), 20.0),
-        ((9, 0), 20.6),
-        ((10, 0), 40.1),
-        ((10, 3), 40.1),
-        ((12, 0), 40.1),
-    ],
-)
-def test_nvlink_constants(capability, gigabytes):
-    """ncclTopoNVLinkBw of NCCL 2.30, value by value."""
-    assert nvlink_bytes_per_second(capability) == pytest.approx(gigabytes * 1e9)
-
-
-@each_row(
-    ("speed", "width", "gigabytes"), [(8e9, 16, 12), (16e9, 16, 24), (32e9, 16, 48), (64e9, 16, 96), (32e9, 8, 24)]
-)
-def test_pcie_constants(speed, width, gigabytes):
-    assert pcie_bytes_per_second(speed, width) == pytest.approx(gigabytes * 1e9)
-
-
-def test_unknown_link_has_no_bandwidth():
-    assert pcie_bytes_per_second(None, 16) is None
-    assert nvlink_bytes_per_second(None) is None
-
-
-@each_row(
-    ("cpu", "gigabytes"),
-    [
-        (("AuthenticAMD", 25, 1), 16),
-        (("GenuineIntel", 6, 79), 6),
-        (("GenuineIntel", 6, 85), 10),
-        (("GenuineIntel", 6, 143), 22),
-        (("GenuineIntel", 6, 207), 40),
-        (("ARM", None, None), 6),
-    ],
-)
-def test_cpu_constants(cpu, gigabytes):
-    assert cpu_bytes_per_second(*cpu) == pytest.approx(gigabytes * 1e9)
 
 
 def device(bus_id, parent=None, root="pci0000:00", numa=0, **fields):
@@ -165,16 +155,10 @@ TREE = PciTree(
 )  # fmt: skip
 
 
-@each_row(
-    ("other", "label"),
-    [("nic", "PIX"), ("deep", "PXB"), ("other", "PHB"), ("node", "NODE"), ("far", "SYS"), ("absent", None)],
-)
-def test_labels_from_ancestry(other, label):
-    assert TREE.label("gpu", other) == label
-
-
-def test_two_functions_of_one_device_are_one_bridge_apart():
-    assert TREE.label("nic", "nic.1") == "PIX"
+def test_labels_from_ancestry():
+    labels = {"nic": "PIX", "deep": "PXB", "other": "PHB", "node": "NODE", "far": "SYS", "absent": None}
+    assert {other: TREE.label("gpu", other) for other in labels} == labels
+    assert TREE.label("nic", "nic.1") == "PIX", "two functions of one device are one bridge apart"
 
 
 def test_slot_is_what_device_and_port_can_both_do():
@@ -228,12 +212,6 @@ def test_every_recognised_machine_has_labels_that_exist():
         assert row.gpu_nic is None or path_class(row.gpu_nic) is not None
 
 
-def test_an_hgx_that_lost_a_gpu_is_still_an_hgx():
-    made = node(7, dict.fromkeys(combinations(range(7), 2), "NV18"), model="NVIDIA H100 80GB HBM3")
-    assert recognise(made).sku == "HGX H100/H200"
-    assert "7 GPUs, HGX H100/H200 has 8" in departures(made)
-
-
 @each_row(
     ("model", "product", "gpus", "sku"),
     [
@@ -251,18 +229,6 @@ def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, produc
     assert [words for words in departures(made) if sku is None] == []
 
 
-def test_pcie_cards_are_no_hgx():
-    made = node(8, {}, model="NVIDIA H100 PCIe")
-    assert reference_of(made) is None
-
-
-def test_hgx_without_any_nvlink_is_a_fault():
-    made = node(8, {}, model="NVIDIA H100 80GB HBM3")
-    (finding,) = [finding for finding in check(made) if finding.code == "topology.nvlink.down_hgx"]
-    assert finding.status is Status.FAIL
-    assert "fabricmanager" in finding.remedy
-
-
 def test_text_of_an_hgx_without_nvlink_warns_and_mp_does_not():
     rows = ["\t" + "\t".join([f"GPU{i}" for i in range(8)] + [f"NIC{i}" for i in range(8)])]
     for i in range(8):
@@ -272,20 +238,6 @@ def test_text_of_an_hgx_without_nvlink_warns_and_mp_does_not():
     assert "topology.nvlink.down_hgx" in {finding.code for finding in check(parse(text))}
     mp = parse("$ nvidia-smi topo -mp\n" + text)
     assert "topology.nvlink.down_hgx" not in {finding.code for finding in check(mp)}
-
-
-def test_one_gpu_cut_off_from_the_switch():
-    words = {key: "NV18" for key in combinations(range(8), 2) if 3 not in key}
-    found = [f for f in check(node(8, words, capability=(9, 0))) if f.code == "topology.nvlink.missing"]
-    assert [finding.subject for finding in found] == ["GPU3"]
-
-
-def test_nic_faster_than_its_slot():
-    made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))
-    slow = replace(made, nics=(replace(made.nics[0], pcie_bytes_per_second=24e9),))
-    fits = replace(made, nics=(replace(made.nics[0], pcie_bytes_per_second=48e9),))
-    assert "topology.nic.pcie_bound" in {finding.code for finding in check(slow)}
-    assert "topology.nic.pcie_bound" not in {finding.code for finding in check(fits)}
 
 
 @each_row(("running", "severity"), [(None, None), (48e9, None), (24e9, "fail"), (12e9, "fail"), (37e9, "warn")])
@@ -299,16 +251,3 @@ def test_nic_faster_than_its_link_as_it_runs(running: float | None, severity: st
     found = [f for f in check(replace(made, nics=(nic,))) if f.code == "topology.nic.pcie_bound"]
     assert [(f.status, "Gen3 of Gen5 x16" in f.message) for f in found] == ([(severity, True)] if severity else [])
     assert all(f.remedy.startswith("Reseat") for f in found)
-
-
-def test_rails_deal_tied_nics_out_in_order():
-    words = {(i, f"n{j}"): "PIX" if i // 2 == j // 2 else "NODE" for i in range(4) for j in range(4)}
-    made = node(4, words, nics=("n0", "n1", "n2", "n3"))
-    assert [(rail.nics, rail.gpus) for rail in made.rails] == [((f"n{i}",), (f"GPU{i}",)) for i in range(4)]
-
-
-def test_several_nics_of_one_gpu_are_one_rail():
-    words = {(i, f"n{j}"): "PIX" if j // 2 == i else "SYS" for i in range(2) for j in range(4)}
-    made = node(2, words, nics=("n0", "n1", "n2", "n3"))
-    assert [rail.nics for rail in made.rails] == [("n0", "n1"), ("n2", "n3")]
-    assert plan(made, "rail").busbw_bytes_per_second == pytest.approx(100e9)

@@ -16,12 +16,13 @@ from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
 from topology.build import build
 from topology.check import CODES, check
-from topology.formats.matrix import render as matrix
 from topology.formats.text import parse
 from topology.graph import PathClass
 from topology.render import json_document
+from topology.render import render_matrix as matrix
 from topology.svg import svg
 
+FLAT = "azure-nd-a100-flat-vm"
 HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"
 
 
@@ -38,6 +39,10 @@ def test_every_pair_once_and_every_form_holds(name):
     assert len(node.pairs) == count * (count - 1) // 2
     ElementTree.fromstring(svg(node))  # noqa: S314 - our own drawing
     json.dumps(json_document(node))
+    for finding in check(node):
+        assert finding.code in CODES
+        assert finding.remedy
+        assert finding.evidence or finding.code == "topology.rail.uneven"
 
 
 @each_row("name", [name for name in NAMES if topology(name).gpus])
@@ -50,43 +55,59 @@ def test_matrix_reads_back(name):
     assert again.islands == node.islands
 
 
-def test_nvswitch_box():
-    node = topology(HGX)
-    assert node.sku == "HGX H100/H200"
-    assert [island.nvlinks_per_pair for island in node.islands] == [("NV18",)]
-    assert {near.gpu: near.nics for near in node.nearest_nic}["GPU4"] == ("mlx5_6",)
-    assert [rail.gpus for rail in node.rails] == [(f"GPU{i}",) for i in range(8)]
-    assert check(node) == ()
+def codes(node):
+    return [(finding.code.removeprefix("topology."), finding.subject) for finding in check(node)]
 
 
-def test_efa_instance_shows_its_nics_though_nvidia_smi_would_not():
-    node = topology(P4D)
-    assert {nic.kind for nic in node.nics} == {"efa"}
-    assert all(near.label == "PIX" for near in node.nearest_nic)
-    assert [rail.gpus for rail in node.rails] == [(f"GPU{2 * i}", f"GPU{2 * i + 1}") for i in range(4)]
+def of(node, code):
+    return next(finding for finding in check(node) if finding.code == f"topology.{code}")
 
 
-def test_grace_reaches_its_nic_through_c2c():
-    assert {near.path for near in topology(GB200).nearest_nic} == {PathClass.P2C}
-    assert not [finding for finding in check(topology(GB200)) if finding.code == "topology.gdr.path"]
+def planned(node, scope):
+    (found,) = [e for e in node.expectations if (e.scope, e.op) == (scope, "all_gather")]
+    return found
 
 
-def test_flat_guest_is_recognised_and_nothing_is_claimed():
-    node = topology("azure-nd-a100-flat-vm")
-    assert node.virtual
-    assert not any(near.decidable for near in node.nearest_nic)
-    found = {finding.code: finding for finding in check(node)}
-    assert found["topology.gpu_nic.undecidable"].status is Status.UNKNOWN
-    assert "NCCL_TOPO_FILE" in found["topology.virtual"].remedy
-
-
-def test_missing_nvlinks_lower_the_plan_and_are_found():
-    node = topology("sick-h100-nvlink-missing")
-    assert node.pair("GPU0", "GPU3").label == "NV16"
-    found = [finding for finding in check(node) if finding.code == "topology.nvlink.asymmetric"]
-    assert [(finding.subject, finding.status) for finding in found] == [("GPU3", Status.FAIL)]
-    (plan,) = [e for e in node.expectations if (e.scope, e.op) == ("island", "all_gather")]
-    assert plan.busbw_bytes_per_second == pytest.approx(16 * 20.6e9)
+def test_what_is_said_of_each_machine():
+    hgx, efa, tray, flat, polaris = (topology(name) for name in (HGX, P4D, GB200, FLAT, "polaris-4xA100-nv4"))
+    short, dead, lost = (topology(f"sick-h100-{what}") for what in ("nvlink-missing", "dead-hca", "gpu-lost"))
+    with_file = replace(flat, topology_files=("/opt/microsoft/ndv4-topo.xml",))
+    rows = {
+        "an HGX is recognised": (hgx.sku, "HGX H100/H200"),
+        "one island behind NVSwitch": ([island.nvlinks_per_pair for island in hgx.islands], [("NV18",)]),
+        "each GPU has its NIC": ({near.gpu: near.nics for near in hgx.nearest_nic}["GPU4"], ("mlx5_6",)),
+        "and its rail": ([rail.gpus for rail in hgx.rails], [(f"GPU{i}",) for i in range(8)]),
+        "a sound one has no finding": (check(hgx), ()),
+        "EFA is shown, though nvidia-smi would not": ({nic.kind for nic in efa.nics}, {"efa"}),
+        "near each GPU": ({near.label for near in efa.nearest_nic}, {"PIX"}),
+        "two GPUs a rail": ([rail.gpus for rail in efa.rails], [(f"GPU{2 * i}", f"GPU{2 * i + 1}") for i in range(4)]),
+        "Grace reaches its NIC through C2C": ({near.path for near in tray.nearest_nic}, {PathClass.P2C}),
+        "which is no fault": ("gdr.path" in dict(codes(tray)), False),
+        "a flat guest decides nothing": ((bool(flat.virtual), {near.decidable for near in flat.nearest_nic}),
+                                         (True, {False})),
+        "and says so": (of(flat, "gpu_nic.undecidable").status, Status.UNKNOWN),
+        "with what to set": ("NCCL_TOPO_FILE" in of(flat, "virtual").remedy, True),
+        "and to which file": ("/opt/microsoft/ndv4-topo.xml" in of(with_file, "virtual").remedy, True),
+        "fewer NVLinks on a pair": (short.pair("GPU0", "GPU3").label, "NV16"),
+        "are found": ((of(short, "nvlink.asymmetric").subject, of(short, "nvlink.asymmetric").status),
+                      ("GPU3", Status.FAIL)),
+        "and lower the plan": (planned(short, "island").busbw_bytes_per_second, pytest.approx(16 * 20.6e9)),
+        "a dead HCA is named": ("mlx5_3" in of(dead, "gpu_nic.down").message, True),
+        "with the GPU whose rail it was": ((of(dead, "gpu_nic.down").subject, len(dead.rails)), ("GPU3", 7)),
+        "a lost GPU stays in the matrix": ([gpu.name for gpu in lost.gpus if not gpu.usable], ["GPU5"]),
+        "and out of the island": (len(lost.islands[0].gpus), 7),
+        "and of the plan": ("GPU5" in planned(lost, "node").members, False),
+        "which is that of the others": (
+            planned(lost, "node").busbw_bytes_per_second, pytest.approx(18 * 20.6e9)),
+        "far NICs of a PCIe server": (
+            {("gpu_nic.far", "GPU0"), ("gdr.path", "GPU1")} <= set(codes(topology(A40))), True),
+        # nvidia-smi says NODE where NCCL says PHB; where PHB itself is shown there is nothing to explain
+        "NODE beside the level that covers it": (
+            "NCCL_NET_GDR_LEVEL=PHB" in (text := of(topology(A40), "gdr.path").remedy)
+            and "NCCL's level PHB covers it" in text, True),
+        "PHB needs no word": ("NODE" in of(polaris, "gdr.path").remedy, False),
+    }  # fmt: skip
+    assert not {what: found for what, (found, expected) in rows.items() if found != expected}
 
 
 def test_a_gpu_at_x4_lowers_the_plan_of_the_ring():
@@ -132,29 +153,6 @@ def test_a_slow_nic_lowers_its_rail_and_an_idle_gpu_nothing():
     assert narrow.islands == sound.islands  # NVLink does not care
 
 
-def test_dead_hca_moves_one_gpu_off_its_rail():
-    node = topology("sick-h100-dead-hca")
-    (down,) = [finding for finding in check(node) if finding.code == "topology.gpu_nic.down"]
-    assert down.subject == "GPU3"
-    assert "mlx5_3" in down.message
-    assert len(node.rails) == 7
-
-
-def test_lost_gpu_stays_in_the_matrix_and_out_of_the_plan():
-    node = topology("sick-h100-gpu-lost")
-    assert [gpu.name for gpu in node.gpus if not gpu.usable] == ["GPU5"]
-    assert len(node.islands[0].gpus) == 7
-    plan = next(e for e in node.expectations if (e.scope, e.op) == ("node", "all_gather"))
-    assert "GPU5" not in plan.members
-    assert plan.busbw_bytes_per_second == pytest.approx(18 * 20.6e9)
-
-
-def test_far_nics_of_a_pcie_server():
-    codes = {(finding.code, finding.subject) for finding in check(topology(A40))}
-    assert ("topology.gpu_nic.far", "GPU0") in codes
-    assert ("topology.gdr.path", "GPU1") in codes
-
-
 def test_pxn_is_promised_only_over_nvlink():
     """A PCIe server has no NVLink; Polaris has, but no GPU with a NIC at PXB or nearer; with one, the way is named."""
     for name in ("l40s-4x-pcie", "polaris-4xA100-nv4"):
@@ -170,25 +168,6 @@ def test_pxn_is_promised_only_over_nvlink():
         assert "until then NCCL sends over NVLink" in finding.remedy
         assert f"{finding.subject} to GPU1: NV4" in finding.evidence
         assert "GPU1 to mlx5_1: PIX" in finding.evidence
-
-
-def test_node_is_told_beside_the_level_that_covers_it():
-    """nvidia-smi says NODE where NCCL says PHB; where PHB itself is shown there is nothing to explain."""
-    remedies = {
-        name: next(f.remedy for f in check(topology(name)) if f.code == "topology.gdr.path")
-        for name in (A40, "polaris-4xA100-nv4")
-    }
-    assert "NCCL_NET_GDR_LEVEL=PHB" in remedies[A40]
-    assert "NCCL's level PHB covers it" in remedies[A40]
-    assert "NODE" not in remedies["polaris-4xA100-nv4"]
-
-
-@each_row("name", NAMES)
-def test_every_finding_has_a_listed_code_evidence_and_remedy(name):
-    for finding in check(topology(name)):
-        assert finding.code in CODES
-        assert finding.remedy
-        assert finding.evidence or finding.code == "topology.rail.uneven"
 
 
 def test_without_nvml_the_gpus_are_known_from_pci_alone():
@@ -218,9 +197,3 @@ def test_a_driver_that_does_not_load_leaves_the_gpus_of_the_pci_tree():
     assert not node.nvlink_known
     assert any("DRIVER_NOT_LOADED" in warning for warning in node.warnings)
     assert not [finding for finding in check(node) if finding.code.startswith("topology.nvlink")]
-
-
-def test_topology_files_of_the_provider_are_named():
-    node = replace(topology("azure-nd-a100-flat-vm"), topology_files=("/opt/microsoft/ndv4-topo.xml",))
-    (virtual,) = [finding for finding in check(node) if finding.code == "topology.virtual"]
-    assert "/opt/microsoft/ndv4-topo.xml" in virtual.remedy

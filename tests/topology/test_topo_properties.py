@@ -12,11 +12,11 @@ from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8
 from probes.pci.facts import PciDevice
 from topology.derive import complete
 from topology.formats import TopologyFileError, xml
-from topology.formats.matrix import render as matrix
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, lower, nvlinks, path_class, rank
 from topology.links import PciTree
 from topology.render import json_document
+from topology.render import render_matrix as matrix
 from topology.svg import svg
 
 GPU_LABELS = ["NV1", "NV2", "NV4", "NV12", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"]

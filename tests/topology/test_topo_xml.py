@@ -37,98 +37,123 @@ HGX = """<system version="1">
 """
 
 
-def test_dump():
-    node = xml.parse(HGX, "dump")
-    assert [(gpu.name, gpu.bus_id, gpu.compute_capability) for gpu in node.gpus] == [
-        ("GPU0", "0000:8b:00.0", (9, 0)),
-        ("GPU1", "0000:0a:00.0", (9, 0)),
-    ]
-    assert node.pair("GPU0", "GPU1").label == "NV16"
-    assert node.pair("GPU0", "GPU1").bytes_per_second == pytest.approx(16 * 20.6e9)
-    assert {n.gpu: (n.label, n.nics) for n in node.nearest_nic} == {
-        "GPU0": ("PXB", ("mlx5_1",)),
-        "GPU1": ("PIX", ("mlx5_0",)),
-    }
-    assert any("1 <net> without a PCI device" in warning for warning in node.warnings)
+SERVER = """<system version="1"><cpu numaid="0" arch="x86_64" vendor="AuthenticAMD" familyid="143" modelid="1">
+<pci busid="0000:01:00.0" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="16">
+<pci busid="0000:02:00.0" class="0x030200" vendor="0x10de" link_speed="16.0 GT/s PCIe" link_width="16">
+<gpu dev="0" sm="80" rank="0" gdr="1"/></pci>
+<pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" link_speed="16.0 GT/s PCIe" link_width="16">
+<gpu dev="1" sm="80" rank="1" gdr="1"/></pci>
+<pci busid="0000:04:00.0" class="0x020700" vendor="0x15b3" link_speed="16.0 GT/s PCIe" link_width="16">
+<nic><net name="mlx5_0" dev="0" speed="200000" gdr="1"/></nic></pci>
+</pci></cpu></system>
+"""
 
 
-def test_two_nets_of_one_function_are_one_nic_with_two_ports():
-    nic = xml.parse(HGX).nics[1]
-    assert (nic.name, nic.nets, nic.ports, nic.rate_bytes_per_second) == ("mlx5_1", ("mlx5_1", "mlx5_2"), 2, 50e9)
+def of(*parts: str, version: str = "1", cpu: str = 'numaid="0" arch="x86_64"') -> str:
+    """A file with one CPU."""
+    return f'<system version="{version}"><cpu {cpu}>{"".join(parts)}</cpu></system>'
 
 
-def test_planned_bandwidth_follows_nccl():
-    node = xml.parse(HGX)
-    assert node.pair("GPU1", "mlx5_0").bytes_per_second == 48e9  # PCIe 5.0 x16
-    expected = next(e for e in node.expectations if e.scope == "island" and e.op == "all_gather")
-    assert expected.busbw_bytes_per_second == pytest.approx(16 * 20.6e9)
+def gpu(bus: str, inside: str = "", **words: str) -> str:
+    written = " ".join(f'{name}="{value}"' for name, value in words.items())
+    below = f"<gpu {written}>{inside}</gpu>" if words else ""
+    return f'<pci busid="{bus}:00.0" class="0x030200">{below}</pci>'
 
 
-def test_same_cpu_is_phb_or_node():
-    text = HGX.replace('numaid="1"', 'numaid="0"')
-    two = xml.parse(
-        '<system version="1"><cpu numaid="-1"><pci busid="0:1:0.0" class="0x030000"/>'
-        '<pci busid="0000:02:00.0" class="0x020000"/></cpu></system>'
-    )
-    assert (two.nearest_nic[0].label, two.nearest_nic[0].path) == ("PHB/NODE", PathClass.PHB)
-    assert xml.parse(text).pair("GPU0", "mlx5_0").label == "SYS"  # another <cpu> element is another CPU
+def nvlink(bus: str, count: int, tclass: str = "0x030200") -> str:
+    return f'<nvlink target="{bus}:00.0" count="{count}" tclass="{tclass}"/>'
 
 
-def test_static_file_numbers_gpus_by_bus_id():
-    text = (
-        '<system version="1"><cpu numaid="0"><pci busid="0003:00:00.0" class="0x030200"/>'
-        '<pci busid="0001:00:00.0" class="0x030200"/><pci busid="0101:00:00.0" class="0x020700"/></cpu></system>'
-    )
-    node = xml.parse(text)
-    assert [gpu.bus_id for gpu in node.gpus] == ["0001:00:00.0", "0003:00:00.0"]
-    assert (node.nics[0].name, node.nics[0].link_layer) == ("0101:00:00.0", "InfiniBand")
+def card(bus: str, said: str = "", inside: str = "", code: str = "0x020000") -> str:
+    return f'<pci busid="{bus}:00.0" class="{code}"{said}>{inside}</pci>'
 
 
-def test_static_file_without_classes_names_no_gpu():
-    node = xml.parse('<system version="1"><cpu numaid="0"><pci busid="0000:45:00.0"/></cpu></system>')
-    assert node.gpus == node.nics == ()
-    assert any("have no class" in warning for warning in node.warnings)
+def net(name: str, speed: int = 400000) -> str:
+    return f'<net name="{name}" dev="0" speed="{speed}" port="1"/>'
 
 
-def test_direct_links_name_the_peer():
-    text = (
-        '<system version="1"><cpu numaid="0">'
-        '<pci busid="0000:01:00.0" class="0x030200"><gpu dev="0" sm="70">'
-        '<nvlink target="0000:02:00.0" count="2" tclass="0x030200"/></gpu></pci>'
-        '<pci busid="0000:02:00.0" class="0x030200"><gpu dev="1" sm="70">'
-        '<nvlink target="0000:01:00.0" count="1" tclass="0x030200"/></gpu></pci>'
-        "</cpu></system>"
-    )
-    assert xml.parse(text).pair("GPU0", "GPU1").label == "NV1"
+H100 = gpu("0000:01", dev="0", sm="90")
+MLX = card("0000:02", inside=f"<nic>{net('mlx5_0')}</nic>", code="0x020700")
+JOINED = of(H100, f"<nic>{net('mlx5_0+mlx5_1')}</nic>", f"<nic>{net('docker0')}</nic>")
+STATIC = of(gpu("0003:00"), gpu("0001:00"), card("0101:00", code="0x020700"))
+UNCLASSED = of('<pci busid="0000:45:00.0"/>')
+LEADS_BACK = of(*(gpu(f"000{n}:00", nvlink(f"000{n}:00", 12, "0x068000"), dev=f"{n}", sm="80") for n in (1, 2)))
+DIRECT = of(
+    gpu("0000:01", nvlink("0000:02", 2), dev="0", sm="70"), gpu("0000:02", nvlink("0000:01", 1), dev="1", sm="70")
+)
+TWO_BELOW = of('<pci busid="0000:01:00.0" class="0x030200"><gpu dev="0" sm="107"/><gpu dev="1" sm="107"/></pci>')
+TWO_HOSTS = "".join(f'<cpu host_hash="0x{n}" numaid="0">{gpu("0000:01")}</cpu>' for n in (1, 2))
+STRAY = of("\n" + card("0000:41", inside="\n" + net("mlx5_0", 100000)))
+NARROW = SERVER.replace('link_speed="16.0 GT/s PCIe" link_width="16"', 'link_speed="8.0 GT/s PCIe" link_width="8"', 1)
+C2C = of(gpu("0009:01", '<c2c bw="450000" count="1"/>', dev="0", sm="90"), MLX, cpu='numaid="0" arch="arm64"')
 
 
-def test_several_gpus_below_one_function():
-    text = (
-        '<system version="1"><cpu numaid="0"><pci busid="0000:01:00.0" class="0x030200">'
-        '<gpu dev="0" sm="107"/><gpu dev="1" sm="107"/></pci></cpu></system>'
-    )
-    node = xml.parse(text)
-    assert [(gpu.name, gpu.compute_capability) for gpu in node.gpus] == [("GPU0", (10, 7)), ("GPU1", (10, 7))]
+def nics(node):
+    return [(nic.name, nic.nets, nic.ports, nic.rate_bytes_per_second) for nic in node.nics]
 
 
-def test_c2c_reaches_the_nic_through_the_cpu():
-    text = (
-        '<system version="1"><cpu numaid="0" arch="arm64"><pci busid="0009:01:00.0" class="0x030200">'
-        '<gpu dev="0" sm="90"><c2c bw="450000" count="1"/></gpu></pci>'
-        '<pci busid="0000:01:00.0" class="0x020700"><nic><net name="mlx5_0" dev="0" speed="400000"/></nic></pci>'
-        "</cpu></system>"
-    )
-    assert xml.parse(text).pair("GPU0", "mlx5_0").path is PathClass.P2C
+def bus_ids(node):
+    return [(gpu.name, gpu.bus_id) for gpu in node.gpus]
 
 
-def test_only_the_first_host_of_a_file_is_read():
-    text = (
-        '<system version="1"><cpu host_hash="0x1" numaid="0"><pci busid="0000:01:00.0" class="0x030200"/></cpu>'
-        '<cpu host_hash="0x2" numaid="0"><pci busid="0000:01:00.0" class="0x030200"/></cpu></system>'
-    )
-    node = xml.parse(text)
-    assert len(node.gpus) == 1
-    assert any("2 hosts" in warning for warning in node.warnings)
+def planned(node):
+    return next(e for e in node.expectations if (e.scope, e.op) == ("island", "all_gather")).busbw_bytes_per_second
+
+
+SAYS = {  # what is shown -> file, what of the node, expected
+    "GPUs by dev, with their capability": (
+        HGX, lambda node: [(*each, gpu.compute_capability) for each, gpu in zip(bus_ids(node), node.gpus, strict=True)],
+        [("GPU0", "0000:8b:00.0", (9, 0)), ("GPU1", "0000:0a:00.0", (9, 0))]),
+    "the fewer links through a switch": (HGX, lambda node: node.pair("GPU0", "GPU1").label, "NV16"),
+    "and their plan": (HGX, lambda node: node.pair("GPU0", "GPU1").bytes_per_second, pytest.approx(16 * 20.6e9)),
+    "which is the island's": (HGX, planned, pytest.approx(16 * 20.6e9)),
+    "the nearest NICs": (
+        HGX, lambda node: [(n.gpu, n.label, n.nics) for n in node.nearest_nic],
+        [("GPU0", "PXB", ("mlx5_1",)), ("GPU1", "PIX", ("mlx5_0",))]),
+    "two nets of one function are one NIC with two ports": (
+        HGX, lambda node: nics(node)[1], ("mlx5_1", ("mlx5_1", "mlx5_2"), 2, 50e9)),
+    "PCIe 5.0 x16": (HGX, lambda node: node.pair("GPU1", "mlx5_0").bytes_per_second, 48e9),
+    "another <cpu> element is another CPU": (
+        HGX.replace('numaid="1"', 'numaid="0"'), lambda node: node.pair("GPU0", "mlx5_0").label, "SYS"),
+    "the same CPU is PHB or NODE": (
+        of('<pci busid="0:1:0.0" class="0x030000"/>', card("0000:02"), cpu='numaid="-1"'),
+        lambda node: (node.nearest_nic[0].label, node.nearest_nic[0].path), ("PHB/NODE", PathClass.PHB)),
+    "a static file numbers GPUs by bus id": (
+        STATIC, bus_ids, [("GPU0", "0001:00:00.0"), ("GPU1", "0003:00:00.0")]),
+    "and NICs by theirs": (
+        STATIC, lambda node: (node.nics[0].name, node.nics[0].link_layer), ("0101:00:00.0", "InfiniBand")),
+    "without classes there is no GPU": (UNCLASSED, lambda node: (node.gpus, node.nics), ((), ())),
+    "direct links name the peer": (DIRECT, lambda node: node.pair("GPU0", "GPU1").label, "NV1"),
+    "several GPUs below one function": (
+        TWO_BELOW, lambda node: [(g.name, g.compute_capability) for g in node.gpus],
+        [("GPU0", (10, 7)), ("GPU1", (10, 7))]),
+    "C2C reaches the NIC through the CPU": (C2C, lambda node: node.pair("GPU0", "mlx5_0").path, PathClass.P2C),
+    "the first host of a file": (
+        f'<system version="1">{TWO_HOSTS}</system>', lambda node: len(node.gpus), 1),
+    "NVLinks that lead back join nobody": (LEADS_BACK, lambda node: node.islands, ()),
+    "a net outside a NIC gives its name": (STRAY, nics, [("mlx5_0", ("mlx5_0",), 1, 100e9 / 8)]),
+    # NCCL's XML leaves out the ports of a switch: two devices below one do not share its way up
+    "a device's link is its own": (NARROW, lambda node: node.pair("GPU0", "GPU1").bytes_per_second, 24e9),
+    "ports that NCCL joined are no NIC": (JOINED, lambda node: node.nics, ()),
+    **{f"a class alone is no RDMA card{said}": (of(H100, card("0000:02", said)), lambda node: node.nics[0].kind, kind)
+       for said, kind in (("", "unknown"), (' vendor="0x8086"', "ethernet"), (' vendor="0x15b3"', "hca"))},
+}  # fmt: skip
+WARNS = [  # file, words of a warning
+    (HGX, "1 <net> without a PCI device"), (UNCLASSED, "have no class"),
+    (f'<system version="1">{TWO_HOSTS}</system>', "2 hosts"), (LEADS_BACK, "GPU1, GPU2 lead to the same GPU"),
+    (STRAY, "line 3: <net>"), (JOINED, "mlx5_0+mlx5_1: ports that NCCL joined"),
+    (JOINED, "1 <net> without a PCI device"),
+]  # fmt: skip
+
+
+def test_what_a_file_says():
+    wrong = {}
+    for what, (text, tell, expected) in SAYS.items():
+        if (found := tell(xml.parse(text, "dump"))) != expected:
+            wrong[what] = found
+    assert not wrong
+    for text, words in WARNS:
+        assert any(words in warning for warning in xml.parse(text).warnings), words
 
 
 @each_row(
@@ -138,6 +163,8 @@ def test_only_the_first_host_of_a_file_is_read():
         ("<system>", 1, "well-formed"),
         ("<system/>", 1, "no <cpu>"),
         ("\n\n<graphs/>", 1, "expected <system>"),
+        ('<graphs version="1"><graph id="0" pattern="4"/></graphs>', 1, "NCCL_TOPO_DUMP_FILE"),
+        (of(H100, version="2"), 1, "AMD's RCCL"),
         ('<system><cpu>\n<pci class="0x030200"/></cpu></system>', 2, "without busid"),
         ('<system><cpu>\n<pci busid="0:1:0.0"/><pci busid="0:1:0.0"/></cpu></system>', 2, "twice"),
         ('<!DOCTYPE system [<!ENTITY a "b">]><system><cpu/></system>', 1, "refused"),
@@ -155,41 +182,6 @@ def test_refused_with_the_line(text, line, words):
     with pytest.raises(TopologyFileError, match=words) as caught:
         xml.parse(text, "file.xml")
     assert caught.value.line == line or words == "expected <system>"
-
-
-def test_nvlinks_that_lead_back_join_nobody():
-    """A provider's file for a VM with NVLink pairs gives each GPU as its own partner."""
-    gpus = "".join(
-        f'<pci busid="000{n}:00:00.0" class="0x030200"><gpu dev="{n}" sm="80">'
-        f'<nvlink target="000{n}:00:00.0" count="12" tclass="0x030200"/></gpu></pci>'
-        for n in (1, 2)
-    )
-    node = xml.parse(f'<system version="1"><cpu numaid="0">{gpus}</cpu></system>')
-    assert node.islands == ()
-    assert any("GPU1, GPU2 lead to the same GPU" in warning for warning in node.warnings)
-
-
-def test_a_net_outside_a_nic_gives_its_name_and_a_warning():
-    """Written by hand so; NCCL itself passes over it."""
-    net = '<net name="mlx5_0" dev="0" speed="100000"/>'
-    text = (
-        f'<system version="1"><cpu numaid="0">\n<pci busid="0000:41:00.0" class="0x020000">\n{net}</pci></cpu></system>'
-    )
-    node = xml.parse(text)
-    assert [(nic.name, nic.rate_bytes_per_second) for nic in node.nics] == [("mlx5_0", 100e9 / 8)]
-    assert any(warning.startswith("line 3: <net>") for warning in node.warnings)
-
-
-SERVER = """<system version="1"><cpu numaid="0" arch="x86_64" vendor="AuthenticAMD" familyid="143" modelid="1">
-<pci busid="0000:01:00.0" class="0x060400" link_speed="16.0 GT/s PCIe" link_width="16">
-<pci busid="0000:02:00.0" class="0x030200" vendor="0x10de" link_speed="16.0 GT/s PCIe" link_width="16">
-<gpu dev="0" sm="80" rank="0" gdr="1"/></pci>
-<pci busid="0000:03:00.0" class="0x030200" vendor="0x10de" link_speed="16.0 GT/s PCIe" link_width="16">
-<gpu dev="1" sm="80" rank="1" gdr="1"/></pci>
-<pci busid="0000:04:00.0" class="0x020700" vendor="0x15b3" link_speed="16.0 GT/s PCIe" link_width="16">
-<nic><net name="mlx5_0" dev="0" speed="200000" gdr="1"/></nic></pci>
-</pci></cpu></system>
-"""
 
 
 def of_links(text: str) -> list[tuple[str, str, str]]:
@@ -221,48 +213,3 @@ def test_a_device_without_gpudirect_rdma_is_told_with_its_line():
     refused = SERVER.replace('rank="1" gdr="1"', 'rank="1" gdr="0"')
     (found,) = [f for f in check(xml.parse(refused)) if f.code == "topology.gdr.refused"]
     assert (found.subject, found.evidence) == ("GPU1", ('line 6: <gpu dev="1" gdr="0">',))
-
-
-def test_the_link_of_a_device_is_its_own_not_that_of_the_switch_above():
-    """NCCL's XML leaves out the ports of a switch: two devices below one do not share its way up."""
-    narrow = SERVER.replace(
-        'link_speed="16.0 GT/s PCIe" link_width="16"', 'link_speed="8.0 GT/s PCIe" link_width="8"', 1
-    )
-    assert xml.parse(narrow).pair("GPU0", "GPU1").bytes_per_second == 24e9
-
-
-# Files of the same family that are not what the reader reads, and devices that stand where none is expected.
-
-GPU = '<pci busid="0000:{bus}:00.0" class="0x030200"><gpu dev="{dev}" sm="90" rank="{dev}" gdr="1"/></pci>'
-NET = '<nic><net name="{name}" dev="0" speed="400000" port="1"/></nic>'
-
-
-def system(body, version="1"):
-    return f'<system version="{version}"><cpu numaid="0" arch="x86_64">{body}</cpu></system>'
-
-
-def test_ports_that_nccl_joined_are_no_bridge():
-    body = GPU.format(bus="01", dev=0) + NET.format(name="mlx5_0+mlx5_1") + NET.format(name="docker0")
-    node = xml.parse(system(body))
-    assert node.nics == ()
-    assert any(warning.startswith("mlx5_0+mlx5_1: ports that NCCL joined") for warning in node.warnings)
-    assert any(warning.startswith("1 <net> without a PCI device") for warning in node.warnings)
-
-
-@each_row(
-    ("text", "words"),
-    [
-        ('<graphs version="1"><graph id="0" pattern="4"/></graphs>', "NCCL_TOPO_DUMP_FILE"),
-        (system(GPU.format(bus="01", dev=0), version="2"), "AMD's RCCL"),
-    ],
-)
-def test_a_file_of_another_kind_is_named(text, words):
-    with pytest.raises(TopologyFileError, match=words):
-        xml.parse(text)
-    assert len(xml.parse(system(GPU.format(bus="01", dev=0))).gpus) == 1
-
-
-@each_row(("said", "kind"), [("", "unknown"), (' vendor="0x8086"', "ethernet"), (' vendor="0x15b3"', "hca")])
-def test_the_class_alone_does_not_tell_an_rdma_card_from_others(said, kind):
-    (nic,) = xml.parse(system(GPU.format(bus="01", dev=0) + f'<pci busid="0000:02:00.0" class="0x020000"{said}/>')).nics
-    assert nic.kind == kind
