@@ -252,23 +252,12 @@ def _virtual(node: NodeTopology) -> Iterator[Finding]:
         # one host bridge, as a workstation's, gives the same matrix: then nothing but the matrix speaks for it
         is_not = "may not be" if " or one " in node.virtual else "is not"
         seen = (f"product: {node.product}",) if node.product else ()
-        advice = _topo_file_advice(node)
-        yield finding(TEXTS, "topology.virtual", None, "", seen, is_not=is_not, virtual=node.virtual, remedy=advice)
-
-
-def _topo_file_advice(node: NodeTopology) -> str:
-    sku = node.sku or ""
-    if node.topology_files and not any(nic.kind == "efa" for nic in node.nics):
+        sku, efa = node.sku or "", any(nic.kind == "efa" for nic in node.nics)
+        case = " files" if node.topology_files and not efa else " efa" if efa or sku.startswith("AWS") else ""
+        case = case or " azure" * sku.startswith("Azure")
         files = " or ".join(node.topology_files[:3])
-        return f"Set NCCL_TOPO_FILE to the file that fits this machine: {files}."
-    if sku.startswith("AWS") or any(nic.kind == "efa" for nic in node.nics):
-        return "Load the aws-ofi-nccl plugin: it gives NCCL the topology file of this instance type by itself."
-    if sku.startswith("Azure"):
-        return "Set NCCL_TOPO_FILE to the VM size's file in /opt/microsoft (Azure HPC images ship it)."
-    return (
-        "Set NCCL_TOPO_FILE where the provider ships a topology file; NCCL reads "
-        "/var/run/nvidia-topologyd/virtualTopology.xml without being told."
-    )
+        words = {"is_not": is_not, "virtual": node.virtual, "files": files}
+        yield finding(TEXTS, f"topology.virtual{case}", None, "", seen, **words)
 
 
 def _rail_uneven(node: NodeTopology) -> Iterator[Finding]:

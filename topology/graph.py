@@ -8,9 +8,11 @@ under the matrix for labels. "SOC" is the word of drivers before 384 for "SYS".
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 SCHEMA_VERSION = 1
 
@@ -227,40 +229,19 @@ class ClusterTopology:
 SELF = "X"
 UNKNOWN = "N/A"
 NVLINK = re.compile(r"NV(\d{1,3})")
-# Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart.
-CLASSES = (
-    ("nv", "NVLink"),
-    ("pix", "PIX: one PCIe switch"),
-    ("pxb", "PXB: several switches"),
-    ("phb", "PHB: host bridge"),
-    ("node", "NODE: host bridges of one NUMA node (PHB to NCCL)"),
-    ("sys", "SYS: between CPUs"),
-)
+_LABELS = tomllib.loads(Path(__file__).with_name("labels.toml").read_text(encoding="utf-8"))
+CLASSES = tuple((name.lower().rstrip("#"), row["called"]) for name, row in _LABELS.items() if "called" in row)
+"""Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart."""
 
-_PATHS = {
-    "PIX": PathClass.PIX,
-    "PXB": PathClass.PXB,
-    "PHB": PathClass.PHB,
-    "NODE": PathClass.PHB,  # both stay on one NUMA node's CPU
-    "SYS": PathClass.SYS,
-    "SOC": PathClass.SYS,
-}
-_RANKS = {"PIX": 1, "PXB": 2, "PHB": 3, "NODE": 4, "SYS": 5, "SOC": 5}
+COLOURS = {name.rstrip("#"): row["colour"] for name, row in _LABELS.items() if "colour" in row}
+"""Of a label in a drawing, best to worst; NV stands for every NV#."""
+
+_PATHS = {name: PathClass[row["path"]] for name, row in _LABELS.items() if "path" in row}
+_RANKS = {name: row["rank"] for name, row in _LABELS.items() if "rank" in row}
 FARTHEST = 99
 """Rank of an unknown label: never the nearest."""
 
-LEGEND = (
-    ("X", "Self"),
-    ("SYS", "Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)"),
-    (
-        "NODE",
-        "Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node",
-    ),
-    ("PHB", "Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)"),
-    ("PXB", "Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)"),
-    ("PIX", "Connection traversing at most a single PCIe bridge"),
-    ("NV#", "Connection traversing a bonded set of # NVLinks"),
-)
+LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
 """nvidia-smi's own legend, printed under a rendered matrix so that other tools read it."""
 
 

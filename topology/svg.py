@@ -17,18 +17,9 @@ from itertools import combinations, pairwise
 
 from hardware.units import bits, rate
 from probes.pci.facts import PciFacts, ancestors
-from topology.graph import Island, NicNode, NodeTopology, Pairs, level, rank
+from topology.graph import COLOURS, Island, NicNode, NodeTopology, Pairs, level, rank
 from topology.render import columns, printable
 
-COLOURS = {
-    "NV": "#3b8132",
-    "PIX": "#1f77b4",
-    "PXB": "#17a2b8",
-    "PHB": "#b8860b",
-    "NODE": "#d9822b",
-    "SYS": "#c0392b",
-}
-"""Of a label, best to worst; NV stands for every NV#."""
 _STYLE = """
 .drawing { font-family: sans-serif; background: #fff; } .drawing text { fill: #1f2937; font-size: 12px; }
 .drawing path { fill: none; stroke-width: 2.5; stroke: #8b93a1; } .drawing .d-frame { fill: #f6f7f9; stroke: #c5cad1; }

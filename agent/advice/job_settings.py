@@ -138,7 +138,7 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
 EPOCHS = 3.0  # the job's own default (contracts/default.yaml)
 FILES = (".jsonl", ".json", ".parquet", ".csv")  # as finetune.rows reads them
-WRONG_DATA = 3  # finetune.lengths' exit code where the rows themselves are at fault, and no tokenizer or hub
+WRONG_DATA = 3  # the exit code of finetune.rows where the rows themselves are at fault, and no tokenizer or hub
 _NAMES = (
     "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",
     "tokenizer_name", "tokenizer_revision", "model_name_or_path", "model_revision", "chat_template",
@@ -209,7 +209,7 @@ def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Ask the job's own reader. LookupError says why there is no answer, InputError what is wrong with the rows."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "finetune.lengths"], input=json.dumps(settings), capture_output=True,
+            [sys.executable, "-P", "-m", "finetune.rows"], input=json.dumps(settings), capture_output=True,
             text=True, timeout=TIMEOUT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

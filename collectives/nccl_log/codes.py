@@ -26,6 +26,7 @@ class Meaning:
     falls_back: bool = False
     verbs: bool = False
     follows: bool = False
+    alone: str = ""
     of_a_step: bool = False
     symptom: bool = False
     vague: int = 0

@@ -111,7 +111,7 @@ def _inter(ledger: Ledger) -> str | None:
     within = evidence_problems.single_node(ledger) is True
     plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in _network_keys(ledger)]
     joined = [] if within else plain or [f"COLLNET ({name})" for name in names]
-    if any(key.startswith("P2P/MNNVL") for key in ledger.transports):
+    if _nvlink_joins_nodes(ledger):
         joined.append("NVLink (MNNVL)")
     if joined:
         return joined[0] if len(joined) == 1 else "mixed " + " + ".join(joined)
@@ -122,6 +122,20 @@ def _inter(ledger: Ledger) -> str | None:
         return None
     network = selected_network(ledger)
     return inter_name(network, provider) if network else "unknown"
+
+
+def _nvlink_joins_nodes(ledger: Ledger) -> bool:
+    """Whether channels over MNNVL cross operating systems: NCCL calls those within one so too (transport/p2p.cc)."""
+    return not _cliques_end_at_hosts(ledger) and any(
+        key.startswith("P2P/MNNVL") and count > 0 for key, count in ledger.transports.items()
+    )
+
+
+def _cliques_end_at_hosts(ledger: Ledger) -> bool:
+    """Whether each NVLink clique, which NCCL counts as a node, is one host; False where hosts may be missing."""
+    facts = ledger.facts
+    small = 0 < facts.mnnvl_clique <= facts.local_ranks <= evidence_problems.MOST_GPUS_OF_A_NODE
+    return small and 1 < facts.nodes == ledger.hosts.count()
 
 
 def _network_names(ledger: Ledger) -> list[str]:
@@ -229,8 +243,10 @@ def _nvls_use(ledger: Ledger) -> str:
 
 
 def _mnnvl_use(ledger: Ledger) -> str:
-    if any(key.startswith("P2P/MNNVL") and count > 0 for key, count in ledger.transports.items()):
+    if _nvlink_joins_nodes(ledger):
         return "used"
+    if _cliques_end_at_hosts(ledger):
+        return "off"
     if ledger.facts.mnnvl:
         return "enabled"
     if ledger.facts.mnnvl_fabric:

@@ -373,10 +373,13 @@ class LineReader:
             self._dull.add(message)
 
 
-# Rank or host before a line that is not NCCL's: PyTorch ("[rank3]:", "[Rank 3]", "... Rank 3]"), mpirun, nccl-tests.
+# Rank or host in a line that is not NCCL's: PyTorch ("[rank3]:", "[Rank 3]", "... Rank 3]"), mpirun, nccl-tests, srun,
+# the kernel's log.
 _SPEAKER = re.compile(
     rb"\[rank(\d{1,7})\]:|^\[1,(\d{1,7})\]<std|\[(?:PG [^\]]{1,80} )?Rank (\d{1,7})\]|"
-    rb"^([A-Za-z0-9][\w.-]*): Test \w+ failure"
+    rb"process rank (\d{1,7}) with PID \d+ on node ([A-Za-z0-9][\w.-]*) |"
+    rb"^([A-Za-z0-9][\w.-]*): Test \w+ failure|^srun: error: ([A-Za-z0-9][\w.-]*): task|"
+    rb"^[A-Z][a-z]{2} [ \d]\d [\d:]{8} ([A-Za-z0-9][\w.-]*) kernel: "
 )
 
 
@@ -384,8 +387,9 @@ def _speaker(line: bytes) -> Writer:
     match = _SPEAKER.search(line[:400])
     if match is None:
         return Writer()
-    rank = match[1] or match[2] or match[3]
-    return Writer(host=match[4] or b"", rank=int(rank) if rank else None)
+    *ranks, host, host_2, host_3, host_4 = match.groups()
+    rank = next(filter(None, ranks), None)
+    return Writer(host=host or host_2 or host_3 or host_4 or b"", rank=int(rank) if rank else None)
 
 
 def _writer(prefix: bytes) -> bytes:

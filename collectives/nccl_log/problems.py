@@ -62,8 +62,19 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     seen = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
     if not seen or single_node(ledger) is not None:
         return ()
-    below = range(min(seen))
-    return tuple(below) + tuple(range(max(seen) + 1, min(facts.ranks, max(seen) + 1 + MOST_GPUS_OF_A_NODE)))
+    return _around(seen, min(facts.ranks, max(seen) + 1 + MOST_GPUS_OF_A_NODE))
+
+
+def _silent_nodes(facts: Facts) -> tuple[int, ...]:
+    """Ranks of nodes that wrote nothing, where another node's log is whole; the log of rank 0 alone speaks for all."""
+    seen = facts.rank_places.keys()
+    if not seen or (len(seen) == 1 and 0 in seen):
+        return ()
+    return _around(seen, facts.places_of)
+
+
+def _around(seen: Collection[int], end: int) -> tuple[int, ...]:
+    return (*range(min(seen)), *range(max(seen) + 1, end))
 
 
 def layers_in_use(ledger: Ledger) -> set[str]:
@@ -198,6 +209,9 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
     if any(problem.severity == "fail" for problem in found.found.values()):
         for code in codes_with("follows"):
             _demote(found, code, notes)
+    elif not ledger.facts.finished:
+        for code in found.found.keys() & codes_with("alone"):
+            found.found[code] = replace(found.found[code], severity="fail", action=CODES[code].alone)
     if "Libfabric" in (evidence.inter_node_transport or "") and (evidence.transports or ledger.facts.provider):
         # One protocol of the plugin failed and another was chosen.
         for code in ("efa_plugin_init_failed", "no_efa_provider", "libfabric_plugin_failed"):
@@ -501,9 +515,11 @@ def _nothing_seen(found: _Findings, evidence: Evidence, notes: list[LogProblem])
     if any(problem.severity == "fail" for problem in found.found.values()) or evidence.torn_lines:
         return
     missing = missing_ranks(found.ledger) if evidence.gdrdma == "none" and evidence.transports else ()
+    if evidence.gdrdma == "on" and not found.found:
+        missing = _silent_nodes(found.ledger.facts)
     if missing:
         found.add("ranks_missing", detail=f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-                  lines=found.proof("transport "))  # fmt: skip
+                  lines=found.proof("transport ", "NET/"))  # fmt: skip
     elif not evidence.transports and evidence.gdrdma == "none":
         for unknown in [note for note in notes if note.code == "other_warnings"]:  # then they are all there is to read
             notes.remove(unknown)

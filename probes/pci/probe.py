@@ -192,15 +192,9 @@ def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
         return
     files = facts.topology_files
     unasked = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
-    if unasked:
-        remedy = "Nothing to set: NCCL, or the EFA plugin, takes the provider's topology file by itself."
-    elif files:
-        remedy = "Set NCCL_TOPO_FILE to the provider's file for this machine type: " + ", ".join(files) + "."
-    else:
-        remedy = "Ask the provider for an NCCL topology file of this machine type, and set NCCL_TOPO_FILE to it."
     seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in gpus(facts)[:EVIDENCE_MAX]) + files
-    status = Status.INFO if unasked else Status.WARN
-    yield finding(TEXTS, "pci.tree.virtual", status, "", seen, why=facts.virtual_tree, remedy=remedy)
+    key = "pci.tree.virtual" + (" unasked" if unasked else " files" * bool(files))
+    yield finding(TEXTS, key, None, "", seen, why=facts.virtual_tree, files=", ".join(files))
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:

@@ -36,10 +36,7 @@ from probes.rdma.read import read
 from probes.texts import finding, probe_of, read_texts
 
 TEXTS = read_texts(__file__)
-DOWN_REMEDIES = {
-    "INIT": "Start or repair the subnet manager: the port has a link and waits for its address.",
-    "ARMED": "Look at the subnet manager: it has configured the port and not activated it.",
-}
+_WAITING = ("INIT", "ARMED")  # for the subnet manager
 SYSFS = "/sys/class/infiniband"
 EVIDENCE_MAX = 16
 ROCE_FULL_MTU_BYTES = 4096
@@ -126,8 +123,8 @@ def _down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Find
         # its share of the node's ports of that kind; of a kind that carries nothing here none is missed
         status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
-        remedy = DOWN_REMEDIES.get(port.state, TEXTS["rdma.port.none_active"]["remedy"])
-        yield _of_port("rdma.port.down", device, port, status, state=state, sisters=counted, remedy=remedy)
+        key = "rdma.port.down" + f" {port.state}" * (port.state in _WAITING)
+        yield _of_port(key, device, port, status, state=state, sisters=counted)
 
 
 def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
@@ -142,7 +139,7 @@ def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
             return False
     elsewhere = {gid.gid for _, other in _ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
     own_gids = {gid.gid for gid in port.gids if not is_link_local(gid)} - elsewhere
-    if (port.link_layer == "Ethernet" and own_gids) or device.bond or port.state in DOWN_REMEDIES:
+    if (port.link_layer == "Ethernet" and own_gids) or device.bond or port.state in _WAITING:
         return True
     if device.role == OTHER:
         return False

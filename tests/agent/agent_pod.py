@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kustomization import render
+from rigs.recorded import NAMES, path_of, raised, view
 
 from agent.checks.view import View, look
 from probes.host.live import ENVIRONMENT, SECRET
@@ -18,7 +19,6 @@ from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = ROOT / "deploy/daemonset/overlays"
-MACHINES = ROOT / "tests/machines"
 Document = dict[str, Any]
 GROUP = "/kubepods/burstable/pod0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c/c0ffee00c0ffee00"
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "": 1}
@@ -183,18 +183,11 @@ def agent_of(overlay: str) -> Document:
     return next(d for d in render(OVERLAYS / overlay) if d["kind"] == "DaemonSet")
 
 
-def bad(view: View) -> set[str]:
-    """Codes of what fails or warns."""
-    return {check.code for check in view.checks if check.status in ("fail", "warn")}
+def in_pod(name: str, overlay: str = "kubernetes") -> View:
+    """What the agent says of a recorded machine from inside its pod."""
+    return look((scan(PodHost(path_of(name), agent_of(overlay))),))
 
 
-def of_host(path: Path) -> View:
-    return look((scan(load(path)),))
-
-
-def in_pod(path: Path, overlay: str = "kubernetes") -> View:
-    return look((scan(PodHost(path, agent_of(overlay))),))
-
-
-HEALTHY = [path for path in sorted(MACHINES.glob("*.json")) if not bad(of_host(path))]
-"""Built machines and recordings on which nothing is wrong."""
+def healthy() -> list[str]:
+    """Built machines and recordings on which nothing is wrong."""
+    return [name for name in NAMES if not raised(view(name))]

@@ -33,10 +33,8 @@ def tool(name: str) -> Path:
     return place
 
 
-def helm(*words: str, check: bool = True, home: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """One call, with folders of its own in place of the user's where `home` is given."""
-    mine = {f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")} if home else {}
-    done = subprocess.run([str(tool("helm")), *words], capture_output=True, text=True, check=False, timeout=120,
-                          env={**os.environ, **mine})  # fmt: skip
+def helm(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """One call."""
+    done = subprocess.run([str(tool("helm")), *words], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0 or not check, done.stderr
     return done

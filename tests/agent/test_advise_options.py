@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rigs.recorded import NAMES, path_of, snapshot
 from rigs.tables import each_row
 
 from agent.advice.advise import answer, of_cluster
-from agent.advice.request import Request, cluster_of, histogram_of
+from agent.advice.request import Request, cluster_of
 from agent.base.inputs import RequestError
 from agent.cli.recommend import recommend
 from planner.advice import Recommendation
-from probes.host.recording import load
-from probes.scan import scan
 from topology.build import build
-
-FOLDER = Path(__file__).parent.parent / "machines"
-MACHINES = tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def advice(**more: Any) -> Recommendation:
@@ -109,11 +105,6 @@ def test_wrong_values_are_named(given: dict[str, Any], names: str) -> None:
         advice(**given)
 
 
-def test_histogram_is_sorted() -> None:
-    """As the planner reads it."""
-    assert histogram_of("512:1,64:9") == ((64, 9), (512, 1))
-
-
 def test_ranks_per_node_use_so_many_gpus_of_each_node() -> None:
     """Four nodes with one rank each are four ranks, over the one NIC that is nearest to the GPU that computes."""
     whole, part = advice(machine="p4d.24xlarge", nodes=4), advice(machine="p4d.24xlarge", nodes=4, ranks_per_node=1)
@@ -122,17 +113,17 @@ def test_ranks_per_node_use_so_many_gpus_of_each_node() -> None:
     assert cluster_of(Request.of(machine="p4d.24xlarge", nodes=4), (), 1).inter_node_bytes_per_second == 100e9 / 8
 
 
-@each_row("name", MACHINES)
+@each_row("name", NAMES)
 def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
-    """Each number up to the usable GPUs is answered for so many ranks; one more is refused with what is allowed."""
-    snapshot = scan(load(FOLDER / f"{name}.json"))
-    usable = sum(gpu.usable for gpu in build(snapshot).gpus)
-    for ranks in range(1, usable + 1):
-        found = answer(Request.of(model="tiny", nodes=2, ranks_per_node=ranks), (snapshot,))
-        assert found.chosen is not None and found.chosen.layout.world_size == 2 * ranks
+    """One, half of the usable GPUs and all are answered for so many ranks; one more is refused with what is allowed."""
+    found = snapshot(name)
+    usable = sum(gpu.usable for gpu in build(found).gpus)
+    for ranks in sorted({1, usable // 2, usable} - {0}) if usable else ():
+        advised = answer(Request.of(model="tiny", nodes=2, ranks_per_node=ranks), (found,))
+        assert advised.chosen is not None and advised.chosen.layout.world_size == 2 * ranks
     if usable:
         with pytest.raises(RequestError, match=f"must be from 1 to {usable}"):
-            answer(Request.of(model="tiny", ranks_per_node=usable + 1), (snapshot,))
+            answer(Request.of(model="tiny", ranks_per_node=usable + 1), (found,))
 
 
 @each_row(
@@ -146,7 +137,7 @@ def test_ranks_per_node_hold_on_every_machine(name: str) -> None:
         (["--sweep", "nodes=1,2", "--measured-step", "dp_shard=8", "3"], "--measured-step: is of the nodes"),
         (["--measured-step", "dp_shards=8", "3"], "'dp_shards=8': must be NAME=VALUE"),
         (["--measured-step", "dp_shard=8", "0"], "'--measured-step': 0.0"),
-        (["--host", str(FOLDER / "cpu-only-vm.json")], "give one of them"),
+        (["--host", str(path_of("cpu-only-vm"))], "give one of them"),
     ],
 )
 def test_what_would_not_be_answered_is_refused(words: list[str], told: str) -> None:
@@ -165,9 +156,9 @@ def test_a_forecast_without_a_model_is_refused(words: list[str]) -> None:
 @each_row(("nodes", "networked"), [(1, False), (None, True), (2, True)])
 def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None, networked: bool) -> None:
     """`--nodes 1` says that the job stays there; without the option it may come to span more."""
-    snapshot = scan(load(FOLDER / "aws-p4d-8xA100-4efa.json"))
+    efa = [snapshot("aws-p4d-8xA100-4efa")]
     request = Request.of(nodes=nodes)
-    found = of_cluster(request, cluster_of(request, [snapshot]), [snapshot])
+    found = of_cluster(request, cluster_of(request, efa), efa)
     topics = {each.topic for each in found.notes} | {each.name for each in found.settings}
     assert ("NCCL_IB_HCA" in topics) is networked
     assert ("NCCL_NET" in topics) is networked

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 import sys
 import tomllib
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = tuple(
@@ -17,21 +18,9 @@ PACKAGES = tuple(
 
 def real_arrows() -> set[tuple[str, str]]:
     """(package, imported package) of every import statement, those inside functions too."""
-    arrows = set()
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = []
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                    names = [node.module or ""]
-                arrows |= {
-                    (package, n.split(".")[0])
-                    for n in names
-                    if n.split(".")[0] in PACKAGES and n.split(".")[0] != package
-                }
-    return arrows
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    found = ((name, other) for name in graph.modules for other in graph.find_modules_directly_imported_by(name))
+    return {pair for a, b in found if (pair := (a.split(".")[0], b.split(".")[0])) and pair[0] != pair[1]}
 
 
 def test_the_pictures_arrows_are_the_real_imports() -> None:

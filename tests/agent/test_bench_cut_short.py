@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from rigs.recorded import view
+
 from agent.base import result_store
 from agent.base import result_store as keep
 from agent.base.streams import EXIT_FAILED
 from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
 from agent.checks.verdict import judge
-from agent.checks.view import look
 from collectives.bench.results import BenchResult, Measurement, result_from_json
-from probes.host.recording import load
-from probes.scan import scan
 
-MACHINE = Path(__file__).parents[1] / "machines" / "cpu-only-vm.json"
 ONE = Measurement(
     op="all_gather", backend="gloo", ranks=(0, 1), hosts=("a", "a"), bytes=65536, iteration_seconds=(0.001,),
     median_seconds=0.001, spread_ratio=None, algbw_bytes_per_second=6.5e7, busbw_bytes_per_second=3.3e7, verified=True,
@@ -45,10 +43,10 @@ def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
 
 def test_who_asked_for_the_measurement_gets_no_pass() -> None:
     """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
-    view = with_bench(look((scan(load(MACHINE)),)), CUT)
-    kept = {check.code: check.status for check in view.checks}
+    seen = with_bench(view("cpu-only-vm"), CUT)
+    kept = {check.code: check.status for check in seen.checks}
     assert kept["bench.run.incomplete"] == "unknown"
-    now = must_be_measured(view.checks)
+    now = must_be_measured(seen.checks)
     assert {check.code: check.status for check in now}["bench.run.incomplete"] == "fail"
     assert judge(now, fail_on="fail").exit_code == EXIT_FAILED
     assert must_be_measured(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())

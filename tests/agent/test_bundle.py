@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from rigs.command import topoflight
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.base.hosts import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
-from agent.cli.main import cli
 from agent.jobs import bundle
 from probes.host.recording import RecordingError, load, load_all
 from probes.scan import scan
 
-MACHINES = Path(__file__).parent.parent / "machines"
-SOUND, SICK = MACHINES / "hgx-h100-8xH100-8hca.json", MACHINES / "sick-h100-dead-hca.json"
+SOUND, SICK = path_of(), path_of("sick-h100-dead-hca")
 # Built from parts, so that no scanner of this repository takes them for real ones.
 SECRETS = {
     "pair": "hunter2hunter2", "jwt": "eyJ" + "hbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl", "aws": "AKIA" + "Z" * 16,
@@ -89,7 +88,7 @@ def test_kubelet_nvml_and_the_bus_are_compared(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("none", [None, []])
+@each_row("none", [None, []])
 def test_a_plugin_without_a_healthy_device_and_no_plugin_are_said(none: list[str] | None, tmp_path: Path) -> None:
     checkpoint(tmp_path, {"nvidia.com/gpu": none}, [])
     assert len(told(tmp_path)) == 8 and all(line.endswith("not advertise it as healthy") for line in told(tmp_path))
@@ -179,7 +178,7 @@ def test_mig_without_slices_parts_of_an_instance_and_slices_that_were_not_read(t
 
 
 def test_a_gpu_that_nvml_lost_is_said_by_its_place(tmp_path: Path) -> None:
-    lost = told(tmp_path, MACHINES / "sick-h100-gpu-lost.json")
+    lost = told(tmp_path, path_of("sick-h100-gpu-lost"))
     assert [line for line in lost if line.startswith("the bus shows a GPU at 0000:")], lost
 
 
@@ -187,7 +186,7 @@ def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     path = tmp_path / "bundle.tgz"
     checkpoint(tmp_path, {"nvidia.com/gpu": ["GPU-gone"]}, [])
     path.write_bytes(pack_bundle({"a": host(tmp_path, tmp_path), "b": host(tmp_path, tmp_path, SICK)}))
-    done = CliRunner().invoke(cli, ["preflight", "-q", "--host", str(path)])
+    done = topoflight("preflight", "-q", "--host", path)
     assert done.exit_code == 3 and "rdma.port.down" in done.output and "hgx-h100-sick-hca" in done.output
     assert "a: the device plugin advertises GPU-gone, NVML does not show it" in done.stderr
     assert "and 8 more: differences.txt of each folder" in done.stderr
@@ -196,13 +195,13 @@ def test_a_bundle_replays_as_its_recordings(tmp_path: Path) -> None:
     ]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("content", [b"", b"\x1f\x8b", b"no tar at all", pack_bundle({"n": {"note.txt": b"x"}})])
+@each_row("content", [b"", b"\x1f\x8b", b"no tar at all", pack_bundle({"n": {"note.txt": b"x"}})])
 def test_what_is_no_bundle_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "b.tgz"
     path.write_bytes(content)
     with pytest.raises(RecordingError, match=r"b\.tgz"):
         load_all(path)
-    assert CliRunner().invoke(cli, ["scan", "--host", str(path)]).exit_code == 2
+    assert topoflight("scan", "--host", path).exit_code == 2
 
 
 def test_files_are_bounded() -> None:
@@ -264,10 +263,8 @@ def test_a_cluster_by_kubectl(tmp_path: Path) -> None:
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(KUBECTL.format(python=sys.executable, file=str(inner), log=SEEDED, checkpoint=kept))
     kubectl.chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = [sys.executable, "-m", "agent.cli", "bundle", "--cluster", "-f", str(tmp_path / "all.tgz")]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = topoflight("bundle", "--cluster", "-f", tmp_path / "all.tgz", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.exit_code == 0, done.stderr
     assert "1 without an answer: n2" in done.stderr
     found = unpack_bundle((tmp_path / "all.tgz").read_bytes())
     assert set(found) == {"cluster", "n1", "n2"} and "recording.json" in found["n1"]

@@ -10,14 +10,15 @@ from typing import Any
 
 import kubernetes_validate
 import yaml
+from rigs.command import topoflight
 from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
+from agent.checks.expect import parse
 from agent.cli.main import cli
 
 ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = sorted((ROOT / "docs/examples").glob("*.yaml"))
-PAGES = [ROOT / "docs" / name for name in ("kubernetes.md", "openshift.md", "eks-efa.md", "http.md")]
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "docs/examples").glob("*.yaml"))}
 COMMAND = re.compile(r"(?:^ *|run: |- |-- |\$ )topoflight ((?:[a-z-]+)(?: [^|#\n`]+)?)", re.M)
 
 
@@ -31,35 +32,24 @@ def understood(words: list[str]) -> None:
             assert value in ALL_CODES, value
 
 
-def commands(text: str) -> list[list[str]]:
+@each_row("name", ["github-actions", "gitlab-ci", "init-container", "tekton-task"])
+def test_an_example_is_yaml_whose_commands_and_expectations_are_understood(name: str) -> None:
+    """Verbs, options and check names that exist, and what a node must have."""
+    text = EXAMPLES[name].read_text(encoding="utf-8")
+    assert isinstance(yaml.safe_load(text), dict)
     found = [m.group(1).split(" || ")[0].split("; ")[0] for m in COMMAND.finditer(text.replace("\\\n", " "))]
-    return [shlex.split(line) for line in found]
-
-
-@each_row("path", [*EXAMPLES, *PAGES], ids=lambda p: p.name)
-def test_commands_are_understood(path: Path) -> None:
-    """Verbs, options and check names that exist."""
-    for words in commands(path.read_text()):
-        understood(words)
-
-
-@each_row("path", EXAMPLES, ids=lambda p: p.name)
-def test_examples_are_yaml(path: Path) -> None:
-    """One document each, that says something."""
-    assert isinstance(yaml.safe_load(path.read_text()), dict)
-
-
-def test_the_examples_are_found() -> None:
-    """Each pipeline and the init container, and a command in each pipeline."""
-    assert {p.stem for p in EXAMPLES} == {"github-actions", "gitlab-ci", "init-container", "tekton-task"}
-    for path in EXAMPLES:
-        if path.stem != "init-container":
-            assert commands(path.read_text()), path
+    assert found or name == "init-container"
+    for line in found:
+        understood(shlex.split(line))
+    wanted = [word for word in text.replace('"', " ").replace(",\n", " ").split() if word.startswith("gpus=")]
+    assert "--expect" in text and wanted
+    assert {parse([words.rstrip("],")]).gpus for words in wanted} == {8}
+    assert set(EXAMPLES) == {"github-actions", "gitlab-ci", "init-container", "tekton-task"}
 
 
 def test_the_init_container_is_a_valid_job() -> None:
     """Strictly, and its arguments are understood."""
-    job: dict[str, Any] = yaml.safe_load((ROOT / "docs/examples/init-container.yaml").read_text())
+    job: dict[str, Any] = yaml.safe_load(EXAMPLES["init-container"].read_text())
     kubernetes_validate.validate(job, "1.35", strict=True)
     (gate,) = job["spec"]["template"]["spec"]["initContainers"]
     understood(gate["args"])
@@ -67,7 +57,7 @@ def test_the_init_container_is_a_valid_job() -> None:
 
 def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
     """What each system's own schema cannot know: files that are written are the files that are kept."""
-    read = {p.stem: yaml.safe_load(p.read_text()) for p in EXAMPLES}
+    read = {name: yaml.safe_load(path.read_text()) for name, path in EXAMPLES.items()}
     (job,) = read["github-actions"]["jobs"].values()
     gate, keep = job["steps"]
     assert "junit=preflight.xml" in gate["run"] and keep["with"]["path"] == "preflight.*" and keep["if"] == "always()"
@@ -77,8 +67,7 @@ def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
     assert f"json={gitlab['artifacts']['paths'][0]}" in gitlab["script"][0] and gitlab["artifacts"]["when"] == "always"
     task = read["tekton-task"]["spec"]
     (step,) = task["steps"]
-    text = yaml.safe_dump(step)
-    used = set(re.findall(r"\$\((params|results)\.([a-z]+)", text))
+    used = set(re.findall(r"\$\((params|results)\.([a-z]+)", yaml.safe_dump(step)))
     assert used == {("params", p["name"]) for p in task["params"]} | {("results", r["name"]) for r in task["results"]}
     assert "$(" not in step["script"], "a parameter in a script would be code"
     assert step["script"].rstrip().endswith("exit $code"), "the gate's exit code is the step's"
@@ -86,12 +75,10 @@ def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
 
 def test_the_example_without_a_gpu_is_two_pods_of_the_built_in_model() -> None:
     """The command of deploy/example/README.md, with a node that has none; nothing asks for one, or for a download."""
-    from click.testing import CliRunner
-
     readme = (ROOT / "deploy/example/README.md").read_text()
     (line,) = re.findall(r"\$ topoflight (launch .*)", readme)
     words = ["tests/machines/cpu-only-vm.json" if word == "node.json" else word for word in line.split()]
-    done = CliRunner().invoke(cli, [*words, "--dry-run"])
+    done = topoflight(*words, "--dry-run")
     assert done.exit_code == 0, done.output
     documents = list(yaml.safe_load_all(done.stdout))
     documents += yaml.safe_load_all((ROOT / "deploy/example/claim.yaml").read_text())
@@ -101,9 +88,7 @@ def test_the_example_without_a_gpu_is_two_pods_of_the_built_in_model() -> None:
     pod = job["template"]["spec"]
     assert job["completions"] == 2 and [one["name"] for one in pod["initContainers"]] == ["preflight"]
     assert "nvidia.com" not in str(documents) and "random:tiny-llama" in str(documents)
-    claims = {
-        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
-    }
+    claims = {each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each}
     assert claims == {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
     for name in ("kind.yaml", "second-network.yaml"):
         assert list(yaml.safe_load_all((ROOT / "deploy/example" / name).read_text()))

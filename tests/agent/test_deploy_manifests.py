@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kubectl_layer import tool
 from kustomization import render
+from rigs import crds
 from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,8 +25,8 @@ FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, ROOT / "deploy/be
 CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
 Document = dict[str, Any]
 
-every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
-every_overlay = pytest.mark.parametrize("folder", OVERLAYS, ids=lambda p: p.name)
+every_folder = each_row("folder", FOLDERS, ids=lambda p: p.name)
+every_overlay = each_row("folder", OVERLAYS, ids=lambda p: p.name)
 
 
 def daemonset(folder: Path) -> Document:
@@ -50,41 +48,9 @@ def test_rendered_objects_are_strictly_valid(folder: Path) -> None:
 @every_folder
 def test_custom_objects_hold_no_field_their_api_would_drop(folder: Path, corpus: Path) -> None:
     """The CRDs' own schemas, unknown fields refused."""
-    schemas = {}
-    for path in (corpus / "crds").glob("*.yaml"):
-        if path.name.startswith("monitoring.coreos.com"):
-            for crd in yaml.safe_load_all(path.read_text()):
-                for version in crd["spec"]["versions"]:
-                    key = f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]
-                    schemas[key] = strict(version["schema"]["openAPIV3Schema"])
     for document in render(folder):
         if document["apiVersion"].startswith(CUSTOM[0]):
-            jsonschema.validate(document, schemas[document["apiVersion"], document["kind"]])
-
-
-def strict(schema: Any, top: bool = True) -> Any:
-    """A structural schema that refuses what the API server would prune."""
-    if isinstance(schema, list):
-        return [strict(s, False) for s in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"]}
-    if schema.get("x-kubernetes-preserve-unknown-fields"):
-        return {}
-    made = {k: v for k, v in schema.items() if not k.startswith("x-") and k not in ("format", "nullable")}
-    if "(?i)" in str(made.get("pattern")):
-        made.pop("pattern")  # Go's regular expression, not JavaScript's
-    if "properties" in made:
-        made["properties"] = {k: strict(v, False) for k, v in made["properties"].items()}
-        made["additionalProperties"] = False
-        if top:
-            made["properties"]["metadata"] = {"type": "object"}
-    if isinstance(made.get("additionalProperties"), dict):
-        made["additionalProperties"] = strict(made["additionalProperties"], False)
-    if "items" in made:
-        made["items"] = strict(made["items"], False)
-    return made
+            crds.validate(corpus, document)
 
 
 @every_overlay
@@ -202,7 +168,7 @@ def test_monitoring_reaches_the_agents(folder: Path) -> None:
     assert admits(agents, "training", {"topoflight.io/access": "true"})
 
 
-@pytest.mark.parametrize("name", ["plain", "kubernetes", "prometheus-operator"])
+@each_row("name", ["plain", "kubernetes", "prometheus-operator"])
 def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> None:
     """The kustomization of docs/kubernetes.md, in another namespace: rights, image and Secret arrive there."""
     page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
@@ -213,16 +179,14 @@ def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> N
     (tmp_path / "checkout").mkdir()
     shutil.copytree(ROOT / "deploy", tmp_path / "checkout/deploy", symlinks=True)
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
-    words = [str(tool("kubectl")), "kustomize", str(tmp_path)]
-    said = subprocess.run(words, capture_output=True, text=True, check=True)
-    documents = [d for d in yaml.safe_load_all(said.stdout) if d]
+    documents = render(tmp_path)
     places = {d["metadata"].get("namespace") for d in documents}
     places |= {one.get("namespace") for d in documents for one in d.get("subjects", ())}
     assert places - {None} == {"elsewhere"}
     assert [d["metadata"]["name"] for d in documents if d["kind"] == "Namespace"] == ["elsewhere"]
     (account,) = [d for d in documents if d["kind"] == "ServiceAccount"]
     assert account["imagePullSecrets"] == [{"name": "YOUR-SECRET"}]
-    assert "your.registry/topoflight" in said.stdout and "registry.example/topoflight:" not in said.stdout
+    assert "your.registry/topoflight" in str(documents) and "registry.example/topoflight:" not in str(documents)
 
 
 def test_daemonset_arguments_are_understood() -> None:

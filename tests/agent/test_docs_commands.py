@@ -7,8 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +14,13 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from rigs.command import topoflight
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.cli.main import VERBS, cli
 
 ROOT = Path(__file__).parent.parent.parent
-MACHINES = ROOT / "tests" / "machines"
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "locks").glob("*.md")]
 )
@@ -37,15 +37,9 @@ WORDS = {
     "A": "A.json", "B": "B.json", "PID": "1", "CLASS": "efs",
 }  # fmt: skip
 FILE_OF = {"topo": "matrix.txt", "lint-env": "job.env", "evidence": "nccl.log"}
-READS = {
-    "scan",
-    "topo",
-    "diff",
-    "recommend",
-    "lint-env",
-    "evidence",
-    "explain",
-}  # run; others make load or ask a cluster
+# run; others make load or ask a cluster
+READS = {"scan", "topo", "diff", "recommend", "lint-env", "evidence", "explain"}
+COPIES = ("node", "good", "A", "B", "HEALTHY", "THIS", "fleet/a", "fleet/b")  # recordings by the names of the pages
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -75,19 +69,9 @@ def ours() -> list[tuple[str, str, bool]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands name: recordings, a log, an environment, a matrix, manifests."""
     made = tmp_path_factory.mktemp("reader")
-    machine = MACHINES / "hgx-h100-8xH100-8hca.json"
-    for name in (
-        "node.json",
-        "good.json",
-        "A.json",
-        "B.json",
-        "HEALTHY.json",
-        "THIS.json",
-        "fleet/a.json",
-        "fleet/b.json",
-    ):
-        (made / name).parent.mkdir(exist_ok=True)
-        shutil.copy(machine, made / name)
+    (made / "fleet").mkdir()
+    for name in COPIES:
+        shutil.copy(path_of(), made / f"{name}.json")
     (made / "nccl.log").write_text(LOG)
     (made / "job.env").write_text("NCCL_DEBUG=INFO\n")
     (made / "matrix.txt").write_text(MATRIX)
@@ -105,8 +89,10 @@ def filled(line: str, folder: Path) -> list[str]:
     return [str(folder / "nccl.conf") if word == "/etc/nccl.conf" else given.get(word, word) for word in words]
 
 
-@pytest.mark.parametrize(("page", "line", "piped"), ours(), ids=[line for _, line, _ in ours()])
-def test_a_command_of_the_pages_can_be_typed(page: str, line: str, piped: bool, folder: Path) -> None:
+@each_row(("page", "line", "piped"), ours)
+def test_a_command_of_the_pages_can_be_typed(
+    page: str, line: str, piped: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its verb and options exist; where it only reads, it is run and neither refused nor broken."""
     words = filled(line, folder)
     assert words[0] in VERBS, page
@@ -134,12 +120,9 @@ def test_a_command_of_the_pages_can_be_typed(page: str, line: str, piped: bool, 
         return
     if words[0] == "recommend" and "--calibration" in words:  # what `calibrate` writes takes load to make
         return
-    done = subprocess.run(
-        [sys.executable, "-m", "agent.cli", *words], cwd=folder, input=LOG, capture_output=True, text=True, timeout=250,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "KUBECONFIG": "/nonexistent"}, check=False,
-    )  # fmt: skip
-    assert done.returncode not in (1, 2), f"{page}: {done.stderr}"
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(folder)
+    done = topoflight(*words, given=LOG, KUBECONFIG="/nonexistent")
+    assert done.exit_code not in (1, 2), f"{page}: {done.stderr}"
 
 
 def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
@@ -195,7 +178,7 @@ def test_what_is_not_ours_names_what_is_there() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+@each_row("page", PAGES)
 def test_snippets_run_or_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python from the top of the repository; data by its own reader."""
     monkeypatch.chdir(ROOT)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import click
 import pytest
+from rigs.command import topoflight
+from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.cli.main import VERBS
+from agent.cli.main import VERBS, cli, expand_hosts
+from agent.cli.networks import DEFAULT_NETWORKS
+from planner.kubernetes.job import DEVICE_CLASSES, RESTARTS
+from planner.lint.sources import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
-MACHINES = ROOT / "tests" / "machines"
-SICK, SOUND = str(MACHINES / "sick-h100-dead-hca.json"), str(MACHINES / "hgx-h100-8xH100-8hca.json")
+SICK, SOUND = str(path_of("sick-h100-dead-hca")), str(path_of())
 GOOD_LOG = """\
 n1:10:20 [0] NCCL INFO Using network IB
 n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0
@@ -48,7 +51,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("topo", 2): (("--from", "-"), "no matrix"),
     ("topo", 5): (("--from", "-"), "\tGPU0\tGPU1\nGPU0\t X \tNV4\n"),
     ("diff", 0): ((SICK, SOUND), ""),
-    ("diff", 2): ((SICK,), ""),
+    ("diff", 2): (("missing.json",), ""),
     ("evidence", 0): (("-",), GOOD_LOG),
     ("evidence", 2): (("missing.log",), ""),
     ("evidence", 3): (("-",), BAD_LOG),
@@ -73,7 +76,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("preflight", 0): (("--host", SOUND), ""),
     ("preflight", 2): (("--host", SOUND, "--require", "no.such"), ""),
     ("preflight", 3): (("--host", SICK), ""),
-    ("preflight", 4): (("--host", str(MACHINES / "l40s-4x-pcie.json"), "--fail-on", "warn"), ""),
+    ("preflight", 4): (("--host", str(path_of("l40s-4x-pcie")), "--fail-on", "warn"), ""),
     ("preflight", 5): (("--host", SOUND, "--require", "bench.*"), ""),
     ("launch", 0): (("--dry-run",), ""),
     ("launch", 2): (("--set", "no_such_setting=1"), ""),
@@ -93,20 +96,15 @@ RANKS: dict[tuple[str, int], tuple[str, ...]] = {  # these start ranks: seconds 
 }
 # cells whose proof takes a signal in the midst of a run: the test that has them
 ELSEWHERE: dict[tuple[str, int], str] = {
-    (
-        "preflight",
-        75,
-    ): "agent/test_preflight_unscanned.py::test_sigterm_during_the_scan_leaves_a_report_that_knows_nothing",
-    (
-        "compare-networks",
-        0,
-    ): "e2e/test_compare_cluster.py::test_each_network_has_a_job_and_each_record_comes_back",
+    ("preflight", 75): "agent/test_preflight_unscanned.py::test_sigterm_during_the_scan_leaves_only_unknowns",
+    ("compare-networks", 0): "e2e/test_compare_cluster.py::test_each_network_has_a_job_and_each_record_comes_back",
     ("compare-networks", 3): "e2e/test_compare_cluster.py::test_a_job_that_fails_says_why",
     ("compare-networks", 5): "e2e/test_compare_cluster.py::test_a_job_that_took_another_network_is_no_bar",
     ("launch", 5): "agent/test_launch_gate.py::test_a_required_check_that_is_unknown_stops_it_and_others_do_not",
     ("bundle", 0): "agent/test_bundle.py::test_a_cluster_by_kubectl",
     ("launch", 75): "finetune/test_launch_cut_short.py::test_sigterm_is_passed_on_and_its_outcome_told",
-}
+}  # fmt: skip
+AS_PROCESSES = (("evidence", 0), ("evidence", 2), ("evidence", 3))  # the quickest verb; the others run in this process
 
 
 def run(*words: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -138,13 +136,20 @@ def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
 
 @each_row(("verb", "code"), sorted(CASES))
 def test_a_verb_ends_as_the_table_says(verb: str, code: int) -> None:
-    """Bad input says so on standard error and prints no result."""
+    """Bad input is named on standard error, and no result is printed."""
     words, stdin = CASES[verb, code]
-    done = run(verb, *words, stdin=stdin)
-    assert done.returncode == code, done.stderr or done.stdout
-    assert "Traceback" not in done.stderr
+    done = topoflight(verb, *words, given=stdin)
+    assert done.exit_code == code, done.output
     if code == 2:
-        assert done.stdout == "" and done.stderr.strip()
+        assert done.stdout == "" and any(word.partition("=")[0] in done.stderr for word in words)
+
+
+@each_row(("verb", "code"), AS_PROCESSES)
+def test_a_process_ends_as_the_verb_does_in_this_one(verb: str, code: int) -> None:
+    words, stdin = CASES[verb, code]
+    done, here = run(verb, *words, stdin=stdin), topoflight(verb, *words, given=stdin)
+    assert (done.returncode, done.stderr) == (code, here.stderr), "and no traceback"
+    assert done.stdout.split() == here.stdout.split()
 
 
 @pytest.mark.ranks
@@ -159,62 +164,64 @@ def test_a_verb_that_makes_load_ends_as_the_table_says(verb: str, code: int) -> 
 def test_machine_list_is_an_answer() -> None:
     """Of every verb that takes a machine."""
     for verb in ("recommend", "launch"):
-        done = run(verb, "--machine", "list")
-        assert done.returncode == 0 and "p5.48xlarge" in done.stdout, done.stderr
+        done = topoflight(verb, "--machine", "list")
+        assert done.exit_code == 0 and "p5.48xlarge" in done.stdout, done.stderr
 
 
 @each_row("form", ["json", "env", "finetune"])
 def test_a_layout_that_does_not_fit_is_the_same_in_every_form(form: str) -> None:
     """What needs no layout is printed; the code says that there is none."""
-    done = run(*("recommend", *CASES["recommend", 3][0]), "-o", form)
-    assert done.returncode == 3 and "no layout of Llama-3.1-70B fits" in done.stderr
+    done = topoflight("recommend", *CASES["recommend", 3][0], "-o", form)
+    assert done.exit_code == 3 and "no layout of Llama-3.1-70B fits" in done.stderr
     if form == "json":
         assert json.loads(done.stdout)["chosen"] is None
 
 
 def test_a_port_in_use_is_no_verdict() -> None:
-    """1, with uvicorn's own words; a free one is served until a signal ends it, and the shell sees that signal."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    """1, with uvicorn's own words."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("serve", "--host", SOUND, "--port", str(taken.getsockname()[1]))
     assert done.returncode == 1 and "in use" in done.stderr
-    serving = subprocess.Popen(
-        [sys.executable, "-m", "agent.cli", "serve", "--host", SOUND, "--port", "0"],
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    until = time.monotonic() + 120
-    while not _listens(serving.pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    serving.send_signal(signal.SIGTERM)
-    serving.communicate(timeout=120)
-    assert serving.returncode == -signal.SIGTERM
-
-
-def _listens(pid: int) -> bool:
-    """Whether a socket of the process is in state LISTEN (0A of /proc/net/tcp)."""
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").glob("*"):
-        try:
-            sockets.add(str(link.readlink()))
-        except OSError:
-            continue
-    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
-    return any(line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in sockets for line in lines)
 
 
 def test_a_misspelt_verb_is_answered_with_the_close_one() -> None:
     """By letters; one that is close to none gets the list."""
-    assert "did you mean scan" in run("scn").stderr
-    assert "recommend" in run("zzzzzz").stderr
+    assert "did you mean scan" in topoflight("scn").stderr
+    assert "recommend" in topoflight("zzzzzz").stderr
+
+
+@each_row(
+    ("verb", "option", "said"),
+    [
+        ("launch", "restarts", str(RESTARTS)),
+        ("launch", "dra", f"gpu={DEVICE_CLASSES[0]} and nic={DEVICE_CLASSES[1]}"),
+        ("compare-networks", "networks", " and ".join(DEFAULT_NETWORKS)),
+        ("lint-env", "kind", f"auto|{'|'.join(KINDS)}"),
+    ],
+)
+def test_options_say_what_the_code_does(verb: str, option: str, said: str) -> None:
+    """Defaults and choices that the tables of options repeat are those of the code."""
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    (one,) = [each for each in command.params if each.name == option]
+    assert said in " ".join(one.get_help_record(click.Context(command)) or ())
+
+
+def test_a_wildcard_after_host_means_every_file(tmp_path: Path) -> None:
+    """The shell expands `--host *.json` to several words."""
+    a, b = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    for path in (a, b):
+        Path(path).write_text("{}")
+    words = ["diff", a, b, "--host", a, b, "-o", "json"]
+    assert expand_hosts(words) == ["diff", a, b, "--host", a, "--host", b, "-o", "json"]
 
 
 def test_flights_prints_its_bars_or_why_there_are_none(tmp_path: Path) -> None:
     """In the terminal: real records of one job over two networks; a folder without records is bad input."""
     measured = ROOT / "tests" / "browser" / "measured" / "flights"
-    done = run("preflight", "--host", SOUND, "--flights", str(measured))
+    done = topoflight("preflight", "--host", SOUND, "--flights", measured)
     assert "step time by network, measured" in done.stdout and "TCP over net1 (gloo)" in done.stdout
-    done = run("preflight", "--host", SOUND, "--flights", str(measured / "net1.json"))
+    done = topoflight("preflight", "--host", SOUND, "--flights", measured / "net1.json")
     assert "a comparison needs two" in " ".join(done.stdout.split())
-    done = run("preflight", "--host", SOUND, "--flights", str(tmp_path))
-    assert done.returncode == 2 and "no record of a run" in done.stderr
+    done = topoflight("preflight", "--host", SOUND, "--flights", tmp_path)
+    assert done.exit_code == 2 and "no record of a run" in done.stderr

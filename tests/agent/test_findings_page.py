@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from pathlib import Path
 
-import click
 from click.testing import CliRunner
-from hatchling.builders.wheel import WheelBuilder
 from rigs.tables import each_row
 
-from agent.advice.advise import FORMATS
 from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
 from agent.checks.history import AT_ONCE
 from agent.cli.explain import explain
-from agent.cli.main import cli
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.tables import CODES as ENV_CODES
 
@@ -82,37 +77,3 @@ def test_explain_prints_the_section() -> None:
         assert max(map(len, result.output.splitlines())) <= 80, code
     wrong = CliRunner().invoke(explain, ["rdma.port.dwn"])
     assert wrong.exit_code == 2 and "rdma.port.down" in wrong.output
-
-
-def test_wheel_carries_the_page(tmp_path: Path) -> None:
-    """An installed agent has the page beside its module, so that explain works without the repository."""
-    built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
-    with zipfile.ZipFile(built) as wheel:
-        assert wheel.read("agent/checks/findings.md").decode() == PAGE.read_text(encoding="utf-8")
-        assert wheel.read("agent/checks/runbook.md").decode() == (ROOT / "docs" / "runbook.md").read_text(
-            encoding="utf-8"
-        )
-
-
-@each_row("page", ["findings.md", "runbook.md", "metrics.md"])
-def test_commands_that_a_page_names_exist(page: str) -> None:
-    """A reader in trouble types what stands there: verbs and options are real."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    named = re.findall(r"`topoflight ([a-z-]+)([^`|;]*)", text)
-    assert named
-    context = click.Context(cli)
-    for verb, rest in named:
-        command = cli.get_command(context, verb)
-        assert command is not None, f"topoflight {verb}: no such verb"
-        known = {word for parameter in command.params for word in (*parameter.opts, *parameter.secondary_opts)}
-        for option in re.findall(r"(?<=\s)(--[a-z-]+|-[a-z])\b", rest):
-            assert option in known, f"topoflight {verb}{rest}: no option {option}"
-        takes_several = any(isinstance(p, click.Argument) and p.nargs == -1 for p in command.params)
-        assert takes_several or "..." not in rest, f"topoflight {verb}{rest}: takes one"
-
-
-def test_formats_that_a_page_names_exist() -> None:
-    """`-o` is given what the verb can write."""
-    text = PAGE.read_text(encoding="utf-8")
-    named = set(re.findall(r"`topoflight recommend [^`]*-o ([a-z0-9]+)", text))
-    assert named and named <= set(FORMATS)

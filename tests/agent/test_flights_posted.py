@@ -18,28 +18,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from api_server import ApiServer, configuration
 from kustomization import render
+from rigs.agents import TOKEN, agent, bearer
+from rigs.agents import tokens as tokens_in
 from rigs.tables import each_row
 
 from agent.base import result_store as keep
 from agent.cli.launch import launch
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.posted import MOST_RECORD_BYTES, MOST_VALUES, Record
-from agent.http.server import create
+from agent.http.posted import MOST_VALUES, Record
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
-from finetune.recorder import MAX_STEPS
 from planner.kubernetes import job, manifests
-from probes.host.recording import load
-from probes.scan import scan
 
 AGENT_URL = next(option.flag_value for option in launch.params if option.name == "agent")
-
 ROOT = Path(__file__).parent.parent.parent
-MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
-TOKEN = "s3cret-" + "t" * 20
+MACHINE = "titan-rtx-2x-nv2"
 USER = "system:serviceaccount:training:trainer"
-HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+HEADERS = bearer()
+STEPS = Record.model_json_schema()["properties"]["step_seconds"]["maxItems"]
 RECORD: dict[str, Any] = {
     "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
     "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z", "model": {"name": "a-model-of-ours"},
@@ -48,19 +45,9 @@ RECORD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def agent(tokens: Tokens, folder: Path | None) -> TestClient:
-    snapshot = scan(load(MACHINE))
-    state = State(lambda: (snapshot,), interval_seconds=3600, folder=folder)
-    state.refresh()
-    return TestClient(create(state, tokens=tokens))
-
-
 @pytest.fixture
 def tokens(tmp_path: Path) -> Tokens:
-    path = tmp_path / "tokens"
-    path.write_text(TOKEN + "\n")
-    path.chmod(0o600)
-    return Tokens(token_file=path)
+    return tokens_in(tmp_path)
 
 
 @pytest.fixture
@@ -72,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def http(tokens: Tokens, folder: Path) -> TestClient:
-    return agent(tokens, folder)
+    return agent(MACHINE, folder, tokens=tokens)
 
 
 def kept(folder: Path) -> list[Path]:
@@ -89,21 +76,6 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
     assert len(kept(folder)) == 1
 
 
-def test_no_reader_sees_a_secret_of_a_record(http: TestClient, folder: Path) -> None:
-    """Reason, notes and environment, of a record that is posted and of one that a job left in the folder."""
-    secret = "hunter2hunter2"  # noqa: S105 - of no door
-    record = {**RECORD, "reason": f"exec failed: tool --password {secret}", "notes": [f"HF_TOKEN={secret}", "kept"],
-              "plan": {"environment": {"WANDB_API_KEY": secret, "NCCL_DEBUG": "INFO"}}}  # fmt: skip
-    assert [http.post("/flights", headers=HEADERS, json=record).status_code for _ in range(2)] == [201, 200]
-    keep.keep_flight(record_of({**record, "host": "left-here"}), folder)
-    assert http.post("/flights", headers=HEADERS, json={**RECORD, "host": "another"}).status_code == 201
-    shown = http.get("/flights")
-    assert {one["host"] for one in shown.json()} == {"sft-0", "left-here", "another"}
-    for text in (shown.text, http.get("/flights?format=yaml").text, http.get("/").text):
-        assert secret not in text
-    assert "exec failed" in shown.text and "kept" in shown.text and "INFO" in shown.text
-
-
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
     """A job that got no answer sends again; another record of the same start replaces nothing."""
     assert [http.post("/flights", headers=HEADERS, json=RECORD).status_code for _ in range(3)] == [201, 200, 200]
@@ -114,50 +86,42 @@ def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> N
     assert len(kept(folder)) == 1
 
 
-def test_several_within_one_second_are_all_kept(http: TestClient, folder: Path) -> None:
-    """Jobs that end together."""
-    for host in "abcd":
-        assert http.post("/flights", headers=HEADERS, json={**RECORD, "host": host}).status_code == 201
-    assert {record["host"] for record in http.get("/flights").json()} == set("abcd")
-
-
 def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
     """The state folder does not grow without end."""
     for number in range(keep.KEPT_FLIGHTS + 5):
         keep.keep_flight(record_of({**RECORD, "host": f"pod-{number}"}), folder)
-    assert agent(tokens, folder).post("/flights", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
+    assert (
+        agent(MACHINE, folder, tokens=tokens)
+        .post("/flights", headers=HEADERS, json={**RECORD, "host": "z"})
+        .status_code
+        == 201
+    )
     assert len(kept(folder)) == keep.KEPT_FLIGHTS
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "named"),
+@each_row(
+    ("change", "named"),
     [
-        ({"schema_version": 2}, 422, "schema_version: Input should be 1"), ({"schema_version": None}, 422, "schema_"),
-        ({"status": "<b>"}, 422, "status:"), ({"host": ""}, 422, "host:"), ({"host": "h" * 254}, 422, "host:"),
-        ({"started_at": "yesterday"}, 422, "started_at:"), ({"exit_code": "0"}, 422, "exit_code:"),
-        ({"layout": []}, 422, "layout:"), ({"notes": "a"}, 422, "notes:"), ({"notes": ["n" * 5000]}, 422, "notes.0:"),
-        ({"measured": 3}, 422, "measured:"), ({"step_seconds": ["1"]}, 422, "step_seconds.0:"),
-        ({"step_seconds": [0.1] * (MAX_STEPS + 1)}, 422, "step_seconds:"),
-        ({"more": [0] * MOST_VALUES}, 422, f"{MOST_VALUES} are taken"),
-        ({"data": {"name": "é" * 200_000}}, 422, "to keep"),
+        ({"schema_version": 2}, "schema_version: Input should be 1"), ({"status": "<b>"}, "status:"),
+        ({"host": ""}, "host:"), ({"host": "h" * 254}, "host:"), ({"started_at": "yesterday"}, "started_at:"),
+        ({"layout": []}, "layout:"), ({"notes": ["n" * 5000]}, "notes.0:"),
+        ({"step_seconds": ["1"]}, "step_seconds.0:"), ({"step_seconds": [0.1] * (STEPS + 1)}, "step_seconds:"),
+        ({"more": [0] * MOST_VALUES}, f"{MOST_VALUES} are taken"),
+        ({"data": {"name": "é" * 200_000}}, "to keep"),
     ],
-    ids=lambda value: str(value)[:30],
 )  # fmt: skip
 def test_a_wrong_record_is_refused_and_what_is_wrong_named(
-    http: TestClient, folder: Path, change: dict[str, Any], status: int, named: str
+    tokens: Tokens, folder: Path, change: dict[str, Any], named: str
 ) -> None:
     """A problem document, and nothing is kept."""
+    http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
     answer = http.post("/flights", headers=HEADERS, json={**RECORD, **change})
-    assert answer.status_code == status and named in answer.json()["detail"], answer.text
+    assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
     assert len(answer.text) < 4000
     assert kept(folder) == [] and http.get("/flights").json() == []
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'],
-    ids=lambda body: str(body[:20]),
-)
+@each_row("body", [b"", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'])
 def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: bytes) -> None:
     """No JSON, too deep, or not of ours."""
     answer = http.post("/flights", headers=HEADERS, content=body)
@@ -172,20 +136,16 @@ def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
     assert http.get("/flights").json()[0]["loss"] == {"first": 5.0, "last": None}
 
 
-def test_the_largest_record_of_a_job_is_taken_and_a_larger_body_is_not(http: TestClient) -> None:
-    """As many steps as the recorder keeps; the bound holds whatever length is announced."""
-    whole = {**RECORD, "step_seconds": [1234.567891] * MAX_STEPS}
+def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
+    """As many steps as the recorder keeps."""
+    whole = {**RECORD, "step_seconds": [1234.567891] * STEPS}
     assert http.post("/flights", headers=HEADERS, json=whole).status_code == 201
-    body = b" " * (MOST_RECORD_BYTES + 1)
-    assert http.post("/flights", headers=HEADERS, content=body).status_code == 413
-    assert http.post("/flights", headers=HEADERS, content=iter([body[:1000], body])).status_code == 413
 
 
 def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path) -> None:
     """401 before the record is looked at; 403 where nobody judges tokens."""
-    for headers in ({}, {"Authorization": "Bearer " + "x" * 20}):
-        assert http.post("/flights", headers=headers, content=b"{").status_code == 401
-    closed = agent(Tokens(), folder).post("/flights", headers=HEADERS, json=RECORD)
+    assert http.post("/flights", content=b"{").status_code == 401
+    closed = agent(MACHINE, folder).post("/flights", headers=HEADERS, json=RECORD)
     assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
     assert kept(folder) == []
 
@@ -193,21 +153,12 @@ def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path)
 def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
     """409, and what would help; 507 where the folder takes nothing more."""
     for missing in (None, tmp_path / "nowhere"):
-        answer = agent(tokens, missing).post("/flights", headers=HEADERS, json=RECORD)
+        answer = agent(MACHINE, missing, tokens=tokens).post("/flights", headers=HEADERS, json=RECORD)
         assert answer.status_code == 409 and "--state" in answer.json()["grant"]
     full = tmp_path / "full"
     full.mkdir()
     (full / "flights").write_text("a file where the folder would be")
-    assert agent(tokens, full).post("/flights", headers=HEADERS, json=RECORD).status_code == 507
-
-
-def test_records_a_minute_are_capped(http: TestClient) -> None:
-    """429 with Retry-After."""
-    answers = [http.post("/flights", headers=HEADERS, content=b"{}")]
-    while answers[-1].status_code == 422 and len(answers) < 200:  # one more is let in each five seconds
-        answers.append(http.post("/flights", headers=HEADERS, content=b"{}"))
-    assert len(answers) > 12 and answers[-1].status_code == 429
-    assert answers[-1].headers["retry-after"]
+    assert agent(MACHINE, full, tokens=tokens).post("/flights", headers=HEADERS, json=RECORD).status_code == 507
 
 
 @pytest.fixture
@@ -221,7 +172,7 @@ def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) ->
     """A right to another endpoint is none to this one; what the refusal prints names this endpoint."""
 
     def asked() -> Any:
-        http = agent(Tokens(client=Client(configuration(api.url), tries=1)), folder)
+        http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
         return http.post("/flights", headers=HEADERS, json=RECORD)
 
     api.allowed.add((USER, "post", "/preflight"))
@@ -233,8 +184,11 @@ def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) ->
     assert record.posted_by == USER
 
 
+@pytest.mark.long
 def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
     """Version and number of steps are those of the job and of what is kept."""
+    from finetune.recorder import MAX_STEPS  # and with it torch
+
     shown = Record.model_json_schema()["properties"]
     assert shown["schema_version"]["const"] == RECORD_VERSION
     assert shown["step_seconds"]["maxItems"] == MAX_STEPS
@@ -314,11 +268,11 @@ def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
 
 def test_what_is_held_in_memory_is_bounded_in_bytes(tokens: Tokens, folder: Path) -> None:
     """As many of the largest records as are stored: the newest are shown, from one rendered copy."""
-    whole = {**RECORD, "step_seconds": [1234.567891] * MAX_STEPS, "notes": ["n" * 4096] * 100}
+    whole = {**RECORD, "step_seconds": [1234.567891] * STEPS, "notes": ["n" * 4096] * 100}
     for number in range(keep.KEPT_FLIGHTS):
         (folder / "flights").mkdir(exist_ok=True)
         (folder / "flights" / f"{number:03d}.json").write_text(json.dumps({**whole, "host": f"pod-{number}"}))
-    http = agent(tokens, folder)
+    http = agent(MACHINE, folder, tokens=tokens)
     first, second = http.get("/flights"), http.get("/flights")
     shown = {record["host"] for record in first.json()}
     size = (folder / "flights" / "000.json").stat().st_size

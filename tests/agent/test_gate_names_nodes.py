@@ -10,18 +10,17 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
 from fastapi.testclient import TestClient
+from rigs.command import topoflight
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.checks.verdict import judge
 from agent.checks.view import look
-from agent.cli.main import cli
 from agent.cluster.nodes import Fleet
 from agent.http.server import create
 from agent.http.state import State
 from agent.pages.render import fleet_page
-
-MACHINES = Path(__file__).parents[1] / "machines"
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recordings of three nodes: one healthy, two sick with something of their own."""
     made = tmp_path_factory.mktemp("nodes")
     for name in ("hgx-h100-8xH100-8hca", "sick-h100-gpu-lost", "sick-h100-nvlink-missing"):
-        shutil.copy(MACHINES / f"{name}.json", made)
+        shutil.copy(path_of(name), made)
     return made
 
 
 def preflight(folder: Path, *options: str) -> str:
-    return CliRunner().invoke(cli, ["preflight", "-q", "--host", str(folder), *options]).stdout
+    return topoflight("preflight", "-q", "--host", folder, *options).stdout
 
 
 LOST, CUT, WELL = "hgx-h100-sick-lost", "hgx-h100-sick-nvlink", "hgx-h100-01"
@@ -64,7 +63,7 @@ def test_junit_and_github_name_the_node_of_every_finding(folder: Path) -> None:
     assert all(re.match(rf"::\w+ title=\S+( \S+)* on ({LOST}|{CUT}|{WELL})::", line) for line in lines), lines
 
 
-@pytest.mark.parametrize("door", ["/cluster", "/nodes", "/nodes?scope=node", "/topology?scope=cluster"])
+@each_row("door", ["/cluster", "/nodes", "/nodes?scope=node", "/topology?scope=cluster"])
 def test_before_the_first_scan_the_cluster_is_503_like_readyz(door: str) -> None:
     """Nothing is known of any node yet: no green page over none."""
     state = State(tuple, interval_seconds=3600)
@@ -81,6 +80,5 @@ def test_a_cluster_of_no_nodes_and_a_gate_of_no_checks_are_unknown() -> None:
     assert "<title>unknown" in page and 'class="verdict pass' not in page
     assert (judge(()).word, judge(()).exit_code) == ("unknown", 5)
     assert look(()).verdict.word == "unknown"
-    result = CliRunner().invoke(cli, ["preflight", "-q", "--host", str(MACHINES / "cpu-only-vm.json"), "--skip", "*",
-                                      "-o", "json"])  # fmt: skip
+    result = topoflight("preflight", "-q", "--host", path_of("cpu-only-vm"), "--skip", "*", "-o", "json")
     assert (result.exit_code, json.loads(result.stdout)["verdict"]["why"]) == (5, "nothing was measured")

@@ -7,10 +7,9 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
+from rigs.recorded import changed, raised, snapshot, with_outcomes
 from rigs.tables import each_row
 
 from agent.checks import history
@@ -21,55 +20,35 @@ from agent.checks.history import AT_ONCE, History
 from agent.checks.view import View, look
 from agent.metrics.families import exposition
 from agent.pages import render
-from probes.api import Absent, Ok, Snapshot
+from probes.api import Absent, Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts
 from probes.rdma.facts import RdmaFacts
-from probes.scan import scan
 
-MACHINES = Path(__file__).parent.parent / "machines"
 STEP = 30.0
 START = time.time() - 7200.0
 
 
-def machine(name: str) -> Snapshot:
-    return scan(load(MACHINES / f"{name}.json"))
-
-
 @pytest.fixture(scope="module")
 def tray() -> Snapshot:
-    return machine("gb200-nvl72-tray")
+    return snapshot("gb200-nvl72-tray")
 
 
-def with_facts(snapshot: Snapshot, facts: type, **changes: Any) -> Snapshot:
-    """The same host with other facts of one probe."""
-    return replace(snapshot, outcomes={
-        name: replace(outcome, facts=replace(outcome.facts, **changes))
-        if isinstance(outcome, Ok) and isinstance(outcome.facts, facts) else outcome
-        for name, outcome in snapshot.outcomes.items()
-    })  # fmt: skip
-
-
-def port_down(snapshot: Snapshot, device: str = "mlx5_2", state: str = "DOWN", downed: int = 0) -> Snapshot:
-    rdma = snapshot.facts(RdmaFacts)
+def port_down(found: Snapshot, device: str = "mlx5_2", state: str = "DOWN", downed: int = 0) -> Snapshot:
+    rdma = found.facts(RdmaFacts)
     assert rdma is not None
     devices = tuple(
         replace(each, ports=tuple(replace(port, state=state, counters={"link_downed": downed}) for port in each.ports))
         if device in ("", each.name) else each
         for each in rdma.devices
     )  # fmt: skip
-    return with_facts(snapshot, RdmaFacts, devices=devices)
+    return changed(found, RdmaFacts, devices=devices)
 
 
 def at(view: View, seconds: float, name: str = "n") -> View:
     """The view as a scan of another node at another time shows it: equal nodes differ in nothing else."""
     snapshot = replace(view.snapshots[0], hostname=name, taken_at_seconds=START + seconds)
     return replace(view, snapshots=(snapshot,), checks=tuple(replace(check, node=name) for check in view.checks))
-
-
-def raised(view: View) -> set[str]:
-    return {check.code for check in view.checks if check.status in ("fail", "warn")}
 
 
 def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without(tray: Snapshot) -> None:
@@ -79,16 +58,8 @@ def test_a_finding_is_raised_by_its_second_scan_and_cleared_by_the_third_without
         kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, sick, sound, sick, sick, sound, sound, sound])
     ]
     assert ["rdma.port.down" in raised(view) for view in shown] == [False] * 4 + [True] * 3 + [False]
-    assert [view.verdict.word for view in shown] == [
-        "pass",
-        "unknown",
-        "pass",
-        "unknown",
-        "fail",
-        "fail",
-        "fail",
-        "pass",
-    ]
+    words = ["pass", "unknown", "pass", "unknown", "fail", "fail", "fail", "pass"]
+    assert [view.verdict.word for view in shown] == words
     told = [(event.kind, event.code) for event in shown[-1].events if event.code == "rdma.port.down"]
     assert told == [("raised", "rdma.port.down"), ("cleared", "rdma.port.down")]
 
@@ -102,14 +73,14 @@ def test_what_flickers_once_raised_stays_raised(tray: Snapshot) -> None:
 def test_what_was_not_judged_is_not_gone(tray: Snapshot) -> None:
     """A probe that fails says nothing of what it found before."""
     kept, sick = History(), look((port_down(tray),))
-    silent = look((replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")}),))
+    silent = look((with_outcomes(tray, rdma=Absent(why="not read")),))
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sick, sick, *[silent] * 5])]
     assert "rdma.port.down" in raised(shown[-1])
 
 
 def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
     """Withdrawn as a whole, or one of several of which another cannot be read; also in the agent that starts next."""
-    blind = replace(tray, outcomes={**tray.outcomes, "rdma": Absent(why="not read")})
+    blind = with_outcomes(tray, rdma=Absent(why="not read"))
     both, one = parse(["gpus=72,hcas=1"]), parse(["hcas=1"])
     rows: list[tuple[str, Snapshot, Expectation | str | None, bool]] = [
         ("withdrawn", tray, None, False),
@@ -118,15 +89,15 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
         ("met", tray, parse(["gpus=1,hcas=1"]), False),
         ("still unmet", tray, both, True),
         ("the file cannot be read", tray, "expect.yaml: not read", True),
-        ("GPUs cannot be read", replace(tray, outcomes={**tray.outcomes, "gpu": Absent(why="no driver")}), both, True),
+        ("GPUs cannot be read", with_outcomes(tray, gpu=Absent(why="no driver")), both, True),
     ]
     wrong = []
-    for name, snapshot, wanted, stays in rows:
+    for name, found, wanted, stays in rows:
         first = look((tray,), expected=both)
         kept = History()
         shown = [kept.seen(at(first, STEP * i)) for i in range(2)]
         assert "expect.node.unmet" in raised(shown[-1])
-        later = look((snapshot,), expected=wanted)
+        later = look((found,), expected=wanted)
         after = [kept.seen(at(later, STEP * (2 + i))) for i in range(history.SCANS_TO_CLEAR)]
         held = ["expect.node.unmet" in raised(view) for view in after]
         if held != [True, True, stays]:
@@ -137,7 +108,7 @@ def test_a_finding_whose_question_goes_away_clears(tray: Snapshot) -> None:
 def test_since_when_after_what_and_how_often(tray: Snapshot) -> None:
     """The words of the page, and the metric."""
     sound, sick = look((tray,)), look((port_down(tray),))
-    newer = look((with_facts(port_down(tray), GpuFacts, driver_version="580.65.06"),))
+    newer = look((changed(port_down(tray), GpuFacts, driver_version="580.65.06"),))
     kept = History()
     for i, view in enumerate([sound, sound, sick, sick, sound, sound, sound, sound, sick, sick, *[sound] * 3]):
         kept.seen(at(view, STEP * i))
@@ -158,7 +129,7 @@ def test_since_when_after_what_and_how_often(tray: Snapshot) -> None:
 def test_hardware_that_comes_and_goes_is_told_once_it_persists(tray: Snapshot) -> None:
     rdma = tray.facts(RdmaFacts)
     assert rdma is not None
-    without = look((with_facts(tray, RdmaFacts, devices=rdma.devices[1:]),))
+    without = look((changed(tray, RdmaFacts, devices=rdma.devices[1:]),))
     sound, kept = look((tray,)), History()
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, without, sound, without, without])]
     assert not [event for event in shown[2].events if event.kind == "changed"]
@@ -176,12 +147,12 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
     rdma, host = tray.facts(RdmaFacts), tray.facts(HostinfoFacts)
     assert rdma is not None and host is not None
     kept = History()
-    one = with_facts(tray, HostinfoFacts, kernel="6.99.0")
+    one = changed(tray, HostinfoFacts, kernel="6.99.0")
     new = tuple(replace(each, firmware="99.1.1") if each.name == "mlx5_1" else each for each in rdma.devices)
-    two = with_facts(one, RdmaFacts, devices=new)
-    three = with_facts(two, RdmaFacts, devices=new[1:])
-    four = with_facts(three, GpuFacts, driver_version="580.65.06")
-    five = with_facts(four, GpuFacts, driver_version="580.82.07")
+    two = changed(one, RdmaFacts, devices=new)
+    three = changed(two, RdmaFacts, devices=new[1:])
+    four = changed(three, GpuFacts, driver_version="580.65.06")
+    five = changed(four, GpuFacts, driver_version="580.82.07")
     steps = [tray, tray, port_down(tray), port_down(tray), one, two, three, three, four, five]
     shown = [changes_of(kept.seen(at(look((each,)), STEP * i))) for i, each in enumerate(steps)]
     when = [float(int(START + STEP * i)) for i in range(len(steps))]
@@ -195,14 +166,14 @@ def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None
 @each_row("silent", ["gpu", "rdma"])
 def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None:
     """An agent that starts before the driver does sees GPUs later: nobody put them in."""
-    mute = replace(tray, outcomes={**tray.outcomes, silent: Absent(why="no driver")})
+    mute = with_outcomes(tray, **{silent: Absent(why="no driver")})
     kept = History()
     shown = [kept.seen(at(look((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
     assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
     assert "hardware" not in changes_of(shown[-1])
     gpus = tray.facts(GpuFacts)
     assert gpus is not None
-    kept, lost = History(), with_facts(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
+    kept, lost = History(), changed(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
     for start, each in ((0.0, tray), (100.0, lost), (200.0, tray)):
         for i in range(20):
             view = kept.seen(at(look((each,)), STEP * (start + i)))
@@ -213,7 +184,7 @@ def test_the_newest_changes_are_kept(tray: Snapshot) -> None:
     """As many as MOST_EVENTS, each in its order."""
     kept = History()
     for i in range(history.MOST_EVENTS + 5):
-        view = kept.seen(at(look((with_facts(tray, HostinfoFacts, kernel=f"6.{i}.0"),)), STEP * i))
+        view = kept.seen(at(look((changed(tray, HostinfoFacts, kernel=f"6.{i}.0"),)), STEP * i))
     texts = [event.text for event in view.events]
     assert len(texts) == history.MOST_EVENTS
     assert texts[-1].endswith(f"6.{history.MOST_EVENTS + 4}.0")
@@ -232,16 +203,14 @@ def phases(tray: Snapshot) -> dict[str, View]:
     """What the agent of a tray sees, in the order of a boot."""
     host, gpus = tray.facts(HostinfoFacts), tray.facts(GpuFacts)
     assert host is not None and gpus is not None
-    booted = with_facts(tray, HostinfoFacts, boot_id="the next one")
+    booted = changed(tray, HostinfoFacts, boot_id="the next one")
     training = [
         replace(gpu, fabric_state="in_progress", fabric_clique=None,
                 nvlinks=tuple(replace(link, active=False) for link in gpu.nvlinks))
         for gpu in gpus.gpus
     ]  # fmt: skip
-    no_driver = replace(port_down(booted, "", "INIT"), outcomes={
-        **port_down(booted, "", "INIT").outcomes, "gpu": Absent(why="no driver"), "imex": Absent(why="no driver"),
-    })  # fmt: skip
-    early = replace(with_facts(port_down(booted, "", "DOWN"), GpuFacts, gpus=tuple(training)), taken_at_seconds=1.0)
+    no_driver = with_outcomes(port_down(booted, "", "INIT"), **dict.fromkeys(("gpu", "imex"), Absent(why="no driver")))
+    early = replace(changed(port_down(booted, "", "DOWN"), GpuFacts, gpus=tuple(training)), taken_at_seconds=1.0)
     flapped = replace(port_down(early, "", "ARMED", downed=2), taken_at_seconds=31.0)
     sound = port_down(booted, "", "ACTIVE", downed=2)
     found = {

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rigs.agents import agent
+from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
+from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.base.version import VERSION
+from agent.checks.view import look
 from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State
-from probes.host.recording import load
-from probes.scan import scan
-
-MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
-H100 = next(path for path in MACHINES if path.name.startswith("hgx-h100"))
+from agent.metrics.families import Rendered
 
 
-def agent_on(path: Path, folder: Path | None = None) -> TestClient:
-    snapshot = scan(load(path))
-    return TestClient(create(State(lambda: (snapshot,), interval_seconds=3600, folder=folder)))
+def scanning(look: Callable[[], Any], every: float = 3600) -> TestClient:
+    """An agent whose first scan begins with `with`."""
+    return TestClient(create(State(look, interval_seconds=every)))
 
 
 def ready(client: TestClient) -> TestClient:
     """Wait for the first scan; a generous bound, as the machine may be busy."""
-    until = time.monotonic() + 120
-    while (answer := client.get("/readyz")).status_code != 200:
-        assert time.monotonic() < until, answer.text
-        time.sleep(0.01)
+    eventually(lambda: client.get("/readyz").status_code == 200, "the first scan is done")
     return client
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with agent_on(H100) as running:
+    with scanning(lambda: (snapshot(),)) as running:
         yield ready(running)
 
 
@@ -51,15 +47,14 @@ ENDPOINTS = ("/", "/metrics", "/findings", "/snapshot", "/topology", "/recommend
 WHOLE = ("hgx-h100-8xH100-8hca", "cpu-only-vm", "sick-h100-gpu-lost")  # TOPOFLIGHT_PAIRS=all: every machine
 
 
-@each_row("path", MACHINES, ids=lambda path: path.stem)
-def test_every_machine_is_served(path: Path) -> None:
+@each_row("name", NAMES)
+def test_every_machine_is_served(name: str) -> None:
     """Page, metrics and findings of each recording; of three machines, every endpoint."""
-    whole = path.stem in WHOLE or os.environ.get("TOPOFLIGHT_PAIRS") == "all"
-    with agent_on(path) as running:
-        ready(running)
-        answers = {endpoint: running.get(endpoint) for endpoint in (ENDPOINTS if whole else ENDPOINTS[:3])}
+    whole = name in WHOLE or os.environ.get("TOPOFLIGHT_PAIRS") == "all"
+    running = agent(name)
+    answers = {endpoint: running.get(endpoint) for endpoint in (ENDPOINTS if whole else ENDPOINTS[:3])}
     assert {answer.status_code for answer in answers.values()} == {200}, answers
-    assert scan(load(path)).hostname in answers["/"].text
+    assert snapshot(name).hostname in answers["/"].text
 
 
 @each_row("endpoint", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
@@ -107,35 +102,6 @@ def test_errors_are_problem_documents_that_name_what_is_allowed(client: TestClie
     assert problem["detail"]
 
 
-def test_what_if_on_a_catalogue_machine(client: TestClient) -> None:
-    """A machine that is not this one, and a layout with its forecast."""
-    advice = client.get(
-        "/recommendations", params={"machine": "p5.48xlarge", "nodes": 2, "model": "Llama-3.1-8B"}
-    ).json()
-    forecast = advice["chosen"]["forecast"]
-    assert advice["chosen"]["layout"]["world_size"] == 16
-    assert 0 < forecast["step_seconds"]["low"] < forecast["step_seconds"]["mid"] < forecast["step_seconds"]["high"]
-
-
-def test_not_ready_before_the_first_scan_but_alive() -> None:
-    """A scan that takes long keeps /readyz at 503 and /healthz at 200."""
-    import threading
-
-    gate = threading.Event()
-
-    def slow() -> Any:
-        gate.wait()
-        return (scan(load(H100)),)
-
-    with TestClient(create(State(slow, interval_seconds=3600))) as running:
-        assert running.get("/healthz").status_code == 200
-        response = running.get("/readyz")
-        assert response.status_code == 503
-        assert response.headers["retry-after"]
-        gate.set()
-        ready(running)
-
-
 def test_a_scan_that_fails_is_said_and_survived() -> None:
     """The agent answers 503 with the reason, and goes on."""
     calls = iter([RuntimeError("driver gone")])
@@ -143,10 +109,22 @@ def test_a_scan_that_fails_is_said_and_survived() -> None:
     def failing() -> Any:
         for error in calls:
             raise error
-        return (scan(load(H100)),)
+        return (snapshot(),)
 
-    with TestClient(create(State(failing, interval_seconds=0.05))) as running:
+    with scanning(failing, every=0.05) as running:
         ready(running)
+
+
+def test_a_later_scan_that_fails_is_said_on_the_page() -> None:
+    """The older view stays, and says that it is one."""
+    left = [(snapshot("cpu-only-vm"),)]
+    state = State(lambda: left.pop(), interval_seconds=3600)
+    state.refresh()
+    with pytest.raises(IndexError), TestClient(create(state)) as running:
+        eventually(lambda: state.error is not None, "the scan at the start has failed")
+        page = running.get("/").text
+        assert 'role="alert"' in page and "<h1>vm" in page
+        raise IndexError
 
 
 def test_version_names_the_release_before_the_first_scan() -> None:
@@ -188,32 +166,27 @@ def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[..., 
     golden("openapi.json", document, digest=True)
 
 
-def test_the_resident_process_imports_neither_torch_nor_kubernetes(tmp_path: Path) -> None:
-    """Measured in a fresh interpreter that has served every endpoint."""
-    import subprocess
+SERVE = """
+import sys
+from rigs.agents import agent
+asked = agent()
+[asked.get(path) for path in ("/", "/topology", "/metrics", "/preflight", "/recommendations?model=Llama-3.1-8B")]
+print([name for name in ("torch", "kubernetes", "transformers", "numpy") if name in sys.modules])
+"""
 
-    script = tmp_path / "serve.py"
-    script.write_text(
-        "import sys, json\n"
-        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]\n"
-        "from test_http import agent_on, ready, H100\n"
-        "with agent_on(H100) as c:\n"
-        "    ready(c)\n"
-        "    [c.get(d) for d in ('/', '/topology', '/metrics', '/preflight', '/recommendations?model=Llama-3.1-8B')]\n"
-        "print(json.dumps([m for m in ('torch', 'kubernetes', 'transformers', 'numpy') if m in sys.modules]))\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
+    """Measured in a fresh interpreter that has served every endpoint."""
+    paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=250, check=True,
+                          env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
+    assert done.stdout.split() == ["[]"]
 
 
 def test_an_exposition_is_rendered_once_per_scan_and_format() -> None:
     """Scrapes of one view share the bytes; a new view gets new ones; formats do not mix."""
-    from agent.checks.view import look
-    from agent.metrics.families import Rendered
-
     rendered = Rendered()
-    snapshot = scan(load(H100))
-    first, second = look((snapshot,)), look((snapshot,))
+    first, second = (look((snapshot(),)) for _ in range(2))
     text = rendered(first, "")[0]
     assert rendered(first, "")[0] is text
     openmetrics, content_type = rendered(first, "application/openmetrics-text; version=1.0.0")

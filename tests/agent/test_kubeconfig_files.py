@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ from kubernetes.config import incluster_config
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from api_server import write_kubeconfig
+from rigs.serving import Asked, answering
 
 from agent.cluster.client import AccessError, ApiError, Client, connect
 
-Headers = list[tuple[str, str]]
 REPO = Path(__file__).parent.parent.parent
 
 
@@ -71,50 +69,22 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def heard() -> Iterator[tuple[str, list[Headers]]]:
-    """(URL, headers of each request) of a server that answers everything with an empty object."""
-    seen: list[Headers] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append([(name, value) for name, value in self.headers.items()])
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_: object) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    server.shutdown()
-    server.server_close()
+def heard() -> Iterator[tuple[str, list[Asked]]]:
+    """The URL of a server that answers everything with an empty object, and what it was asked."""
+    with answering() as found:
+        yield found
 
 
-def test_the_first_file_that_has_a_name_wins(two: tuple[Path, Path]) -> None:
-    """Cluster and user of the first, context and current context of the only one that sets them."""
+def test_files_are_merged_as_kubectl_merges_them(tmp_path: Path, two: tuple[Path, Path]) -> None:
+    """Of each name the first file that has it, whole; the first current context, where the library takes the last."""
     found = connect(environment=several(*two))
     assert (found.server, found.token(), found.namespace) == ("http://lab:1", "of the first", "team")
     turned = connect(environment=several(*reversed(two)))
     assert (turned.server, turned.token()) == ("http://other:2", "of the second")
-
-
-def test_the_first_current_context_wins(tmp_path: Path, two: tuple[Path, Path]) -> None:
-    """As in kubectl, where the library takes the last."""
     assert connect(environment=several(config(tmp_path / "mine", current="home"), *two)).namespace == "default"
-
-
-def test_an_entry_is_taken_whole(tmp_path: Path, two: tuple[Path, Path]) -> None:
-    """What the second file's entry of the same name has beside is not mixed in."""
     bare = config(tmp_path / "bare", users={"ann": {}})
-    assert connect(environment=several(bare, *two)).token() == ""
-
-
-def test_paths_are_relative_to_the_file_of_their_entry(two: tuple[Path, Path]) -> None:
-    """The token file lies beside the second file."""
-    assert connect("home", several(*two)).token() == "from a file beside it"
+    assert connect(environment=several(bare, *two)).token() == "", "nothing of the namesake is mixed in"
+    assert connect("home", several(*two)).token() == "from a file beside it", "paths are relative to their own file"
 
 
 def test_a_missing_file_is_left_out_and_a_broken_one_is_named(tmp_path: Path, two: tuple[Path, Path]) -> None:
@@ -129,32 +99,24 @@ def test_a_missing_file_is_left_out_and_a_broken_one_is_named(tmp_path: Path, tw
             connect(environment=several(away))
 
 
-def test_an_unknown_context_names_every_file(two: tuple[Path, Path]) -> None:
-    """Whichever of them should have had it."""
+def test_what_leads_to_no_server_is_said(tmp_path: Path, two: tuple[Path, Path]) -> None:
+    """A context in none of the files, an address that is no URL, before a token is sent; neither a pod nor a file."""
     with pytest.raises(AccessError, match=f"{two[0]}{os.pathsep}{two[1]}: no context named 'x'"):
         connect("x", several(*two))
-
-
-def test_a_server_that_is_no_url_is_refused(tmp_path: Path) -> None:
-    """Before a token is sent anywhere."""
     with pytest.raises(AccessError, match="must begin with https://"):
         client_as(tmp_path, {"token": "t"}, server="ftp://x")
-
-
-def test_nothing_to_go_by_is_said(tmp_path: Path) -> None:
-    """Neither a pod nor a file."""
     with pytest.raises(AccessError, match=r"no Kubernetes API server: not in a pod"):
         connect(environment={"HOME": str(tmp_path)})
 
 
-def test_impersonation_is_sent(tmp_path: Path, heard: tuple[str, list[Headers]]) -> None:
+def test_impersonation_is_sent(tmp_path: Path, heard: tuple[str, list[Asked]]) -> None:
     """kubectl's --as in a file: each group is a header of its own (Kubernetes, User impersonation)."""
     user = {
         "token": "t", "as": "ann", "as-uid": "u-1", "as-groups": ["ops", "gpu, users"],
         "as-user-extra": {"example.org/scopes": ["view"]},
     }  # fmt: skip
     client_as(tmp_path, user, server=heard[0]).get("/x")
-    (sent,) = heard[1]
+    ((*_, sent),) = heard[1]
     assert ("authorization", "Bearer t") in [(name.lower(), value) for name, value in sent]
     assert [pair for pair in sent if pair[0].startswith("Impersonate")] == [
         ("Impersonate-User", "ann"), ("Impersonate-Uid", "u-1"), ("Impersonate-Group", "ops"),
@@ -162,11 +124,11 @@ def test_impersonation_is_sent(tmp_path: Path, heard: tuple[str, list[Headers]])
     ]  # fmt: skip
 
 
-def test_a_proxy_is_used(tmp_path: Path, heard: tuple[str, list[Headers]]) -> None:
+def test_a_proxy_is_used(tmp_path: Path, heard: tuple[str, list[Asked]]) -> None:
     """proxy-url of the cluster: the server's own name is never looked up here."""
     client = client_as(tmp_path, {"token": "t"}, server="http://api.cluster.invalid:1", **{"proxy-url": heard[0]})
     assert client.get("/x") == {}
-    assert ("Host", "api.cluster.invalid:1") in heard[1][0]
+    assert ("Host", "api.cluster.invalid:1") in heard[1][0].headers
 
 
 def plugin(tmp_path: Path, status: dict[str, Any], code: int = 0) -> dict[str, Any]:
@@ -198,7 +160,7 @@ def test_a_credential_plugin_that_fails_or_is_missing_is_named(tmp_path: Path) -
             client_as(tmp_path, user)
 
 
-def test_no_model_is_imported(tmp_path: Path, heard: tuple[str, list[Headers]]) -> None:
+def test_no_model_is_imported(tmp_path: Path, heard: tuple[str, list[Asked]]) -> None:
     """The models of every API group, and the asyncio twin of the client, would cost as much again."""
     path = write_kubeconfig(tmp_path / "config", heard[0])
     code = "import sys; from agent.cluster.client import connect; connect().get('/x'); print(*sys.modules)"

@@ -9,26 +9,28 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rigs.command import topoflight
+from rigs.recorded import snapshot, view
+from rigs.tables import each_row
 
 from agent.advice.advise import advise
+from agent.advice.job_settings import untrainable
 from agent.advice.request import Request
-from agent.base.hosts import snapshots
 from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
-from agent.checks.view import look
 from agent.cli.launch import _gate, launch
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
 from agent.jobs.launch import Launched, LaunchError, fly, job_plan, record_of
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 
-SICK = Path(__file__).parent.parent / "machines" / "sick-h100-dead-hca.json"
+SICK = "sick-h100-dead-hca"
 
 
 def test_a_failed_check_stops_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 3, what failed, and the option that launches all the same."""
     with pytest.raises(SystemExit) as ended:
-        _gate(snapshots([SICK]), {"hosts": (), "require": (), "root": "/"}, {})
+        _gate([snapshot(SICK)], {"hosts": (), "require": (), "root": "/"}, {})
     told = capsys.readouterr().err
     assert ended.value.code == 3
     assert "fail topology.gpu_nic.down" in told and "not launched: " in told and "--no-preflight" in told
@@ -46,8 +48,7 @@ def test_a_required_check_that_is_unknown_stops_it_and_others_do_not(tmp_path: P
 
 def test_preflight_flies_only_what_it_found_sound() -> None:
     """What failed before the flight stops it; --skip of that check and --force do not, nor does what is unknown."""
-    sick = snapshots([SICK])
-    checks = look(sick).checks
+    checks = view(SICK).checks
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
     assert all(code in _stopping(Options(fly=True), checks, Baseline()) for code in failed)
@@ -57,7 +58,7 @@ def test_preflight_flies_only_what_it_found_sound() -> None:
     assert _stopping(Options(fly=True), checks, Baseline(statuses=everywhere_the_same)) == ""
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "kept"),
     [
         ({"status": "mismatch", "exit_code": 76, "reason": "ddp"},
@@ -114,21 +115,34 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
 
 
 def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
-    """Its weights, its data set and its adapters are in the job's YAML; without a data set nothing starts."""
+    """Its weights, its data set and its adapters are in the job's YAML."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, tuple)
-    with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
-        fly(advice, tmp_path / "out", timeout_seconds=1)
-    assert not (tmp_path / "out").exists()
     config = job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
     assert config is not None
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
-    made_up = replace(advice, model=replace(advice.model, name="house-model")) if advice.model else advice
-    with pytest.raises(LaunchError, match="where its weights are is not known"):
-        fly(made_up, tmp_path / "out", overrides=["dataset_name=x"], timeout_seconds=1)
-    said = CliRunner().invoke(launch, ["--model", "Llama-3.1-8B", "--machine", "dgx-h100", "--dry-run"])
-    assert said.exit_code == 2 and "dataset_name" in said.output
+    assert advice.model is not None
+    made_up = replace(advice, model=replace(advice.model, name="house-model"))
+    assert untrainable(advice, {}).startswith("dataset_name: no data set is named")
+    assert untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: where its weights are")
+    assert untrainable(made_up, {"dataset_name": "x", "model_name_or_path": "/models/house"}) == ""
+    assert untrainable(advice, {"dataset_name": "x"}) == ""
+    assert untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
+    assert untrainable(replace(advice, model=None), {}) == ""
+    with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
+        fly(advice, tmp_path / "out", timeout_seconds=1)
+    assert not (tmp_path / "out").exists()
+
+
+@each_row("where", [["--api", "job", "--image", "r.example/f:1"], ["--output", "out"]])
+def test_a_launch_here_and_on_a_cluster_is_refused_in_the_same_words(where: list[str]) -> None:
+    """Usage; a word of --set that is none is named too."""
+    words = ["launch", "--machine", "dgx-h100", "--dry-run", "--model", "Llama-3.1-8B", *where]
+    for more, told in (((), "a hub id such as openai/gsm8k"),
+                       (("--set", "dataset_name"), "--set 'dataset_name': must be NAME=VALUE")):  # fmt: skip
+        done = topoflight(*words, *more)
+        assert done.exit_code == 2 and told in done.output
 
 
 def test_the_embedded_job_needs_no_yaml() -> None:
@@ -162,7 +176,7 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
         job_request(Request(), job, [])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "words", "error"),
     [
         ("", ["num_train_epoch=3"], "--set unknown setting 'num_train_epoch'; close: num_train_epochs"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.serving import Asked, answering
+from rigs.tables import each_row
 
 from agent.http.posted import read_record as read
 from agent.jobs.launch import Launched, record_of
@@ -39,26 +39,12 @@ FATE = "rank 1 was ended by SIGKILL; the same command goes on from its last chec
 
 
 @pytest.fixture
-def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bytes]]]:
+def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
     """What an agent is sent."""
-    found: list[tuple[str, bytes]] = []
-
-    class Agent(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            found.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(201)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Agent) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        monkeypatch.setenv("TOPOFLIGHT_AGENT", f"http://127.0.0.1:{server.server_port}")
+    with answering(201) as (url, found):
+        monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         monkeypatch.delenv("TOPOFLIGHT_AGENT_TOKEN_FILE", raising=False)
         yield found
-        server.shutdown()
 
 
 def ended(folder: Path, **changed: Any) -> RunRecord:
@@ -71,15 +57,15 @@ def ended(folder: Path, **changed: Any) -> RunRecord:
     return record
 
 
-def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[tuple[str, bytes]]) -> None:
+def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[Asked]) -> None:
     """In flight.json and to the agent, which takes it; the last step on the record stands."""
     record = ended(tmp_path)
     expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record.ended_at}
     assert record == run_record.record_of(expected)
     assert record.ended_at
     assert run_record.read(tmp_path / "flight.json") == record
-    ((where, body),) = posted
-    assert (where, read(body)) == ("/flights", record)
+    (sent,) = posted
+    assert (sent.path, read(sent.body)) == ("/flights", record)
 
 
 def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
@@ -95,8 +81,8 @@ def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
     assert ended(tmp_path).steps_done == 7
 
 
-@pytest.mark.parametrize("status", ["complete", "failed"])
-def test_what_told_its_end_itself_is_told_once(tmp_path: Path, posted: list[tuple[str, bytes]], status: str) -> None:
+@each_row("status", ["complete", "failed"])
+def test_what_told_its_end_itself_is_told_once(tmp_path: Path, posted: list[Asked], status: str) -> None:
     """The agent has it from the job: another record of the same start would be refused."""
     assert ended(tmp_path, status=status).status == "failed"
     assert json.loads((tmp_path / "flight.json").read_text())["status"] == status

@@ -1,22 +1,19 @@
 """plan.json says which network NCCL is to take between hosts, as far as the hosts were seen to have one."""
 
-from pathlib import Path
-
-import pytest
+from rigs.recorded import path_of, snapshot
+from rigs.tables import each_row
 
 from agent.advice.advise import answer
 from agent.advice.request import Request
-from agent.base.hosts import snapshots
 from agent.jobs.launch import gdrdma, job_plan
 from contracts.job_plan import dumps, read
 from finetune import channels
 from topology.build import build
 
 DATA = ["dataset_name=openai/gsm8k"]
-MACHINES = Path(__file__).parents[1] / "machines"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "network", "evidence", "gdrdma"),
     [
         ("hgx-h100-8xH100-8hca", "IB", "mlx5_", "each GPU is PIX from its NIC"),
@@ -30,9 +27,8 @@ MACHINES = Path(__file__).parents[1] / "machines"
 )
 def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, network, evidence, gdrdma):
     """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
-    path = MACHINES / f"{machine}.json"
-    found = snapshots([path])
-    advice = answer(Request.of(hosts=(path,), model="Llama-3.1-8B", nodes=2), found)
+    found = [snapshot(machine)]
+    advice = answer(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
     written = job_plan(advice, overrides=DATA, found=found)
     (tmp_path / "plan.json").write_text(dumps(written))
     plan = read(tmp_path / "plan.json")
@@ -57,7 +53,7 @@ def test_a_machine_that_nobody_looked_at_promises_no_gpudirect():
 
 def test_a_nearest_nic_that_is_left_out_promises_no_gpudirect():
     """By NCCL_IB_HCA, for storage say: the next one may be too far."""
-    found = snapshots([MACHINES / "hgx-h100-8xH100-8hca.json"])
+    found = [snapshot()]
     all_of_them = gdrdma(found)
     names = [nic for near in build(found[0]).nearest_nic for nic in near.nics]
     assert all_of_them

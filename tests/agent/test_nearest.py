@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
-from click.testing import CliRunner
+from rigs.command import topoflight
+from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.advice.advise import advise
 from agent.advice.request import Request
-from agent.cli.main import cli
 
-HOST = Path(__file__).resolve().parents[1] / "machines" / "r760xa-2xA40-bf3.json"
 ASKED = [
     "--machine dgx-h100 --model Llama-3.1-405B --method full --sequence-length 4096",
     "--machine 4xrtx4090 --model Llama-3.1-8B --method full --packing --global-batch 16",
     "--machine 4xrtx4090 --nodes 2 --network 10G --tcp --model Llama-3.1-405B",
-    f"--host {HOST} --model Llama-3.1-70B --method full",
+    f"--host {path_of('r760xa-2xA40-bf3')} --model Llama-3.1-70B --method full",
     "--machine g5.12xlarge --model gpt2 --method full",  # both: the engine, and a table of 1,024 positions
     "--machine dgx-h100 --model Llama-3.1-8B --method full --precision mxfp8 --engine megatron",
 ]
@@ -26,8 +24,8 @@ ASKED = [
 
 def run(words: str) -> tuple[int, dict[str, object]]:
     """Exit code and document of the verb."""
-    result = CliRunner().invoke(cli, ["recommend", *shlex.split(words), "-o", "json"])
-    return 3 if result.exit_code else 0, json.JSONDecoder().raw_decode(result.stdout)[0]
+    result = topoflight("recommend", *shlex.split(words), "-o", "json")
+    return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]
 
 
 @each_row("asked", ASKED)
@@ -57,14 +55,14 @@ def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() ->
 def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
     """A value with a blank is quoted; 3,030 s are no 3.03e+03."""
     asked = "recommend --machine p4d.24xlarge --nodes 2 --model Llama-3.1-70B --method lora --sequence-length 131072"
-    said = CliRunner().invoke(cli, asked.split(), env={"COLUMNS": "100"}).output
+    said = topoflight(*asked.split(), COLUMNS="100").output
     assert "NCCL_NET='AWS Libfabric'" in said
     assert "e+0" not in said
 
 
 def test_gpus_that_are_not_judged_are_no_misfit() -> None:
     """Nothing was forecast of them, so nothing did not fit."""
-    result = CliRunner().invoke(cli, ["recommend", "--machine", "mi300x", "--model", "Llama-3.1-8B"])
+    result = topoflight("recommend", "--machine", "mi300x", "--model", "Llama-3.1-8B")
     assert result.exit_code == 3 and result.stdout.startswith("? No layout is judged\n")
     assert "is judged (every layout: MI300X" in result.stderr and "fits" not in result.output
 

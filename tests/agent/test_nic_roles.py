@@ -21,6 +21,7 @@ from machine_nvml import H100, NvmlGpu
 from machine_tree import Netdev, Rdma, Tree, port, switch
 from nic_faults import FAULTS, with_fault
 from platform_machines import mapped, snapshot_of
+from rigs import recorded
 from rigs.tables import each_row
 
 from agent.checks.view import look
@@ -30,7 +31,6 @@ from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
-RECORDED = Path(__file__).parents[1] / "machines"
 GB10 = replace(H100, name="NVIDIA GB10", links=0, capability=(12, 1), memory_bytes=119 << 30)
 
 
@@ -130,14 +130,17 @@ def snapshot(name: str) -> Snapshot:
     if name in BUILT:
         return snapshot_of(BUILT[name])
     if name in MACHINES:
-        return scan(load(RECORDED / f"{name}.json"))
+        return recorded.snapshot(name)
     return platform_machines.snapshot(name)
 
 
 def bad(node: Snapshot) -> list[Finding]:
     families = ("rdma", "interfaces", "topology", "pci", "limits", "env")
-    checks = [check for check in look((node,)).checks if check.status in ("fail", "warn")]
-    return [check for check in checks if check.code.partition(".")[0] in families and check.code not in HELD_TRUE]
+    return [
+        check
+        for check in look((node,)).checks
+        if check.status in ("fail", "warn") and check.code.partition(".")[0] in families and check.code not in HELD_TRUE
+    ]
 
 
 @each_row("name", [*BUILT, *PLATFORMS, *WITHOUT_RDMA, *MACHINES])

@@ -5,30 +5,24 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row
 
-from agent.checks.view import View, look
+from agent.checks.view import look
 from agent.http.questions import question
 from agent.jobs.preflight import Report
 from agent.pages import charts
-from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
 from agent.terminal.findings import findings
 from contracts.interval import Interval
 from contracts.run_record import record_of
 from planner.advice import Part
-from probes.host.recording import load
-from probes.scan import scan
-from topology.build import build
 
-MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 HOSTILE = "<script>alert('&')</script>\"x"
 PARTS = (Part(name="gemm", value=3.0, detail="flops"), Part(name="gather", value=1.0, detail=HOSTILE))
 
@@ -37,62 +31,52 @@ def widths(svg: str, kind: str) -> list[float]:
     return [float(w) for w in re.findall(rf'class="{kind}"[^>]*? width="([0-9.]+)"', svg)]
 
 
-@each_row("path", MACHINES, ids=lambda path: path.stem)
-def test_every_device_is_drawn_and_the_drawing_is_well_formed(path: Path) -> None:
-    """Each GPU and NIC once, and a sentence that says the same."""
-    snapshot = scan(load(path))
-    node = build(snapshot)
-    drawn = pages.picture(node, snapshot=snapshot, checks=look((snapshot,)).checks)
-    root = ElementTree.fromstring(drawn)  # noqa: S314 - our own output
+def picture(name: str) -> str:
+    """The drawing of a recorded machine with what is wrong on it."""
+    (node,) = view(name).topologies
+    return pages.picture(node, snapshot=snapshot(name), checks=view(name).checks)
+
+
+@each_row("name", NAMES)
+def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: str) -> None:
+    """Each GPU and NIC once, a sentence that says the same; the link between CPUs is neither red nor dashed."""
+    (node,) = view(name).topologies
+    root = ElementTree.fromstring(picture(name))  # noqa: S314 - our own output
     classes = [element.get("class", "").split() for element in root.iter("rect")]
     assert sum("d-gpu" in names for names in classes) == len(node.gpus)
     assert sum("d-nic" in names for names in classes) == len(node.nics)
     assert all(near.gpu in root.get("aria-label", "") for near in node.nearest_nic)
-
-
-def test_missing_nics_and_sick_devices_stand_out() -> None:
-    """Ten NICs without RDMA are drawn as gaps; a lost GPU and a GPU short of NVLinks carry their marks."""
-    by_name = {path.stem: path for path in MACHINES}
-    drawn = {}
-    for name in ("sick-h100-rdma-off", "sick-h100-gpu-lost", "sick-h100-nvlink-missing", "hgx-h100-8xH100-8hca"):
-        snapshot = scan(load(by_name[name]))
-        drawn[name] = pages.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
-    assert drawn["sick-h100-rdma-off"].count('class="d-ghost d-fail"') == 10
-    assert "✗ GPU5" in drawn["sick-h100-gpu-lost"]
-    assert "! NV16" in drawn["sick-h100-nvlink-missing"]
-    assert "d-fail" not in drawn["hgx-h100-8xH100-8hca"]
-
-
-def texts(drawn: str) -> list[tuple[str, str]]:
-    """Class and words of every text of a drawing."""
-    root = ElementTree.fromstring(drawn)  # noqa: S314 - our own output
-    return [(text.get("class", ""), text.text or "") for text in root.iter("text")]
-
-
-def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
-    """Four lanes in a slot of sixteen: said at that GPU, marked, with both bandwidths behind it; the others are x16."""
-    snapshot = scan(load(MACHINES[0].with_name("sick-l40s-x4.json")))
-    drawn = pages.picture(build(snapshot), snapshot=snapshot, checks=look((snapshot,)).checks)
-    links = [(kind, words) for kind, words in texts(drawn) if "x16" in words]
-    assert sorted(links) == [("d-tiny", "Gen4 x16")] * 3 + [("d-tiny d-warn", "! Gen4 x4 of x16")]
-    assert "GPU2: Gen4 x4 of x16, 6 GB/s each way as it runs, 24 GB/s planned each way" in drawn
-
-
-@each_row("path", MACHINES, ids=lambda path: path.stem)
-def test_no_line_of_a_drawing_is_red_where_nothing_is_wrong(path: Path) -> None:
-    """The link between two CPUs is as sound as the CPUs: it has their colour, and is not dashed as what is missing."""
-    drawn = pages.picture(build(scan(load(path))))
-    root = ElementTree.fromstring(drawn) if drawn else ElementTree.Element("svg")  # noqa: S314 - our own output
+    plain = pages.picture(node)
+    root = ElementTree.fromstring(plain) if plain else ElementTree.Element("svg")  # noqa: S314 - our own output
     kinds = [line.get("class", "") for line in root.iter("path")]
     assert "l-sys" not in kinds and "l-gone" not in kinds
     boxes = sum("d-frame" in (rect.get("class") or "") for rect in root.iter("rect"))
     assert kinds.count("l-cpus") == max(0, boxes - 1)
 
 
+def test_missing_nics_and_sick_devices_stand_out() -> None:
+    """Ten NICs without RDMA are drawn as gaps; a lost GPU and a GPU short of NVLinks carry their marks."""
+    names = ("sick-h100-rdma-off", "sick-h100-gpu-lost", "sick-h100-nvlink-missing", H100)
+    drawn = {name: picture(name) for name in names}
+    assert drawn["sick-h100-rdma-off"].count('class="d-ghost d-fail"') == 10
+    assert "✗ GPU5" in drawn["sick-h100-gpu-lost"]
+    assert "! NV16" in drawn["sick-h100-nvlink-missing"]
+    assert "d-fail" not in drawn[H100]
+
+
+def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
+    """Four lanes in a slot of sixteen: said at that GPU, marked, with both bandwidths behind it; the others are x16."""
+    drawn = picture("sick-l40s-x4")
+    root = ElementTree.fromstring(drawn)  # noqa: S314 - our own output
+    links = [(text.get("class"), text.text) for text in root.iter("text") if "x16" in (text.text or "")]
+    assert sorted(links) == [("d-tiny", "Gen4 x16")] * 3 + [("d-tiny d-warn", "! Gen4 x4 of x16")]
+    assert "GPU2: Gen4 x4 of x16, 6 GB/s each way as it runs, 24 GB/s planned each way" in drawn
+
+
 @each_row("name", ["aws-p4d-8xA100-4efa", "titan-rtx-2x-nv2"])
 def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
     """A GPU's PCIe line has PCIe's colour though NVLink joins it too; no text ends beyond the drawing."""
-    node = build(scan(load(MACHINES[0].with_name(f"{name}.json"))))
+    (node,) = view(name).topologies
     root = ElementTree.fromstring(pages.picture(node))  # noqa: S314 - our own output
     space = float(root.attrib["viewBox"].split()[2])
     lines = [path.attrib for path in root.iter("path")]
@@ -107,37 +91,27 @@ def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
     assert all(places[a] < places[b] for a, b in pairs)
 
 
-def test_names_of_a_host_stay_text() -> None:
-    """A hostname or device name can neither end the drawing nor start a script."""
-    node = build(scan(load(MACHINES[0])))
-    nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
-    drawn = pages.picture(replace(node, hostname=HOSTILE, nics=nics))
-    ElementTree.fromstring(drawn)  # noqa: S314 - our own output
-    assert "<script" not in drawn
-
-
-@each_row("name", ["sick-h100-rdma-off", "sick-h100-thermal", "hgx-h100-8xH100-8hca", "sick-l40s-x4"])
+@each_row("name", ["sick-h100-rdma-off", "sick-h100-thermal", H100])
 def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     """One failed check on ten devices, two readings of one GPU in one box; no gap between words."""
-    view = look((scan(load(MACHINES[0].with_name(f"{name}.json"))),))
-    html = pages.node_page(view, None, "", trouble=None)
+    seen = view(name)
+    html = pages.node_page(seen, None, "", trouble=None)
     (banner,) = re.findall(r'<p class="verdict.*?</p>', html)
     words = re.sub(r"<[^>]+>", "", banner)
     assert "  " not in words
-    count = view.verdict.by_check
+    count = seen.verdict.by_check
     assert (
         words
         == {
             "sick-h100-rdma-off": f"✗ FAIL 1 check failed, on 10 devices; 1 warning, {count['unknown']} unknown, ",
             "sick-h100-thermal": f"✗ FAIL 3 checks failed; 1 warning, {count['unknown']} unknown, ",
-            "hgx-h100-8xH100-8hca": f"✓ pass healthy as far as seen; {count['unknown']} checks unknown, named below; ",
-            "sick-l40s-x4": f"✗ FAIL 1 check failed; 1 warning, {count['unknown']} unknown, ",
+            H100: f"✓ pass healthy as far as seen; {count['unknown']} checks unknown, named below; ",
         }[name]
         + f"{count['pass']} passed"
     )
     assert "not a pass" not in html
     opened = re.search(r'<details id="unknowns"( open)?>', html)
-    assert opened and bool(opened[1]) == (view.verdict.word == "pass")  # "named below" is to be seen without a click
+    assert opened and bool(opened[1]) == (seen.verdict.word == "pass")  # "named below" is to be seen without a click
     boxes = re.findall(r'<li class="finding f-(?:fail|warn)">.*?</li>\n(?=<li class="finding|</ol>)', html, re.DOTALL)
     if name == "sick-h100-thermal":
         assert len(boxes) == 2
@@ -145,16 +119,12 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
             assert words in boxes[1], words
 
 
-def seen(*names: str) -> View:
-    return look(tuple(scan(load(MACHINES[0].with_name(f"{name}.json"))) for name in names))
-
-
 def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
     """Two nodes of one kind share every address: only the one whose NICs are gone shows them, in one report too."""
-    view = seen("hgx-h100-8xH100-8hca", "sick-h100-rdma-off")
+    both = look((snapshot(), snapshot("sick-h100-rdma-off")))
     healthy, sick = (
-        pages.picture(node, snapshot=snapshot, checks=view.checks)
-        for node, snapshot in zip(view.topologies, view.snapshots, strict=True)
+        pages.picture(node, snapshot=found, checks=both.checks)
+        for node, found in zip(both.topologies, both.snapshots, strict=True)
     )
     assert "d-fail" not in healthy
     assert sick.count("d-ghost d-fail") == 10
@@ -162,7 +132,7 @@ def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
 
 def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() -> None:
     """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
-    view = seen("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off")
+    view = look(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
     whole = Report(
         started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=view.snapshots, checks=view.checks,
         topologies=view.topologies, verdict=view.verdict,
@@ -180,36 +150,6 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     assert "l40s-01: GPU2 has no NIC on its own NUMA node" in out.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_one_lost_gpu_does_not_hide_where_the_others_nics_are() -> None:
-    """Seven GPUs have their NIC at one switch; of the eighth it cannot be told."""
-    view = seen("sick-h100-gpu-lost")
-    shown = dict(page_nodes.glance(view.topologies[0], view.snapshots[0], None))
-    assert shown["Nearest NIC"] == "PIX for 7 of 8 GPUs, undecidable for 1 of 8 GPUs"
-    html = pages.node_page(view, None, "", trouble=None)
-    assert "Nearest NIC of each GPU (undecidable for GPU5)" in html
-
-
-def test_the_legend_stands_before_what_it_explains() -> None:
-    """Seen with the drawing, and before the matrix, on the page and in the report."""
-    view = look((scan(load(MACHINES[0].with_name("hgx-h100-8xH100-8hca.json"))),))
-    html = pages.node_page(view, None, "", trouble=None)
-    section = html[html.index('aria-labelledby="topology"') :]
-    places = [section.index(word) for word in ('class="legend"', "<svg class=", 'class="matrix')]
-    assert places == sorted(places)
-
-
-def test_a_large_matrix_has_short_columns_and_no_name_is_lost() -> None:
-    """More than a dozen devices: NIC numbers as nvidia-smi has them, each row names its device; few keep theirs."""
-    for name, dense in (("hgx-h100-8xH100-8hca", True), ("r760xa-2xA40-bf3", False)):
-        view = look((scan(load(MACHINES[0].with_name(f"{name}.json"))),))
-        html = pages.node_page(view, None, "", trouble=None)
-        head = re.search(r'<table class="matrix.*?</thead>', html, re.DOTALL)
-        assert head
-        assert (">NIC1<" in head[0]) == dense
-        assert (">mlx5_1<" in head[0]) != dense
-        assert all(nic.name in html[head.end() :] for nic in view.topologies[0].nics)
-
-
 def test_stacked_parts_have_their_share_of_the_scale() -> None:
     """Four seconds on a scale of eight: half the bar; the limit's mark stands where it is."""
     names = charts.names_of([PARTS])
@@ -219,24 +159,8 @@ def test_stacked_parts_have_their_share_of_the_scale() -> None:
     assert 'class="limit" x="750.0"' in bar
     assert 'aria-label="gemm 75 %, gather 25 %"' in bar
     assert "<script" not in bar
-
-
-def test_a_part_keeps_its_colour_between_layouts() -> None:
-    """The second layout lacks the first's parts, and still has the same colour for the shared one."""
     names = charts.names_of([PARTS, PARTS[1:]])
-    assert 'class="p1"' in charts.stacked(PARTS[1:], names, full=8.0)
-
-
-def test_three_runs_of_one_job_are_three_bars() -> None:
-    """5 h, 2 h 30 and 1 h 40 of one fine-tune, by network: lengths and factors are those of the numbers."""
-    rows = [
-        charts.Run(label=label, value=seconds, shown=f"{seconds:.0f} s")
-        for label, seconds in (("default network", 18000.0), ("TCP, secondary", 9000.0), ("RDMA", 6000.0))
-    ]
-    figure = charts.runs("one job", rows)
-    assert widths(figure, "p0") == [1000.0, 500.0, 333.3]
-    assert "(3.00 x)" in figure
-    assert "(1.50 x)" in figure
+    assert 'class="p1"' in charts.stacked(PARTS[1:], names, full=8.0), "a part keeps its colour between layouts"
 
 
 def shown_of(records: Iterable[dict[str, object]]) -> tuple[Shown, ...]:
@@ -279,12 +203,6 @@ def test_a_short_run_does_not_stand_for_its_network() -> None:
     assert [told.partition(": ")[2] for told in not_drawn(found)] == [
         "0 of its 2 steps count beside warm-up and profiled ones, 3 are needed"
     ] * 2
-
-
-def test_a_record_without_counted_steps_counts_what_is_left_of_its_steps() -> None:
-    """As records of earlier releases have it: eight steps leave three, two leave none."""
-    made = [record(["NET/Socket/0"], 1.0) | {"step_seconds": [1.0] * steps} for steps in (8, 2)]
-    assert [one.record.counted_steps for one in shown_of(made)] == [3, 0]
 
 
 def test_what_is_in_no_comparison_says_why() -> None:
@@ -341,16 +259,7 @@ def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> No
 def test_the_interval_says_whether_the_flight_was_inside() -> None:
     """In words as well as by place."""
     forecast = Interval(low=0.8, mid=1.0, high=1.3)
-    assert "inside it" in charts.interval(forecast, 1.2)
-    assert "outside it" in charts.interval(forecast, 1.4)
-
-
-def test_the_policy_names_the_very_blocks_of_the_page() -> None:
-    """Hashes of the inline style and script; no host, no eval, nothing inline beyond them."""
-    policy = pages.policy()
-    assert policy.startswith("default-src 'none'")
-    assert "unsafe" not in policy
-    assert "http" not in policy
+    assert "inside it" in charts.interval(forecast, 1.2) and "outside it" in charts.interval(forecast, 1.4)
 
 
 @each_row(

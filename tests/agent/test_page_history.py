@@ -6,7 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from rigs.recorded import snapshot
+from rigs.tables import each_row
 
 from agent.advice.advise import for_view
 from agent.advice.request import Request
@@ -16,12 +17,9 @@ from agent.http.state import State
 from agent.pages import charts, runs
 from agent.pages import render as pages
 from collectives.bench.results import result_from_json
-from probes.host.recording import load
-from probes.scan import scan
 
 HERE = Path(__file__).parent
 RESULT = result_from_json(json.loads((HERE.parent / "browser" / "measured" / "bench.json").read_text()))
-MACHINE = HERE.parent / "machines" / "r760xa-2xA40-bf3.json"
 
 
 def later(seconds: float, factor: float, **changed: object):  # type: ignore[no-untyped-def]
@@ -49,8 +47,7 @@ def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
     """Half the bandwidth of yesterday is half a bar, named with its factor; another job is not compared."""
     for result in (RESULT, later(60, 1.0, world_size=8), later(86400, 0.5)):
         keep.keep_bench(result, tmp_path)
-    snapshot = scan(load(MACHINE))
-    view = State(lambda: (snapshot,), interval_seconds=60, folder=tmp_path).refresh()
+    view = State(lambda: (snapshot("r760xa-2xA40-bf3"),), interval_seconds=60, folder=tmp_path).refresh()
     html = pages.node_page(view, for_view(view, Request()), "", trouble=None)
     figures = html.split("Benchmarks of before")[1].split("</details>")[0]
     assert figures.count("<caption>") == 2  # all_gather, reduce_scatter
@@ -59,9 +56,7 @@ def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
     assert "8 gloo ranks on 1 host" in figures
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[1, null, {}]", '[{"largest": 3}]', "[" * 2000, '[{"started_at_seconds": NaN}]', "\xff"]
-)
+@each_row("text", ["", "{}", "[1, null, {}]", '[{"largest": 3}]', "[" * 2000, '[{"started_at_seconds": NaN}]', "\xff"])
 def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
     """What cannot be read is left out, and the next benchmark begins anew."""
     (tmp_path / result_store.HISTORY_FILE).write_text(text, encoding="latin-1")

@@ -11,30 +11,19 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
 from rich.console import Console
+from rigs.command import topoflight
+from rigs.recorded import NAMES, path_of, view
 from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.checks.groups import grouped
-from agent.checks.view import View, look
-from agent.cli.main import cli
 from agent.terminal import advice as advice_view
 from agent.terminal import findings as findings_view
 from agent.terminal import hosts, topology
 from contracts.finding import Finding, Status
-from probes.host.recording import load
-from probes.scan import scan
 from topology.formats.text import parse
-
-MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
-BY_NAME = {path.stem: path for path in MACHINES}
-
-
-def view_of(name: str) -> View:
-    return look((scan(load(BY_NAME[name])),))
 
 
 def console(**options: bool) -> Console:
@@ -46,24 +35,26 @@ def text_of(out: Console) -> str:
     return out.file.getvalue()
 
 
-@each_row("name", sorted(BY_NAME))
+@each_row("name", NAMES)
 def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
-    view, out = view_of(name), console()
-    hosts.host(out, view.snapshots[0])
-    topology.node(out, view.topologies[0], brief=True)
-    findings_view.findings(out, view.checks)
-    advice_view.recommendation(out, advise.for_view(view, Request.of(model="Llama-3.1-8B")))
-    findings_view.verdict(out, view.verdict, 1.0)
+    seen, out = view(name), console()
+    hosts.host(out, seen.snapshots[0])
+    topology.node(out, seen.topologies[0], brief=True)
+    findings_view.findings(out, seen.checks)
+    advice_view.recommendation(out, advise.for_view(seen, Request.of(model="Llama-3.1-8B")))
+    findings_view.verdict(out, seen.verdict, 1.0)
     text = text_of(out)
     assert max(len(line) for line in text.splitlines() if not line.startswith("  topoflight ")) <= 80
     assert "\x1b" not in text
+    if not seen.topologies[0].gpus:
+        assert "per GPU" not in text, "memory is told per rank where there is no GPU"
 
 
 def test_ten_times_the_same_is_said_once() -> None:
     """Count, subjects, evidence of the first, one remedy; failures before warnings."""
-    view, out = view_of("sick-h100-rdma-off"), console()
-    findings_view.findings(out, view.checks)
+    seen, out = view("sick-h100-rdma-off"), console()
+    findings_view.findings(out, seen.checks)
     text = text_of(out)
     assert text.count("pci.nic.no_rdma") == 1
     assert "pci.nic.no_rdma on 10 devices" in text
@@ -87,11 +78,11 @@ def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
 
 def test_what_was_required_and_not_measured_says_what_to_do(tmp_path: Path) -> None:
     """A driver that does not answer: the first line says what to look at, not to measure again."""
-    content = json.loads((MACHINES[0].parent / "hgx-h100-8xH100-8hca.json").read_text(encoding="utf-8"))
+    content = json.loads(path_of().read_text(encoding="utf-8"))
     content["answers"]["nvml"] = {"nvmlDeviceGetCount": {"": {"$nvml": "TIMEOUT"}}}
     hung = tmp_path / "hung.json"
     hung.write_text(json.dumps(content), encoding="utf-8")
-    said = CliRunner().invoke(cli, ["scan", "--host", str(hung)]).stdout
+    said = topoflight("scan", "--host", hung).stdout
     first = " ".join(said[: said.index("\n  GPUs")].split())
     assert first.startswith("? unknown") and first.endswith(
         "Run nvidia-smi on the host, and look for NVRM lines in dmesg."
@@ -109,25 +100,6 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     findings_view.findings(out, made)
     assert all(word in text_of(out) for word in ("x: one", "y: two", "three", "mend", "replace"))
     assert [group.size for group in grouped(made)] == [2, 1]
-
-
-def test_two_readings_of_one_hot_gpu_are_one_finding() -> None:
-    """One entry per device and trouble, every code, reading and proof in it; the checks behind it stay as they are."""
-    view, out = view_of("sick-h100-thermal"), console()
-    findings_view.findings(out, view.checks)
-    text = text_of(out)
-    assert text.count("✗ FAIL") == 2
-    hot = text[text.index("gpu.thermal.throttling, gpu.thermal.hot on GPU6") :]
-    for words in ("too hot", "88 C", "slowed down to 1050", "nvmlDeviceGetTemperature = 88", "hw_slowdown"):
-        assert words in hot, words
-    assert hot.count("→") == 1  # the second remedy says the first, and more
-    groups = [group for group in grouped(view.checks) if group.status in ("fail", "warn")]
-    assert [(group.subjects, group.trouble) for group in groups] == [
-        (("GPU7",), "short of power"), (("GPU6",), "too hot"),
-    ]  # fmt: skip
-    assert sorted(check.code for group in groups for check in group.checks) == sorted(
-        check.code for check in view.checks if check.status in ("fail", "warn")
-    )
 
 
 def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itself() -> None:
@@ -148,25 +120,12 @@ def test_one_trouble_of_many_devices_is_one_group_and_a_lone_reading_stays_itsel
     assert [(check.node, check.code) for check in found[0].checks] == [(n, code) for n in ("a", "b") for code in both]
 
 
-def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
-    """A healthy machine is told to be healthy as far as seen, and which checks that leaves open."""
-    view, out = view_of("hgx-h100-8xH100-8hca"), console()
-    findings_view.findings(out, view.checks)
-    findings_view.verdict(out, view.verdict, 1.0)
-    text = " ".join(text_of(out).split())
-    assert view.verdict.word == "pass"
-    unknown = {check.code for check in view.checks if check.status == "unknown"}
-    assert unknown and all(code in text for code in unknown)
-    assert f"✓ pass healthy as far as seen; {len(unknown)} checks unknown, named above; " in text
-    assert "not a pass" not in text
-
-
 def test_the_answer_comes_before_the_environment() -> None:
     """recommend: layout, forecast, then the long environment; the same without a model, where only that is asked."""
-    view = view_of("hgx-h100-8xH100-8hca")
+    seen = view()
     for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
         out = console()
-        advice_view.recommendation(out, advise.for_view(view, Request.of(model=model)), explain=True)
+        advice_view.recommendation(out, advise.for_view(seen, Request.of(model=model)), explain=True)
         text = text_of(out)
         places = [text.index(word) for word in order]
         assert places == sorted(places)
@@ -175,17 +134,17 @@ def test_the_answer_comes_before_the_environment() -> None:
 
 def test_a_pipe_gets_the_matrix_that_other_tools_read() -> None:
     """`topoflight topo | topoflight topo --from -` gives the same pairs."""
-    view, out = view_of("hgx-h100-8xH100-8hca"), console()
-    topology.matrix(out, view.topologies[0])
+    seen, out = view(), console()
+    topology.matrix(out, seen.topologies[0])
     again = parse(text_of(out))
-    labels = {frozenset((p.a, p.b)): p.label for p in view.topologies[0].pairs}
+    labels = {frozenset((p.a, p.b)): p.label for p in seen.topologies[0].pairs}
     assert {frozenset((p.a, p.b)): p.label for p in again.pairs} == labels
 
 
 def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
     """18 devices: GPUs among themselves, then GPUs to NICs."""
-    view, out = view_of("hgx-h100-8xH100-8hca"), console(force_terminal=True, no_color=True)
-    topology.matrix(out, view.topologies[0])
+    seen, out = view(), console(force_terminal=True, no_color=True)
+    topology.matrix(out, seen.topologies[0])
     lines = text_of(out).splitlines()
     assert sum(line.startswith("GPU7") for line in lines) == 2
     assert all(len(line) <= 80 for line in lines if "\x1b" not in line)
@@ -193,8 +152,8 @@ def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
 
 def test_the_classes_of_a_matrix_are_explained_below_it() -> None:
     """Those that it shows, and no others."""
-    view, out = view_of("hgx-h100-8xH100-8hca"), console()
-    topology.node(out, view.topologies[0], brief=True)
+    seen, out = view(), console()
+    topology.node(out, seen.topologies[0], brief=True)
     text = " ".join(text_of(out).split())
     for words in (
         "NVLink;",
@@ -206,19 +165,6 @@ def test_the_classes_of_a_matrix_are_explained_below_it() -> None:
     assert "PXB:" not in text and "PHB:" not in text
 
 
-def test_topology_says_what_it_is_and_how_it_departs() -> None:
-    """The reference row, the departure, and one expectation per scope rather than one per rail and op."""
-    view, out = view_of("sick-h100-rdma-off"), console()
-    topology.node(out, view.topologies[0], brief=True)
-    text = text_of(out)
-    assert "recognised as: HGX H100/H200" in text
-    assert "! departs from it: no RDMA adapter" in text
-    assert text.count("expected all_gather") == 2
-    assert "rail" not in text
-    assert "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)" in text
-
-
-FOLDER = Path(__file__).parent.parent / "machines"
 ENVIRONMENT, LOG = "job.env", "nccl.log"  # written by the test
 LOG_LINES = [
     "gpu-a:100:130 [0] NCCL INFO NCCL version 2.27.7+cuda12.9",
@@ -226,8 +172,7 @@ LOG_LINES = [
     "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0",
     "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
 ]
-SICK = FOLDER / "sick-h100-dead-hca.json"
-POD = FOLDER / "r760xa-2xA40-bf3.json"
+SICK, POD = path_of("sick-h100-dead-hca"), path_of("r760xa-2xA40-bf3")
 VERBS = (
     ("scan", "--host", SICK),
     ("scan", "--all", "--host", POD),
@@ -235,8 +180,8 @@ VERBS = (
     ("recommend", "--host", POD, "--model", "Llama-3.1-8B", "--explain"),
     ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2"),
     ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--compare", "dp_shard=8", "tp=8"),
-    ("diff", FOLDER / "hgx-h100-8xH100-8hca.json", SICK),
-    ("diff", "--fleet", FOLDER),
+    ("diff", path_of(), SICK),
+    ("diff", "--fleet", SICK.parent),
     ("lint-env", "--host", POD, ENVIRONMENT),
     ("evidence", LOG),
     ("explain", "limits.memlock.low"),
@@ -244,15 +189,12 @@ VERBS = (
 )
 
 
-@pytest.mark.parametrize(
-    "words", VERBS, ids=lambda words: " ".join(str(w) for w in words if not str(w).startswith("/"))
-)
+@each_row("words", VERBS)
 def test_every_verb_is_plain_and_fits_a_pipe(words: tuple[object, ...], tmp_path: Path) -> None:
     """Lines of 80 characters at most, no blanks at their ends, no escape codes, and counts that agree with nouns."""
     (tmp_path / ENVIRONMENT).write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
     (tmp_path / LOG).write_text("\n".join(LOG_LINES))
-    given = [str(tmp_path / word) if word in (ENVIRONMENT, LOG) else str(word) for word in words]
-    result = CliRunner().invoke(cli, given, env={"COLUMNS": "80"}, prog_name="topoflight")
+    result = topoflight(*(tmp_path / word if word in (ENVIRONMENT, LOG) else word for word in words))
     assert result.exit_code in (0, 3), result.output
     lines = result.output.splitlines()
     assert lines and max(map(len, lines)) <= 80
@@ -264,9 +206,7 @@ def test_every_verb_is_plain_and_fits_a_pipe(words: tuple[object, ...], tmp_path
 def test_a_line_of_a_log_is_quoted_to_the_letter(tmp_path: Path) -> None:
     """Host, process and thread are `gpu-a:100:130`: no picture takes the place of `:100:`, no bracket is markup."""
     (tmp_path / LOG).write_text("\n".join(LOG_LINES))
-    result = CliRunner().invoke(
-        cli, ["evidence", "-v", str(tmp_path / LOG)], env={"COLUMNS": "120"}, prog_name="topoflight"
-    )
+    result = topoflight("evidence", "-v", tmp_path / LOG, COLUMNS="120")
     for line in LOG_LINES:
         assert line in result.output.replace("\n  ", ""), line
     assert result.output.index("✗ FAIL") < result.output.index("Proof")
@@ -291,8 +231,8 @@ def on_a_terminal(*words: str, **environment: str) -> str:
 
 def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
     """A live line while layouts are forecast; with NO_COLOR the same words and no colour."""
-    asked = ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
-    assert "forecasting layouts" in on_a_terminal(*asked)
+    live = on_a_terminal("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
+    assert "forecasting layouts" in live
     sick = ("scan", "--host", str(SICK))
     coloured, plain = on_a_terminal(*sick), on_a_terminal(*sick, NO_COLOR="1")
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")

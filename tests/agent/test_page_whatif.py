@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from agent.checks.view import look
+from rigs.recorded import view
+
 from agent.http import questions
 from agent.http.worker import Answer
-from probes.host.recording import load
-from probes.scan import scan
-
-MACHINES = Path(__file__).parent.parent / "machines"
 
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
-    known = questions.Known(view=look((scan(load(MACHINES / f"{host}.json")),)))
+    known = questions.Known(view=view(host))
     answer = questions.answer(known, "what_if", {"fields": tuple(fields.items())})
     assert isinstance(answer, Answer)
     return answer.body.decode()

@@ -23,7 +23,7 @@ MACHINE = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"
 HANGING_DRIVER = "import pathlib, time; pathlib.Path({reached!r}).touch(); time.sleep(600)"
 
 
-def test_sigterm_during_the_scan_leaves_a_report_that_knows_nothing(tmp_path: Path) -> None:
+def test_sigterm_during_the_scan_leaves_only_unknowns(tmp_path: Path) -> None:
     """Every file is written; no check passes, and none counts as worse than the baseline's."""
     report, reached = tmp_path / "report", tmp_path / "reached"
     (tmp_path / "pynvml.py").write_text(HANGING_DRIVER.format(reached=str(reached)))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
 from agent.checks.baseline import read as read_baseline
@@ -16,17 +17,10 @@ from agent.checks.verdict import GateError
 from agent.cli.bench import bench
 from collectives.bench.results import RdmaResult, RdmaWrite, result_to_json
 from contracts.finding import Finding
-from probes.api import Ok, Snapshot
-from probes.host.recording import load
+from probes.api import Snapshot
 from probes.rdma.facts import RdmaFacts
-from probes.scan import scan
 
-MACHINES = Path(__file__).parent.parent / "machines"
 NDR = 400e9 / 8
-
-
-def machine(name: str = "hgx-h100-8xH100-8hca") -> Snapshot:
-    return scan(load(MACHINES / f"{name}.json"))
 
 
 def measured(rate: float, port: str = "mlx5_0:1", mtu: int = 4096) -> RdmaResult:
@@ -41,19 +35,17 @@ def judged(result: RdmaResult, found: Snapshot, before: dict[str, RdmaWrite] | N
     return check
 
 
-def with_device(found: Snapshot, **changes: object) -> Snapshot:
+def with_device(kind: str | None = None, **changes: object) -> Snapshot:
     """The first device, or its port, otherwise than recorded."""
-    facts = found.facts(RdmaFacts)
+    facts = snapshot().facts(RdmaFacts)
     assert facts is not None
-    first = facts.devices[0]
-    of_device = {key: changes.pop(key) for key in ("kind",) if key in changes}
-    first = replace(first, **of_device, ports=(replace(first.ports[0], **changes),))  # type: ignore[arg-type]
-    made = replace(facts, devices=(first, *facts.devices[1:]))
-    return replace(found, outcomes={**found.outcomes, "rdma": Ok(facts=made, seconds=0.0)})
+    first, *others = facts.devices
+    port = replace(first.ports[0], **changes)  # type: ignore[arg-type]
+    return changed(snapshot(), RdmaFacts, devices=(replace(first, kind=kind or first.kind, ports=(port,)), *others))
 
 
 def test_all_active_ports_in_order_and_only_those_named() -> None:
-    found = machine()
+    found = snapshot()
     assert [str(port) for port in ports_of(found, ())][:2] == ["mlx5_0:1", "mlx5_1:1"]
     assert [str(port) for port in ports_of(found, ("mlx5_3", "mlx5_1:1"))] == ["mlx5_1:1", "mlx5_3:1"]
     with pytest.raises(GateError, match=r"--device mlx5_77: no ACTIVE RDMA port of that name; ACTIVE here: mlx5_0:1"):
@@ -63,11 +55,11 @@ def test_all_active_ports_in_order_and_only_those_named() -> None:
 @each_row(("gigabits", "status"), [(393, "pass"), (380, "pass"), (351, "warn"), (120, "fail")])
 def test_published_results_of_400_gigabit_ports(gigabits: int, status: str) -> None:
     """A healthy node and the threshold of Azure's health checks pass; a node that was taken out warns."""
-    assert judged(measured(gigabits * 1e9 / 8), machine()).status == status
+    assert judged(measured(gigabits * 1e9 / 8), snapshot()).status == status
 
 
 def test_a_port_that_could_carry_more_puts_the_fault_on_the_link() -> None:
-    check = judged(measured(NDR / 3), machine())
+    check = judged(measured(NDR / 3), snapshot())
     assert (check.status, check.code, check.subject) == ("fail", "bench.rdma.low_bandwidth", "mlx5_0:1")
     assert "the fault is on the link between node1 and node0, or at its other end" in check.message
     assert "the other way round" in check.remedy
@@ -75,21 +67,21 @@ def test_a_port_that_could_carry_more_puts_the_fault_on_the_link() -> None:
 
 def test_a_port_at_half_its_equals_rate_is_named_as_what_limits() -> None:
     """As it should be is what the equals have; as it is, its own rate."""
-    check = judged(measured(0.97 * NDR / 2), with_device(machine(), rate_bytes_per_second=NDR / 2))
+    check = judged(measured(0.97 * NDR / 2), with_device(rate_bytes_per_second=NDR / 2))
     assert check.status == "warn"
     assert "the port is what limits it: the port carries 200 Gb/s" in check.message
     assert "rdma.port.rate" in check.remedy
 
 
 def test_small_packets_lower_what_a_wire_carries() -> None:
-    found = with_device(machine(), link_layer="Ethernet")
+    found = with_device(link_layer="Ethernet")
     large, small = (with_bars(measured(1.0, mtu=mtu), found, {}).writes[0].bars[0] for mtu in (4096, 1024))
     assert large.high == pytest.approx(NDR * 4096 / 4178)
     assert small.high == pytest.approx(NDR * 1024 / 1106)
 
 
 def test_soft_roce_is_unknown_without_a_baseline_and_judged_with_one() -> None:
-    found = with_device(machine(), kind="rxe")
+    found = with_device(kind="rxe")
     assert judged(measured(8e6), found).status == "unknown"
     before = {"mlx5_0:1": measured(8e6).writes[0]}
     assert judged(measured(7.5e6), found, before).status == "pass"
@@ -99,11 +91,11 @@ def test_soft_roce_is_unknown_without_a_baseline_and_judged_with_one() -> None:
 
 
 def test_what_changed_since_the_baseline_is_the_cause() -> None:
-    before = {"mlx5_0:1": with_bars(measured(0.97 * NDR), machine(), {}).writes[0]}
-    slower = with_device(machine(), rate_bytes_per_second=NDR / 4)
+    before = {"mlx5_0:1": with_bars(measured(0.97 * NDR), snapshot(), {}).writes[0]}
+    slower = with_device(rate_bytes_per_second=NDR / 4)
     assert "the port runs at 100 Gb/s, 400 Gb/s in the baseline" in judged(measured(NDR / 4), slower, before).message
     assert (
-        "packets of 1024 bytes, 4096 in the baseline" in judged(measured(NDR / 3, mtu=1024), machine(), before).message
+        "packets of 1024 bytes, 4096 in the baseline" in judged(measured(NDR / 3, mtu=1024), snapshot(), before).message
     )
 
 

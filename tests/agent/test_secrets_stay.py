@@ -10,22 +10,22 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from rigs.agents import bearer, tokens
+from rigs.command import topoflight
+from rigs.recorded import path_of
+from rigs.waiting import eventually
 from starlette.testclient import TestClient
 from test_redaction import FORMS, S
 
 from agent.base import result_store as keep
 from agent.base.hosts import pack_bundle, unpack_bundle
-from agent.cli.main import cli
 from agent.cluster.nodes import records_of, to_resource
 from agent.cluster.publish import node_feature
-from agent.http.access import Tokens
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch
@@ -34,8 +34,6 @@ from probes.host.recording import RecordedHost, RecordingHost, archive, dumps
 from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
-MACHINE = ROOT / "tests/machines/hgx-h100-8xH100-8hca.json"
-TOKEN = "a-token-of-this-test-only"  # noqa: S105
 SECRETS = [*FORMS.values(), S]
 PLANTED = " ".join([f"WANDB_API_KEY={S}", f"--password {S}", f"https://bob:{S}@proxy:3128/", *FORMS.values()])
 NETWORKS = ("NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "CUDA_VISIBLE_DEVICES")
@@ -43,7 +41,7 @@ NETWORKS = ("NCCL_NET_PLUGIN", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_F
 
 def machine() -> RecordedHost:
     """A recorded host whose environment, kernel log, names and errors hold every form."""
-    content = copy.deepcopy(json.loads(MACHINE.read_text()))
+    content = copy.deepcopy(json.loads(path_of().read_text()))
     answers = content["answers"]
     answers["environment"] = {"": {**answers.get("environment", {}).get("", {}), "HF_TOKEN": S, "NOTE": PLANTED,
                                    **dict.fromkeys(NETWORKS, PLANTED)}}  # fmt: skip
@@ -74,9 +72,6 @@ ValueError: {PLANTED}
 @pytest.fixture
 def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, str]]:
     """Every output by name."""
-    tokens = tmp_path / "tokens"
-    tokens.write_text(TOKEN + "\n")
-    tokens.chmod(0o600)
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
     (state_folder / keep.FLIGHTS_FOLDER).mkdir()
@@ -84,24 +79,22 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     snapshot = scan(host)
     found = {"record as read": run_record.dumps(run_record.record_of(RECORD)), "last error": run_record.raised(LOG)}
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=state_folder)
-    client = TestClient(create(state, tokens=Tokens(token_file=tokens)))
+    client = TestClient(create(state, tokens=tokens(tmp_path)))
     with client:
-        while client.get("/readyz").status_code != 200:
-            time.sleep(0.01)
+        eventually(lambda: client.get("/readyz").status_code == 200, "the first scan is done")
         for path in ("/", "/flights", "/snapshot", "/snapshot?format=yaml", "/findings", "/topology", "/metrics",
                      "/nodes", "/topology?scope=cluster", "/cluster", "/recommendations",
                      "/recommendations?format=shell", "/preflight", "/what-if", "/openapi.json"):  # fmt: skip
             answer = client.get(path)
             assert answer.status_code == 200, (path, answer.text[:200])
             found[path] = answer.text
-        good = {"Authorization": f"Bearer {TOKEN}"}
         for name, path, body in (
             ("why", "/why", {"logs": [LOG], "record": RECORD}), ("why of a wrong body", "/why", {"model": [PLANTED]}),
             ("record", "/flights", {**RECORD, "started_at": "2026-11-01T10:00:01Z"}),
             ("wrong record", "/flights", {**RECORD, "status": PLANTED}),
             ("gate", "/preflight", {"require": [PLANTED[:128]]}),
         ):  # fmt: skip
-            found[name] = client.post(path, json=body, headers=good).text
+            found[name] = client.post(path, json=body, headers=bearer()).text
         for name, params in (
             ("model", {"model": PLANTED[:200]}),
             ("unknown", {PLANTED: "x"}),
@@ -124,18 +117,10 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     (tmp_path / "host.json").write_text(dumps(machine().content))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/flight.json").write_text(json.dumps(RECORD))
-    for words in (
-        f"why {tmp_path}/log",
-        f"why {tmp_path}/run",
-        f"evidence {tmp_path}/log",
-        f"lint-env {tmp_path}/log",
-        f"scan --host {tmp_path}/host.json",
-        f"preflight --host {tmp_path}/host.json",
-        f"scan -v --host {tmp_path}/host.json",
-        f"preflight -o json --host {tmp_path}/host.json",
-        f"recommend --host {tmp_path}/host.json",
-    ):
-        found[words.replace(str(tmp_path), "")] = CliRunner().invoke(cli, words.split()).output
+    for words in ("why LOG", "why RUN", "evidence LOG", "lint-env LOG", "scan -v --host HOST", "preflight --host HOST",
+                  "preflight -o json --host HOST", "recommend --host HOST"):  # fmt: skip
+        places = {"LOG": tmp_path / "log", "RUN": tmp_path / "run", "HOST": tmp_path / "host.json"}
+        found[words] = topoflight(*(places.get(word, word) for word in words.split())).output
     yield found
 
 

@@ -7,40 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rigs.recorded import NAMES, changed, of_code, snapshot, statuses, view, with_facts
 from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
-from agent.checks.view import View, look, with_environment
-from contracts.finding import Finding, Status, by_loss
-from probes.api import Ok, Snapshot
+from agent.checks.view import look, with_environment
+from contracts.finding import Status, by_loss
+from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import load
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
-from probes.scan import scan
 
 ROOT = Path(__file__).parents[2]
-MACHINES = ROOT / "tests" / "machines"
 README_CASE = "r760xa-2xA40-bf3"
-
-
-def recorded(name: str) -> Snapshot:
-    return scan(load(MACHINES / f"{name}.json"))
-
-
-def with_facts(snapshot: Snapshot, **facts: Any) -> Snapshot:
-    return replace(snapshot, outcomes={**snapshot.outcomes, **{k: Ok(facts=v) for k, v in facts.items()}})
-
-
-def of(view: View, code: str) -> list[Finding]:
-    return [check for check in view.checks if check.code == code]
-
-
-def status(view: View, code: str) -> set[str]:
-    return {check.status for check in of(view, code)}
 
 
 def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
@@ -48,21 +30,12 @@ def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
     assert [by_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Status.WARN] * 2 + [Status.FAIL] * 2
 
 
-def test_the_readmes_own_case_fails() -> None:
-    """NCCL takes eth0 while net1 is there, no GPUDirect RDMA path; the NIC's second port is not cabled, a note."""
-    view = look((recorded(README_CASE),))
-    assert (view.verdict.word, view.verdict.exit_code) == ("fail", 3)
-    for code in ("interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"):
-        assert status(view, code) == {"fail"}, code
-    assert status(view, "rdma.port.down") == {"info"}
-
-
 def test_what_the_job_sets_is_not_held_against_the_host() -> None:
     """The same host as the recommended job meets it: its interface and its GDR level cost nothing any more."""
-    view = look((with_environment(recorded(README_CASE), {"NCCL_SOCKET_IFNAME": "net1", "NCCL_NET_GDR_LEVEL": "SYS"}),))
-    assert status(view, "interfaces.choice.wrong") == {"pass"}
-    assert status(view, "topology.gdr.path") == {"pass"}
-    assert status(view, "topology.gpu_nic.far") == {"warn"}, "GPU1 is the ring's way in and out now"
+    seen = look((with_environment(snapshot(README_CASE), {"NCCL_SOCKET_IFNAME": "net1", "NCCL_NET_GDR_LEVEL": "SYS"}),))
+    assert statuses(seen, "interfaces.choice.wrong") == {"pass"}
+    assert statuses(seen, "topology.gdr.path") == {"pass"}
+    assert statuses(seen, "topology.gpu_nic.far") == {"warn"}, "GPU1 is the ring's way in and out now"
 
 
 @each_row(
@@ -74,24 +47,15 @@ def test_a_gdr_level_of_the_environment_counts(level: str, path: str) -> None:
 
     The machine is built this way, so that its own nodes are healthy without; one like it of no known make fails.
     """
-    polaris = with_environment(recorded("polaris-4xA100-nv4"), {"NCCL_NET_GDR_LEVEL": level} if level else {})
-    host = polaris.facts(HostinfoFacts)
-    assert host is not None
-    unknown = with_facts(polaris, hostinfo=replace(host, product="Server"))
-    assert status(look((unknown,)), "topology.gdr.path") == {path}
-    assert status(look((polaris,)), "topology.gdr.path") == {path.replace("fail", "info")}
-
-
-def test_gpus_far_from_the_nic_cost_nothing_where_another_gpu_is_the_way_in() -> None:
-    """Four L40S, one NIC beside the first two: rings enter there."""
-    view = look((recorded("l40s-4x-pcie"),))
-    assert status(view, "topology.gpu_nic.far") == {"warn"}
-    assert view.verdict.exit_code == 0
+    polaris = with_environment(snapshot("polaris-4xA100-nv4"), {"NCCL_NET_GDR_LEVEL": level} if level else {})
+    unknown = changed(polaris, HostinfoFacts, product="Server")
+    assert statuses(look((unknown,)), "topology.gdr.path") == {path}
+    assert statuses(look((polaris,)), "topology.gdr.path") == {path.replace("fail", "info")}
 
 
 def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rdma_carries_the_data() -> None:
     """By the rates: 100 against 105 is a warning, 25 against 100 a failure; with an ACTIVE HCA neither costs a step."""
-    plain = recorded("cpu-only-vm")
+    plain = snapshot("cpu-only-vm")
     found = plain.facts(InterfacesFacts)
     assert found is not None
     eth0 = next(i for i in found.interfaces if i.name == found.nccl_choice)
@@ -100,69 +64,53 @@ def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rd
             replace(eth0, role="host", speed_bytes_per_second=slow),
             replace(eth0, name="eth1", role="host", speed_bytes_per_second=fast),
         )
-        view = look((with_facts(plain, interfaces=replace(found, interfaces=both)),))
-        assert status(view, "interfaces.choice.wrong") == {wanted}
-        hgx = with_facts(recorded("hgx-h100-8xH100-8hca"), interfaces=replace(found, interfaces=both))
-        assert status(look((hgx,)), "interfaces.choice.wrong") == {"info"}
+        seen = look((with_facts(plain, interfaces=replace(found, interfaces=both)),))
+        assert statuses(seen, "interfaces.choice.wrong") == {wanted}
+        hgx = with_facts(snapshot("hgx-h100-8xH100-8hca"), interfaces=replace(found, interfaces=both))
+        assert statuses(look((hgx,)), "interfaces.choice.wrong") == {"info"}
 
 
 @each_row(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "fail")])
 def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
     """One of ten is a tenth; the only one of its kind is all that its GPU has near it."""
-    snapshot = recorded("hgx-h100-8xH100-8hca")
-    rdma = snapshot.facts(RdmaFacts)
+    rdma = snapshot().facts(RdmaFacts)
     assert rdma is not None
     first = rdma.devices[0]
     down = replace(first, name="mlx5_99", ports=tuple(replace(p, state="DOWN") for p in first.ports))
     others = [replace(first, name=f"mlx5_{n}", bus_id=None) for n in range(ports - 1)]
     another = replace(rdma.devices[4], name="mlx5_88")  # of another model, so that some port is ACTIVE
-    facts = replace(rdma, devices=(down, *others, another))
-    (check,) = of(look((with_facts(snapshot, rdma=facts),)), "rdma.port.down")
+    (check,) = of_code(look((changed(snapshot(), RdmaFacts, devices=(down, *others, another)),)), "rdma.port.down")
     assert check.status == wanted
 
 
 @each_row(("mtu", "wanted"), [(2048, "warn"), (1024, "warn"), (512, "fail"), (256, "fail")])
 def test_small_packets_cost_their_headers(mtu: int, wanted: str) -> None:
     """1024 of 4096 bytes costs 6 % of the wire, 512 12 %."""
-    snapshot = recorded("l40s-4x-pcie")
-    rdma = snapshot.facts(RdmaFacts)
+    l40s = snapshot("l40s-4x-pcie")
+    rdma = l40s.facts(RdmaFacts)
     assert rdma is not None
     devices = tuple(replace(d, ports=tuple(replace(p, active_mtu_bytes=mtu) for p in d.ports)) for d in rdma.devices)
-    view = look((with_facts(snapshot, rdma=replace(rdma, devices=devices)),))
-    assert status(view, "rdma.mtu.small") == {wanted}
+    assert statuses(look((changed(l40s, RdmaFacts, devices=devices),)), "rdma.mtu.small") == {wanted}
 
 
 def test_an_iommu_that_translates_fails_where_peers_share_a_switch() -> None:
     """HGX: GPU and NIC behind one switch. On a server without switches the way led through the root complex before."""
     for name, wanted in (("hgx-h100-8xH100-8hca", {"fail"}), ("r760xa-2xA40-bf3", {"warn"})):
-        snapshot = recorded(name)
-        pci = snapshot.facts(PciFacts)
-        assert pci is not None
-        view = look((with_facts(snapshot, pci=replace(pci, iommu_mode="translated")),))
-        assert status(view, "pci.iommu.translated") == wanted, name
+        translated = look((changed(snapshot(name), PciFacts, iommu_mode="translated"),))
+        assert statuses(translated, "pci.iommu.translated") == wanted, name
 
 
 def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
     """A host whose environment is unknown keeps its checks; the job's settings still count for it."""
-    snapshot = recorded(README_CASE)
-    host = snapshot.facts(HostinfoFacts)
-    assert host is not None
-    unread = with_facts(snapshot, hostinfo=replace(host, nccl_environment=None))
-    assert status(look((unread,)), "topology.gdr.path") == {"fail"}
+    unread = changed(snapshot(README_CASE), HostinfoFacts, nccl_environment=None)
+    assert statuses(look((unread,)), "topology.gdr.path") == {"fail"}
 
 
-def gpu0(snapshot: Snapshot, **changes: Any) -> Snapshot:
-    found = snapshot.facts(GpuFacts)
+def gpu0(**changes: Any) -> Snapshot:
+    """The H100 whose first GPU is otherwise."""
+    found = snapshot().facts(GpuFacts)
     assert found is not None
-    return with_facts(snapshot, gpu=replace(found, gpus=(replace(found.gpus[0], **changes), *found.gpus[1:])))
-
-
-def test_a_gpu_held_down_by_heat_fails() -> None:
-    """1050 MHz by hw_thermal, and the power brake beside it: every rank waits for them."""
-    view = look((recorded("sick-h100-thermal"),))
-    assert view.verdict.exit_code == 3
-    assert status(view, "gpu.thermal.throttling") == status(view, "gpu.power.brake") == {"fail"}
-    assert status(view, "gpu.power.limit") == {"fail"}, "500 of 700 W: the root is 85 %"
+    return changed(snapshot(), GpuFacts, gpus=(replace(found.gpus[0], **changes), *found.gpus[1:]))
 
 
 @each_row(
@@ -183,7 +131,7 @@ def test_a_gpu_held_down_by_heat_fails() -> None:
 )  # fmt: skip
 def test_what_slows_one_gpu_costs_every_rank(changes: dict[str, Any], code: str, wanted: str) -> None:
     """By its clock where that is known, by NVML's factor of two where hardware slows it."""
-    assert status(look((gpu0(recorded("hgx-h100-8xH100-8hca"), **changes),)), code) == {wanted}
+    assert statuses(look((gpu0(**changes),)), code) == {wanted}
 
 
 # The page ----------------------------------------------------------------------------------------------------------
@@ -205,10 +153,10 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
         assert f"\n- **Severity:** {severity}\n" in sections()[code], f"{code}: docs/findings.md says otherwise"
 
 
-@each_row("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.stem)
-def test_the_page_states_each_severity_that_a_machine_shows(path: Path) -> None:
+@each_row("name", NAMES)
+def test_the_page_states_each_severity_that_a_machine_shows(name: str) -> None:
     """On every recorded machine."""
     stated = table()
-    for check in look((scan(load(path)),)).checks:
+    for check in view(name).checks:
         if check.status in ("fail", "warn", "info") and check.code in stated:
             assert check.status in stated[check.code][0], (check.code, check.status, check.message)

@@ -17,16 +17,14 @@ from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from agent_pod import MACHINES, OVERLAYS, agent_of
+from agent_pod import OVERLAYS, agent_of
+from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.http.server import MOST_WAIT_SECONDS, create
 from agent.http.state import State
-from probes.host.recording import load
-from probes.scan import scan
 
-H100 = MACHINES / "hgx-h100-8xH100-8hca.json"
 HELD = """
 import builtins, os, time
 real = builtins.__import__
@@ -58,7 +56,7 @@ def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path: Pat
     (tmp_path / "sitecustomize.py").write_text(HELD)
     opened, port = tmp_path / "open", free_port()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", "OPEN": str(opened)}
-    command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(H100), "--port", str(port),
+    command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(path_of()), "--port", str(port),
                "--state", str(tmp_path / "state")]  # fmt: skip
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as served:
         try:
@@ -88,7 +86,7 @@ def test_readiness_waits_for_the_first_scan() -> None:
 
     def slow() -> Any:
         gate.wait()
-        return (scan(load(H100)),)
+        return (snapshot(),)
 
     with TestClient(create(State(slow, interval_seconds=3600))) as running:
         assert running.get("/readyz").status_code == 503

@@ -16,19 +16,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from rich.console import Console
+from rigs.command import topoflight
+from rigs.recorded import H100, path_of
 from rigs.tables import each_row
 
 from agent.base.units import hostlist
 from agent.cli import networks
-from agent.cli.main import VERBS, cli
+from agent.cli.main import VERBS
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal.measured import bench
 from collectives.bench.results import BenchResult, Measurement
 
-MACHINES = Path(__file__).parent.parent / "machines"
-SOUND = ("hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "titan-rtx-2x-nv2", "cpu-only-vm")
+DATA = Path(__file__).parents[2] / "agent/data/completions"
+SOUND = (H100, "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "titan-rtx-2x-nv2", "cpu-only-vm")
 LOG = """\
 n1:10:20 [0] NCCL INFO NCCL version 2.27.7+cuda12.9
 n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [receive] via NET/IB/0/GDRDMA
@@ -37,8 +38,8 @@ n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nranks 16 - Destroy COMPLETE
 """
 
 
-def told(*words: str, columns: int = 80) -> list[str]:
-    done = CliRunner().invoke(cli, list(words), env={"COLUMNS": str(columns)}, prog_name="topoflight")
+def told(*words: object, columns: int = 80) -> list[str]:
+    done = topoflight(*words, COLUMNS=str(columns))
     assert done.exit_code in (0, 3), done.output
     return done.stdout.rstrip("\n").splitlines()
 
@@ -49,7 +50,7 @@ def told(*words: str, columns: int = 80) -> list[str]:
 )
 def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, words: str) -> None:
     verb, *options = words.split()
-    lines = told(verb, "--host", str(MACHINES / f"{name}.json"), *options)
+    lines = told(verb, "--host", path_of(name), *options)
     assert len(lines) <= 10, "\n".join(lines)
     assert max(map(len, lines)) <= 80
     if verb != "recommend":
@@ -63,13 +64,14 @@ def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, wor
 
 def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
     """Two equal recordings, an environment and a log without a fault: the verdict and what to do come first."""
-    machine = str(MACHINES / f"{SOUND[0]}.json")
+    machine = path_of()
     (tmp_path / "nccl.log").write_text(LOG)
     (tmp_path / "job.env").write_text("NCCL_DEBUG=INFO\n")
     for words, first in (
         (("diff", machine, machine), "✓ nothing that matters for training differs → "),
-        (("lint-env", str(tmp_path / "job.env"), "--host", machine), "✓ nothing to say against this environment → "),
-        (("why", str(tmp_path / "nccl.log")), "fine: nothing found in what was read → "),
+        (("lint-env", tmp_path / "job.env", "--host", machine), "✓ nothing to say against this environment → "),
+        (("why", tmp_path / "nccl.log"), "fine: nothing found in what was read → "),
+        (("evidence", tmp_path / "nccl.log"), "✓ no problem in the log"),
     ):
         lines = told(*words)
         assert lines[0].startswith(first) and len(lines) <= 10, "\n".join(lines)
@@ -107,7 +109,7 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
 
 
 def test_a_dry_run_at_a_terminal_is_told_in_ten_lines_and_in_a_pipe_is_the_document(tmp_path: Path) -> None:
-    words = ["launch", "--dry-run", "--host", str(MACHINES / f"{SOUND[0]}.json"), "--global-batch", "64", "--set",
+    words = ["launch", "--dry-run", "--host", str(path_of()), "--global-batch", "64", "--set",
              "max_steps=100", "--set", f"output_dir={tmp_path}"]  # fmt: skip
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "agent.cli", *words]
@@ -127,18 +129,12 @@ def test_a_dry_run_at_a_terminal_is_told_in_ten_lines_and_in_a_pipe_is_the_docum
     assert yaml.safe_load(piped.stdout)["layout"]["world_size"] == 8
 
 
-def test_evidence_of_a_good_log_is_ten_lines(tmp_path: Path) -> None:
-    (tmp_path / "nccl.log").write_text(LOG)
-    lines = told("evidence", str(tmp_path / "nccl.log"))
-    assert len(lines) <= 10 and lines[0].startswith("✓ no problem in the log") and "→" in " ".join(lines[:2])
-
-
 def fleet(folder: Path, faults: dict[str, list[int]], total: int) -> list[str]:
     """Recordings of nodes by number: those of `faults` are the built sick machines, the rest healthy."""
     kinds = {number: kind for kind, numbers in faults.items() for number in numbers}
     names = []
     for number in range(total):
-        content = json.loads((MACHINES / f"{kinds.get(number, SOUND[0])}.json").read_text())
+        content = json.loads(path_of(kinds.get(number, H100)).read_text())
         name = f"gpu-{number:03d}"
         content["hostname"] = content["answers"]["identity"][""]["hostname"] = name
         (folder / f"{name}.json").write_text(json.dumps(content))
@@ -159,7 +155,7 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
     """One fault on ten nodes, another on one: the lines do not grow with the nodes, and none is left out."""
     faults = {"sick-h100-dead-hca": [*range(1, 11)], "sick-h100-memlock-64KiB": [11]}
     names = fleet(tmp_path, faults, 12)
-    lines = told("preflight", "-q", "--host", str(tmp_path), columns=60)
+    lines = told("preflight", "-q", "--host", tmp_path, columns=60)
     text = "\n".join(lines)
     assert lines[0].startswith("✗ FAIL ") and len(lines) < 50
     assert max(map(len, lines)) <= 60
@@ -172,10 +168,10 @@ def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:
 
 def test_a_name_shows_all_of_one_node_device_or_code(tmp_path: Path) -> None:
     fleet(tmp_path, {"sick-h100-dead-hca": [1]}, 2)
-    node = "\n".join(told("scan", "--host", str(tmp_path), "gpu-001"))
+    node = "\n".join(told("scan", "--host", tmp_path, "gpu-001"))
     assert "rdma.port.down" in node and "gpu-000" not in node and "probe " in node
-    assert "mlx5_3:1" in "\n".join(told("scan", "--host", str(tmp_path), "mlx5_3:1"))
-    wrong = CliRunner().invoke(cli, ["scan", "--host", str(tmp_path), "gpu-009"])
+    assert "mlx5_3:1" in "\n".join(told("scan", "--host", tmp_path, "mlx5_3:1"))
+    wrong = topoflight("scan", "--host", tmp_path, "gpu-009")
     assert wrong.exit_code == 2 and "gpu-009" in wrong.output and "gpu-000" in wrong.output
 
 
@@ -208,8 +204,10 @@ def test_a_shell_completes_verbs_options_and_choices(shell: str) -> None:
     assert any("qlora" in each for each in complete(shell, "topoflight recommend --method q"))
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str) -> None:
+@each_row(("shell", "shipped"), [("bash", "topoflight.bash"), ("zsh", "_topoflight"), ("fish", "topoflight.fish")])
+def test_the_script_for_a_shell_is_one_that_it_can_read(shell: str, shipped: str) -> None:
+    """And the file that the wheel carries asks the command for it."""
+    assert f"_TOPOFLIGHT_COMPLETE={shell}_source topoflight" in (DATA / shipped).read_text()
     env = {"PATH": str(Path(sys.executable).parent) + ":/usr/bin:/bin", "_TOPOFLIGHT_COMPLETE": f"{shell}_source"}
     script = subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout
     assert f"{shell}_complete" in script

@@ -9,15 +9,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from rigs.command import topoflight
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.base.output import console
-from agent.cli.main import cli
 from contracts.plain import printable
 
-MACHINES = Path(__file__).parent.parent / "machines"
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\x00\r::error::\u202egnp.exe\u2066 a\x7fb"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -25,7 +25,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 @pytest.fixture
 def recording(tmp_path: Path) -> str:
     """A sick machine whose names and words are hostile: hostname, product, board, driver and the kernel's log."""
-    content: dict[str, Any] = json.loads((MACHINES / "sick-h100-gpu-lost.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(path_of("sick-h100-gpu-lost").read_text(encoding="utf-8"))
     answers = content["answers"]
     content["hostname"] = answers["identity"][""]["hostname"] = f"node{HOSTILE}"
     for path in answers["read_text"]:
@@ -38,18 +38,17 @@ def recording(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "words",
     [
-        ("scan", "--all"), ("topo",), ("diff", str(MACHINES / "hgx-h100-8xH100-8hca.json")),
-        ("preflight", "-o", "table"), ("preflight", "-o", "junit"), ("preflight", "-o", "github"),
+        ("scan", "--all"), ("topo",), ("diff", path_of()), ("preflight", "-o", "table"), ("preflight", "-o", "junit"),
+        ("preflight", "-o", "github"),
     ],
-    ids=lambda words: " ".join(words[:1] + words[-1:]) if words[0] == "preflight" else words[0],
 )  # fmt: skip
 def test_no_verb_passes_what_steers(words: tuple[str, ...], recording: str, tmp_path: Path) -> None:
     verb, *options = words
     place = [recording] if verb == "diff" else ["--host", recording]
-    made = CliRunner().invoke(cli, [verb, *options, *place], env={"TOPOFLIGHT_STATE": str(tmp_path)})
+    made = topoflight(verb, *options, *place, TOPOFLIGHT_STATE=str(tmp_path))
     assert "owned" in made.output, made.output
     assert not STEERS.search(made.output), repr(STEERS.search(made.output))
     assert not any(line.startswith("::error::") for line in made.output.splitlines())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 import socket
 import sys
@@ -22,37 +21,23 @@ from starlette.testclient import TestClient
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
 from api_server import ApiServer, configuration
+from rigs.agents import TOKEN, agent, bearer, tokens
+from rigs.command import topoflight
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.cluster.client import Client
+from agent.http import posted
 from agent.http.access import Tokens, grant
-from agent.http.server import MOST_BODY_BYTES, create
-from agent.http.state import State
+from agent.http.server import MOST_BODY_BYTES
 from agent.http.worker import ProblemError
-from probes.host.recording import load
-from probes.scan import scan
 
-MACHINE = next((Path(__file__).parent.parent / "machines").glob("hgx-h100*.json"))
-TOKEN = "s3cret-" + "t" * 20
 USER = "system:serviceaccount:ci:gate"
 
 
-def agent(tokens: Tokens) -> TestClient:
-    snapshot = scan(load(MACHINE))
-    state = State(lambda: (snapshot,), interval_seconds=3600)
-    state.refresh()
-    return TestClient(create(state, tokens=tokens))
-
-
-def bearer(token: str = TOKEN) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
-
-
 @pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens"
-    path.write_text(f"# for the pipeline\n{TOKEN}\n")
-    path.chmod(0o600)
-    return path
+def http(tmp_path: Path) -> TestClient:
+    return agent(tokens=tokens(tmp_path))
 
 
 @pytest.fixture
@@ -64,12 +49,11 @@ def api() -> Iterator[ApiServer]:
 
 
 def reviewing(api: ApiServer, **more: Any) -> TestClient:
-    return agent(Tokens(client=Client(configuration(api.url), tries=1), **more))
+    return agent(tokens=Tokens(client=Client(configuration(api.url), tries=1), **more))
 
 
-def test_a_token_file_opens_the_gate(token_file: Path) -> None:
+def test_a_token_file_opens_the_gate(http: TestClient) -> None:
     """The right token gets the verdict of a fresh scan; others 401 and the way to get one."""
-    http = agent(Tokens(token_file=token_file))
     posted = http.post("/preflight", headers=bearer())
     assert posted.status_code == 200
     assert posted.json() == http.get("/preflight").json(), "the same verdict"
@@ -81,26 +65,22 @@ def test_a_token_file_opens_the_gate(token_file: Path) -> None:
         assert "Authorization: Bearer" in response.json()["grant"]
 
 
-def test_a_token_added_to_the_file_is_in_at_once(token_file: Path) -> None:
+def test_a_token_added_to_the_file_is_in_at_once(tmp_path: Path) -> None:
     """The file is read for each token that is not remembered; one taken out is out within seconds."""
-    tokens = Tokens(token_file=token_file)
+    judge = tokens(tmp_path)
     for token in (TOKEN, "z" * 20):
-        token_file.write_text(f"{token}\n")
-        judged = tokens.judge(asking("10.0.0.1", token), path="/preflight", verb="post")
+        (tmp_path / "tokens").write_text(f"{token}\n")
+        judged = judge.judge(asking("10.0.0.1", token), path="/preflight", verb="post")
         assert asyncio.run(judged) == "token-file"
 
 
-@pytest.mark.parametrize(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
+@each_row(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
 def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: int) -> None:
     """Short tokens, or a file that everyone may read."""
-    from click.testing import CliRunner
-
-    from agent.http.serve import serve
-
     path = tmp_path / "tokens"
     path.write_text(content)
     path.chmod(mode)
-    done = CliRunner().invoke(serve, ["--token-file", str(path), "--host", str(MACHINE)])
+    done = topoflight("serve", "--token-file", path, "--host", path_of())
     assert done.exit_code == 2 and str(path) in done.output
 
 
@@ -163,11 +143,11 @@ def asking(source: str, token: str) -> Request:
 
 def test_guessing_tokens_is_slowed(api: ApiServer) -> None:
     """Reviews of unknown tokens are bounded for each source: the API server is not ours to flood."""
-    tokens = Tokens(client=Client(configuration(api.url), tries=1))
+    judge = Tokens(client=Client(configuration(api.url), tries=1))
 
     def status(source: str, number: int) -> int:
         with pytest.raises(ProblemError) as refused:
-            asyncio.run(tokens.judge(asking(source, f"guess-{number:020d}"), path="/preflight", verb="post"))
+            asyncio.run(judge.judge(asking(source, f"guess-{number:020d}"), path="/preflight", verb="post"))
         return refused.value.status
 
     began, codes = time.monotonic(), list[int]()
@@ -179,10 +159,10 @@ def test_guessing_tokens_is_slowed(api: ApiServer) -> None:
     assert status("10.0.0.2", 4711) == 401, "who guesses slows nobody else"
 
 
-def test_the_token_is_judged_before_the_body_is_read(token_file: Path) -> None:
+def test_the_token_is_judged_before_the_body_is_read(tmp_path: Path) -> None:
     """A body that is announced and never comes keeps nobody busy."""
     for method, path in (("POST", "/preflight"), ("POST", "/flights")):
-        app = agent(Tokens(token_file=token_file)).app
+        app = agent(tokens=tokens(tmp_path)).app
         statuses: list[int] = []
 
         async def receive() -> Any:
@@ -207,7 +187,7 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
         with contextlib.suppress(RuntimeError):  # what waits at the end of the test is cancelled
             http.post("/preflight", headers=bearer(f"{number:020d}"))
 
-    with agent(Tokens(client=Client(way, tries=1, timeout_seconds=30))) as http:
+    with agent(tokens=Tokens(client=Client(way, tries=1, timeout_seconds=30))) as http:
         assert http.portal is not None
         http.portal.call(lambda: setattr(to_thread.current_default_thread_limiter(), "total_tokens", 4))
         posts = [threading.Thread(target=post, args=(number,)) for number in range(8)]
@@ -223,47 +203,27 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
             one.join()
 
 
-def test_reads_can_be_closed_too(token_file: Path) -> None:
-    """All but the kubelet's probes."""
-    http = agent(Tokens(token_file=token_file, reads_open=False))
-    for path in ("/", "/metrics", "/topology", "/nodes", "/openapi.json", "/preflight"):
-        assert http.get(path).status_code == 401, path
-        assert http.get(path, headers=bearer()).status_code == 200, path
-    assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
-
-
-def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """At the most talkative level, whether refused, granted or failed."""
-    caplog.set_level(logging.DEBUG)
-    http = reviewing(api)
-    http.post("/preflight", headers=bearer())
-    api.allowed.add((USER, "post", "/flights"))
-    http.post("/flights", headers=bearer(), json={"ops": ["none"]})
-    api.down()
-    reviewing(api).post("/preflight", headers=bearer())
-    assert caplog.text
-    assert TOKEN not in caplog.text and "agent-token" not in caplog.text
-
-
-def test_nothing_makes_load_from_afar(token_file: Path) -> None:
+def test_nothing_makes_load_from_afar(http: TestClient) -> None:
     """The gate over HTTP scans; it takes no word that would measure, and no endpoint starts a benchmark."""
-    http = agent(Tokens(token_file=token_file))
     assert http.post("/preflight", headers=bearer(), json={"measure": True}).status_code == 422
     assert http.post("/benchmarks", headers=bearer()).status_code == 404
 
 
-def test_a_large_body_is_refused(token_file: Path) -> None:
-    """Before it is read whole."""
-    http = agent(Tokens(token_file=token_file))
-    body = b'{"skip": ["' + b"x" * (MOST_BODY_BYTES * 2) + b'"]}'
-    assert http.post("/preflight", headers=bearer(), content=body).status_code == 413
-
-
-def test_the_rate_is_capped(token_file: Path) -> None:
-    """429 with Retry-After."""
-    http = agent(Tokens(token_file=token_file))
-    answers = [http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]})]
-    while answers[-1].status_code == 400 and len(answers) < 200:  # one more is let in each five seconds
-        answers.append(http.post("/preflight", headers=bearer(), json={"skip": ["no.such"]}))
-    assert len(answers) > 12 and answers[-1].status_code == 429
-    assert answers[-1].headers["retry-after"]
+@each_row(
+    ("path", "most", "judged"),
+    [
+        ("/preflight", MOST_BODY_BYTES, b'{"skip": ["no.such"]}'),
+        ("/flights", posted.MOST_RECORD_BYTES, b"{}"),
+        ("/why", posted.MOST_SOURCES_BYTES, b'{"log": []}'),
+    ],
+)
+def test_bodies_and_the_rate_of_posts_are_bounded(path: str, most: int, judged: bytes, tmp_path: Path) -> None:
+    """413, whatever length is announced; 429 with Retry-After, of a dozen and one more each five seconds."""
+    http = agent(tokens=tokens(tmp_path))
+    headers, body = {**bearer(), "Content-Type": "application/json"}, b" " * (most + 1)
+    for content in (body, iter([body[:1000], body])):
+        assert http.post(path, headers=headers, content=content).status_code == 413
+    answers = [http.post(path, headers=headers, content=judged)]
+    while answers[-1].status_code != 429 and len(answers) < 200:
+        answers.append(http.post(path, headers=headers, content=judged))
+    assert len(answers) > 8 and answers[-1].status_code == 429 and answers[-1].headers["retry-after"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 
-import pytest
-from click.testing import CliRunner
-
-from agent.cli.main import cli
+from rigs.command import topoflight
+from rigs.tables import each_row
 
 MATRIX = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\r\nGPU0\t X \tNV4\t0-31\t0\r\nGPU1\tNV4\t X \t32-63\t1\r\n"
 XML = """<system version="1"><cpu numaid="0" arch="x86_64">
@@ -28,11 +26,11 @@ SHAPES = {
 def run(raw, tmp_path):
     given = tmp_path / "given"
     given.write_bytes(raw)
-    return CliRunner().invoke(cli, ["topo", "--from", str(given), "-o", "json"])
+    return topoflight("topo", "--from", given, "-o", "json")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("text", "labels"), [(MATRIX, ["NV4"]), (XML, ["PHB"])], ids=["matrix", "XML"])
+@each_row("shape", SHAPES)
+@each_row(("text", "labels"), [(MATRIX, ["NV4"]), (XML, ["PHB"])], ids=["matrix", "XML"])
 def test_the_same_text_in_other_bytes_says_the_same(shape, text, labels, tmp_path):
     result = run(SHAPES[shape](text), tmp_path)
     assert result.exit_code == 0, result.output
@@ -44,13 +42,13 @@ def test_a_matrix_in_html_is_no_xml(tmp_path):
     assert [pair["label"] for pair in json.loads(result.output)["pairs"]] == ["NV4"]
 
 
-def test_a_cut_gzip_file_is_named_as_such(tmp_path):
-    result = run(gzip.compress(MATRIX.encode())[:40], tmp_path)
-    assert result.exit_code != 0
-    assert "not a whole gzip file" in result.output
-
-
-def test_a_graph_file_is_told_from_a_topology_file(tmp_path):
-    result = run(b'<graphs version="1"><graph id="0" pattern="4"/></graphs>', tmp_path)
-    assert result.exit_code != 0
-    assert "NCCL_GRAPH_DUMP_FILE" in result.output
+@each_row(
+    ("raw", "told"),
+    [
+        (gzip.compress(MATRIX.encode())[:40], "not a whole gzip file"),
+        (b'<graphs version="1"><graph id="0" pattern="4"/></graphs>', "NCCL_GRAPH_DUMP_FILE"),
+    ],
+)
+def test_what_is_no_topology_is_named(raw, told, tmp_path):
+    result = run(raw, tmp_path)
+    assert result.exit_code == 2 and told in result.output

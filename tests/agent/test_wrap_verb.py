@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.base.inputs import InputError
 from agent.cli.launch import launch
 from agent.cli.wrap import wrap
 from agent.jobs import script_rank
 from contracts.job_config import JobConfig
-from finetune.rows import load_tokenizer
 
-ROOT = Path(__file__).parents[2]
-H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
+H100 = str(path_of())
 # As sft.py scripts of TRL are built: a YAML file and arguments over it, HF's rank variables, trainer_state.json.
 SFT = """
 import argparse, json, os, pathlib, time
@@ -102,7 +102,7 @@ def test_a_diff_is_shown_and_nothing_written_until_asked(tmp_path: Path) -> None
     assert again.stdout == "" and "nothing to add" in again.stderr
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "says"),
     [
         (["-", "--apply"], "--apply: writes over FILE"),
@@ -241,6 +241,7 @@ def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from bench.finetune_vs_trl import compare_python
+    from finetune.rows import load_tokenizer
 
     try:
         python = compare_python()
@@ -353,7 +354,7 @@ def test_a_script_is_shown_and_what_is_not_its_own_refused(tmp_path: Path) -> No
         assert said.exit_code == 2 and says in said.output
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "whose"),
     [
         ("base_model: a/b\ndatasets: [{path: c/d}]\nsequence_len: 2048\n", "axolotl"),

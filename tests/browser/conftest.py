@@ -16,17 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import FLAGS, Tabs
 from playwright.sync_api import sync_playwright
+from rigs.agents import agent as agent_of
 from rigs.packages import apt_installed, npm_installed
+from rigs.recorded import NAMES
 from rigs.serving import serving
 
 from agent.http.server import create
 from agent.http.state import State
-from probes.host.recording import load
-from probes.scan import scan
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-MACHINES = sorted((HERE.parent / "machines").glob("*.json"))
 
 
 @pytest.fixture(scope="session")
@@ -49,14 +47,9 @@ def axe() -> str:
 @pytest.fixture(scope="session")
 def machines() -> Iterator[dict[str, str]]:
     """The address of an agent on every recording, all behind one port: pages work under a path too."""
-    mounts = []
-    for path in MACHINES:
-        snapshot = scan(load(path))
-        state = State(lambda snapshot=snapshot: (snapshot,), interval_seconds=3600)  # type: ignore[misc]
-        state.refresh()
-        mounts.append(Mount(f"/{path.stem}", create(state)))
+    mounts = [Mount(f"/{name}", agent_of(name).app) for name in NAMES]
     with serving(Starlette(routes=mounts)) as port:
-        yield {path.stem: f"http://127.0.0.1:{port}/{path.stem}/" for path in MACHINES}
+        yield {name: f"http://127.0.0.1:{port}/{name}/" for name in NAMES}
 
 
 @pytest.fixture

@@ -8,26 +8,24 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from browser import ANSWER_SECONDS, Tab, Tabs
+from browser import Tab, Tabs
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from rigs.faults import FAULTS, Fault
 from rigs.fleet import labelled, resources
 from rigs.logs import read
+from rigs.recorded import NAMES, path_of, snapshot, view
+from rigs.tables import each_row
 
-from agent.advice import advise
-from agent.advice.request import Request
 from agent.base import units
 from agent.base.hosts import snapshots
-from agent.checks.view import look
 from agent.cluster.nodes import Fleet
 from agent.cluster.places import chosen
 from agent.http.state import State
@@ -35,18 +33,13 @@ from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.render import report_page
 from collectives.bench.results import result_from_json, result_to_json
-from probes.api import Snapshot
-from probes.host.recording import load
-from probes.scan import scan
 from topology.formats.text import parse
 from topology.graph import NodeTopology
 
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDER = ROOT / "tests" / "machines"
 MEASURED = Path(__file__).parent / "measured"  # real results, written by our own tools
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 SCREEN = 800  # pixels of a small laptop: what is seen without scrolling
 SICK = {fault.machine: fault for fault in FAULTS}  # what a newcomer has to read first
 
@@ -56,11 +49,6 @@ def clean(tab: Tab, address: str) -> None:
     assert tab.complaints == []
     elsewhere = [url for url in tab.requests if urlsplit(url).scheme != "data" and not url.startswith(address)]
     assert elsewhere == []
-
-
-def host_of(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}/"
 
 
 def accessible(tab: Tab, axe: str) -> None:
@@ -86,7 +74,7 @@ def fault_is_first(tab: Tab, fault: Fault) -> None:
     assert tab.run("document.querySelector('.finding .remedy').getBoundingClientRect().bottom") < SCREEN
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
     """Node page and what-if page: no complaint, no request elsewhere, axe-core clean; a fault is read first."""
     address = machines[name]
@@ -101,7 +89,7 @@ def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict
         clean(tab, address)
 
 
-@pytest.mark.parametrize("name", ["sick-h100-rdma-off", "r760xa-2xA40-bf3", "cpu-only-vm"])
+@each_row("name", ["sick-h100-rdma-off", "cpu-only-vm"])
 def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
     """The dark colours hold the same contrast rules."""
     with chromium.tab(dark=True) as tab:
@@ -112,7 +100,7 @@ def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[s
         clean(tab, machines[name])
 
 
-@pytest.mark.parametrize("name", ["sick-h100-rdma-off", "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa"])
+@each_row("name", ["sick-h100-rdma-off", "aws-p4d-8xA100-4efa"])
 def test_narrow_screens_scroll_one_way_only(chromium: Tabs, machines: dict[str, str], name: str) -> None:
     """Wide drawings and tables scroll inside themselves."""
     with chromium.tab(width=360, height=740) as tab:
@@ -143,10 +131,10 @@ def test_a_matrix_of_24_devices_is_seen_to_its_last_column(
     chromium: Tabs, axe: str, tmp_path: Path, width: int
 ) -> None:
     """Wide screens fit it; narrow ones scroll to the end, fade where there is more, and keep the names of the rows."""
-    view = look((scan(load(FOLDER / "aws-p4d-8xA100-4efa.json")),))
+    seen = view("aws-p4d-8xA100-4efa")
     whole = Report(
-        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=view.snapshots, topologies=(large(),),
-        checks=view.checks, verdict=view.verdict,
+        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=seen.snapshots, topologies=(large(),),
+        checks=seen.checks, verdict=seen.verdict,
     )  # fmt: skip
     path = tmp_path / "report.html"
     path.write_text(report_page(whole), encoding="utf-8")
@@ -214,18 +202,11 @@ def test_copy_gives_exactly_the_text(chromium: Tabs, machines: dict[str, str]) -
             copied = tab.run("navigator.clipboard.readText()")
             assert copied == tab.run(f"document.getElementById('{block}').textContent")
             assert begins in copied
-        clean(tab, host_of(address))
+        clean(tab, address.removesuffix("r760xa-2xA40-bf3/"))
     with chromium.tab(scripts=False) as tab:
         tab.go(address)
         assert tab.run("getComputedStyle(document.querySelector('button[data-copy=env]')).display") == "none"
-
-
-def test_without_scripts_everything_is_there(chromium: Tabs, machines: dict[str, str]) -> None:
-    """The same findings, drawing and form; only the comfort is missing."""
-    with chromium.tab(scripts=False) as tab:
-        tab.go(machines["sick-h100-rdma-off"])
-        assert "no RDMA device" in tab.text("main")
-        assert tab.run("document.querySelectorAll('svg.drawing').length") == 1
+        assert tab.run("document.querySelectorAll('svg.drawing').length") == 1, "the rest is there without scripts"
         assert tab.run("document.querySelector('form').action").endswith("/what-if")
 
 
@@ -235,7 +216,7 @@ HURRIED = "const slow = window.setInterval; window.setInterval = (f, ms) => slow
 
 def test_a_change_reaches_an_open_page(chromium: Tabs, agent: Callable[..., tuple[str, State]]) -> None:
     """A node falls sick: its page and the cluster's show it without a reload, and say it; what was opened stays so."""
-    well, sick = (scan(load(FOLDER / f"{name}.json")) for name in ("hgx-h100-8xH100-8hca", "sick-h100-rdma-off"))
+    well, sick = (snapshot(name) for name in ("hgx-h100-8xH100-8hca", "sick-h100-rdma-off"))
     served = [well]
     address, state = agent(lambda: tuple(served))
     for path in ("", "cluster"):
@@ -264,7 +245,7 @@ def test_several_hosts_are_a_table_that_leads_to_each(
     """Sick nodes first, each with its first finding, a link to its own page and back; one name twice is two nodes."""
     names = ["cpu-only-vm", "hgx-h100-8xH100-8hca", "r760xa-2xA40-bf3", "r760xa-2xA40-bf3-memlock-8MiB",
              "sick-h100-rdma-off", "sick-h100-thermal"]  # fmt: skip
-    found = snapshots([FOLDER / f"{name}.json" for name in names])
+    found = snapshots([path_of(name) for name in names])
     address, _ = agent(lambda: found)
     with chromium.tab() as tab:
         tab.go(address)
@@ -283,42 +264,19 @@ def test_several_hosts_are_a_table_that_leads_to_each(
         follow(tab, "hgx-h100-sick-rdma")
         assert tab.text("h1") == "hgx-h100-sick-rdma"
         assert f"All {len(names)} nodes" in tab.text("header")
+        tab.go(address + "cluster")
+        assert f"{len(names)} nodes" in tab.text("h1") and "FAIL" in tab.text(".verdict")
+        accessible(tab, axe)
+        tab.page.set_viewport_size({"width": 360, "height": 740})
+        assert tab.run("document.scrollingElement.scrollWidth") <= 360
+        assert tab.run("document.querySelector('.nodes td').getBoundingClientRect().width") > 300, "a card, no column"
+        accessible(tab, axe)
         clean(tab, address)
 
 
 def follow(tab: Tab, name: str) -> None:
     """Click the link of a node."""
     tab.follow(tab.page.locator(".nodes").get_by_role("link", name=name, exact=True).first.click)
-
-
-def test_the_page_of_the_cluster_is_made_of_what_agents_publish(
-    chromium: Tabs, axe: str, agent: Callable[..., tuple[str, State]]
-) -> None:
-    """Each node with its first fault and age; equal nodes are one kind."""
-    names = ("hgx-h100-8xH100-8hca", "sick-h100-thermal", "sick-h100-memlock-64KiB")
-    own, hot, low = (scan(load(FOLDER / f"{name}.json")) for name in names)
-    address, _ = agent(lambda: (own, hot, low))
-    with chromium.tab() as tab:
-        tab.go(address + "cluster")
-        assert "3 nodes" in tab.text("h1")
-        assert "FAIL" in tab.text(".verdict")
-        accessible(tab, axe)
-        rows = tab.run("[...document.querySelectorAll('.nodes tbody tr')].map(r => r.innerText)")
-        assert [row.split()[0] for row in rows] == ["hgx-h100-sick-memlock", "hgx-h100-sick-thermal", "hgx-h100-01"]
-        assert "RLIMIT_MEMLOCK is 64 KiB" in rows[0] and "64 KiB" in rows[0]
-        assert "power brake" in rows[1] and " s" in rows[1]
-        told = tab.run("[...document.querySelectorAll('.finding')].map(f => f.innerText)")
-        assert any("RLIMIT_MEMLOCK" in text and "LimitMEMLOCK" in text for text in told)  # mended as findings.md says
-        assert (
-            len(set(tab.run("[...document.querySelectorAll('.fleet td[data-label=kind]')].map(c => c.innerText)"))) == 1
-        )
-        tab.page.set_viewport_size({"width": 360, "height": 740})
-        assert tab.run("document.scrollingElement.scrollWidth") <= 360
-        assert (
-            tab.run("document.querySelector('.nodes td').getBoundingClientRect().width") > 300
-        )  # a card, not a column
-        accessible(tab, axe)
-        clean(tab, address)
 
 
 @pytest.fixture
@@ -395,8 +353,7 @@ def test_a_measured_run_is_shown_with_what_proves_it(
     result = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
     result = replace(result, evidence=read(NCCL_LOG))
     (tmp_path / "bench.json").write_text(json.dumps(result_to_json(result)))
-    snapshot = scan(load(FOLDER / "r760xa-2xA40-bf3.json"))
-    address, _ = agent(lambda: (snapshot,), folder=tmp_path)
+    address, _ = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     with chromium.tab(height=SCREEN) as tab:
         tab.go(address)
         first = tab.text(".finding")
@@ -423,12 +380,11 @@ def test_one_fine_tune_over_three_networks_is_three_bars(
     (tmp_path / "flights").mkdir()
     for path in (MEASURED / "flights").glob("*.json"):
         shutil.copy(path, tmp_path / "flights" / path.name)
-    snapshot = scan(load(FOLDER / "r760xa-2xA40-bf3.json"))
-    address, state = agent(lambda: (snapshot,), folder=tmp_path)
-    view = state.refresh()
+    address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
+    seen = state.refresh()
     whole = Report(
-        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=view.snapshots, checks=view.checks,
-        topologies=view.topologies, verdict=view.verdict, flights=view.flights,
+        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=seen.snapshots, checks=seen.checks,
+        topologies=seen.topologies, verdict=seen.verdict, flights=seen.flights,
     )  # fmt: skip
     (tmp_path / "report.html").write_text(report_page(whole), encoding="utf-8")
     words = [f"{units.seconds(step)} a step" for step in steps]
@@ -445,63 +401,15 @@ def test_one_fine_tune_over_three_networks_is_three_bars(
                 " / r.closest('td').querySelector('svg').getBoundingClientRect().width)"
             )
             assert wide == pytest.approx([step / steps[0] for step in steps], abs=0.01)
+            ids = tab.run("[...document.querySelectorAll('[id]')].map(e => e.id)")
+            assert len(ids) == len(set(ids))
+            assert where == address or tab.run("document.scripts.length") == 0, "a report is one file for a ticket"
             accessible(tab, axe)
             clean(tab, where)
     with chromium.tab() as tab:
         tab.go(address)
         figures = tab.run("[...document.querySelectorAll('td.wide svg.bar')].map(b => b.getAttribute('aria-label'))")
         assert any("inside it" in label for label in figures)
-
-
-def test_the_report_is_one_file_for_a_ticket(chromium: Tabs, axe: str, tmp_path: Path) -> None:
-    """Opened from disk: nothing is fetched, no script is in it, ids are unique, axe-core is content."""
-    found = tuple(scan(load(FOLDER / f"{name}.json")) for name in ("sick-h100-rdma-off", "hgx-h100-8xH100-8hca"))
-    view = look(found)
-    whole = Report(
-        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=found, topologies=view.topologies,
-        checks=view.checks, verdict=view.verdict, notes=("the benchmark: no GPU here",),
-        recommendation=advise.for_view(view, Request.of(model="Llama-3.1-8B")),
-    )  # fmt: skip
-    path = tmp_path / "report.html"
-    path.write_text(report_page(whole), encoding="utf-8")
-    with chromium.tab() as tab:
-        tab.go(path.as_uri())
-        assert "no RDMA device" in tab.text(".finding")
-        assert tab.run("document.scripts.length") == 0
-        ids = tab.run("[...document.querySelectorAll('[id]')].map(e => e.id)")
-        assert len(ids) == len(set(ids))
-        assert tab.run("document.querySelectorAll('a[href^=\"./\"]').length") == 0
-        accessible(tab, axe)
-        clean(tab, path.as_uri())
-
-
-def test_a_failed_scan_is_said_on_the_page(chromium: Tabs, agent: Callable[..., tuple[str, State]]) -> None:
-    """The older view stays, and says that it is one."""
-    left = [(scan(load(FOLDER / "cpu-only-vm.json")),)]
-
-    def look_once() -> tuple[Snapshot, ...]:
-        if not left:
-            raise OSError("driver gone")
-        return left.pop()
-
-    address, state = agent(look_once)
-    with chromium.tab() as tab:
-        end = time.monotonic() + ANSWER_SECONDS  # the agent scans again when it starts
-        while state.error is None and time.monotonic() < end:
-            time.sleep(0.05)
-        tab.go(address)
-        assert "driver gone" in tab.text("[role=alert]")
-        assert tab.text("h1") == "vm"
-
-
-def test_endpoints_are_listed_from_the_agent_itself(chromium: Tabs, axe: str, machines: dict[str, str]) -> None:
-    """No page of the agent loads anything from elsewhere, its own API list included."""
-    address = machines["cpu-only-vm"]
-    with chromium.tab() as tab:
-        tab.go(address + "docs")
-        assert "/recommendations" in tab.text("main")
-        accessible(tab, axe)
-        clean(tab, address)
 
 
 def test_pictures(chromium: Tabs, machines: dict[str, str], console: Callable[[int], str], tmp_path: Path) -> None:

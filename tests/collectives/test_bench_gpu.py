@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rigs.benchmarks import measured
 
 from agent.base.hosts import snapshots
 from agent.checks.judged import checks_of_bars
@@ -19,13 +20,12 @@ pytestmark = [
 
 def test_two_ranks_on_one_gpu_use_sockets_and_no_gdrdma(tmp_path):
     """Two NCCL_HOSTIDs make two nodes of one GPU: traffic must be reported as NET/Socket without GPUDirect RDMA."""
-    found = bench.run(
-        bench.BenchSpec(
-            sizes_bytes=(1 << 20, 16 << 20),
-            distinct_hosts=True,
-            environment={"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"},
-            lock_path=str(tmp_path / "lock"),
-        )
+    found = measured(
+        tmp_path,
+        sizes_bytes=(1 << 20, 16 << 20),
+        distinct_hosts=True,
+        backend="nccl",
+        environment={"CUDA_VISIBLE_DEVICES": "0", "NCCL_IB_DISABLE": "1"},
     )
     assert found.complete, found.problems
     assert found.backend == "nccl" and found.versions["nccl"]

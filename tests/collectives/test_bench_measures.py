@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from rigs.benchmarks import measured
 
 from collectives.bench import results
 from collectives.bench import run as bench
@@ -88,16 +89,7 @@ def test_progress_is_told_while_it_happens(result):
 def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
     cases = tuple(bench.Case(op=op, bytes=65536) for op in ("all_gather", "reduce_scatter"))
     cases += (bench.Case(op="all_reduce", bytes=4096, groups=((0, 2), (1, 3))),)
-    found = bench.run(
-        bench.BenchSpec(
-            cases=cases,
-            ranks_per_host=4,
-            max_iterations=10,
-            backend="gloo",
-            startup_seconds=240,
-            lock_path=str(tmp_path / "lock"),
-        )
-    )
+    found = measured(tmp_path, cases=cases, ranks_per_host=4, max_iterations=10)
     assert found.complete, found.problems
     assert [(m.op, m.ranks) for m in found.measurements] == [
         ("all_gather", (0, 1, 2, 3)),
@@ -108,16 +100,12 @@ def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
 
 
 def test_a_spent_budget_leaves_a_partial_result_that_says_what_is_missing(tmp_path):
-    found = bench.run(
-        bench.BenchSpec(
-            sizes_bytes=tuple(range(1 << 20, 1 << 21, 1 << 16)),
-            budget_seconds=0.2,
-            startup_seconds=240,
-            max_iterations=10_000,
-            precision=None,
-            backend="gloo",
-            lock_path=str(tmp_path / "lock"),
-        )
+    found = measured(
+        tmp_path,
+        sizes_bytes=tuple(range(1 << 20, 1 << 21, 1 << 16)),
+        budget_seconds=0.2,
+        max_iterations=10_000,
+        precision=None,
     )
     assert not found.complete
     assert found.measurements and all(m.verified for m in found.measurements)
@@ -131,18 +119,14 @@ def test_the_starting_process_imports_no_torch():
 
 def test_a_size_that_is_slow_costs_no_more_than_its_budget(tmp_path):
     """64 MiB of each rank on a slow wire: fewer iterations and warm-ups, a result all the same."""
-    found = bench.run(
-        bench.BenchSpec(
-            ops=("all_reduce",),
-            sizes_bytes=(64 << 20,),
-            warmup=1000,
-            min_iterations=1000,
-            max_iterations=1000,
-            budget_seconds=2,
-            startup_seconds=240,
-            lock_path=str(tmp_path / "lock"),
-            backend="gloo",
-        )
+    found = measured(
+        tmp_path,
+        ops=("all_reduce",),
+        sizes_bytes=(64 << 20,),
+        warmup=1000,
+        min_iterations=1000,
+        max_iterations=1000,
+        budget_seconds=2,
     )
     assert found.complete, found.problems
     (only,) = found.measurements

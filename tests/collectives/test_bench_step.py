@@ -1,20 +1,13 @@
 """A job's own shape: the groups and parts of one training step, and their replay by real ranks."""
 
 import pytest
+from rigs.benchmarks import measured
 from rigs.tables import each_row
 
-from collectives.bench import run as bench
 from collectives.bench.measure import _fitting
 from collectives.bench.plan import StepShape, groups, parts, step_plan
 
-SHAPE = StepShape(
-    dp_shard=2,
-    tp=2,
-    layers=3,
-    fsdp_layer_bytes=200_000,
-    tp_activation_bytes=40_000,
-    micro_batches=2,
-)
+SHAPE = StepShape(dp_shard=2, tp=2, layers=3, fsdp_layer_bytes=200_000, tp_activation_bytes=40_000, micro_batches=2)
 
 
 def test_ranks_of_the_innermost_axis_lie_beside_each_other():
@@ -60,16 +53,7 @@ def test_an_impossible_shape_is_refused_by_name(setting, value):
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
-    found = bench.run(
-        bench.BenchSpec(
-            ops=(),
-            step=step_plan(SHAPE, iterations=6, budget_seconds=120),
-            ranks_per_host=4,
-            backend="gloo",
-            startup_seconds=240,
-            lock_path=str(tmp_path / "lock"),
-        )
-    )
+    found = measured(tmp_path, ops=(), step=step_plan(SHAPE, iterations=6, budget_seconds=120), ranks_per_host=4)
     assert found.complete, found.problems
     assert found.measurements == ()
     assert [(part.name, part.times, part.group_ranks) for part in found.step.parts] == [
@@ -85,16 +69,12 @@ def test_four_ranks_replay_a_step_in_its_groups(tmp_path):
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_lying_rank_spoils_the_replay_and_is_named(tmp_path):
-    found = bench.run(
-        bench.BenchSpec(
-            ops=(),
-            step=step_plan(StepShape(dp_shard=3, fsdp_layer_bytes=30_000), iterations=1),
-            ranks_per_host=3,
-            backend="gloo",
-            environment={"TOPOFLIGHT_FAULT": "rank=2:lie"},
-            startup_seconds=240,
-            lock_path=str(tmp_path / "lock"),
-        )
+    found = measured(
+        tmp_path,
+        ops=(),
+        step=step_plan(StepShape(dp_shard=3, fsdp_layer_bytes=30_000), iterations=1),
+        ranks_per_host=3,
+        environment={"TOPOFLIGHT_FAULT": "rank=2:lie"},
     )
     assert not found.complete
     assert not any(part.verified for part in found.step.parts)
@@ -115,17 +95,13 @@ def test_as_many_calls_are_run_as_fit(wanted, one, left, fits):
 def test_a_replay_that_does_not_fit_its_budget_is_cut_and_scaled_up(tmp_path):
     """Some 40,000 calls would take minutes: one is timed in each iteration, and the step's sum is still the whole."""
     shape = StepShape(dp_shard=2, layers=20_000, fsdp_layer_bytes=200_000)
-    found = bench.run(
-        bench.BenchSpec(
-            ops=("all_gather",),
-            sizes_bytes=(4096,),
-            step=step_plan(shape, budget_seconds=0.5),
-            ranks_per_host=2,
-            backend="gloo",
-            budget_seconds=5,
-            startup_seconds=240,
-            lock_path=str(tmp_path / "lock"),
-        )
+    found = measured(
+        tmp_path,
+        ops=("all_gather",),
+        sizes_bytes=(4096,),
+        step=step_plan(shape, budget_seconds=0.5),
+        ranks_per_host=2,
+        budget_seconds=5,
     )
     assert found.complete, found.problems
     for part in found.step.parts:

@@ -57,7 +57,7 @@ def test_the_cause_below_last_error() -> None:
     assert codes(*front, "10: socketStartConnect: Connect to 127.0.0.1<45> failed : Connection refused") == [
         "socket_connect_failed"
     ]
-    assert codes(*front, "Cuda failure 'out of memory'") == ["cuda_failure"]
+    assert codes(*front, "Cuda failure 'out of memory'") == ["gpu_out_of_memory"]
 
 
 def test_the_distance_is_named_before_there_are_channels() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from evidence_rows import rows
 from rigs.logs import read
+from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
 from collectives.nccl_log.transport import Evidence, rank_words
@@ -149,3 +150,42 @@ def test_other_texts_get_an_answer_of_their_own(gz: bool, tmp_path: Path) -> Non
         if got != (code, hosts, exit_code) or word not in first.message:
             wrong.append((name, first, evidence.exit_code(verdict)))
     assert wrong == []
+
+
+GDR = [f"nodeb:40:41 [0] NCCL INFO Channel 00/0 : {way} via NET/IB/0/GDRDMA"
+       for way in ("7[7] -> 8[0] [receive]", "15[7] -> 0[0] [send]")]  # fmt: skip
+FLUSH = (
+    "n1:7:8 [0] NCCL WARN NET/IB : Got completion from peer 10.1.32.3<5> with error 5, opcode 0, len 0, vendor err 249"
+)
+MNNVL = ":100:200 [0] NCCL INFO MNNVL 1 cliqueId {} cliqueSize 4 cliqueRank 0"
+OF_ANOTHER = [
+    ("a part of the ranks", ["ranks_missing"], ["nodeb"], [
+        *(f"nodeb:40:41 [{n}] NCCL INFO comm 0x5 rank {8 + n} nranks 16 cudaDev {n} nvmlDev {n} busId {n}b000 "
+          "commId 0x8 - Init START" for n in range(8)), *GDR,
+    ]),
+    ("only what another failure leads to", ["ib_flush_error"], ["n1"], [FLUSH]),
+    ("it leads to no failure", [], [],
+     [FLUSH, *GDR, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 48.1"]),
+    ("by mpirun", ["process_killed"], ["gpu7"],
+     ["mpirun noticed that process rank 3 with PID 0 on node gpu7 exited on signal 9 (Killed)."]),
+    ("by srun", ["host_out_of_memory"], ["gpu07"],
+     ["srun: error: gpu07: task 3: Out Of Memory", "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0."]),
+    ("by the kernel", ["gpu_xid"], ["node3"],
+     ["Aug 01 10:00:00 node3 kernel: NVRM: Xid (PCI:0000:9b:00): 79, pid=1, name=python, GPU has fallen off the bus."]),
+]  # fmt: skip
+
+
+@each_row(("name", "expected", "hosts", "text"), OF_ANOTHER)
+def test_what_a_log_says_of_others(name: str, expected: list[str], hosts: list[str], text: list[str]) -> None:
+    """A part is not the whole; what follows from a failure elsewhere fails; launchers and kernels name a host."""
+    problems = [each for each in read(text).problems if each.severity != "info"]
+    assert ([each.code for each in problems], [host for each in problems for host in each.hosts]) == (expected, hosts)
+
+
+def test_cliques_that_end_at_their_hosts_join_no_nodes() -> None:
+    """NCCL calls channels within a node MNNVL too."""
+    ends = [f"gb-{n}{MNNVL.format(n)}" for n in (1, 2)]
+    within = "gb-1:100:200 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL"
+    comm = "gb-1:100:200 [0] NCCL INFO comm 0xb rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 1"
+    verdict = read([*ends, comm, within, *(line.replace("nodeb", "gb-2") for line in GDR)])
+    assert (verdict.inter_node_transport, verdict.mnnvl_use) == ("IB", "off")

@@ -12,6 +12,8 @@ from rigs.tables import each_row
 
 from collectives.traces import calls, ras, watchdog
 
+HERE = Path(__file__).parent
+
 
 def entry(number: int, **members: Any) -> dict[str, Any]:
     return {
@@ -91,31 +93,7 @@ def test_plain_values_are_what_python_reads() -> None:
 
 # NCCL ----------------------------------------------------------------------------------------------------------------
 
-TEXT = """
-NCCL version 2.27.3 compiled with CUDA 12.9
-Job summary
-===========
-
-Communicators... (0.00s)
-=============
-
-Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
-    #  in group  per comm  per node  per comm  in group
-    0         1         1         8         8         8   RUNNING  MISMATCH
-
-Errors
-======
-
-Warnings
-========
-
-#0-0 (27a079b828ff1a75) MISMATCH
-  Communicator ranks have different AllReduce operation counts
-  6 ranks have launched up to operation 40
-  2 ranks have launched up to operation 41
-  Rank 2 -- GPU 2 managed by process 4702 on node 10.0.0.4
-  Rank 5 -- GPU 5 managed by process 4705 on node 10.0.0.4
-"""
+TEXT = (HERE / "ras_status.txt").read_text()
 
 
 def test_ras_lists_who_is_ahead_and_who_is_behind_is_the_rest() -> None:
@@ -175,13 +153,7 @@ def test_ras_refuses_what_is_none() -> None:
             ras.read(raw)
 
 
-LOG = """
-[rank7]:[E816 01:45:40.1 ProcessGroupNCCL.cpp:607] [Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=BROADCAST, NumelIn=56, NumelOut=56, Timeout(ms)=600000) ran for 600026 milliseconds before timing out.
-[rank7]:[E816 01:45:40.2 ProcessGroupNCCL.cpp:1664] [PG 0 (default_pg) Rank 7] Exception (either an error or timeout) detected by watchdog at work: 78, last enqueued NCCL work: 79, last completed NCCL work: 77.
-[rank3]:[E816 01:45:40.3 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=ALLREDUCE, NumelIn=81, NumelOut=81, Timeout(ms)=600000) ran for 600013 milliseconds before timing out.
-[rank3]:[E816 01:45:40.4 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected by watchdog at work: 78, last enqueued NCCL work: 80, last completed NCCL work: 77.
-[E ProcessGroupNCCL.cpp:737] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=469, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1802212 milliseconds before timing out.
-"""  # noqa: E501 - lines of a log
+LOG = (HERE / "watchdog.log").read_text()
 
 
 def test_the_watchdogs_words_of_three_releases() -> None:

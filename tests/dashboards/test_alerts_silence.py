@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
 
-from agent_pod import HEALTHY, MACHINES, in_pod
+from agent_pod import healthy, in_pod
+from rigs.tables import each_row
 
 from agent.checks.view import View
 from agent.metrics import families as metrics
@@ -47,11 +48,11 @@ def cases(view: View, names: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.prometheus
-@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
-def test_no_alert_stands_on_a_healthy_node(path: Path, programs: dict[str, str], tmp_path: Path) -> None:
+@each_row("name", healthy)
+def test_no_alert_stands_on_a_healthy_node(name: str, programs: dict[str, str], tmp_path: Path) -> None:
     """Every rule over what the agent exports from inside its pod, by Prometheus' own program."""
     names = [alert.name for alert in ALERTS]
-    (tmp_path / "t.yaml").write_text(yaml.safe_dump(cases(in_pod(path), names)))
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump(cases(in_pod(name), names)))
     done = subprocess.run([programs["promtool"], "test", "rules", str(tmp_path / "t.yaml")],
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,7 +61,7 @@ def test_no_alert_stands_on_a_healthy_node(path: Path, programs: dict[str, str],
 @pytest.mark.prometheus
 def test_an_alert_would_be_seen(programs: dict[str, str], tmp_path: Path) -> None:
     """The test above can fail: a node with a dead HCA, from inside the pod."""
-    sick = cases(in_pod(MACHINES / "sick-h100-no-peermem.json"), ["TopoflightGdrdmaImpossible"])
+    sick = cases(in_pod("sick-h100-no-peermem"), ["TopoflightGdrdmaImpossible"])
     (tmp_path / "t.yaml").write_text(yaml.safe_dump(sick))
     done = subprocess.run([programs["promtool"], "test", "rules", str(tmp_path / "t.yaml")],
                           capture_output=True, text=True)  # fmt: skip

@@ -13,7 +13,6 @@ from typing import Any
 
 import boards
 import promql_parser
-import pytest
 import yaml
 from rigs.tables import each_row
 
@@ -22,6 +21,9 @@ from agent.metrics.families import CATALOGUE, OWN
 ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "dashboards").glob("*.json"))
 DECLARED = {family.exposed: family for family in CATALOGUE}
+PUBLISHING = [f"topoflight_{name}" for name in (
+    "publish_interval_seconds", "publish_attempts_total", "publish_failures_total", "publish_success_timestamp_seconds",
+    "watch_lists_total", "watch_restarts_total", "watch_heard_timestamp_seconds")]  # fmt: skip
 NEED_UNITS = ("stat", "timeseries", "table", "gauge", "bargauge")
 
 
@@ -41,10 +43,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 EXPRESSIONS = dict(expressions())
 
 
-@pytest.fixture(params=FILES, ids=lambda path: path.stem)
-def document(request: pytest.FixtureRequest) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(request.param.read_text())
-    return read
+every_board = each_row("document", lambda: (json.loads(path.read_text()) for path in FILES), ids=lambda d: d["uid"])
 
 
 def test_there_are_three_with_stable_names() -> None:
@@ -57,6 +56,7 @@ def test_there_are_three_with_stable_names() -> None:
     }
 
 
+@every_board
 def test_model_is_classic(document: dict[str, Any]) -> None:
     """Classic JSON, which Grafana 10 to 13 loads, and no server's own id in it (rule uneditable-dashboard too)."""
     assert document["schemaVersion"] <= 42 and "apiVersion" not in document and "spec" not in document
@@ -64,6 +64,7 @@ def test_model_is_classic(document: dict[str, Any]) -> None:
     assert document["tags"] == ["topoflight"] and document["description"]
 
 
+@every_board
 def test_variables(document: dict[str, Any]) -> None:
     """Rules template-datasource, template-job, template-instance, template-label-promql, template-on-time-change."""
     variables = {v["name"]: v for v in document["templating"]["list"]}
@@ -79,6 +80,7 @@ def test_variables(document: dict[str, Any]) -> None:
         promql_parser.parse(match[1].replace("$job", "x"))
 
 
+@every_board
 def test_panels(document: dict[str, Any]) -> None:
     """Rules panel-datasource, panel-title-description, panel-units, panel-no-targets; and no two in one place."""
     taken: set[tuple[int, int]] = set()
@@ -97,6 +99,7 @@ def test_panels(document: dict[str, Any]) -> None:
         taken |= cells
 
 
+@every_board
 def test_changes_are_marked_at_their_time(document: dict[str, Any]) -> None:
     """A finding and a change are annotations where they came: a Unix time, which Grafana takes in milliseconds."""
     marked = {each["name"]: each for each in document["annotations"]["list"]}
@@ -119,6 +122,7 @@ def test_the_fleet_begins_with_what_is_wrong() -> None:
     ]  # fmt: skip
 
 
+@every_board
 def test_dashboards_link_to_each_other(document: dict[str, Any]) -> None:
     """One menu leads from each to the others and takes variables and time along."""
     (link,) = document["links"]
@@ -142,19 +146,13 @@ def test_expression(name: str) -> None:
             assert label in {"job", "instance", *DECLARED[metric].labels}, f"{metric} has no label {label}"
         if DECLARED[metric].kind == "counter":
             assert re.search(r"(sum|max) by \(.*\) \((rate|increase)\(", expr), f"{expr}: a counter as it stands"
+    known = {"instance", "job", "node"}.union(
+        *(DECLARED[metric].labels for metric in re.findall(r"\btopoflight_\w+", expr))
+    )
+    for group in re.findall(r"by \(([^)]*)\)", expr):
+        assert {label.strip() for label in group.split(",")} <= known, f"{expr}: what differs would be merged"
     for window in re.findall(r"\[(.*?)\]", re.sub(r'"[^"]*"', "", expr)):
         assert window == "$__rate_interval", expr
-
-
-@each_row("name", sorted(EXPRESSIONS))
-def test_grouping_names_labels_that_are_there(name: str) -> None:
-    """`by (…)` over a label that no metric of the expression has would merge what differs."""
-    expr = EXPRESSIONS[name]
-    known = {"instance", "job", "node"}
-    for metric in re.findall(r"\btopoflight_\w+", expr):
-        known.update(DECLARED[metric].labels)
-    for group in re.findall(r"by \(([^)]*)\)", expr):
-        assert {label.strip() for label in group.split(",")} <= known, expr
 
 
 def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
@@ -175,18 +173,7 @@ def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
         "topoflight_bench_least_busbw_bytes_per_second": "an alert compares with it",
         "topoflight_network_channels": "the ratio is drawn",
         "topoflight_transport_info": "for alerts and joins",
-        **dict.fromkeys(
-            (
-                "topoflight_publish_interval_seconds",
-                "topoflight_publish_attempts_total",
-                "topoflight_publish_failures_total",
-                "topoflight_publish_success_timestamp_seconds",
-                "topoflight_watch_lists_total",
-                "topoflight_watch_restarts_total",
-                "topoflight_watch_heard_timestamp_seconds",
-            ),
-            "of agents that publish, for queries; a node that falls silent is on the page of the cluster",
-        ),
+        **dict.fromkeys(PUBLISHING, "of agents that publish, for queries; the page of the cluster names a silent node"),
     }
     drawn = {metric for expr in EXPRESSIONS.values() for metric in re.findall(r"\btopoflight_\w+", expr)}
     own = {family.exposed for family in OWN}

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
+from rigs.recorded import NAMES, snapshot
+from rigs.tables import each_row
 from test_real_prometheus import bench, flight
 
 from agent.checks.measured import with_bench
 from agent.checks.view import look
 from agent.metrics import families as metrics
-from probes.host.recording import load
-from probes.scan import scan
-
-MACHINES = sorted((Path(__file__).parent.parent / "machines").glob("*.json"))
 
 
 @pytest.mark.prometheus
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
-def test_promtool_finds_nothing_to_mend(path: Path, programs: dict[str, str]) -> None:
+@each_row("name", NAMES)
+def test_promtool_finds_nothing_to_mend(name: str, programs: dict[str, str]) -> None:
     """`promtool check metrics` reads the exposition and has no word against it."""
-    view = with_bench(look((scan(load(path)),), flights=(flight(path.stem),)), bench(path.stem))
+    view = with_bench(look((snapshot(name),), flights=(flight(name),)), bench(name))
     body, _ = metrics.exposition(view, "")
     assert b"topoflight_bench_busbw" in body and b"topoflight_flight_step_seconds" in body
     done = subprocess.run([programs["promtool"], "check", "metrics"], input=body, capture_output=True)

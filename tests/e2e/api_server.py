@@ -441,10 +441,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def merged(old: Any, new: Any) -> Any:
-    """RFC 7396, which is what apply does to fields that one manager owns, less removal; lists of checks by name."""
-    if isinstance(old, list) and isinstance(new, list) and all("name" in e and "state" in e for e in new):
-        names = {entry["name"] for entry in new}
-        return [entry for entry in old if entry["name"] not in names] + new
+    """RFC 7396, which is what apply does to fields that one manager owns, less removal."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     for key, value in new.items():

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import real_cluster
-from api_server import CRD, ApiServer
+from api_server import CRD, ApiServer, write_kubeconfig
 from e2e_client import client_of
 from rigs.waiting import eventually
 
@@ -24,6 +24,13 @@ def api() -> Iterator[ApiServer]:
     """The stand-in, always: for what a real server does not do on demand."""
     with ApiServer() as server:
         yield server
+
+
+@pytest.fixture
+def kubeconfig(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ApiServer:
+    """The stand-in, and the way to it in KUBECONFIG."""
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
+    return api
 
 
 @pytest.fixture(scope="session")

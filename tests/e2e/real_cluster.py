@@ -77,12 +77,6 @@ def served(api_version: str, kind: str) -> bool:
     return any(resource["kind"] == kind for resource in found["resources"])
 
 
-def need(api_version: str, kind: str) -> None:
-    """Skip where the kind is not installed, and name it."""
-    if not served(api_version, kind):
-        pytest.skip(f"the API server has no {kind} of {api_version}: install its CRD to run this test")
-
-
 def overlay(name: str, run: str) -> list[Document]:
     """The overlay's objects under names of this run, with a runtime class of its own."""
     return renamed(render(ROOT / "deploy/daemonset/overlays" / name), run)

@@ -11,20 +11,20 @@ import pytest
 import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
-from e2e_client import MACHINES
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.cli.networks import compare_networks
-from agent.jobs import networks
 from contracts import run_record
 from contracts.interval import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.run_record import Measured, NcclChannels, RunRecord
 from finetune.post import write_termination_message
 
-H100 = next(MACHINES.glob("hgx-h100*.json"))
 WORDS = [
-    "--host", str(H100), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1", "--api", "job",
-    "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "max_steps=100", "--name", "sft",
+    "--host", str(path_of()), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
+    "--api", "job", "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "max_steps=100",
+    "--name", "sft",
     "--over", "eth0,10G", "--over", "net1=training/macvlan,25G", "--over", "rdma=training/macvlan",
 ]  # fmt: skip
 SECONDS = {"eth0": 9.0, "net1": 4.0, "rdma": 3.0}  # of a step
@@ -147,7 +147,7 @@ def test_a_job_that_is_not_done_in_time_is_unknown(cluster: Cluster, tmp_path: P
     assert all("was not done within 1 s" in bar["why"] for bar in found["bars"])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "told"),
     [
         (["--over", "net1=a/b/c"], "--over 'net1=a/b/c': must be INTERFACE"),
@@ -163,16 +163,9 @@ def test_what_cannot_be_meant_is_refused(cluster: Cluster, tmp_path: Path, words
 
 def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Cluster, tmp_path: Path) -> None:
     """It is told, never drawn."""
-    machine = next(MACHINES.glob("cpu-only-vm.json"))
-    words = [word if word != str(H100) else str(machine) for word in WORDS]
+    words = [word if word != str(path_of()) else str(path_of("cpu-only-vm")) for word in WORDS]
     done = CliRunner().invoke(compare_networks, [*words, "--dry-run"])
     assert done.exit_code == 0, done.output
     assert "rdma: not had: no RDMA device" in done.stderr
     assert "sft-rdma" not in done.stdout
     assert "GLOO_SOCKET_IFNAME" in done.stdout
-
-
-def test_a_rate_is_written_as_recommend_takes_it() -> None:
-    """Fractions and megabits too."""
-    wide, narrow = networks.parse(["eth0,8.4G", "net1=training/macvlan,800M"])
-    assert (wide.rate, narrow.rate) == ("8.4G", "800M")

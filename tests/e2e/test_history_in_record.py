@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import ApiServer, write_kubeconfig
-from e2e_client import MACHINES, client_of
+from api_server import ApiServer
+from e2e_client import client_of
+from rigs.recorded import changed, snapshot
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
@@ -19,16 +20,14 @@ from agent.checks import history
 from agent.checks.history import Event, History, Kept, since_words
 from agent.checks.view import View, look
 from agent.cluster.client import ApiError, path_of
-from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, from_resource, records_of, to_resource
+from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, records_of, to_resource
 from agent.cluster.publish import LeftBehind
 from agent.http import serve
 from agent.http.state import State
 from agent.metrics.families import agent_values
-from probes.api import Ok, Snapshot
+from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
-from probes.scan import scan
 
 NODES = path_of(API_VERSION, PLURAL)
 CODE, PORT = "rdma.port.down", "mlx5_2:1"
@@ -38,26 +37,18 @@ STEP = 30.0
 
 @pytest.fixture(scope="module")
 def tray() -> Snapshot:
-    return scan(load(MACHINES / "gb200-nvl72-tray.json"))
+    return snapshot("gb200-nvl72-tray")
 
 
-def with_facts(snapshot: Snapshot, facts: type, **changes: Any) -> Snapshot:
-    return replace(snapshot, outcomes={
-        name: replace(outcome, facts=replace(outcome.facts, **changes))
-        if isinstance(outcome, Ok) and isinstance(outcome.facts, facts) else outcome
-        for name, outcome in snapshot.outcomes.items()
-    })  # fmt: skip
-
-
-def sick(snapshot: Snapshot) -> Snapshot:
-    rdma = snapshot.facts(RdmaFacts)
+def sick(found: Snapshot) -> Snapshot:
+    rdma = found.facts(RdmaFacts)
     assert rdma is not None
     devices = tuple(
         replace(each, ports=tuple(replace(port, state="DOWN") for port in each.ports))
         if each.name == PORT.partition(":")[0] else each
         for each in rdma.devices
     )  # fmt: skip
-    return with_facts(snapshot, RdmaFacts, devices=devices)
+    return changed(found, RdmaFacts, devices=devices)
 
 
 class Agent:
@@ -83,8 +74,7 @@ class Agent:
 
 
 @pytest.fixture
-def agents(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", api.url)))
+def agents(kubeconfig: ApiServer, tmp_path: Path) -> Iterator[Any]:
     count = iter(range(9))
     yield lambda snapshots, first: Agent(tmp_path / f"pod-{next(count)}", snapshots, first)
 
@@ -123,7 +113,7 @@ def test_the_third_time_this_week_is_the_third_for_the_pod_after(api: ApiServer,
     one = agents([tray, tray, down, down, tray, tray, tray, down, down, tray, tray, tray], START)
     one.run(12)
     published(api, one, twice)
-    newer = with_facts(down, GpuFacts, driver_version="580.65.06")
+    newer = changed(down, GpuFacts, driver_version="580.65.06")
     two = agents([tray, *[newer] * 20], START + 3600)
     view = two.run(21)
     began = history.clock(START + 3600 + STEP)
@@ -143,8 +133,8 @@ def test_a_replaced_pod_tells_the_same_changes_and_no_other(api: ApiServer, agen
     """What an annotation in Grafana is drawn from: the kinds and their times, to the second."""
     rdma = tray.facts(RdmaFacts)
     assert rdma is not None
-    less = with_facts(tray, RdmaFacts, devices=rdma.devices[1:])
-    newer = with_facts(less, GpuFacts, driver_version="580.65.06")
+    less = changed(tray, RdmaFacts, devices=rdma.devices[1:])
+    newer = changed(less, GpuFacts, driver_version="580.65.06")
     one = agents([tray, tray, less, less, newer], START + 0.7)
     before = one.run(5)
     published(api, one, ["version"])
@@ -182,12 +172,6 @@ def _time(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
-def test_one_read_is_all_that_it_costs(api: ApiServer, agents: Any, tray: Snapshot) -> None:
-    """A record that is not there is not asked for again."""
-    agents([tray, tray], START).run(2)
-    assert [path for method, path in api.requests if method == "GET"] == [f"{NODES}/n1"]
-
-
 @pytest.mark.parametrize("status", [403, 404, 500])
 def test_who_may_not_read_begins_anew_and_who_could_not_asks_again(api: ApiServer, status: int) -> None:
     handed_out: list[Any] = ["a view of before"]
@@ -203,23 +187,6 @@ def test_who_may_not_read_begins_anew_and_who_could_not_asks_again(api: ApiServe
     assert not left.kept(), "nor while the newest view is without it"
     handed_out[0] = "the view of that scan"
     assert left.kept()
-
-
-def test_what_this_release_does_not_judge_does_not_hold_for_ever(tray: Snapshot) -> None:
-    """A finding that the agent before knew and this one has no check for."""
-    (made,) = records_of(look((sick(tray),)), name="n1")
-    gone = {"code": "gpu.nothing.knows", "severity": "fail", "subject": "GPU0", "message": "m", "remedy": ""}
-    held = replace(made, findings=(*made.findings, gone))
-    kept = History()
-    kept.elsewhere = lambda: _read_back(held)
-    view = kept.seen(look((sick(tray),)))
-    assert {code for code, _ in view.since} >= {CODE} and "gpu.nothing.knows" not in {code for code, _ in view.since}
-
-
-def _read_back(held: Any) -> Kept:
-    from agent.cluster.nodes import kept_in
-
-    return kept_in(from_resource(json.loads(json.dumps({**to_resource(held)[0], **to_resource(held)[1]}))))
 
 
 def test_the_record_holds_the_newest_and_says_so_by_its_schema(tray: Snapshot) -> None:

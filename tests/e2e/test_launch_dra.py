@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer
 from click.testing import CliRunner, Result
-from e2e_client import MACHINES
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.cli.launch import launch
 
 API = "/apis/resource.k8s.io/v1"
 ROOT = "resource.kubernetes.io/pcieRoot"
-H100 = MACHINES / "hgx-h100-8xH100-8hca.json"
 WORDS = [
     "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1", "--claim", "shared", "--no-preflight",
     "--set", "dataset_name=synthetic:arithmetic", "--api", "job", "--name", "sft",
@@ -26,12 +25,11 @@ WORDS = [
 
 
 @pytest.fixture
-def cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """The stand-in, named by KUBECONFIG, with the classes of both drivers as their installations make them."""
-    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", api.url)))
+def cluster(kubeconfig: ApiServer) -> ApiServer:
+    """With the classes of both drivers as their installations make them."""
     for name in ("gpu.nvidia.com", "dranet.net"):
-        class_of(api, name)
-    yield api
+        class_of(kubeconfig, name)
+    return kubeconfig
 
 
 def class_of(api: ApiServer, name: str) -> None:
@@ -65,8 +63,8 @@ DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
 EIGHT = [f"pci0000:{number:02x}" for number in range(8)]
 
 
-def fly(*words: str, host: Path = H100) -> Result:
-    done = CliRunner().invoke(launch, ["--host", str(host), *WORDS, "--wait", "0", *words])
+def fly(*words: str, host: Path | None = None) -> Result:
+    done = CliRunner().invoke(launch, ["--host", str(host or path_of()), *WORDS, "--wait", "0", *words])
     assert done.exit_code == 0, done.output
     return done
 
@@ -84,8 +82,7 @@ def of_dra(stderr: str) -> list[str]:
 
 def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does(cluster: ApiServer) -> None:
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
-    for node in ("a", "b"):
-        node_of(cluster, node, EIGHT, EIGHT[::-1])
+    two_nodes(cluster, EIGHT, EIGHT[::-1])
     done = fly()
     assert done.stderr == ("DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
     (template,) = cluster.of_kind("ResourceClaimTemplate")
@@ -102,8 +99,7 @@ def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does
 @pytest.mark.parametrize("words", [("--no-dra",), ("--resource", "nvidia.com/gpu=8"), ("--queue", "team")])
 def test_what_was_said_comes_before_what_the_cluster_can(cluster: ApiServer, words: tuple[str, ...]) -> None:
     """--no-dra asks nothing and says nothing; a device by name and a queue are the device plugins'."""
-    for node in ("a", "b"):
-        node_of(cluster, node, EIGHT, EIGHT)
+    two_nodes(cluster, EIGHT, EIGHT)
     done = fly(*words)
     assert len(of_dra(done.stderr)) == (words != ("--no-dra",))
     assert cluster.of_kind("ResourceClaimTemplate") == []
@@ -118,6 +114,13 @@ def test_a_plan_of_more_nics_than_gpus_stays_with_the_device_plugins(cluster: Ap
     assert done.stderr.splitlines()[0] == f"DRA: not used: {told}"
 
 
+def two_nodes(api: ApiServer, gpus: list[str], nics: list[str], **more: Any) -> None:
+    """Two nodes of these GPUs, and of these NICs."""
+    for node in ("a", "b"):
+        slice_of(api, node, "gpu.nvidia.com", gpus, **({"kind": more["kind"]} if "kind" in more else {}))
+        slice_of(api, node, "dra.net", nics, **({"rdma": more["rdma"]} if "rdma" in more else {}))
+
+
 def bare(api: ApiServer) -> None:
     for path in [path for path in api.kinds if "resource.k8s.io" in path]:
         del api.kinds[path]
@@ -130,41 +133,14 @@ def old(api: ApiServer) -> None:
     api.kinds["/apis/resource.k8s.io/v1beta1/resourceslices"] = "ResourceSlice"
 
 
-def no_class(api: ApiServer) -> None:
-    api.delete(f"{API}/deviceclasses", "", "dranet.net")
-
-
-def no_attribute(api: ApiServer) -> None:
-    for node in ("a", "b"):
-        node_of(api, node, EIGHT, [""] * 8)
-
-
-def one_node(api: ApiServer) -> None:
-    node_of(api, "a", EIGHT, EIGHT)
-
-
-def elsewhere(api: ApiServer) -> None:
-    for node in ("a", "b"):
-        node_of(api, node, EIGHT, [f"{root}f" for root in EIGHT])
-
-
-def slices_of_gpus(api: ApiServer) -> None:
-    for node in ("a", "b"):
-        slice_of(api, node, "gpu.nvidia.com", EIGHT, kind="mig")
-        slice_of(api, node, "dra.net", EIGHT)
-
-
-def nics_without_rdma(api: ApiServer) -> None:
-    for node in ("a", "b"):
-        slice_of(api, node, "gpu.nvidia.com", EIGHT)
-        slice_of(api, node, "dra.net", EIGHT, rdma=False)
-
-
 def outdated(api: ApiServer) -> None:
     """Of a pool only the newest generation counts: its GPUs have gone."""
+    two_nodes(api, EIGHT, EIGHT)
     for node in ("a", "b"):
-        node_of(api, node, EIGHT, EIGHT)
         slice_of(api, node, "gpu.nvidia.com", EIGHT[:4], generation=2)
+
+
+NO_ATTRIBUTE = "no device of class {} on these nodes has the attribute"
 
 
 @pytest.mark.parametrize(
@@ -172,15 +148,17 @@ def outdated(api: ApiServer) -> None:
     [
         (bare, "the cluster serves no resource.k8s.io"),
         (old, "resource.k8s.io v1beta1 is too old: v1 came with Kubernetes 1.34"),
-        (no_class, "there is no DeviceClass dranet.net: there are gpu.nvidia.com; --dra nic=NAME names it"),
-        (no_attribute, f"no device of class dranet.net on these nodes has the attribute {ROOT}"),
-        (one_node, "the nodes have room for 1 of 2 pods of 8 GPUs each with a NIC under its PCIe root"),
-        (elsewhere, "the nodes have room for 0 of 2 pods"),
-        (slices_of_gpus, "no device of class gpu.nvidia.com on these nodes has the attribute"),
-        (nics_without_rdma, "no device of class dranet.net on these nodes has the attribute"),
+        (lambda api: api.delete(f"{API}/deviceclasses", "", "dranet.net"),
+         "there is no DeviceClass dranet.net: there are gpu.nvidia.com; --dra nic=NAME names it"),
+        (lambda api: two_nodes(api, EIGHT, [""] * 8), f"{NO_ATTRIBUTE.format('dranet.net')} {ROOT}"),
+        (lambda api: node_of(api, "a", EIGHT, EIGHT),
+         "the nodes have room for 1 of 2 pods of 8 GPUs each with a NIC under its PCIe root"),
+        (lambda api: two_nodes(api, EIGHT, [f"{root}f" for root in EIGHT]), "the nodes have room for 0 of 2 pods"),
+        (lambda api: two_nodes(api, EIGHT, EIGHT, kind="mig"), NO_ATTRIBUTE.format("gpu.nvidia.com")),
+        (lambda api: two_nodes(api, EIGHT, EIGHT, rdma=False), NO_ATTRIBUTE.format("dranet.net")),
         (outdated, "the nodes have room for 0 of 2 pods"),
     ],
-)
+)  # fmt: skip
 def test_where_the_cluster_cannot_the_device_plugins_are_asked(cluster: ApiServer, made: Any, told: str) -> None:
     """One line says why; the job is made as ever."""
     made(cluster)
@@ -193,8 +171,7 @@ def test_where_the_cluster_cannot_the_device_plugins_are_asked(cluster: ApiServe
 @pytest.mark.parametrize("what", ["deviceclasses", "resourceslices"])
 def test_what_may_not_be_read_is_unknown_and_not_used(cluster: ApiServer, what: str) -> None:
     """403: in the server's words."""
-    for node in ("a", "b"):
-        node_of(cluster, node, EIGHT, EIGHT)
+    two_nodes(cluster, EIGHT, EIGHT)
     cluster.forbidden.add(f"{API}/{what}")
     done = fly()
     assert re.match(f"DRA: not used: unknown whether the cluster can: .*{what} is forbidden", done.stderr)
@@ -215,8 +192,7 @@ def test_a_dry_run_asks_a_cluster_that_is_named_and_no_other(
     cluster: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without one DRA is off, unless it is asked for; then GPU and NIC are the claim's alone."""
-    for node in ("a", "b"):
-        node_of(cluster, node, EIGHT, EIGHT)
+    two_nodes(cluster, EIGHT, EIGHT)
     asked = fly("--dry-run")
     assert "DRA: used" in asked.stderr and "ResourceClaimTemplate" in asked.stdout
     monkeypatch.delenv("KUBECONFIG")
@@ -253,10 +229,10 @@ def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(cluster: ApiServer) ->
             assert each["exactly"].get("selectors") == wanted
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "classes"),
     [
-        (["--host", str(H100), "--dra", "gpu=gpu.nvidia.com"], "gpu.nvidia.com, dranet.net"),
+        (["--host", str(path_of()), "--dra", "gpu=gpu.nvidia.com"], "gpu.nvidia.com, dranet.net"),
         (["--machine", "gb200-nvl72"], "compute-domain-default-channel.nvidia.com"),
     ],
 )
@@ -268,13 +244,8 @@ def test_a_queue_is_told_of_classes_that_it_must_count(cluster: ApiServer, words
         assert (f"deviceClassMappings name {classes};" in done.stderr) == bool(queue)
 
 
-def test_a_queue_is_told_nothing_of_device_plugins(cluster: ApiServer) -> None:
-    """No claim, no word."""
-    assert "deviceClassMappings" not in fly("--queue", "team", "--no-dra", "--dry-run").stderr
-
-
 def refused(*words: str) -> Result:
-    done = CliRunner().invoke(launch, ["--host", str(H100), *WORDS, "--wait", "0", *words])
+    done = CliRunner().invoke(launch, ["--host", str(path_of()), *WORDS, "--wait", "0", *words])
     assert done.exit_code in (1, 2), done.output
     return done
 
@@ -300,7 +271,7 @@ def test_a_class_that_may_not_be_read_is_taken_as_named(cluster: ApiServer) -> N
     assert len(cluster.of_kind("ResourceClaimTemplate")) == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "told"),
     [
         (("--dra", "team-gpu"), "--dra 'team-gpu': must be NAME=VALUE"),
@@ -316,9 +287,9 @@ def test_what_names_no_class_is_refused(cluster: ApiServer, words: tuple[str, ..
 
 def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
     """The plan names the interface that Multus makes; asked for, DRA takes the RDMA device all the same, once."""
-    roce = MACHINES / "r760xa-2xA40-bf3.json"
+    roce = path_of("r760xa-2xA40-bf3")
+    two_nodes(cluster, EIGHT, EIGHT)
     for node in ("a", "b"):
-        node_of(cluster, node, EIGHT, EIGHT)
         status = {"allocatable": {"rdma/shared_eth": "1k"}}
         cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}, "status": status})
     done = fly("--dry-run", host=roce)
@@ -335,16 +306,12 @@ def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
 RACK = ["--machine", "gb200-nvl72", *WORDS]
 
 
-@pytest.mark.parametrize("kind", ["job", "trainjob", "pytorchjob"])
+@each_row("kind", ["job", "trainjob", "pytorchjob"])
 def test_a_job_over_nvlink_between_nodes_gets_a_compute_domain(cluster: ApiServer, kind: str) -> None:
-    """The object, and each pod's claim of it; the GPUs stay the device plugin's. Launched twice: it stands as it is."""
-    for name in ("sft", "sft"):
-        done = CliRunner().invoke(
-            launch, [*RACK, "--api", kind, "--name", name, "--wait", "0", "--dry-run", "-o", "json"]
-        )
-        assert done.exit_code == 0, done.output
-    made = yaml.safe_load(done.stdout)["items"]
-    (domain,) = (each for each in made if each["kind"] == "ComputeDomain")
+    """The object, and each pod's claim of it; the GPUs stay the device plugin's."""
+    done = CliRunner().invoke(launch, [*RACK, "--api", kind, "--wait", "0", "--dry-run", "-o", "json"])
+    assert done.exit_code == 0, done.output
+    (domain,) = (each for each in yaml.safe_load(done.stdout)["items"] if each["kind"] == "ComputeDomain")
     claim = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
     assert f'"resourceClaimTemplateName": "{claim}"' in done.stdout and '"nvidia.com/gpu": "4"' in done.stdout
 

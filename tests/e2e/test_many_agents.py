@@ -52,11 +52,3 @@ def test_a_server_that_takes_a_few_serves_all() -> None:
     asked, took = come_back(down_seconds=60.0, per_second=50, retry_after=1.0)
     assert took < 300
     assert sum(asked.values()) < 5 * AGENTS, "asking in vain is rare"
-
-
-def test_without_spread_they_would_come_together() -> None:
-    """What the spread is for: pauses that only double bring everybody in the same second. Shows the test can fail."""
-    pauses = [min(LONGEST_WAIT_SECONDS, 0.5 * 2.0**attempt) for attempt in range(8)]
-    assert len({sum(pauses) for _ in range(AGENTS)}) == 1
-    spread = {round(sum(backoff_seconds(attempt) for attempt in range(8))) for _ in range(200)}
-    assert len(spread) > 20

@@ -13,7 +13,6 @@ import pytest
 
 from collectives.bench import processes
 
-ROOT = Path(__file__).parents[2]
 SHADOWED = ("torch", "numpy", "json")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from readers import TARGETS
+from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
 from agent.base.hosts import BundleError, unpack_bundle
@@ -92,7 +93,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "reader", "error", "refused"), BOUNDS, ids=[row[0] for row in BOUNDS])
+@each_row(("what", "reader", "error", "refused"), BOUNDS, ids=[row[0] for row in BOUNDS])
 def test_too_much_is_refused_by_name(
     what: str, reader: Callable[[Path], object], error: type[Exception], refused: tuple[bytes, ...], tmp_path: Path
 ) -> None:

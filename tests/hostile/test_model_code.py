@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from rigs.tables import each_row
 
 from contracts.job_config import ConfigError, JobConfig, parse_config
 
-pytest.importorskip("torch")
+pytestmark = pytest.mark.long  # imports torch
 
 EVIL = "from pathlib import Path\nPath({mark!r}).write_text('ran')\nclass Evil: ...\n"
 
@@ -18,11 +19,7 @@ def model_folder(place: Path, model_type: str) -> tuple[Path, Path]:
     """A model folder that brings code of its own, and the file that this code would write."""
     folder, mark = place / "model", place / "mark"
     folder.mkdir()
-    names = {
-        "AutoConfig": "evil.Evil",
-        "AutoModelForCausalLM": "evil.Evil",
-        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
-    }
+    names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil"] * 2}
     (folder / "config.json").write_text(json.dumps({
         "model_type": model_type, "architectures": ["Evil"], "auto_map": names, "trust_remote_code": True,
         "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -33,7 +30,7 @@ def model_folder(place: Path, model_type: str) -> tuple[Path, Path]:
     return folder, mark
 
 
-@pytest.mark.parametrize("form", ["random:{}", "{}"])
+@each_row("form", ["random:{}", "{}"])
 def test_a_model_that_needs_its_own_code_is_refused(form: str, tmp_path: Path) -> None:
     """A type that transformers does not know, with code beside it: an error that names the setting, and nothing ran."""
     from finetune.model import build_model

@@ -8,9 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import urllib3
@@ -22,13 +20,14 @@ from starlette.testclient import TestClient
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
 import resident
+from rigs.agents import TOKEN, agent, bearer, token_file
+from rigs.agents import tokens as tokens_in
+from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.base import result_store as keep
 from agent.base.documents import write_atomic
 from agent.http import serve
-from agent.http.server import create
-from agent.http.state import State
 from contracts.run_record import record_of
 from planner.kubernetes.job import JobError, JobSpec
 from planner.kubernetes.manifests import APIS, config_map, render
@@ -40,8 +39,7 @@ from probes.host.recording import RecordedHost, load
 from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
-MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
-SECRET = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
+MACHINE = "titan-rtx-2x-nv2"
 EVIL = '<script>alert(1)</script>"\n# HELP x y\nx{a="b"} 1\n---\nkind: Evil\n'
 
 # --- paths
@@ -69,7 +67,7 @@ def test_a_recording_answers_only_what_it_holds(tmp_path: Path) -> None:
     """Replaying never opens a file of this host, whatever the recording says."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
-    host = RecordedHost({**load(MACHINE).content})
+    host = RecordedHost({**load(path_of(MACHINE)).content})
     for path in (str(secret), "/etc/passwd", "../../etc/passwd", f"/sys/../{secret}"):
         with pytest.raises(OSError):
             host.read_text(path)
@@ -96,30 +94,21 @@ def test_no_name_from_the_machine_leads_out_of_its_folder(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def client() -> Any:
-    snapshot = scan(load(MACHINE))
-    with TestClient(create(State(lambda: (snapshot,), interval_seconds=3600))) as running:
-        while running.get("/readyz").status_code != 200:
-            time.sleep(0.01)
-        yield running
+def client() -> TestClient:
+    return agent(MACHINE)
 
 
 def test_no_http_door_opens_a_file(client: TestClient, tmp_path: Path) -> None:
     """A model may be a path on the command line; over HTTP it is a name, and unknown names tell nothing of files."""
     there = tmp_path / "config.json"
-    there.write_text('{"model_type": "llama", "hidden_size": "SECRET"}')
+    there.write_text('{"model_type": "llama", "hidden_size": "TOKEN"}')
     said = set()
-    for path in (
-        str(there),
-        str(tmp_path),
-        str(tmp_path / "missing.json"),
-        "../../../etc/passwd",
-        "file:///etc/passwd",
-    ):
+    missing = tmp_path / "missing.json"
+    for path in (str(there), str(tmp_path), str(missing), "../../../etc/passwd", "file:///etc/passwd"):
         for door in ("/recommendations", "/what-if"):
             answer = client.get(door, params={"model": path})
             assert answer.status_code == 400
-            assert "SECRET" not in answer.text
+            assert "TOKEN" not in answer.text
             said.add(re.sub(r"'.*?'|&#39;.*?&#39;|value=\".*?\"", "", answer.text)[:60])
     assert len(said) <= 2  # the same words whether the file is there or not
     for door in ("/../etc/passwd", "/%2e%2e/etc/passwd", "/static/../../etc/passwd", "//etc/passwd", "/docs/../../x"):
@@ -129,29 +118,20 @@ def test_no_http_door_opens_a_file(client: TestClient, tmp_path: Path) -> None:
 # --- names
 
 
-@pytest.fixture(scope="module")
-def evil_host() -> Any:
-    content = json.loads(MACHINE.read_text())
-    content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
-    snapshot = scan(RecordedHost(content))
-    flights = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
-    return snapshot, flights
-
-
-def test_a_hostile_host_name_stays_text_in_every_format(evil_host: Any, tmp_path: Path) -> None:
+def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
     """Page, metrics, JSON and YAML of a machine that calls itself a script, a metric and a document."""
-    snapshot, flight = evil_host
+    content = json.loads(path_of(MACHINE).read_text())
+    content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
+    flight = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
     keep.keep_flight(record_of(flight), tmp_path)
-    with TestClient(create(State(lambda: (snapshot,), interval_seconds=3600, folder=tmp_path))) as running:
-        while running.get("/readyz").status_code != 200:
-            time.sleep(0.01)
-        for door in ("/", "/what-if", "/cluster", "/docs"):
-            assert "<script>alert" not in running.get(door).text, door
-        lines = running.get("/metrics").text.splitlines()
-        assert 'x{a="b"} 1' not in lines and "# HELP x y" not in lines
-        assert running.get("/snapshot").json()["hostname"] == EVIL
-        documents = list(yaml.safe_load_all(running.get("/snapshot?format=yaml").text))
-        assert len(documents) == 1 and documents[0]["hostname"] == EVIL
+    running = agent(scan(RecordedHost(content)), tmp_path)
+    for door in ("/", "/what-if", "/cluster", "/docs"):
+        assert "<script>alert" not in running.get(door).text, door
+    lines = running.get("/metrics").text.splitlines()
+    assert 'x{a="b"} 1' not in lines and "# HELP x y" not in lines
+    assert running.get("/snapshot").json()["hostname"] == EVIL
+    documents = list(yaml.safe_load_all(running.get("/snapshot?format=yaml").text))
+    assert len(documents) == 1 and documents[0]["hostname"] == EVIL
 
 
 ANY = st.text(max_size=60)
@@ -199,80 +179,60 @@ def test_values_stay_values_in_shell_and_env_lists(value: str) -> None:
 
 def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
     """A real agent at its most talkative; tokens in every place of a request; all of its output is searched."""
-    tokens = tmp_path / "tokens"
-    tokens.write_text(SECRET + "\n")
-    tokens.chmod(0o600)
+    tokens = token_file(tmp_path)
     port = resident.free_port()
     said = tmp_path / "said"
     with said.open("wb") as stream:
         agent = subprocess.Popen(
-            [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={MACHINE}", f"--port={port}", "--reads=token",
-             f"--token-file={tokens}", f"--state={tmp_path}"],
+            [sys.executable, "-m", "agent.cli", "-vv", "serve", f"--host={path_of(MACHINE)}", f"--port={port}",
+             "--reads=token", f"--token-file={tokens}", f"--state={tmp_path}"],
             stdout=stream, stderr=stream, cwd=ROOT,
         )  # fmt: skip
     answers = []
     try:
-        url, wrong = f"http://127.0.0.1:{port}", SECRET[::-1]
+        url, wrong = f"http://127.0.0.1:{port}", TOKEN[::-1]
         pool = urllib3.PoolManager(retries=False)
         resident.wait(port, "/readyz", agent)
-        for token in (SECRET, wrong):
+        for token in (TOKEN, wrong):
             for header in (f"Bearer {token}", f"bearer  {token} ", f"Basic {token}", token, f"Bearer {token}\tx"):
                 for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"),
                                      ("POST", "/flights"), ("PUT", "/x")):  # fmt: skip
                     answers.append(pool.request(method, url + door, headers={"Authorization": header}, body=b"{}").data)
             answers.append(pool.request("GET", f"{url}/snapshot?access_token={token}").data)
-            answers.append(
-                pool.request(
-                    "POST",
-                    f"{url}/preflight",
-                    body=json.dumps({"token": token}).encode(),
-                    headers={
-                        "Authorization": f"Bearer {SECRET}",
-                        "Content-Type": "application/json",
-                        "Cookie": f"t={token}",
-                    },
-                ).data
-            )
+            headers = {**bearer(), "Content-Type": "application/json", "Cookie": f"t={token}"}
+            body = json.dumps({"token": token}).encode()
+            answers.append(pool.request("POST", f"{url}/preflight", body=body, headers=headers).data)
             with socket.create_connection(("127.0.0.1", port)) as raw:
                 raw.sendall(f"GET /snapshot HTTP/1.1\r\nAuthorization Bearer {token}\r\n\r\n".encode())
                 answers.append(raw.recv(65536))
-        good = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+        good = {**bearer(), "Content-Type": "application/json"}
         answers.append(pool.request("POST", f"{url}/preflight", body=b"{}", headers=good).data)
-        opened = pool.request("GET", f"{url}/snapshot", headers={"Authorization": f"Bearer {SECRET}"})
+        opened = pool.request("GET", f"{url}/snapshot", headers=bearer())
         assert opened.status == 200  # so that the right token was looked for
     finally:
         agent.terminate()
         agent.wait(120)
     output = said.read_bytes()
     assert b"by token-file" in output  # so that there was something to search
-    for token in (SECRET.encode(), wrong.encode()):
+    for token in (TOKEN.encode(), wrong.encode()):
         assert token not in output
         assert not any(token in answer for answer in answers)
 
 
 def test_a_kept_answer_opens_no_closed_door(tmp_path: Path) -> None:
     """Answers are kept until the next scan; whoever asks next still needs a token."""
-    from agent.http.access import Tokens
-
-    tokens = tmp_path / "tokens"
-    tokens.write_text(SECRET + "\n")
-    tokens.chmod(0o600)
-    snapshot = scan(load(MACHINE))
-    state = State(lambda: (snapshot,), interval_seconds=3600)
-    with TestClient(create(state, tokens=Tokens(token_file=tokens, reads_open=False))) as running:
-        while running.get("/readyz").status_code != 200:
-            time.sleep(0.01)
-        for door in ("/metrics", "/snapshot", "/recommendations", "/"):
-            for _ in range(2):
-                assert running.get(door, headers={"Authorization": f"Bearer {SECRET}"}).status_code == 200
-                assert running.get(door).status_code == 401
-                assert running.head(door).status_code in (401, 405)
+    running = agent(MACHINE, tokens=tokens_in(tmp_path, reads_open=False))
+    for door in ("/metrics", "/snapshot", "/recommendations", "/what-if?model=Llama-3.1-8B", "/"):
+        for _ in range(2):
+            assert running.get(door, headers=bearer()).status_code == 200
+            assert running.get(door).status_code == 401
+            assert running.head(door).status_code in (401, 405)
 
 
 # --- names
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("host", "read"),
     [("localhost", True), ("localhost:9402", True), ("127.0.0.1:9402", True), ("[::1]:9402", True), ("10.1.2.3", True),
      ("topoflight.gpu-nodes:9402", True), ("topoflight-node.gpu-nodes.svc.cluster.local", True), ("gpubox", True),
@@ -283,9 +243,7 @@ def test_reads_under_a_foreign_name_are_refused(host: str, read: bool, monkeypat
     """A page whose name was bound to this address anew reads nothing; what needs a token is refused for want of one."""
     monkeypatch.setenv("POD_NAMESPACE", "gpu-nodes")
     names = serve._names("0.0.0.0", {"node_name": None, "allowed_hosts": ("gpubox",)})
-    state = State(lambda: (scan(load(MACHINE)),), interval_seconds=3600)
-    state.refresh()
-    client = TestClient(create(state, hosts=names))
+    client = agent(MACHINE, hosts=names)
     for path in ("/", "/findings", "/metrics", "/openapi.json"):
         assert client.get(path, headers={"Host": host}).status_code == (200 if read else 400), path
     assert client.post("/preflight", headers={"Host": host}).status_code == 403

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import resident
 from load_served import H100, Served
-from rigs import waiting
 from rigs.packages import apt_installed
 
 
@@ -29,9 +28,3 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def node_exporter() -> None:
     """Installed from Debian where it is not there and this is root."""
     apt_installed(resident.EXPORTER, resident.EXPORTER)
-
-
-@pytest.fixture
-def eventually() -> Callable[..., None]:
-    """Wait until it holds."""
-    return waiting.eventually

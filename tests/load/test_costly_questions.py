@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import load
@@ -18,6 +18,7 @@ import psutil
 import pytest
 import resident
 from load_served import H100, Served
+from rigs.waiting import eventually
 
 MOST_WAITING = 8
 LONGEST_SECONDS = 8.0
@@ -110,7 +111,7 @@ def test_a_question_that_takes_too_long_is_ended_and_its_process_replaced(agent:
     assert before is not None and worker(agent) != before
 
 
-def test_one_more_than_may_wait_is_told_to_come_back(agent: Served, eventually: Callable[..., None]) -> None:
+def test_one_more_than_may_wait_is_told_to_come_back(agent: Served) -> None:
     """503 with Retry-After as a problem document; scrapes and probes do not wait behind questions."""
     asked = [ask(agent, f"/endless?number={number}") for number in range(MOST_WAITING + 1)]
     refused = select.select(asked, [], [], 60)[0]  # whichever came last: the others have no answer yet
@@ -123,7 +124,7 @@ def test_one_more_than_may_wait_is_told_to_come_back(agent: Served, eventually: 
     eventually(lambda: cheap(agent, 5) == 200, "the places are free again")
 
 
-def test_who_leaves_stops_the_computing(agent: Served, eventually: Callable[..., None]) -> None:
+def test_who_leaves_stops_the_computing(agent: Served) -> None:
     """Those at work and those that wait; afterwards a question is answered."""
     asked = [ask(agent, f"/endless?number={number}") for number in range(3)]
     eventually(lambda: works(agent), "one of them is computed")
@@ -148,7 +149,7 @@ def test_an_error_of_ours_is_500_and_the_next_is_answered(agent: Served) -> None
     assert cheap(agent, 7) == 200
 
 
-def test_a_process_that_is_killed_is_replaced(agent: Served, eventually: Callable[..., None]) -> None:
+def test_a_process_that_is_killed_is_replaced(agent: Served) -> None:
     """As where memory ends: who waits is told, and the next is answered."""
     with ask(agent, "/endless") as one:
         eventually(lambda: works(agent), "it is computed")
@@ -168,14 +169,14 @@ def test_where_memory_ends_the_worker_goes_first(agent: Served) -> None:
     assert process.nice() > psutil.Process(agent.pid).nice()
 
 
-def test_an_idle_process_ends_and_comes_back(agent: Served, eventually: Callable[..., None]) -> None:
+def test_an_idle_process_ends_and_comes_back(agent: Served) -> None:
     assert cheap(agent, 10) == 200
     assert worker(agent) is not None
     eventually(lambda: worker(agent) is None, "it has ended")
     assert cheap(agent, 11) == 200
 
 
-def test_it_ends_with_the_agent(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_it_ends_with_the_agent(tmp_path: Path) -> None:
     """In the middle of a question, whether the agent is told to end or killed."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         port = resident.free_port()

@@ -13,6 +13,7 @@ import pytest
 import resident
 import yaml
 from load_served import H100, ROOT
+from rigs.waiting import eventually
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
@@ -43,10 +44,6 @@ def get(path: str) -> str:
     return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def idle(port: int) -> list[socket.socket]:
-    return []
-
-
 def crowded(port: int) -> list[socket.socket]:
     """Silent, slow and deaf clients."""
     return connect(port, *[""] * 20, *["GET / HTTP/1.1\r\nX: "] * 20, *[get("/snapshot") * 100] * 20)
@@ -70,10 +67,8 @@ def silent(tmp_path: Path) -> Iterator[Path]:
         yield write_kubeconfig(tmp_path / "kubeconfig", f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
-@pytest.mark.parametrize("busy", [None, idle, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
-def test_it_ends_in_time(
-    busy: Callable[[int], list[socket.socket]] | None, silent: Path, tmp_path: Path, eventually: Callable[..., None]
-) -> None:
+@pytest.mark.parametrize("busy", [None, crowded, planning, asking_the_cluster], ids=lambda busy: str(busy)[10:20])
+def test_it_ends_in_time(busy: Callable[[int], list[socket.socket]] | None, silent: Path, tmp_path: Path) -> None:
     """None: before anything is loaded but the listening socket."""
     port = resident.free_port()
     words = ["--publish", "--token-review"] if busy is asking_the_cluster else []

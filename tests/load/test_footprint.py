@@ -59,24 +59,6 @@ def test_help_costs_a_few_bare_interpreters() -> None:
     assert spent < 10 * bare
 
 
-def test_the_agent_imports_nothing_it_does_not_need_at_rest() -> None:
-    """Drawing, page templates and torch come with the first who asks; drivers are the child's."""
-    code = "import agent.http.server, agent.http.serve, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    late = {
-        "rich",
-        "jinja2",
-        "torch",
-        "pynvml",
-        "psutil",
-        "kubernetes",
-        "websockets",
-        "agent.pages.render",
-        "agent.base.tables",
-    }
-    assert not late.intersection(done.stdout.split())
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_bench_of_speed_runs() -> None:

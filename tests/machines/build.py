@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, cpus_of, write_host
-from machine_nvml import A40, A100_40, GB200, H100, L40S, TITAN_RTX, NvmlAnswers, NvmlGpu, fabric
+from machine_nvml import A40, A100_40, GB200, H100, L40S, PARTS, TITAN_RTX, NvmlAnswers, NvmlGpu, fabric
 from machine_tree import AMAZON, INTEL, MELLANOX, NVIDIA, ROCE_HW_COUNTERS, Dev, Netdev, Rdma, Tree, port, switch
 
 from probes.host.protocol import Host, Json
@@ -24,34 +24,13 @@ from probes.scan import scan
 
 FOLDER = Path(__file__).parent
 
-SPR = Cpu(
-    vendor="GenuineIntel", name="Intel(R) Xeon(R) Platinum 8480C", family=6, model=143, sockets=2, threads=224,
-    nodes={0: "0-55,112-167", 1: "56-111,168-223"}, memory_gib=2048,
-)  # fmt: skip
-CASCADE_LAKE_VM = Cpu(
-    vendor="GenuineIntel", name="Intel(R) Xeon(R) Platinum 8275CL CPU @ 3.00GHz", family=6, model=85, sockets=2,
-    threads=96, nodes={0: "0-23,48-71", 1: "24-47,72-95"}, memory_gib=1152, hypervisor=True,
-)  # fmt: skip
-ICE_LAKE = Cpu(
-    vendor="GenuineIntel", name="Intel(R) Xeon(R) Gold 6338 CPU @ 2.00GHz", family=6, model=106, sockets=2, threads=128,
-    nodes={0: ",".join(map(str, range(0, 128, 2))), 1: ",".join(map(str, range(1, 128, 2)))}, memory_gib=512,
-)  # fmt: skip
-GENOA = Cpu(
-    vendor="AuthenticAMD", name="AMD EPYC 9354 32-Core Processor", family=25, model=17, sockets=2, threads=128,
-    nodes={0: "0-31,64-95", 1: "32-63,96-127"}, memory_gib=768,
-)  # fmt: skip
-MILAN_NPS4 = Cpu(
-    vendor="AuthenticAMD", name="AMD EPYC 7543P 32-Core Processor", family=25, model=1, sockets=1, threads=64,
-    nodes={n: f"{8 * n}-{8 * n + 7},{32 + 8 * n}-{39 + 8 * n}" for n in range(4)}, memory_gib=512,
-)  # fmt: skip
-SKYLAKE_W = Cpu(
-    vendor="GenuineIntel", name="Intel(R) Xeon(R) W-2295 CPU @ 3.00GHz", family=6, model=85, sockets=1, threads=36,
-    nodes={0: "0-35"}, memory_gib=256,
-)  # fmt: skip
-GRACE = Cpu(
-    vendor="ARM", name="Neoverse-V2", family=0, model=0, sockets=2, threads=144, nodes={0: "0-71", 1: "72-143"},
-    memory_gib=960, architecture="aarch64", memory_only_nodes=(2, 10, 18, 26),
-)  # fmt: skip
+CPUS = {
+    name: Cpu(**{**row, "memory_only_nodes": tuple(row.get("memory_only_nodes", ()))})
+    for name, row in PARTS["cpus"].items()
+}
+SPR, CASCADE_LAKE_VM, ICE_LAKE, GENOA, MILAN_NPS4, SKYLAKE_W, GRACE = (
+    CPUS[name] for name in ("SPR", "CASCADE_LAKE_VM", "ICE_LAKE", "GENOA", "MILAN_NPS4", "SKYLAKE_W", "GRACE")
+)
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07"
 LOOPBACK = Netdev(name="lo", index=1, mtu=65536, mac="00:00:00:00:00:00", addresses=("127.0.0.1/8",), type=772)
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from probes.host.nvml import HANDLE, XIDS, failure
 from probes.host.protocol import GpuHandle, Json, NvmlError
@@ -34,30 +37,14 @@ class Board:
     remaps: bool = True  # Ampere and later; before, pages are retired
 
 
-H100 = Board(
-    name="NVIDIA H100 80GB HBM3", memory_bytes=81559 * MIB, capability=(9, 0), links=18, link_version=7, generation=5,
-    bar1_bytes=128 * GIB, power_watts=700, slowdown_celsius=90,
-)  # fmt: skip
-A100_40 = Board(
-    name="NVIDIA A100-SXM4-40GB", memory_bytes=40960 * MIB, capability=(8, 0), links=12, link_version=4,
-    power_watts=400, clock_mhz=1410,
-)  # fmt: skip
-A40 = Board(
-    name="NVIDIA A40", memory_bytes=46068 * MIB, capability=(8, 6), links=4, link_version=5, clock_mhz=1740,
-    slowdown_celsius=95,
-)  # fmt: skip
-L40S = Board(
-    name="NVIDIA L40S", memory_bytes=46068 * MIB, capability=(8, 9), power_watts=350, clock_mhz=2520,
-    slowdown_celsius=95,
-)  # fmt: skip
-TITAN_RTX = Board(
-    name="NVIDIA TITAN RTX", memory_bytes=24576 * MIB, capability=(7, 5), links=2, link_version=3, generation=3,
-    bar1_bytes=256 * MIB, power_watts=280, clock_mhz=2100, slowdown_celsius=91, remaps=False,
-)  # fmt: skip
-GB200 = Board(
-    name="NVIDIA GB200", memory_bytes=189471 * MIB, capability=(10, 0), links=18, link_version=7, generation=6,
-    bar1_bytes=256 * GIB, power_watts=1200, clock_mhz=2062, slowdown_celsius=93,
-)  # fmt: skip
+PARTS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text("utf-8"))
+BOARDS = {
+    name: Board(**{"memory_bytes": row.pop("memory_mib") * MIB, **row, "capability": tuple(row["capability"])})
+    for name, row in PARTS["boards"].items()
+}
+H100, A100_40, A40, L40S, TITAN_RTX, GB200 = (
+    BOARDS[name] for name in ("H100", "A100_40", "A40", "L40S", "TITAN_RTX", "GB200")
+)
 
 
 @dataclass(kw_only=True)

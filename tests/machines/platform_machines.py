@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import build
-from build import GENOA, GRACE, LOOPBACK, SPR, answers, guid, hca
+import yaml
+from build import CPUS, LOOPBACK, SPR, answers, guid, hca
 from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, write_host
-from machine_nvml import A100_40, GB200, H100, L40S, Board, NvmlGpu, fabric
+from machine_nvml import BOARDS, H100, Board, NvmlGpu, fabric
 from machine_tree import AMAZON, MELLANOX, NVIDIA, Dev, Netdev, Rdma, Tree, port, switch
 
 from probes.api import Snapshot
@@ -25,17 +26,6 @@ from probes.host.protocol import Host
 from probes.scan import scan
 
 AMD, CRAY, GOOGLE = 0x1002, 0x17DB, 0x1AE0
-H200 = replace(H100, name="NVIDIA H200", memory_bytes=143771 << 20)
-H100_NVL = replace(H100, name="NVIDIA H100 NVL", links=12, memory_bytes=95830 << 20)
-B200 = replace(GB200, name="NVIDIA B200", memory_bytes=183359 << 20)
-B300 = replace(GB200, name="NVIDIA B300 SXM6 AC", capability=(10, 3), memory_bytes=275040 << 20)
-GB300 = replace(GB200, name="NVIDIA GB300", capability=(10, 3))
-A100_PCIE = replace(A100_40, name="NVIDIA A100 80GB PCIe")
-GH200 = replace(H100, name="NVIDIA GH200 120GB")
-SPR_VM = replace(SPR, hypervisor=True)
-GENOA_VM = replace(GENOA, hypervisor=True)
-GIB = "/usr/local/gib/scripts/set_nccl_env.sh"
-TCPXO = "/usr/local/tcpxo/lib64/nccl-env-profile.sh"
 
 
 @dataclass(kw_only=True)
@@ -183,136 +173,21 @@ def describe(spec: Node) -> Callable[[Tree], Machine]:
     return built
 
 
-# -- AWS: DMI's product is the instance type; EFA devices beside the GPUs -------------------------------------------
-_EN = Netdev(name="ens5", index=2, speed=100000, addresses=("10.0.0.5/20",))
+def _node(row: dict[str, Any]) -> Node:
+    """A row of platforms.yaml."""
+    row["board"] = BOARDS.get(row.get("board", ""))
+    row["nics"] = tuple(Nics(**{**nics, "names": tuple(nics.get("names", ()))}) for nics in row.get("nics", ()))
+    if "cpu" in row:
+        row["cpu"] = CPUS[row["cpu"]]
+    if "front" in row:
+        row["front"] = Netdev(**{**row["front"], "addresses": tuple(row["front"]["addresses"])})
+    return Node(**row)
 
-
-def _aws(product: str, board: Board, efas: int, gbit: int, gpus: int = 8, **more: Any) -> Node:
-    nics = (Nics(kind="efa", count=efas, name="rdmap{}s0", gbit=gbit),) if efas else ()
-    return Node(**{"vendor": "Amazon EC2", "product": product, "board": board, "gpus": gpus, "nics": nics,
-                   "cpu": SPR_VM, "front": _EN, "source": "aws-ofi-nccl platform-aws.cpp", **more})  # fmt: skip
-
-
-# -- OCI: bare metal, marked by the chassis' asset tag --------------------------------------------------------------
-def _oci(board: Board | None, nics: tuple[Nics, ...], product: str, **more: Any) -> Node:
-    return Node(**{"vendor": "Oracle Corporation", "product": product, "board": board, "nics": nics,
-                   "tag": "OracleCloud.com", "source": "oci-hpc-oke manifests, shape pages", **more})  # fmt: skip
-
-
-_OCI_FRONT = Nics(
-    kind="roce", count=1, first=2, gbit=100, subnet="10.0.0.5/24", netdev="eth0", hca_type="MT4125", device=0x101D
-)
-_OCI_H100 = tuple(f"mlx5_{number}" for number in range(18) if number not in (2, 11))
-
-
-def _oci_nics(count: int, gbit: int, names: tuple[str, ...] = ()) -> tuple[Nics, ...]:
-    return (Nics(kind="roce", count=count, gbit=gbit, subnet="10.224.0.{}/12", names=names),)
-
-
-def _gcp(board: Board, nics: tuple[Nics, ...], files: tuple[str, ...] = (), **more: Any) -> Node:
-    return Node(
-        **{
-            "vendor": "Google",
-            "product": "Google Compute Engine",
-            "board": board,
-            "nics": nics,
-            "cpu": SPR_VM,
-            "files": dict.fromkeys(files, "# environment\n"),
-            "source": "cluster-toolkit examples",
-            **more,
-        }
-    )
-
-
-def _azure(board: Board, nics: tuple[Nics, ...], files: tuple[str, ...] = (), **more: Any) -> Node:
-    return Node(**{"vendor": "Microsoft Corporation", "product": "Virtual Machine", "board": board, "nics": nics,
-                   "cpu": SPR_VM, "flat": True, "files": dict.fromkeys(files, '<system version="1"/>'),
-                   "tag": "7783-7084-3265-9085-8269-3286-77", "source": "Azure azhpc-images", **more})  # fmt: skip
-
-
-_AZURE_IB = Nics(kind="ib", count=8, name="mlx5_ib{}", hca_type="MT4126", device=0x101E)
-_GVNIC = {"kind": "gvnic", "name": "eth{}", "gbit": 200, "first": 1}
-_TRAY = {"gpus": 4, "cpu": GRACE, "clique": True, "c2c": 14}
-_SHARP = "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so"
 
 NODES: dict[str, Node] = {
-    "aws-p4de": _aws("p4de.24xlarge", replace(A100_40, name="NVIDIA A100-SXM4-80GB"), 4, 100),
-    "aws-p5-4xlarge": _aws("p5.4xlarge", H100, 1, 100, 1),
-    "aws-p5": _aws("p5.48xlarge", H100, 32, 100),
-    "aws-p6-b200": _aws("p6-b200.48xlarge", B200, 8, 400),
-    "aws-p6-b300": _aws("p6-b300.48xlarge", B300, 16, 400),
-    "aws-p6e-gb200": _aws("p6e-gb200.36xlarge", GB200, 4, 400, **_TRAY),
-    "aws-g6e": _aws("g6e.48xlarge", L40S, 4, 100, cpu=GENOA_VM),
-    "azure-nd-a100": _azure(A100_40, (replace(_AZURE_IB, gbit=200),), ("/opt/microsoft/ndv4/topo.xml",)),
-    "azure-nd-h200": _azure(H200, (_AZURE_IB,), ("/opt/microsoft/ndv5-topo.xml",)),
-    "azure-nd-gb200": _azure(GB200, (replace(_AZURE_IB, count=4),), **_TRAY),
-    "azure-nc-a100": _azure(A100_PCIE, (), ("/opt/microsoft/ncv4/topo.xml",), gpus=4),
-    "azure-nc-h100": _azure(H100_NVL, (), gpus=2),
-    "gcp-a3-high": _gcp(H100, (Nics(count=4, **_GVNIC),)),
-    "gcp-a3-mega": _gcp(H100, (Nics(count=8, **_GVNIC),), (TCPXO,)),
-    "gcp-a3-ultra": _gcp(H200, (Nics(kind="roce", count=8),), (GIB,)),
-    "gcp-a4": _gcp(B200, (Nics(kind="roce", count=8),)),
-    "gcp-a4x": _gcp(GB200, (Nics(kind="roce", count=4),), (GIB,), **_TRAY),
-    "oci-a100": _oci(A100_40, _oci_nics(16, 100), "BM.GPU4.8", tag=None),
-    "oci-h100": _oci(H100, (*_oci_nics(16, 200, _OCI_H100), _OCI_FRONT), "ORACLE SERVER X9-2c"),
-    "oci-h200": _oci(H200, _oci_nics(8, 400), "ORACLE SERVER E5-2c"),
-    "oci-b200": _oci(B200, _oci_nics(8, 400), "E5-2c", files={"/run/cloud-init/cloud-id": "oracle"}, tag=None),
-    "oci-gb200": _oci(GB200, _oci_nics(4, 400), "GB200 NVL", **_TRAY),
-    "oci-gb200-v3": _oci(GB200, _oci_nics(8, 400), "GB200 NVL", **_TRAY),
-    "oci-mi300x": _oci(None, _oci_nics(8, 400), "ORACLE SERVER E5-2c", amd=True),
-    "slingshot-gh200": Node(
-        vendor="HPE", product="HPE Cray EX254n", board=GH200, gpus=4, cpu=GRACE, c2c=10,
-        nics=(Nics(kind="cxi", count=4, name="hsn{}", gbit=200, subnet="172.28.0.{}/16"),),
-        front=Netdev(name="nmn0", index=2, speed=1000, addresses=("10.100.0.5/22",)),
-        files={"/opt/cray/libfabric/1.22.0/lib64/libfabric.so": ""}, source="CSCS Alps, documentation of the nodes",
-    ),
-    "slingshot-a100": Node(
-        vendor="HPE", product="HPE Cray EX235n", board=A100_40, gpus=4, cpu=GENOA,
-        nics=(Nics(kind="cxi", count=4, name="hsn{}", gbit=200, subnet="10.249.0.{}/16"),), source="NERSC Perlmutter",
-    ),
-    "slingshot-mi250": Node(
-        vendor="HPE", product="HPE Cray EX235a", board=None, amd=True, cpu=GENOA,
-        nics=(Nics(kind="cxi", count=4, name="hsn{}", gbit=200, subnet="10.253.0.{}/16"),), source="LUMI-G",
-    ),
-    "dgx-h200": Node(
-        vendor="NVIDIA", product="DGXH200", board=H200, nics=(Nics(kind="ib", count=8),), files={_SHARP: ""},
-        source="NVIDIA DGX H100/H200 user guide",
-    ),
-    "coreweave-h100": Node(
-        vendor="Supermicro", product="SYS-821GE-TNHR", board=H100, source="coreweave/nccl-tests",
-        nics=(Nics(kind="ib", count=8, name="ibp{}"),), container="kubernetes",
-        front=Netdev(name="eth0", index=2, speed=100000, kind="veth", link=40, addresses=("10.240.0.5/24",)),
-    ),
-    "coreweave-gb300-roce": Node(
-        vendor="Dell Inc.", product="PowerEdge XE9712", board=GB300, source="coreweave/nccl-tests (GB300, RoCE)",
-        nics=(Nics(kind="roce", count=8, name="ibp{}", six=True, subnet="fd02:0:0:{}::1/64", netdev="ibs{}"),), **_TRAY,
-    ),
-    "lambda-h100-vm": Node(
-        vendor="QEMU", product="Standard PC (Q35 + ICH9, 2009)", board=H100, cpu=SPR_VM, flat=True,
-        nics=(Nics(kind="ib", count=8, hca_type="MT4126", device=0x101E),), source="flat KVM guest",
-    ),
-    "vlan-on-bond": Node(
-        vendor="Dell Inc.", product="PowerEdge XE9680", board=H100, source="RoCE addresses on VLANs",
-        nics=(Nics(kind="roce", count=8, vlan=200),),
-    ),
-    "spectrum-x": Node(
-        vendor="Supermicro", product="SYS-A22GA-NBRT", board=B200, source="NVIDIA Spectrum-X: DSCP 26 in priority 3",
-        nics=(Nics(kind="roce", count=8, pfc={"pfc_classes": 8, "pfc_mask": 8, "app_dscp": [8 * 26 + 3, 8 * 48 + 6]}),),
-    ),
-    "twin-storage": Node(
-        vendor="Dell Inc.", product="PowerEdge XE9680", board=H100, source="a ninth port near GPU0 carries NFS",
-        nics=(
-            Nics(kind="roce", count=8),
-            Nics(kind="roce", count=1, first=8, subnet="10.200.0.5/16", netdev="stor{}"),
-        ),
-        files={"/proc/self/mounts": "10.200.7.9:/data /data nfs4 rw 0 0"},
-    ),
-    "tcp-two-equal": Node(
-        vendor="Supermicro", product="AS-4125GS-TNRT", board=L40S, gpus=4, cpu=GENOA, source="two equal 100G, no RDMA",
-        nics=(Nics(kind="gvnic", count=2, name="enp{}s0", gbit=100),),
-        front=Netdev(name="eno1", index=2, speed=1000, addresses=("10.0.0.5/24",)),
-    ),
-}  # fmt: skip
+    name: _node(row)
+    for name, row in yaml.safe_load(Path(__file__).with_name("platforms.yaml").read_text("utf-8")).items()
+}
 
 
 def _pod(tree: Tree, kind: str) -> Machine:

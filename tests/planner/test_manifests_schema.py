@@ -14,6 +14,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from rigs.crds import strict, without_required
 from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
@@ -36,24 +37,6 @@ SPEC = JobSpec(
     resource_claim_template="gpu-nic", compute_domain=True,
 )  # fmt: skip
 NETWORK = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000, gateway="192.168.2.1")
-
-
-def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """A structural CRD schema as JSON schema that refuses what the API server would prune."""
-    made = {k: v for k, v in schema.items() if not k.startswith("x-kubernetes") and k not in ("format", "nullable")}
-    if schema.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"]}
-    if schema.get("x-kubernetes-embedded-resource") or schema.get("x-kubernetes-preserve-unknown-fields"):
-        made.pop("properties", None)
-        return {"type": made["type"]} if "type" in made else {}
-    if "properties" in made:
-        made["properties"] = {k: strict(v) for k, v in made["properties"].items()}
-        made["additionalProperties"] = False
-    elif isinstance(made.get("additionalProperties"), dict):
-        made["additionalProperties"] = strict(made["additionalProperties"])
-    if "items" in made:
-        made["items"] = strict(made["items"])
-    return made
 
 
 @pytest.fixture(scope="session")
@@ -133,10 +116,6 @@ def test_a_compute_domain_is_as_its_definition_has_it() -> None:
                 assert {"name": "compute-domain-channel"} in container["resources"]["claims"]
                 assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}  # the driver counts GPUs elsewhere
         assert not [each for each in render(replace(SPEC, compute_domain=False)) if each["kind"] == "ComputeDomain"]
-
-
-def without_required(schema: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in schema.items() if k != "required"}
 
 
 @each_row("document", [d for d in documents() if d["apiVersion"] in CORE], ids=lambda d: d["kind"])

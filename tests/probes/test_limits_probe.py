@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from dicthost import DictHost
-from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.limits import probe as limits
@@ -28,56 +27,41 @@ def findings(machine: DictHost) -> dict[str, Finding]:
     return {finding.code: finding for finding in limits.check(limits.read(machine))}
 
 
-def test_memlock_too_small_for_one_nccl_buffer_fails_where_there_is_rdma() -> None:
-    found = findings(host())["limits.memlock.low"]
-    assert found.status is Status.FAIL
-    assert "64 KiB" in found.message
-    assert any("pid 7, uid 1000" in line for line in found.evidence), "says whose limit it is"
+FAIL, WARN, INFO, UNKNOWN = Status.FAIL, Status.WARN, Status.INFO, Status.UNKNOWN
+KUBERNETES = {"/etc/hosts": "# Kubernetes-managed hosts file.\n127.0.0.1 localhost\n"}
+LARGE_SHM = {"shm": (8 * GIB, 7 * GIB)}
+NO_RDMA = DictHost({"/proc/self/status": UNPRIVILEGED}, limits={"MEMLOCK": (65536, 65536)})
+ROWS: list[tuple[DictHost, str, Status | None, str]] = [
+    # host, code, severity (None: not raised), words of message, evidence or remedy
+    (host(), "memlock.low", FAIL, "64 KiB"),
+    (host(), "memlock.low", FAIL, "pid 7, uid 1000"),  # says whose limit it is
+    (host(memlock=(8 * MIB, 8 * MIB)), "memlock.low", FAIL, ""),  # systemd's default, inherited by containers
+    (host(memlock=(64 * GIB, None)), "memlock.low", WARN, ""),  # not unlimited, as NCCL asks
+    (host(memlock=(None, None)), "memlock.low", None, ""),
+    (host(ROOT), "memlock.low", INFO, ""),  # CAP_IPC_LOCK: the job may not have it
+    (host(""), "memlock.low", FAIL, ""),  # capabilities unknown are not a pass
+    (NO_RDMA, "memlock.low", INFO, ""),
+    (DictHost(), "memlock.unknown", UNKNOWN, ""),
+    (DictHost(), "shm.unknown", UNKNOWN, ""),
+    (DictHost(), "memlock.low", None, ""),
+    (host(files=KUBERNETES), "memlock.low", FAIL, 'default_ulimits = ["memlock=-1:-1"]'),
+    (host(files=KUBERNETES), "shm.small", WARN, "emptyDir"),
+    (host(files={"/.dockerenv": ""}), "memlock.low", FAIL, "--ulimit memlock=-1:-1"),
+    (host(files={"/.dockerenv": ""}), "shm.small", WARN, "--shm-size=1g"),
+    (host(shm=(8 * GIB, 3 * MIB)), "shm.full", FAIL, ""),
+    (host(shm=(8 * GIB, 3 * MIB)), "shm.small", None, ""),
+    *((host(**LARGE_SHM), code, None, "") for code in ("shm.small", "shm.full")),
+]
 
 
-@each_row(
-    ("status", "memlock", "severity"),
-    [
-        (UNPRIVILEGED, (8 * MIB, 8 * MIB), Status.FAIL),  # systemd's default, inherited by containers
-        (UNPRIVILEGED, (64 * GIB, None), Status.WARN),  # not unlimited, as NCCL asks
-        (UNPRIVILEGED, (None, None), None),
-        (ROOT, (65536, 65536), Status.INFO),  # CAP_IPC_LOCK: the job may not have it
-        ("", (65536, 65536), Status.FAIL),  # capabilities unknown are not a pass
-    ],
-)
-def test_memlock_is_judged_with_the_capability(status: str, memlock: Any, severity: Status | None) -> None:
-    found = findings(host(status, memlock)).get("limits.memlock.low")
-    assert (found.status if found else None) == severity
-
-
-def test_without_rdma_a_low_memlock_is_a_note() -> None:
-    machine = DictHost({"/proc/self/status": UNPRIVILEGED}, limits={"MEMLOCK": (65536, 65536)})
-    assert findings(machine)["limits.memlock.low"].status is Status.INFO
-
-
-def test_an_unreadable_limit_is_unknown_and_no_pass() -> None:
-    found = findings(DictHost())
-    assert found["limits.memlock.unknown"].status is Status.UNKNOWN
-    assert found["limits.shm.unknown"].status is Status.UNKNOWN
-    assert "limits.memlock.low" not in found
-
-
-def test_the_remedy_is_that_of_the_container_engine() -> None:
-    kubernetes = findings(host(files={"/etc/hosts": "# Kubernetes-managed hosts file.\n127.0.0.1 localhost\n"}))
-    assert 'default_ulimits = ["memlock=-1:-1"]' in kubernetes["limits.memlock.low"].remedy
-    assert "emptyDir" in kubernetes["limits.shm.small"].remedy
-    docker = findings(host(files={"/.dockerenv": ""}))
-    assert "--ulimit memlock=-1:-1" in docker["limits.memlock.low"].remedy
-    assert "--shm-size=1g" in docker["limits.shm.small"].remedy
-
-
-@each_row(
-    ("shm", "code"),
-    [((64 * MIB, 60 * MIB), "limits.shm.small"), ((8 * GIB, 3 * MIB), "limits.shm.full"), ((8 * GIB, 7 * GIB), None)],
-)
-def test_shared_memory(shm: tuple[int, int], code: str | None) -> None:
-    found = {c for c in findings(host(shm=shm)) if c.startswith("limits.shm")}
-    assert found == ({code} if code else set())
+def test_what_is_wrong_with_the_limits() -> None:
+    wrong = []
+    for machine, code, severity, words in ROWS:
+        found = findings(machine).get(f"limits.{code}")
+        text = f"{found.message} {found.evidence} {found.remedy}" if found else ""
+        if (found.status if found else None) != severity or words not in text:
+            wrong.append((code, severity, found))
+    assert not wrong, wrong
 
 
 def test_cgroup_limits_are_the_tightest_on_the_way_to_the_root() -> None:

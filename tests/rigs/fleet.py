@@ -6,16 +6,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from agent.checks.view import look
-from agent.cluster.nodes import FirstSeen, NodeRecord, records_of, to_resource
-from probes.host.recording import load
-from probes.scan import scan
+from rigs.recorded import H100, view
 
-MACHINES = Path(__file__).parent.parent / "machines"
-WELL = "hgx-h100-8xH100-8hca"
+from agent.cluster.nodes import FirstSeen, NodeRecord, records_of, to_resource
+
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
         "sick-h100-dead-hca")  # fmt: skip
 RACK = 8  # nodes
@@ -25,7 +21,7 @@ FAULT_SECONDS = 5400.0  # how long ago a fault came
 
 @cache
 def _record(machine: str) -> NodeRecord:
-    (made,) = records_of(look((scan(load(MACHINES / f"{machine}.json")),)))
+    (made,) = records_of(view(machine))
     return made
 
 
@@ -34,7 +30,7 @@ def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[Nod
     now = time.time() if now is None else now
     for n in range(nodes):
         ill = sick and (n % EVERY == EVERY // 3 or nodes == 1)
-        made = _record(SICK[n // EVERY % len(SICK)] if ill else WELL)
+        made = _record(SICK[n // EVERY % len(SICK)] if ill else H100)
         at = now - (7200.0 if sick and n % (3 * EVERY) == EVERY // 2 else 30.0)
         made = replace(made, name=f"gpu-{n:04}", host=f"gpu-{n:04}", scanned_at_seconds=at)
         known = {(f["code"], f["subject"]): now - FAULT_SECONDS - 60 * (n % 40) for f in made.findings}

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
 
 import psutil
-import uvicorn
 
 START_SECONDS = 300.0  # a busy machine is slow
 
@@ -19,6 +19,8 @@ START_SECONDS = 300.0  # a busy machine is slow
 @contextmanager
 def serving(app: Any) -> Iterator[int]:
     """The loopback port of an application in a thread of this process."""
+    import uvicorn
+
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
@@ -32,6 +34,40 @@ def serving(app: Any) -> Iterator[int]:
         yield listening.getsockname()[1]
         server.should_exit = True
         thread.join(10)
+
+
+class Asked(NamedTuple):
+    """One request that `answering` had."""
+
+    method: str
+    path: str
+    body: bytes
+    headers: list[tuple[str, str]]
+
+
+@contextmanager
+def answering(status: int = 200, body: bytes = b"{}") -> Iterator[tuple[str, list[Asked]]]:
+    """The URL of a server that gives every request this answer, and the requests that it had."""
+    seen: list[Asked] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            seen.append(Asked(self.command, self.path, sent, list(self.headers.items())))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = _answer  # noqa: N815 - the standard library's names
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
 
 
 def port_of(process: subprocess.Popen[bytes]) -> int | None:

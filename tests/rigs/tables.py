@@ -1,7 +1,8 @@
 """A table of rows as one test, which names every row that fails. What pytest.mark.parametrize takes, taken as it does.
 
 An item of pytest for each row costs a few milliseconds in every process that collects it; a thousand rows are seconds.
-Rows share the fixtures of their test: one that changes what it is given (tmp_path, monkeypatch) stays parametrized.
+Each row has a `tmp_path` and a `monkeypatch` of its own. Rows share all other fixtures of their test: where a row
+changes what such a fixture gives, the test stays parametrized.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def each_row(
             for number, row in enumerate(table):
                 given = row.values if hasattr(row, "marks") else (row,) if len(words) == 1 else row
                 try:
-                    test(**fixtures, **dict(zip(words, given, strict=True)))
+                    with pytest.MonkeyPatch.context() as patch:
+                        taking = dict(zip(words, given, strict=True))
+                        test(**{**fixtures, **fresh(fixtures, number, patch), **taking})
                 except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - raised with all others
                     error.add_note(f"row {number} of {test.__name__}: {name_of(number, row, given):.300}")
                     failures.append(error)
@@ -49,6 +52,16 @@ def each_row(
         left = [each for name, each in taken.parameters.items() if name not in words]
         every.__signature__ = taken.replace(parameters=left)  # type: ignore[attr-defined]
         return every
+
+    def fresh(fixtures: dict[str, Any], number: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """What no two rows may share, of the fixtures that the test takes."""
+        made: dict[str, Any] = {}
+        if "tmp_path" in fixtures:
+            made["tmp_path"] = fixtures["tmp_path"] / f"row-{number}"
+            made["tmp_path"].mkdir()
+        if "monkeypatch" in fixtures:
+            made["monkeypatch"] = patch
+        return made
 
     def name_of(number: int, row: Any, given: Sequence[Any]) -> str:
         if callable(ids):

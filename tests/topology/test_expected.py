@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from pathlib import Path
 
 from rigs.tables import each_row
 
@@ -41,62 +43,28 @@ def hosts(count: int, nics: float) -> dict[str, object]:
     return {"groups": count, "between": "RDMA", "wire": span(nics * GB)}
 
 
-V100 = Paths(inside="NVLink", link=span(120 * GB), capability=(7, 0)), 8  # a hybrid cube mesh
-PCIE_4 = Paths(inside="PCIe", link=span(24 * GB), capability=(8, 0)), 2
-
-# paths, operation, S, GB/s, whether the source calls it healthy; sources: NVIDIA/nccl issues by number,
-# stas00/ml-engineering network/README, ai-dynamo/aiconfigurator nccl_perf, kubernetes-sigs/dranet,
-# coreweave/nccl-tests, aws-samples, oracle-quickstart, NVIDIA/cluster-readiness-engine validation-results
-PUBLISHED = [
-    (h100(), "all_gather", 16 * GIB, 361.4, True),  # stas00, H200
-    (h100(), "reduce_scatter", 16 * GIB, 362.9, True),
-    (h100(), "all_reduce", 16 * GIB, 480.0, True),
-    (h100(), "all_reduce", 16 * GIB, 367.2, False),  # the same, ring
-    (h100(), "all_reduce", 8 * GIB, 476.0, True),  # nccl-tests#290
-    (h100(), "all_reduce", GIB // 2, 445.0, True),  # aiconfigurator
-    (h100(2), "all_gather", GIB // 2, 249.5, True),
-    (h100(4), "all_gather", GIB // 2, 312.1, True),
-    (h100(4), "all_reduce", GIB // 2, 350.2, True),
-    (b200(), "all_reduce", 16 * GIB, 845.7, True),  # stas00, p6-b200
-    (b200(), "all_reduce", GIB, 723.0, True),
-    (h100(7), "all_reduce", 8 * GIB, 460.0, True),  # stas00, 5, 6 and 7 of 8 H200
-    (h100(7), "all_reduce", 8 * GIB, 365.7, False),  # NVLS off
-    (h100(6), "all_reduce", 8 * GIB, 435.6, True),
-    (h100(6), "all_reduce", 8 * GIB, 365.1, False),
-    (h100(5), "all_reduce", 8 * GIB, 414.2, True),
-    (b200(7), "all_reduce", 8 * GIB, 811.2, True),  # stas00, p6-b200
-    (b200(7), "all_reduce", 8 * GIB, 680.5, False),
-    (b200(6), "all_reduce", 8 * GIB, 778.2, True),
-    (b200(5), "all_reduce", 8 * GIB, 677.8, True),  # the ring, which AWS's tuner keeps there
-    (b200(), "all_reduce", 8 * GIB, 695.0, False),  # B300, NVLS off (2140)
-    (V100, "all_reduce", 4 * GIB, 110.0, True),  # what azurehpc-health-checks accepts
-    (V100, "all_reduce", 4 * GIB, 66.0, False),
-    (h100(1024, **hosts(128, 400)), "all_reduce", GIB // 2, 150.0, False),  # a tree does not wait for 1024 ranks
-    (h100(1984, **hosts(248, 400)), "all_reduce", GIB // 2, 350.0, True),  # nccl-tests#283
-    (h100(1984, **hosts(248, 400)), "all_reduce", GIB // 2, 200.0, False),
-    (b200(2), "all_gather", 8 * GIB, 482.7, True),  # dranet
-    (b200(2), "all_gather", 8 * GIB, 180.0, False),  # half the links and more gone
-    (a100(2), "all_gather", GIB // 2, 150.0, True),  # aiconfigurator
-    (h100(16, **hosts(2, 400)), "all_reduce", 16 * GIB, 487.1, True),  # awsome, p5
-    (h100(16, **hosts(2, 400)), "all_reduce", 8 * GIB, 231.0, False),  # 2409
-    (h100(32, **hosts(4, 400)), "all_reduce", 4 * GIB, 364.9, True),  # stas00, p5en
-    (h100(32, **hosts(4, 400)), "all_reduce", 8 * GIB, 180.0, False),  # 1031
-    (h100(64, **hosts(8, 400)), "all_reduce", 8 * GIB, 386.0, True),  # coreweave
-    (h100(16, **hosts(2, 200)), "all_gather", 8 * GIB, 188.0, True),  # A3 Mega
-    (h100(16, **hosts(2, 200)), "all_gather", 8 * GIB, 4.0, False),  # the same over TCP
-    (b200(32, **hosts(4, 400)), "all_reduce", 16 * GIB, 381.8, True),  # stas00
-    (a100(16, **hosts(2, 200)), "all_reduce", 8 * GIB, 189.6, True),  # oracle-quickstart
-    (a100(16, **hosts(2, 50)), "all_reduce", GIB, 76.8, True),  # awsome, p4de
-    (a100(16, **hosts(2, 50)), "all_reduce", 4 * GIB, 43.8, True),  # aws-efa-eks, p4d
-    (b200(16), "all_reduce", 16 * GIB, 882.5, True),  # four GB200 trays in one NVLink domain
-    (b200(16), "all_gather", 16 * GIB, 609.3, True),
-    (b200(16), "all_reduce", 16 * GIB, 191.4, False),  # the same, MNNVL off
-    (PCIE_4, "all_reduce", GIB // 2, 20.1, True),  # aiconfigurator, two L40S
-    ((replace(PCIE_4[0], inside="shared memory"), 2), "all_gather", 4 * GIB, 8.79, True),  # 4090
-]
+PCIE_4 = Paths(inside="PCIe", link=span(24 * GB), capability=(8, 0))
+OTHERS = {
+    "v100 mesh": Paths(inside="NVLink", link=span(120 * GB), capability=(7, 0)),
+    "PCIe": PCIE_4,
+    "shared memory": replace(PCIE_4, inside="shared memory"),
+}
 
 
-@each_row(("paths", "op", "size", "busbw", "healthy"), PUBLISHED)
+def published() -> list[tuple[Ranks, str, int, float, bool]]:
+    """(paths, operation, S, GB/s, whether the source calls it healthy) of each row of published.csv."""
+    kinds = {"h100": h100, "b200": b200, "a100": a100}
+    text = (Path(__file__).with_name("published.csv")).read_text(encoding="utf-8")
+    made = []
+    for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
+        machine, ranks, size = row["machine"], int(row["ranks"]), int(float(row["size_GiB"]) * GIB)
+        more = hosts(int(row["hosts"]), float(row["nics_GBps"])) if row["nics_GBps"] else {}
+        paths = kinds[machine](ranks, **more) if machine in kinds else (OTHERS[machine], ranks)
+        made.append((paths, row["op"], size, float(row["busbw_GBps"]), row["healthy"] == "yes"))
+    return made
+
+
+@each_row(("paths", "op", "size", "busbw", "healthy"), published())
 def test_published_results_are_judged_as_their_sources_do(
     paths: Ranks, op: str, size: int, busbw: float, healthy: bool
 ) -> None:

@@ -12,10 +12,10 @@ from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC
 
 from topology.derive import complete
 from topology.formats.text import parse
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair
+from topology.graph import COLOURS, GpuNode, NicNode, NodeTopology, Pair
 from topology.render import json_document
 from topology.render import render_matrix as matrix
-from topology.svg import COLOURS, svg
+from topology.svg import svg
 
 HOSTILE = '<script>alert("1")</script>\x00\x1b[31m&"\'\n;}'
 

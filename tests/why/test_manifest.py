@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from rigs.tables import each_row
 
 from agent.advice.request import Request
 from agent.why import diagnosis as gathered
@@ -33,24 +33,6 @@ spec:
               envFrom:
                 - configMapRef: {name: nccl}
               args: ["bash", "-c", "NCCL_SHM_DISABLE=1 torchrun train.py"]
-    Worker:
-      replicas: 1
-      template:
-        spec:
-          containers:
-            - name: pytorch
-              env:
-                - {name: NCCL_ALGO, value: Rign}
-                - name: NCCL_DEBUG   # stays
-                  value: INFO
-              args:
-                - bash
-                - -c
-                - |
-                  export NCCL_IB_DISABLE=1
-                  # export NCCL_IB_DISABLE=1
-                  NCCL_P2P_DISABLE=1 torchrun \\
-                    --nnodes 2 train.py
 """
 
 
@@ -77,7 +59,7 @@ def test_the_forecast_of_the_manifests_own_job_after_the_change(tmp_path: Path) 
     assert any(one.what == "the forecast after the change" for one in unknown.unknown)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("machine", "words"),
     [
         ("2xa40-roce", "with RDMA over net1 of the manifest's networks: "),
