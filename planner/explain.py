@@ -7,6 +7,7 @@ saw. The numbers are `forecast/intervals.json`, written by `python bench/forecas
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -40,23 +41,7 @@ Z80 = 1.2816
 COMMUNICATION = (
     "tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send",
 )  # fmt: skip
-_WORDS = {
-    "gemm": "matrix multiplications",
-    "attention": "attention",
-    "elementwise": "norms, activations and the loss over HBM",
-    "dequantize": "unpacking 4-bit weights",
-    "recompute": "recomputed activations",
-    "host": "the host starting kernels",
-    "tensor_parallel": "tensor-parallel all-reduces",
-    "context_parallel": "context-parallel key/value exchange",
-    "expert_parallel": "expert all-to-alls",
-    "gather": "gathering sharded weights",
-    "reduce": "reducing gradients",
-    "pipeline_send": "pipeline sends",
-    "bubble": "the pipeline bubble",
-    "optimizer": "the optimizer",
-    "offload": "offloading to the host",
-}
+_WORDS = tomllib.loads(Path(__file__).with_name("explain.toml").read_text(encoding="utf-8"))
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
 SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less

@@ -188,11 +188,8 @@ class _Reader:
                 return None
         return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
 
-    def _mixed(self, node: Node, start: int, end: int, escape: str, *, as_written: bool = False) -> str | None:
-        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks.
-
-        None where a value is not known, unless that expansion is to stay `as_written`.
-        """
+    def _mixed(self, node: Node, start: int, end: int, escape: str) -> str | None:
+        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks."""
         found, at = "", start
         for child in node.children:
             if child.type not in _EXPANSIONS or child.start_byte < at:
@@ -200,10 +197,8 @@ class _Reader:
             value = self._value(child)
             found += self._literal(at, child.start_byte, escape)
             if value is None or len(found) + len(value) > _MOST_VALUE:
-                self._mark(child if as_written else node)
-                if not as_written:
-                    return None
-                value = self._text(child)
+                self._mark(node)
+                return None
             found, at = found + value, child.end_byte
         return found + self._literal(at, end, escape)
 
@@ -473,12 +468,26 @@ class _Reader:
             if body is None or start is None:
                 continue
             text = self._text(body)
-            if self._text(start)[:1] not in "'\"\\":
-                text = self._mixed(body, body.start_byte, body.end_byte, r"\\(\$)", as_written=True) or ""
             if redirect.children[0].type == "<<-":
                 text = re.sub(r"^\t+", "", text, flags=re.MULTILINE)
+            if self._text(start)[:1] not in "'\"\\":
+                text = self._filled(text)
             return text, self._line(body)
         return "", 0
+
+    def _filled(self, text: str) -> str:
+        """A here-document with the known variables put in. The grammar loses expansions there after an escaped `$`."""
+
+        def put(match: re.Match[str]) -> str:
+            name = match[1] or match[2]
+            self.script.used.add(name)
+            value = self.values.get(name)
+            if value is None and match[3]:
+                value = match[3]
+            return match.group() if value is None or len(value) > _MOST_VALUE >> 4 else value
+
+        found = re.sub(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}$]*))?\})", put, text)
+        return found.replace("\\$", "$")[: 1 << 20]
 
     # -- assignments
 

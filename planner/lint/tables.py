@@ -57,6 +57,7 @@ class Values:
     flags: frozenset[str]
     carries_data: frozenset[str]
     zero_is_unset: frozenset[str]
+    like: Mapping[str, re.Pattern[str]]  # what a name or an address looks like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ def values() -> Values:
         ranges={name: (low, high) for name, (low, high) in data["range"].items()},
         choices={name: tuple(numbers) for name, numbers in data["choice"].items()},
         zero=data["zero"],
+        like={kind: re.compile(text) for kind, text in data["like"].items()},
         **{name: frozenset(members) for name, members in data["names"].items()},
     )
 

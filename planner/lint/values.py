@@ -29,18 +29,6 @@ _YES, _NO = ("true", "yes", "on", "y", "t", "enable", "enabled"), ("false", "no"
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _OLDEST_TIMEOUT = 14  # the default up to 2.13, 67 ms a try (env.rst); no release waits less by itself
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5; an index above is none
-# Names as Linux and rdma-core give them to network interfaces and to RDMA devices.
-_LIKE_INTERFACE = re.compile(
-    r"(?:eth|ib|bond|net|hsn|docker|team|veth|virbr|cni|wlan|tun|vlan)\d*(?:\.\d+)?|lo|br-\w+|eno\d\w*|ens\d\w*|enp\d\w*"
-    r"|enP\d\w*|em\d+|ib\d+\.\w+"
-)
-_LIKE_DEVICE = re.compile(
-    r"(?:mlx[45]|bnxt_re|irdma|qedr|hns|erdma|efa|rxe|siw|cxgb4|hfi1|qib|mthca|ionic|cxi|mana|ocrdma|i40iw)_?\d*"
-    r"|mlx5_bond_?\d*|roce[pso]\w*|rdmap\w*"
-)
-_ADDRESS = re.compile(
-    r"\d{1,3}(?:\.\d{1,3}){3}(?:/\d+)?|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d|[0-9a-f]{2}:[0-9a-f]{2}\.\d", re.I
-)
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 
 
@@ -189,13 +177,13 @@ def fits(name: str, value: str) -> bool:
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
     """A value of another kind than the variable takes: an interface for a device, a key for an index."""
-    entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
-    bare = [each.split(":")[0] if not _ADDRESS.fullmatch(each) else each for each in entries]
+    like, entries = values().like, [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
+    bare = [each.split(":")[0] if not like["address"].fullmatch(each) else each for each in entries]
     if name == "NCCL_IB_HCA":
-        wrong = [each for each in bare if _LIKE_INTERFACE.fullmatch(each) or _ADDRESS.fullmatch(each)]
+        wrong = [each for each in bare if like["interface"].fullmatch(each) or like["address"].fullmatch(each)]
         wants, lists = "RDMA devices, as mlx5_0", "ls /sys/class/infiniband"
     elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        wrong = [each for each in bare if _LIKE_DEVICE.fullmatch(each) or _ADDRESS.fullmatch(each)]
+        wrong = [each for each in bare if like["device"].fullmatch(each) or like["address"].fullmatch(each)]
         wants, lists = "network interfaces, as eth0", "ip -br addr"
         if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "="):
             wrong = [value]
