@@ -10,7 +10,6 @@ that takes 10 s of CPU, 1 GiB of memory or an exception that is not the reader's
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import resource
@@ -52,7 +51,8 @@ def main() -> int:
             ran, found = _turn(turn, length, options.runs)
             counts[turn] = counts.get(turn, 0) + ran
             findings += found
-            _tell(counts, findings, options, _cpu_seconds() - cpu_at_start)
+            cpu = _cpu_seconds() - cpu_at_start
+            print(f"{sum(counts.values())} inputs, {cpu:.0f} s of CPU, {len(findings)} findings {findings}", flush=True)
             if options.runs or (found and not options.go_on):
                 return int(bool(found))
     return 1 if findings else 0
@@ -67,7 +67,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=0, help="so many inputs, the same in each run; together")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first finding")
     parser.add_argument("--replay", type=Path, help="run one input through --target")
-    parser.add_argument("--figures", type=Path, help="write counts and findings there as JSON")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -122,13 +121,6 @@ def _child_of(
         print(output, file=sys.stderr)
         new = new or [f"{name}: exit {done.returncode}, no input kept"]
     return int(ran[1]) if ran else 0, new if done.returncode else []
-
-
-def _tell(counts: Mapping[str, int], findings: Sequence[str], options: argparse.Namespace, cpu: float) -> None:
-    print(f"{sum(counts.values())} inputs, {cpu:.0f} s of CPU, {len(findings)} findings {list(findings)}", flush=True)
-    if options.figures:
-        made = {"inputs": dict(counts), "cpu_seconds": round(cpu, 1), "findings": list(findings)}
-        options.figures.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
 def _child(turn: str, rest: Sequence[str]) -> int:

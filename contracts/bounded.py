@@ -28,6 +28,13 @@ class Stream(Protocol):
         ...
 
 
+class NotRegularError(OSError):
+    """A path names a pipe, a socket or a device."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 class TooLargeError(ValueError):
     """There is more than is read; the message says how much that is."""
 
@@ -48,7 +55,7 @@ def _require_regular(mode: int, path: str | Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "a pipe, a socket or a device; only regular files are read", str(path))
+        raise NotRegularError(errno.EINVAL, "a pipe, a socket or a device; only regular files are read", str(path))
 
 
 def read(path: str | Path, limit_bytes: int) -> bytes:

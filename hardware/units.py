@@ -13,10 +13,10 @@ def rate(value: float | None) -> str:
         return "unknown"
     number = float(value)
     for unit in ("B/s", "kB/s", "MB/s"):
-        if abs(number) < 1000:
+        if abs(number) < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000
-    return f"{number:.3g} GB/s"
+    return f"{number:.3g} GB/s" if abs(number) < 999.5 else f"{number / 1000:.3g} TB/s"
 
 
 def bits(value: float | None) -> str:
@@ -25,7 +25,7 @@ def bits(value: float | None) -> str:
         return "unknown"
     number = 8 * float(value)
     for unit in ("b/s", "kb/s", "Mb/s"):
-        if abs(number) < 1000:
+        if abs(number) < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000
-    return f"{number:.3g} Gb/s" if number < 1000 else f"{number / 1000:.3g} Tb/s"
+    return f"{number:.3g} Gb/s" if number < 999.5 else f"{number / 1000:.3g} Tb/s"

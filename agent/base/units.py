@@ -88,9 +88,9 @@ def seconds(value: float | None) -> str:
     """Seconds with the unit that keeps three digits: 0.00123 -> "1.23 ms"; None -> "unknown"."""
     if value is None:
         return "unknown"
-    if abs(value) < 1e-3:
+    if abs(value) < 0.9995e-3:
         return f"{value * 1e6:.3g} µs"
-    if abs(value) < 1:
+    if abs(value) < 0.9995:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
 

@@ -427,12 +427,17 @@ def _launch_script(
     from agent.jobs import script as trainer
     from agent.terminal import measured
     from contracts import codec
+    from contracts.bounded import open_regular
 
     context = click.get_current_context()
     for name in sorted(OF_THE_JOB):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{'set' if name == 'overrides' else name.replace('_', '-')}: is of the built-in "
                                    "job; what --script is to do follows --")  # fmt: skip
+    try:
+        open_regular(script).close()
+    except OSError as error:
+        raise InputError(f"--script {script}: {error.strerror}") from None
     found = snapshots(options["hosts"], root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
     for line in plan.said:

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from agent.http import problem
 from agent.http.access import PROBES
 
+HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
 _ROOM_SECONDS = 0.05
 KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
 
@@ -126,10 +127,10 @@ class LimitedProtocol(H11Protocol):
         framed_twice = b"content-length" in names or scope["http_version"] == "1.0"  # RFC 9112, 6.1
         status = 0
         if b"transfer-encoding" in names and framed_twice:
-            status, detail = (
-                400,
-                "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous",
-            )
+            status = 400
+            detail = "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous"
+        elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds what is parted
+            status, detail = 400, f"the headers have more than {HEAD_BYTES} bytes"
         elif scope["path"] not in PROBES and self._is_over_limit():
             status, detail = 503, f"{self.most_connections} connections are in use"
         if status:

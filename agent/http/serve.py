@@ -28,7 +28,6 @@ ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: n
 }  # fmt: skip
 RESERVED_DESCRIPTORS = 96  # for health checks over the limit, the probes' child, files, the API server and libraries
 BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
-HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
 GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
 SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question that computes in another thread
 
@@ -106,7 +105,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.connections import KEEP_ALIVE_SECONDS, LimitedProtocol
+    from agent.http.connections import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
 
     sys.setswitchinterval(SWITCH_SECONDS)
     LimitedProtocol.most_connections = _connections(LimitedProtocol.most_connections)

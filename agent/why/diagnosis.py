@@ -239,6 +239,11 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         verdict = replace(verdict, state=state, unknown=(*verdict.unknown, hint))
         if state == "unknown":
             verdict = replace(verdict, line=f"unknown: RAS has no data of {why.ranks_of(unheard)}, by one answer")
+    elif silent := [one for one in report.dead if one.missing != "dead" and verdict.state == "fine"]:
+        names = ", ".join(f"process {one.pid} on {one.host}, GPU {one.gpu}" for one in silent[:4])
+        hint = Unknown(what=f"what {names} does: RAS has no data of it", command="topoflight why --ras HOST:28028")
+        verdict = replace(verdict, state="unknown", line=f"unknown: RAS has no data of {names}",
+                          unknown=(*verdict.unknown, hint))  # fmt: skip
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
     alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))

@@ -186,9 +186,16 @@ def share(me: Rank, times: Times, runs: list[float], waits: list[float], wrong: 
         times.waits[rank] += row[1 + len(runs) :].tolist()
     times.rounds += 1
     if any(row[0] > 0 for row in rows):
-        everyone: list[Any] = [None] * me.world
-        dist.all_gather_object(everyone, wrong, group=me.control)
-        times.wrong |= {(seer, source) for seer, sources in enumerate(everyone) for source in sources}
+        times.wrong |= {(seer, source) for seer, sources in enumerate(gather(me, wrong)) for source in sources}
+
+
+def gather(me: Rank, value: Any) -> list[Any]:
+    """Give every rank the values of all, by rank."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * me.world
+    dist.all_gather_object(everyone, value, group=me.control)
+    return everyone
 
 
 def name_liars(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> None:
@@ -207,9 +214,7 @@ def name_liars(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> Non
             shown = side.send_buffer.clone() if place == side.me else torch.zeros_like(side.send_buffer)
             dist.broadcast(shown, src=source, group=side.group)
             found += [] if ops.matches(shown, (source,), me.turn) else [source]
-    everyone: list[Any] = [None] * me.world
-    dist.all_gather_object(everyone, found, group=me.control)
-    times.wrong |= {(seer, source) for seer, sources in enumerate(everyone) for source in sources}
+    times.wrong |= {(seer, source) for seer, sources in enumerate(gather(me, found)) for source in sources}
 
 
 def slowest(me: Rank, seconds: float) -> float:

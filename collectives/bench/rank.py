@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from collectives.bench import measure, pairing
 from collectives.bench.measure import Rank
@@ -74,15 +74,12 @@ def _join(me: Rank, host: str) -> None:
         me.device = f"cuda:{local}"
     dist.init_process_group("gloo", timeout=timedelta(seconds=me.plan.limit_seconds))
     me.control = dist.group.WORLD
-    hello = {"rank": me.rank, "host": host, "versions": _versions(me), "environment": _environment()}
-    hello |= {
-        "links": me.plan.links,
-        "shm_free_bytes": _shm_free_bytes(),
-        "memlock_bytes": _memlock_bytes(),
+    hello = {
+        "rank": me.rank, "host": host, "versions": _versions(me), "environment": _environment(),
+        "links": me.plan.links, "shm_free_bytes": _shm_free_bytes(), "memlock_bytes": _memlock_bytes(),
         "rdma": _rdma_devices(),
-    }
-    everyone: list[Any] = [None] * me.world
-    dist.all_gather_object(everyone, hello, group=me.control)
+    }  # fmt: skip
+    everyone = measure.gather(me, hello)
     me.journal.write("joined", ranks=everyone if measure.speaks() else [])
 
 
@@ -125,10 +122,7 @@ def foretold(case: Case, singles: Mapping[Case, float]) -> float | None:
 
 def _tell_traffic(me: Rank) -> None:
     """Write down over which interfaces the ranks' TCP connections went."""
-    import torch.distributed as dist
-
-    everyone: list[Any] = [None] * me.world
-    dist.all_gather_object(everyone, carried(store_port()), group=me.control)
+    everyone = measure.gather(me, carried(store_port()))
     if measure.speaks():
         rows = [[rank, *row] for rank, rows in enumerate(everyone) for row in rows]
         me.journal.write("carried", rows=rows)

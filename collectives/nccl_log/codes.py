@@ -86,6 +86,9 @@ def _read_signs() -> tuple[Sign, ...]:
 SIGNS = _read_signs()
 HARMLESS = re.compile(_MESSAGES["harmless"].encode())
 WORDS_OF = {name: tuple(_MESSAGES[name]) for name in ("tuning", "set_by_ofi", "levels", "bridges")}
+PATHS: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = tuple(
+    ((row["minor"], row["patch"]), tuple(row["names"].split())) for row in _MESSAGES["paths"]
+)
 FACT_WORDS, DULL_STARTS = (tuple(text.encode() for text in _MESSAGES[name]) for name in ("fact_words", "dull_starts"))
 
 # What must be looked for where no header of NCCL's stands before it.

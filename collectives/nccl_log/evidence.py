@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import cattrs
 
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, codes_with
+from collectives.nccl_log.codes import CODES, PATHS, codes_with
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
 from collectives.nccl_log.other_texts import MAX_TEXT_BYTES, kind_of, problems_of
@@ -39,13 +39,6 @@ from contracts.redaction import without_secrets
 
 MAX_PROOF = 64
 
-# PATH_* of src/graph/topo.h / include/graph.h by version; printed as numbers in "distance 4 <= 4".
-_PATHS_220 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "DIS")
-_PATHS_225 = ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")
-_PATHS_226 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")
-_PATHS_2273 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "P2C", "PHB", "SYS", "NET", "DIS")
-_PATHS_2275 = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")
-
 
 def version_of(ledger: Ledger) -> str | None:
     """The version as the log prints it; the fuller one where several lines differ in detail."""
@@ -60,14 +53,8 @@ def path_names(version: str | None) -> tuple[str, ...] | None:
     digits = (version or "").removeprefix("RCCL ").split("+")[0].split("-")[0].split(".")
     if len(digits) < 2 or not (digits[0].isdecimal() and digits[1].isdecimal()):
         return None
-    minor, patch = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdecimal() else 0
-    if minor <= 20:
-        return _PATHS_220
-    if minor <= 25:
-        return _PATHS_225
-    if minor == 26:
-        return _PATHS_226
-    return _PATHS_2273 if (minor, patch) < (27, 5) else _PATHS_2275
+    release = int(digits[1]), int(digits[2]) if len(digits) > 2 and digits[2].isdecimal() else 0
+    return next(names for first, names in reversed(PATHS) if first <= release)
 
 
 def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from starlette.testclient import TestClient
@@ -23,6 +24,7 @@ from rigs.agents import tokens as tokens_in
 from rigs.tables import each_row
 
 from agent.base import result_store as keep
+from agent.cli.launch import launch
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.runs import MOST_VALUES, Record
@@ -34,6 +36,7 @@ ROOT = Path(__file__).parent.parent.parent
 MACHINE = "titan-rtx-2x-nv2"
 USER = "system:serviceaccount:training:trainer"
 HEADERS = bearer()
+AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
 STEPS = Record.model_json_schema()["properties"]["step_seconds"]["maxItems"]
 RECORD: dict[str, Any] = {
     "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
@@ -198,7 +201,7 @@ def test_what_is_deployed_is_what_a_job_is_told() -> None:
     (service,) = [d for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == "topoflight-node"]
     (port,) = service["spec"]["ports"]
     where = service["metadata"]
-    assert f"http://{where['name']}.{where['namespace']}:{port['port']}" == job.AGENT
+    assert f"http://{where['name']}.{where['namespace']}:{port['port']}" == AGENT
     assert service["spec"]["internalTrafficPolicy"] == "Local"
     (role,) = [d for d in documents if d["metadata"]["name"] == "topoflight-flights"]
     assert role["rules"] == [{"nonResourceURLs": ["/flights"], "verbs": ["post"]}]
@@ -212,7 +215,7 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
     plain = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g")
     assert "TOPOFLIGHT_AGENT" not in manifests.render(manifests.APIS[api_name](plain))
     told = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g",
-                       agent=job.AGENT)  # fmt: skip
+                       agent=AGENT)  # fmt: skip
     documents = list(yaml.safe_load_all(manifests.render(manifests.APIS[api_name](told))))
     pods = list(found(documents, "containers"))
     assert len(pods) == (2 if api_name == "pytorchjob" else 1)
@@ -220,7 +223,7 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
     for pod in pods:
         (container,), (gate,) = pod["containers"], pod["initContainers"]
         environment = {each["name"]: each.get("value") for each in (trainer or container)["env"]}
-        assert environment["TOPOFLIGHT_AGENT"] == job.AGENT
+        assert environment["TOPOFLIGHT_AGENT"] == AGENT
         (mount,) = [m for m in container["volumeMounts"] if m["name"] == "agent-token"]
         assert mount["readOnly"] and "agent-token" not in str(gate)
         (volume,) = [v for v in pod["volumes"] if v["name"] == "agent-token"]

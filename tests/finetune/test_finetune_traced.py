@@ -226,6 +226,7 @@ def test_what_is_made_again_and_gathered_again_is_counted(tmp_path):
     hold_all(tmp_path, made, between=True)
 
 
+@pytest.mark.nightly
 def test_recommended_layouts_send_what_the_forecast_counts(tmp_path):
     """Each is accepted, built as asked, and sends those bytes."""
     found = every()

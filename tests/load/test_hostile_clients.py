@@ -18,8 +18,8 @@ from load_served import H100, Served
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from agent.http.connections import LimitedProtocol
-from agent.http.serve import BACKLOG, HEAD_BYTES
+from agent.http.connections import HEAD_BYTES, LimitedProtocol
+from agent.http.serve import BACKLOG
 
 QUICK = """
 import sys
@@ -73,6 +73,7 @@ def status(answer: bytes) -> int:
     [
         (b"GET /" + b"a" * (HEAD_BYTES + 100), 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * (HEAD_BYTES + 100), 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * (HEAD_BYTES + 100) + b"\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(5000)), 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300), 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),

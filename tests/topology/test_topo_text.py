@@ -176,6 +176,7 @@ def test_sys_to_every_nic_is_what_a_grace_machine_shows():
         ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \t\tSYS\nGPU1\tSYS\t X \tSYS\nGPU2\tSYS\tSYS\t X \n", 2, "empty cells"),
         ("  GPU0 GPU1\n  GPU2\nGPU0  X  SYS\n SYS\nGPU1 SYS  X\n SYS\n", 3, "row GPU0 has no column"),
         ("  GPU0 GPU1 GPU2\nGPU0  X  SYS\n SYS\nGPU1 SYS  X\n SYS\n", 2, "Rows that a terminal wrapped"),
+        ("  GPU0 GPU1 GP\nU2\nGPU0  X  SYS SY\nS\nGPU1 SYS  X  SY\nS\n", 1, "wrapped"),
         ("a:\tGPU0\tGPU1\nb:\tGPU0\tGPU1\na:GPU0\t X \tSYS\nb:GPU0\t X \tSYS\n", 4, "lines of one host alone"),
     ],
 )

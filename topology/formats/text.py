@@ -45,6 +45,7 @@ _WORD = re.compile(
     r"|(?P<cpu>(?i:CPU\s*Aff)[a-z]*)|(?P<gpu_numa_id>(?i:GPU\s*NUMA\s*)(?:ID?)?)"
     r"|(?P<numa>(?i:(?:NUMA|Node)\s*Aff)[a-z]*|NUMA(?=\s*$))|(?P<title>Affinity)|(?P<other>[\w.][\w.\-/:]*)"
 )
+_CUT_NAME = re.compile(r"GP?U?|NI?C?|ml?x?\d?_?")
 _AFFINITY = re.compile(r"\d+(?:[-,]\d+)*|N/A")
 _NO_NIC = re.compile(r"(?i:nvme|cpu)\d[\w.\-]*")
 _P2P = ("OK", "CNS", "GNS", "TNS", "NS", "DR", "U")
@@ -110,7 +111,7 @@ def parse(text: str, source: str = "text") -> NodeTopology:
     matrix = _find(lines, 0, source)
     if matrix is None:
         raise _no_matrix(lines, source)
-    _drop_columns_without_labels(matrix)
+    _drop_columns_without_labels(matrix, source)
     whole = text[-1:].isspace()
     for row in matrix.rows:
         _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
@@ -246,11 +247,14 @@ def _cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
     return labels, text[at:], notes
 
 
-def _drop_columns_without_labels(matrix: _Matrix) -> None:
+def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
     """Leave out the last words of the header that no row has a label for, as "Model" in a table made by hand."""
     widest = max(len(_cells(row.text, len(matrix.devices))[0]) for row in matrix.rows)
     while len(matrix.devices) > widest and not _is_surely_a_device(matrix.devices[-1]):
-        matrix.warnings.append(f'line {matrix.line}: column "{matrix.devices.pop()[:40]}" holds no labels')
+        name = matrix.devices.pop()[:40]
+        if _CUT_NAME.fullmatch(name):
+            raise TopologyFileError(source, matrix.line, f'The header is cut or wrapped at "{name}"')
+        matrix.warnings.append(f'line {matrix.line}: column "{name}" holds no labels')
     matrix.rows = [row for row in matrix.rows if row.name in matrix.devices]
 
 
