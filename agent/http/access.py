@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import hmac
 import ipaddress
+import math
 import re
 import shlex
 import stat
@@ -29,7 +30,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,12 +63,7 @@ KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What was decided about one token at one endpoint."""
-
-    user: str = ""
-    problem: ProblemError | None = None
+Judgement = str | ProblemError  # what was decided about one token at one endpoint: the user, or why not
 
 
 class Tokens:
@@ -105,9 +100,9 @@ class Tokens:
                 judgement = await loop.run_in_executor(self._thread, self._decide, key, token)
             finally:
                 self._waiting -= 1
-        if (refused := judgement.problem) is not None:
-            raise ProblemError(refused.status, refused.detail, headers=refused.headers, **refused.more)
-        return judgement.user
+        if isinstance(judgement, ProblemError):
+            raise ProblemError(judgement.status, judgement.detail, headers=judgement.headers, **judgement.more)
+        return judgement
 
     def _decide(self, key: tuple[str, str, str], token: str) -> Judgement:
         """The verdict on a token, remembered from now on."""
@@ -135,8 +130,8 @@ class Tokens:
 
     def _remembered(self, key: tuple[str, str, str]) -> Judgement | None:
         with self._lock:
-            at, judgement = self._judged.get(key, (None, Judgement()))
-        return judgement if at is not None and time.monotonic() - at < REMEMBERED_SECONDS else None
+            at, judgement = self._judged.get(key, (-math.inf, ""))
+        return judgement if time.monotonic() - at < REMEMBERED_SECONDS else None
 
     def _admit(self, source: str) -> None:
         """Count one review for this source. ProblemError 429 where it asks for too many."""
@@ -155,7 +150,7 @@ class Tokens:
 
     def _refused(self) -> Judgement:
         detail = "the token is not known, has expired, or was made for another audience"
-        return Judgement(problem=ProblemError(401, detail, headers=CHALLENGE, grant=self._how_to_get_one()))
+        return ProblemError(401, detail, headers=CHALLENGE, grant=self._how_to_get_one())
 
     def _from_file(self, token: str) -> Judgement:
         """One token a line; read each time, so that a line taken out is out within seconds."""
@@ -166,7 +161,7 @@ class Tokens:
             raise ProblemError(503, f"the token file cannot be used: {error}") from None
         sent = token.encode()
         if sum(hmac.compare_digest(line.encode(), sent) for line in lines):  # all of them, each in constant time
-            return Judgement(user="token-file")
+            return "token-file"
         return self._refused()
 
     def _review(self, client: Client, token: str, path: str, verb: str) -> Judgement:
@@ -194,8 +189,8 @@ class Tokens:
             raise ProblemError(503, f"the API server could not judge the token: {why}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         if allowed.get("allowed") is True:
-            return Judgement(user=name)
-        return Judgement(problem=ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path)))
+            return name
+        return ProblemError(403, f"{name} may not {verb} {path}", grant=grant(name, verb, path))
 
 
 class ReadHosts(TrustedHostMiddleware):

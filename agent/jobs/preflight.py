@@ -83,11 +83,11 @@ class Options:
 class Report:
     """All that one run established, and what it could not."""
 
-    started_at_seconds: float
-    seconds: float
-    topoflight_version: str
-    snapshots: tuple[Snapshot, ...]
-    topologies: tuple[NodeTopology, ...]
+    started_at_seconds: float = 0.0
+    seconds: float = 0.0
+    topoflight_version: str = VERSION
+    snapshots: tuple[Snapshot, ...] = ()
+    topologies: tuple[NodeTopology, ...] = ()
     checks: tuple[Finding, ...]
     verdict: Verdict
     bench: BenchResult | None = None
@@ -138,8 +138,7 @@ def _unscanned(options: Options, progress: Progress) -> Report:
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options.require, skip=options.skip)
     return Report(
-        started_at_seconds=0.0, seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(), checks=checks,
-        verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), flights=_flights(options),
+        checks=checks, verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), flights=_flights(options),
         notes=("stopped by SIGTERM before the scan was done: nothing is known",),
     )  # fmt: skip
 
@@ -189,19 +188,9 @@ def _judged(
     checks = select((*scanned, *extra), require=options.require, skip=options.skip)
     checks = _against(before, checks, stopped)
     return Report(
-        started_at_seconds=0.0,  # the caller's to say, as are the seconds
-        seconds=0.0,
-        topoflight_version=VERSION,
-        snapshots=found,
-        topologies=view.topologies,
-        checks=checks,
-        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped),
-        bench=result,
-        recommendation=advice,
-        flight=record,
-        flights=_flights(options),
-        notes=tuple(notes),
-    )
+        snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice, flight=record,
+        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped), flights=_flights(options), notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
@@ -246,8 +235,8 @@ def report_of(
     checks = select(found, require=require, skip=skip, known=ALL_CODES)
     checks = regressions(checks, read_baseline(baseline, ("statuses",)).statuses)
     return Report(
-        started_at_seconds=time.time(), seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(),
-        checks=checks, verdict=judge(checks, fail_on=fail_on), nodes=tuple(replace(node, graph=None) for node in nodes),
+        started_at_seconds=time.time(), checks=checks, verdict=judge(checks, fail_on=fail_on),
+        nodes=tuple(replace(node, graph=None) for node in nodes),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip
 
