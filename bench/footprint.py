@@ -52,7 +52,8 @@ def counted(view):
     part.replace(count)  # whoever reads it finds a number
 state = State(lambda: (scanner.scan(),), interval_seconds=0.0, folder=folder)
 state.before.append(counted)
-cmd_serve.listen(cmd_serve.application(state, cmd_serve.ALONE), "127.0.0.1", port)
+options = {**cmd_serve.serve.make_context("serve", []).params, "hosts": None}
+cmd_serve.listen(cmd_serve.application(state, options), "127.0.0.1", port)
 scanner.close()
 """
 

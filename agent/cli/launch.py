@@ -218,14 +218,14 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 
 def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.jobs import cluster_job
+    from agent.jobs import submission
     from planner.kubernetes.job import JobError
 
     warned: dict[str, None] = {}  # by the dry run and again when it is made
     try:
         client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
         try:
-            for line in cluster_job.create(client, documents):
+            for line in submission.create(client, documents):
                 say(line)
         finally:
             for text in warned:
@@ -238,17 +238,17 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
 
 def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any]) -> None:
     """Say how the job's pods come; exit with 3 where they are refused, 5 where none came and nothing says why."""
-    from agent.jobs import cluster_job, first_pods
+    from agent.jobs import submission
 
     with waiting("launch: waiting for the first pods"):
-        made = cluster_job.stored(client, job)
-        came = first_pods.wait(
+        made = submission.stored(client, job)
+        came = submission.wait(
             client, made, api=options["api"], nodes=options["nodes"] or 1, seconds=options["wait"], sleep=time.sleep
         )
     for line in came.lines:
         say(line, err=True)
     if came.exit_code != EXIT_PASS:
-        say(f"{cluster_job.named(job)} is there all the same: kubectl describe says more", err=True)
+        say(f"{submission.named(job)} is there all the same: kubectl describe says more", err=True)
         sys.exit(came.exit_code)
 
 
@@ -260,8 +260,8 @@ def _may_ask(options: dict[str, Any], *, query_cluster: bool) -> bool:
 def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> dict[str, Any]:
     """Whether GPU and NIC are to come by a claim, and of which classes; what the cluster can is a line on stderr."""
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.cluster.dra import CannotError
     from agent.jobs import cluster_job
+    from agent.jobs.submission import CannotError
 
     named = bool(options["dra"])
     if named and options["no_dra"]:
@@ -292,7 +292,7 @@ def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool
 def _compute_domain(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool) -> Recommendation:
     """The recommendation without its ComputeDomain where --no-dra or the cluster says so; stderr says why."""
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.cluster.dra import CannotError, serves
+    from agent.jobs.submission import CannotError, serves
 
     need = next((each for each in advice.needs if each.name == "compute_domain"), None)
     if need is None or (options["nodes"] or 1) == 1:

@@ -122,16 +122,16 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.cluster.client import AccessError, ApiError, connect
-    from agent.jobs import cluster_job, networks
-    from agent.jobs import cluster_networks as there
+    from agent.jobs import cluster_job, networks, submission
     from agent.jobs.benchmark import flight_request
+    from agent.jobs.launch import transport
     from planner.advice import ExportError
     from planner.kubernetes.job import JobError
     from planner.kubernetes.manifests import render as render_documents
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
     try:
-        over = there.parse(options["networks"])
+        over = networks.parse(options["networks"])
         settings = explicit_settings(options["config"], options["overrides"])
         request = for_whole_run(with_rows(flight_request(options), settings), settings)
     except (RequestError, ValueError) as error:
@@ -148,12 +148,12 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         cluster_job.refuse_what_cannot_train(advice, options)
         advice, left_out = cluster_job.for_pods(advice, options, found)
         for network in over:
-            if network.rdma and not there.has_rdma(advice, found):
+            if network.rdma and not transport(advice, found):
                 why = "no RDMA device was seen on the recorded hosts"
                 bars.append(networks.Bar(network="rdma", status="not had", why=why))
                 continue
-            taken = there.over(advice, network, request, found)
-            jobs.append((network, there.documents(taken, network, options, found)))
+            taken = networks.over(advice, network, request, found)
+            jobs.append((network, networks.documents(taken, network, options, found)))
     except (JobError, ExportError, RequestError) as error:
         raise click.UsageError(str(error)) from None
     for line in left_out:
@@ -167,8 +167,8 @@ def _there(options: dict[str, Any]) -> NetworkBars:
         client = connect(options["context"])
         for number, (network, made) in enumerate(jobs):
             made = (*cluster_job.storage(options), *made) if number == 0 else made
-            with waiting(f"networks: {cluster_job.named(made[-1])} over {network.name}"):
-                bars.append(there.run(
+            with waiting(f"networks: {submission.named(made[-1])} over {network.name}"):
+                bars.append(networks.run(
                     client, made, network, options["api"], seconds=options["timeout"],
                     say=lambda line: say(line, err=True), sleep=time.sleep, clock=time.monotonic,
                 ))  # fmt: skip

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agent.cluster.nodes import NodeRecord
-    from agent.jobs.report import Report
+    from agent.jobs.preflight import Report
 
 FORMATS = ("table", "json", "yaml", "junit", "github")
 
@@ -48,8 +48,7 @@ def preflight(
     if alone:
         raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
     from agent.checks.verdict import GateError
-    from agent.jobs.preflight import run
-    from agent.jobs.report import write_folder
+    from agent.jobs.preflight import run, write_folder
     from agent.pages import render as pages
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
@@ -137,7 +136,7 @@ def _target(form: str) -> tuple[str, Path | None]:
 
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
-    from agent.jobs.report import junit
+    from agent.jobs.preflight import junit
 
     if form == "table":
         from agent.base.tables import plain_console

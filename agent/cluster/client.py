@@ -212,12 +212,11 @@ class Client:
                 return
             wanted["continue"] = about["continue"]
 
-    def apply(self, path: str, document: Json, *, dry_run: bool = False) -> Json:
-        """Server-side apply: our fields become `document`'s, those of others stay."""
-        return self.applied(path, document, dry_run=dry_run)[1]
+    def apply(self, path: str, document: Json, *, dry_run: bool = False) -> tuple[bool, Json]:
+        """Server-side apply: our fields become `document`'s, those of others stay.
 
-    def applied(self, path: str, document: Json, *, dry_run: bool = False) -> tuple[bool, Json]:
-        """As `apply`; whether this made the object, which was not there before, and the object."""
+        Whether this made the object, which was not there before, and the object.
+        """
         query = {**WRITE, "force": "true", **(DRY_RUN if dry_run else {})}
         status, made = self._tried("PATCH", path, query=query, body=document, content_type=APPLY)
         return status == 201, made

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from operator import eq
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import cattrs
@@ -24,11 +26,11 @@ from contracts.plain import LARGEST_DECIMAL, strict
 from contracts.redaction import redact
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
-from probes.hostinfo.probe import HostinfoFacts, NumaNode
+from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciDevice, PciFacts, is_bridge, is_network
-from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
+from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts
 from probes.wire import Outcome
 
 Json = dict[str, Any]
@@ -48,58 +50,8 @@ _FACTS: dict[str, type[Any]] = {
 GRAPH_PARTS = ("gpu", "pci", "rdma", "interfaces", "hostinfo")
 """Parts of a machine that its graph is built from; limits and the memory that others hold are not among them."""
 
-# Fields that the planner or the graph reads, by type; of the others the default travels, that is nothing.
-_KEPT: dict[type[Any], frozenset[str]] = {
-    GpuFacts: frozenset(("driver_version", "cuda_version", "gpus", "pairs", "driver_error", "pci_gpus")),
-    Gpu: frozenset((
-        "index", "bus_id", "name", "memory_bytes", "compute_capability", "numa_node", "gpu_numa_node", "cpu_affinity",
-        "mig_enabled", "c2c_links", "c2c_enabled", "fabric_state", "fabric_clique", "error", "nvlinks", "nvlinks_known",
-        "memory_used_bytes", "power_limit_watts", "power_limit_default_watts",
-    )),
-    GpuPair: frozenset(("a", "b", "ancestor", "p2p_read", "p2p_nvlink")),
-    PciFacts: frozenset((
-        "iommu_mode", "peermem_loaded", "nvidia_open_module", "dmabuf_possible", "virtual_tree",
-        "hypervisor", "container", "topology_files", "devices",
-    )),
-    LimitsFacts: frozenset((
-        "whose", "uid", "memlock_soft_bytes", "memlock_hard_bytes", "memlock_known", "nofile_soft", "nofile_hard",
-        "ipc_lock", "sys_nice", "shm_size_bytes", "hugepages", "cgroup_memory_max_bytes", "cgroup_cpus", "container",
-        "of_agent", "rdma_present",
-    )),
-    HostinfoFacts: frozenset((
-        "hostname", "kernel", "os", "architecture", "cpu_vendor", "cpu_name", "cpu_family", "cpu_model", "sockets",
-        "cores", "threads", "memory_bytes", "numa", "virtual_machine", "product", "vendor", "nccl_environment",
-        "nccl_conf", "nccl_conf_files", "vendor_files", "storage_servers", "chassis_asset_tag", "cloud_id",
-    )),
-}  # fmt: skip
-# Of these types all but a few fields: what counts, and what names one machine.
-_DROPPED: dict[type[Any], frozenset[str]] = {
-    NvLink: frozenset(("errors",)),
-    NumaNode: frozenset(("distances",)),
-    InterfacesFacts: frozenset(
-        ("network_status_source", "network_status_error", "gloo_ifname", "networks_missing", "of_agent", "backend")
-    ),
-    PciDevice: frozenset(
-        (
-            "iommu_group",
-            "lost",
-            "relaxed_ordering",
-            "resizable_bar",
-            "bar_sizes_offered",
-        )
-    ),
-    RdmaFacts: frozenset(("pyverbs", "memlock_proof")),
-    RdmaDevice: frozenset(("uverbs", "uverbs_usable", "board", "role")),
-    RdmaPort: frozenset(
-        (
-            "counters",
-            "physical_state",
-            "rate_text",
-            "rate_max_bytes_per_second",
-            "ecn",
-        )
-    ),
-}
+# Which fields travel, by the name of their type: [kept] lists those of a type, [dropped] those that do not.
+_FIELDS = tomllib.loads(Path(__file__).with_name("node_facts.toml").read_text(encoding="utf-8"))
 MEMORY_USED = "gpuMemoryUsedBytes"  # the part of a machine that a job changes all the time
 _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -199,8 +151,8 @@ def unpublished(name: str, why: str) -> Snapshot:
 
 def travelling(kind: type[Any]) -> frozenset[str]:
     """The fields of a type of facts that records hold."""
-    every = frozenset(field.name for field in fields(kind))
-    return _KEPT.get(kind, every) - _DROPPED.get(kind, frozenset())
+    every = [field.name for field in fields(kind)]
+    return frozenset(_FIELDS["kept"].get(kind.__name__, every)) - frozenset(_FIELDS["dropped"].get(kind.__name__, ()))
 
 
 def _bare(value: Any) -> Any:
@@ -372,13 +324,13 @@ def _gpus_in(value: Any, _: Any) -> tuple[Gpu, ...]:
     return tuple(sorted(_few(made, MOST_DEVICES), key=lambda gpu: gpu.index))
 
 
-def _links_out(links: Iterable[NvLink]) -> list[Json]:
-    """Links that end at one place as one entry, their numbers in a row: "0 4 8"."""
-    made = []
-    for shared, same in _alike(links, link=0):
-        about = {name: value for name, value in shared.items() if name != "link"}
-        made.append({**about, "links": " ".join(str(link.link) for link in same)})
-    return made
+def _rows_out(items: Iterable[Any], row: str, words: str, **own: Any) -> list[Json]:
+    """Items that differ in `own` alone as one entry, and what each has of its own in a row, by the format `words`."""
+    return [
+        {name: value for name, value in shared.items() if name not in own}
+        | {row: " ".join(words.format(one) for one in same)}
+        for shared, same in _alike(items, **own)
+    ]
 
 
 def _links_in(value: Any, _: Any) -> tuple[NvLink, ...]:
@@ -386,15 +338,6 @@ def _links_in(value: Any, _: Any) -> tuple[NvLink, ...]:
     rows = _few([(one, link) for one in value for link in _row(one["links"])], MOST_ITEMS)
     made = [read({**one, "link": int(link)}, NvLink) for one, link in rows]
     return tuple(sorted(made, key=lambda link: link.link))
-
-
-def _pairs_out(pairs: Iterable[GpuPair]) -> list[Json]:
-    """Pairs of which the driver says the same as one entry: "0-1 0-2"."""
-    made = []
-    for shared, same in _alike(pairs, a=0, b=0):
-        about = {name: value for name, value in shared.items() if name not in ("a", "b")}
-        made.append({**about, "between": " ".join(f"{pair.a}-{pair.b}" for pair in same)})
-    return made
 
 
 def _pairs_in(value: Any, _: Any) -> tuple[GpuPair, ...]:
@@ -431,8 +374,10 @@ def _made_converter() -> cattrs.Converter:
     made.register_unstructure_hook_factory(is_dataclass, _writer)
     made.register_structure_hook_factory(is_dataclass, _reader)
     grouped = (
-        (tuple[Gpu, ...], _gpus_out, _gpus_in), (tuple[NvLink, ...], _links_out, _links_in),
-        (tuple[GpuPair, ...], _pairs_out, _pairs_in), (tuple[PciDevice, ...], _tree_out, _tree_in),
+        (tuple[Gpu, ...], _gpus_out, _gpus_in),
+        (tuple[NvLink, ...], partial(_rows_out, row="links", words="{0.link}", link=0), _links_in),
+        (tuple[GpuPair, ...], partial(_rows_out, row="between", words="{0.a}-{0.b}", a=0, b=0), _pairs_in),
+        (tuple[PciDevice, ...], _tree_out, _tree_in),
     )  # fmt: skip
     for row, write, read in grouped:
         made.register_unstructure_hook_func(partial(eq, row), write)

@@ -45,9 +45,9 @@ class Watcher:
         # one try a call: the pauses between them are this thread's, and who waits for the list hears the first refusal
         self._client, self._path, self._store, self._seconds = client.limited(tries=1), path, store, seconds
         self._stop = threading.Event()
-        self._answered = threading.Condition()
+        self._answered = threading.Event()  # the first list is there, or was refused
         self._listed = False
-        self._refused = False  # the last try was no list, and more patience would not help
+        self.refused = False  # the last try was, before any list was there, and more patience would not help
         self._thread = threading.Thread(target=self._loop, name=f"watch {path.rsplit('/', 1)[-1]}", daemon=True)
         self.error: str | None = None
         self.lists = 0
@@ -66,20 +66,8 @@ class Watcher:
         False at once where the last try was refused (`error` says why): a server that is away answers no sooner for
         being waited for, and every question would wait anew. One that is only busy is waited for.
         """
-        with self._answered:
-            self._answered.wait_for(lambda: self._listed or self._refused, seconds)
-            return self._listed
-
-    @property
-    def refused(self) -> bool:
-        """Whether the last try was refused, before any list was there."""
-        with self._answered:
-            return self._refused and not self._listed
-
-    def _tell(self, *, listed: bool = False, refused: bool = False) -> None:
-        with self._answered:
-            self._listed, self._refused = self._listed or listed, refused
-            self._answered.notify_all()
+        self._answered.wait(seconds)
+        return self._listed
 
     def _loop(self) -> None:
         version, failures = "", 0
@@ -111,7 +99,11 @@ class Watcher:
     def _pause(self, error: str, failures: int, retry_after: float | None = None, *, refused: bool = True) -> int:
         """Say what went wrong and wait before the next try; one failure more."""
         self.error = error
-        self._tell(refused=refused)
+        self.refused = refused and not self._listed
+        if self.refused:
+            self._answered.set()
+        elif not self._listed:
+            self._answered.clear()
         log.warning("watch of %s: %s", self._path, error)
         self._stop.wait(backoff_seconds(failures, retry_after))
         return failures + 1
@@ -128,7 +120,8 @@ class Watcher:
         self.lists += 1
         self._tally.lists += 1
         self._heard()
-        self._tell(listed=True)
+        self._listed, self.refused = True, False
+        self._answered.set()
         return version
 
     def _events(self, version: str) -> Iterator[str]:

@@ -1,25 +1,106 @@
-"""How an answer is given: in the requested format, rendered once for each view, in pieces where it is large."""
+"""What endpoints answer: documents rendered once for each view, errors as problem documents, and the models of both.
+
+Handlers return finished responses: the models are what the OpenAPI document says of them, and the tests ask every
+endpoint for what is allowed and what is not, and compare. Specification: OpenAPI 3.1; RFC 9457 for problems.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
 
-from fastapi import Query
+from fastapi import FastAPI, Query, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from agent.checks.verdict import Verdict
 from agent.checks.view import View
-from agent.http.problem import ProblemError
-from agent.http.worker import Answer, Worker, document
+from agent.http.worker import Answer, ProblemError, Worker, document
+from contracts.finding import Finding
+from contracts.redaction import without_secrets
 
 Format = Annotated[str | None, Query(alias="format", description="Overrides the Accept header.", max_length=32)]
 MOST_ANSWERS = 64
 MOST_BYTES = 16 << 20
 PIECE_BYTES = 128 << 10  # what one slow reader holds of a large answer; Starlette compresses such pieces in a thread
+PROBLEM_TYPE = "application/problem+json"
+Responses = dict[int | str, dict[str, Any]]
+
+COMMON = (400, 401, 403, 422, 429, 503)
+_WORDS = {
+    400: "A word that is not known here; says what is.", 401: "No token, or none that is known.",
+    403: "Not allowed; says who may allow it.", 404: "Not here.", 409: "One is running, or another is kept.",
+    413: "Larger than is read.", 422: "A parameter out of its bounds.", 429: "Too many of these.",
+    500: "An error of the agent; its log says which.",
+    503: "Not yet; Retry-After says when.", 507: "No room to keep it.",
+}  # fmt: skip
+_REFERENCE = {"$ref": "#/components/schemas/Problem"}
+_TEXT = {"schema": {"type": "string"}}
+YAML: Responses = {200: {"content": {"application/yaml": {"schema": {}}}}}
+TOKEN = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))]  # for the document: agent.http.access judges it
+
+
+class Problem(BaseModel):
+    """RFC 9457, with members of our own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    grant: str = Field(default="", description="How to be let in.")
+    allowed: list[str] = []
+    errors: list[dict[str, Any]] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """The gate's answer."""
+
+    verdict: Verdict
+    checks: tuple[Finding, ...]
+
+
+class Version(BaseModel):
+    """Which release answers, and on what it runs."""
+
+    version: str
+    python: str
+    architecture: str = Field(description="As uname -m prints it.")
+
+
+class Kept(BaseModel):
+    """Whether a record is new here."""
+
+    kept: Literal["now", "before"]
+
+
+def problems(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
+    """The problem documents of an endpoint, beside those that all have."""
+    found: Responses = {
+        status: {"description": _WORDS[status], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
+        for status in sorted({*common, *more})
+    }
+    if 413 in found:  # Starlette refuses it before any handler
+        found[413]["content"] = {"text/plain": _TEXT}
+    return found
+
+
+def texts(*media_types: str) -> Responses:
+    """What an endpoint also answers as text."""
+    return {200: {"content": dict.fromkeys(media_types, _TEXT)}}
 
 
 class Rendered:
@@ -102,3 +183,65 @@ def respond(answer: Answer) -> Response:
 async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
     for first in range(0, len(answer.body), PIECE_BYTES):
         yield answer.body[first : first + PIECE_BYTES]
+
+
+def complaints(error: ValidationError | RequestValidationError, most: int | None = None) -> tuple[list[Any], str]:
+    """Where a body or a query is not what it should be and why, at most so many; and the same in one line."""
+    found = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:most]]
+    return found, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in found)
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """What the OpenAPI document says of a body that the endpoint reads by itself."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+async def posted(request: Request) -> bytes:
+    """The body of a request. ProblemError 400 where the client leaves before its end."""
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ProblemError(400, "the body did not come to its end") from None
+
+
+def problem(
+    request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
+) -> JSONResponse:
+    """One problem document."""
+    body = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "instance": request.url.path,
+        **more,
+    }
+    return JSONResponse(without_secrets(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of the application a problem document, and add their schema, which no route returns."""
+
+    @app.exception_handler(ProblemError)
+    async def refused(request: Request, error: ProblemError) -> JSONResponse:
+        return problem(request, error.status, error.detail, error.headers, **error.more)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        headers = dict(error.headers) if error.headers else None
+        return problem(request, error.status_code, str(error.detail), headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        errors, detail = complaints(error)
+        return problem(request, 422, detail, errors=errors)
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            schemas["Problem"] = Problem.model_json_schema()
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -23,15 +23,14 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.counters import WatchTally
 from agent.base.inputs import RequestError
-from agent.checks.view import View
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import published
 from agent.cluster.nodes import API_VERSION, PLURAL, FirstSeen, Fleet, NodeRecord, records_of, row
 from agent.cluster.places import Places
 from agent.cluster.places import read as read_places
 from agent.cluster.watch import Watcher
-from agent.http.problem import ProblemError
 from agent.http.state import State
+from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
 from planner.advice import Recommendation
 from planner.nccl_env.texts import Note
@@ -58,7 +57,8 @@ class Cluster:
         self, state: State, *, name: str | None = None, client: Client | None = None,
         interval_seconds: float = 300.0, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
-        self._state, self._name, self._client = state, name, client
+        self._state, self._name = state, name
+        self.client = client  # to the API server that holds the records; None where they are this agent's own scans
         self._interval, self._idle = interval_seconds, idle_seconds
         self._fleet = Fleet()
         self._lock = threading.Lock()
@@ -72,16 +72,12 @@ class Cluster:
     @property
     def source(self) -> str:
         """Where the records come from."""
-        return "kubernetes" if self._client else "hosts"
+        return "kubernetes" if self.client else "hosts"
 
     @property
     def more(self) -> str:
         """Where only what this agent scans is known: how to see more nodes."""
-        return "" if self._client else MORE
-
-    def name_of(self, view: View) -> str:
-        """The name of this agent's node among the records."""
-        return self._name or view.snapshots[0].hostname
+        return "" if self.client else MORE
 
     def own(self) -> tuple[NodeRecord, ...]:
         """Records of what this agent itself scans; empty before the first scan."""
@@ -102,22 +98,17 @@ class Cluster:
         ProblemError 503 before the first scan, and where the API server does not answer.
         """
         self.ready()
-        if self._client is not None:
-            await self._listed(self._follow(self._client))
+        if self.client is not None:
+            await self._listed(self._follow(self.client))
             return {record.name: record for record in self._fleet.records()}
         return None
 
     async def places(self) -> Places:
         """Where the nodes stand, by the labels of the Nodes; read again after ten minutes."""
-        if self._client is not None and time.monotonic() - self._places_at > PLACES_SECONDS:
+        if self.client is not None and time.monotonic() - self._places_at > PLACES_SECONDS:
             self._places_at = time.monotonic()
-            self._places = await run_in_threadpool(read_places, self._client.brief())
+            self._places = await run_in_threadpool(read_places, self.client.brief())
         return self._places
-
-    @property
-    def client(self) -> Client | None:
-        """To the API server that holds the records; None where they are this agent's own scans."""
-        return self._client
 
     def ready(self) -> None:
         """ProblemError 503 before the first scan, as /readyz: nothing is known of this node, and no list is whole."""

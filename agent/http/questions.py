@@ -1,7 +1,7 @@
 """The worker process (agent.http.worker): answers costly questions, one at a time, from what it was handed.
 
 Each question is a function of what is known and of plain arguments, under the name by which it is asked. Whatever is
-wrong with a question is a Refusal; an error of ours is logged and refused with 500.
+wrong with a question is a ProblemError; an error of ours is logged and refused with 500.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agent.checks.view import View
 from agent.cluster.nodes import Fleet, NodeRecord, records_of
 from agent.cluster.places import Places
 from agent.http import cluster
-from agent.http.worker import Answer, Refusal, document, send
+from agent.http.worker import Answer, ProblemError, document, page_of, send
 
 # What the page opens with, so that one sees what may be asked and what an answer looks like.
 EXAMPLES: tuple[dict[str, str], ...] = (
@@ -100,14 +100,14 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     form, view = dict(fields), known.current()
     if not form.get("model"):
         worked = [(one, advise.for_view(view, question(one))) for one in EXAMPLES]
-        return _page(pages.what_if_page(view, form, None, "", examples=worked))
+        return page_of(pages.what_if_page(view, form, None, "", examples=worked))
     try:
         wanted = question(form)
         advice = advise.for_view(view, wanted)
         points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
-        return _page(pages.what_if_page(view, form, advice, "", points=points))
+        return page_of(pages.what_if_page(view, form, advice, "", points=points))
     except RequestError as error:
-        return _page(pages.what_if_page(view, form, None, str(error)), 400)
+        return page_of(pages.what_if_page(view, form, None, str(error)), 400)
 
 
 def nodes(
@@ -127,8 +127,8 @@ def topology(known: Known, *, form: str, own: tuple[str | None, float] | None = 
 def cluster_page(
     known: Known, *, source: str, behind: str | None, more: str, places: Places, filters: tuple[tuple[str, Any], ...],
     node: str | None = None, own: tuple[str | None, float] | None = None,
-) -> Answer | Refusal:  # fmt: skip
-    """Every node that publishes, for people, or one of them by name."""
+) -> Answer:  # fmt: skip
+    """Every node that publishes, for people, or one of them by name. ProblemError where there is none of that name."""
     from agent.pages import render as pages
     from agent.pages.console import Asked
 
@@ -136,16 +136,16 @@ def cluster_page(
     if node is not None:
         record = fleet.record(node)
         if record is None:
-            return Refusal(status=404, detail=f"node={node}: no agent publishes a node of that name")
-        return _page(pages.published_page(fleet, record, source=source))
-    return _page(
+            raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
+        return page_of(pages.published_page(fleet, record, source=source))
+    return page_of(
         pages.fleet_page(fleet, source=source, behind=behind, more=more, places=places, asked=Asked(**dict(filters)))
     )
 
 
 def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone
     """The verdict on posted sources."""
-    from agent.http.why import judged
+    from agent.http.posted import judged
 
     return document(judged(body), "json")
 
@@ -155,15 +155,9 @@ def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what w
     return document(json.loads(text), "yaml")
 
 
-QUESTIONS: dict[str, Callable[..., Answer | Refusal]] = {
+QUESTIONS: dict[str, Callable[..., Answer]] = {
     one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page, why, as_yaml)
 }
-
-
-def _page(html: str, status: int = 200) -> Answer:
-    from agent.pages import render as pages
-
-    return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
 
 
 def question(form: Mapping[str, str]) -> Request:
@@ -194,15 +188,17 @@ def _whole(form: Mapping[str, str], name: str, most: int) -> int | None:
     return int(text)
 
 
-def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | Refusal:
+def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
     """One question, whatever becomes of it."""
     try:
         return QUESTIONS[name](known, **payload)
+    except ProblemError as error:
+        return error
     except RequestError as error:
-        return Refusal(status=400, detail=str(error))
+        return ProblemError(400, str(error))
     except Exception:
         log.exception("a question could not be answered: %s", name)
-        return Refusal(status=500, detail="the question could not be answered; the agent's log says why")
+        return ProblemError(500, "the question could not be answered; the agent's log says why")
 
 
 def main() -> None:

@@ -21,11 +21,6 @@ from agent.base.output import say
 
 log = logging.getLogger(__name__)
 
-ALONE: dict[str, Any] = {  # what `serve` is given where nothing is asked for: no cluster, no endpoints that make load
-    "publish": False, "token_review": False, "token_file": None, "node_name": None, "audience": "topoflight",
-    "reads": "open", "publish_interval": 300.0, "nfd": True, "expect": (), "expect_file": None,
-    "allowed_hosts": (),
-}  # fmt: skip
 RESERVED_DESCRIPTORS = 96  # for health checks over the limit, the probes' child, files, the API server and libraries
 BACKLOG = 256  # connections that the kernel holds, and that asyncio takes at once before any of them is looked at
 GRACE_SECONDS = 12.0  # from the signal to the end, whatever hangs; deploy/daemonset gives 15
@@ -105,7 +100,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.connections import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
+    from agent.http.access import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
 
     sys.setswitchinterval(SWITCH_SECONDS)
     LimitedProtocol.most_connections = _connections(LimitedProtocol.most_connections)

@@ -8,35 +8,43 @@ import difflib
 import logging
 import platform
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
-from fastapi import Body, Depends, FastAPI, Query, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from prometheus_client.exposition import gzip_accepted
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
 from agent.advice import advise
+from agent.advice.request import Request as Question
 from agent.base import counters
-from agent.base.documents import document as plain_document
+from agent.base.inputs import RequestError
 from agent.base.version import VERSION
-from agent.checks.codes import ALL_CODES
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn, GateError, judge, select
-from agent.checks.view import View
+from agent.checks.verdict import FailOn
+from agent.checks.view import View, only
 from agent.cluster.nodes import Fleet
 from agent.cluster.publish import Publisher
-from agent.http import models, pages, problem, runs, why
-from agent.http.access import POSTS_PER_MINUTE, Bucket, Guard, ReadHosts, Tokens
-from agent.http.answers import Format, Rendered, form_of, respond
+from agent.http import answers, posted
+from agent.http.access import Guard, ReadHosts, Tokens
+from agent.http.answers import (
+    YAML,
+    Format,
+    Gate,
+    Rendered,
+    Responses,
+    Version,
+    form_of,
+    problems,
+    respond,
+    texts,
+)
 from agent.http.cluster import Cluster, nodes_document
-from agent.http.models import TOKEN, YAML, Gate, Version, problems, texts
-from agent.http.problem import ProblemError
 from agent.http.state import State, age_seconds
-from agent.http.worker import Worker, document
+from agent.http.worker import Answer, ProblemError, Worker, document, page_of
 from agent.metrics import families as metrics
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
@@ -53,6 +61,11 @@ GZIP_LEVEL = 4
 STALE_SCANS = 4  # not ready once this many scans in a row have been missed
 
 Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node, or every node that publishes.")]
+
+FormField = Annotated[str, Query(max_length=4096)]  # of a form, where an empty one is one left out
+
+_FORM: Responses = problems(500)
+_FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with what is wrong
 
 
 def create(
@@ -81,11 +94,10 @@ def create(
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
-        docs_url=None, redoc_url=None,  # both load scripts from elsewhere; agent.http.pages has a page of our own
+        docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
-    problem.install(app)
-    models.install(app)
+    answers.install(app)
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
     posts: set[str] = set()
     app.add_middleware(Guard, tokens=tokens, posts=posts)
@@ -93,12 +105,11 @@ def create(
         app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
     rendered = Rendered()
     _health(app, state, lambda: counters.samples(publisher.tally if publisher else None, cluster.tally))
-    pages.install(app, state, _current, cluster, worker, rendered)
+    _pages(app, state, cluster, worker, rendered)
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)
     _gate(app, state, worker, rendered)
-    runs.install(app, state)
-    why.install(app, worker)
+    posted.install(app, state, worker)
     posts.update(route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
     return app
 
@@ -163,6 +174,95 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
         body, content_type = rendered(_current(state), request.headers.get("accept", ""), zipped=zipped)
         encoding = {"Content-Encoding": "gzip"} if zipped else {}
         return Response(body, headers={"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **encoding})
+
+
+def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
+    """Endpoints for people: the page, the what-if form and the list of endpoints.
+
+    Every page works without scripts and asks no other host for anything (Content Security Policy level 3). What draws a
+    page is imported with the first one: a node that only a scraper asks does not pay for it.
+    """
+
+    @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse, responses=problems(404))
+    async def page(
+        node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
+        = None,
+    ) -> Response:  # fmt: skip
+        """The page: verdict, findings with remedies, topology, measurements, recommendation, flights."""
+        view, trouble = _current(state), state.error
+        names = [snapshot.hostname for snapshot in view.snapshots]
+        if node is not None and node not in names:
+            raise ProblemError(404, f"node={node}: not among the nodes served here", allowed=names)
+
+        def drawn() -> Answer:
+            from agent.pages import render as pages
+
+            if node is None and len(names) != 1:
+                return page_of(pages.cluster_page(view, *_recommended(view), trouble=trouble))
+            mine, others = only(view, node or names[0]), cluster.source != "hosts"
+            return page_of(pages.node_page(mine, *_recommended(mine), trouble=trouble, fleet=len(names), others=others))
+
+        return respond(await rendered.answer(view, ("/", node, trouble), drawn))
+
+    @app.get(
+        "/cluster",
+        tags=["page"],
+        operation_id="cluster_page",
+        response_class=HTMLResponse,
+        responses=problems(404, 500),
+    )
+    async def whole(
+        request: Request,
+        node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
+        search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
+        verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
+        fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
+        kind: FormField = "", version: FormField = "", place: FormField = "",
+        group: Annotated[str, Query(pattern="^(|fault|kind|version|place)$")] = "",
+        sort: Annotated[str, Query(pattern="^(|name|since|age)$")] = "",
+        page: Annotated[int, Query(ge=1, le=100_000)] = 1,
+    ) -> Response:  # fmt: skip
+        """Every node that publishes: map, faults, what changed in a day, which nodes are odd, and the table."""
+        filters = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
+                   "place": place, "group": group, "sort": sort, "page": page}  # fmt: skip
+        records = await cluster.records()
+        return respond(await worker.ask(
+            request, "cluster_page", view=_current(state), records=records, source=cluster.source, node=node,
+            behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned, filters=tuple(filters.items()),
+            places=await cluster.places(),
+        ))  # fmt: skip
+
+    @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse, responses=_FORM)
+    async def what_if(
+        request: Request, model: FormField = "", method: FormField = "", machine: FormField = "", nodes: FormField = "",
+        network: FormField = "", transport: FormField = "", sequence_length: FormField = "",
+        global_batch: FormField = "", price: FormField = "",
+    ) -> Response:  # fmt: skip
+        """Layouts for a model on this machine or one of the catalogue, side by side."""
+        fields = {"model": model, "method": method, "machine": machine, "nodes": nodes, "network": network,
+                  "transport": transport, "sequence_length": sequence_length, "global_batch": global_batch,
+                  "price": price}  # fmt: skip
+        view, query = _current(state), tuple(fields.items())
+        answer = rendered.get(view, ("/what-if", query))
+        if answer is None:
+            answer = await worker.ask(request, "what_if", view=view, fields=query)
+            rendered.put(view, ("/what-if", query), answer)
+        return respond(answer)
+
+    @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
+    def docs() -> Response:
+        """Every endpoint with its parameters, from the OpenAPI document."""
+        from agent.pages import render as pages
+
+        return respond(page_of(pages.endpoints_page(app.openapi())))
+
+
+def _recommended(view: View) -> tuple[Recommendation | None, str]:
+    """The environment to run with, or why there is none."""
+    try:
+        return advise.for_view(view, Question()), ""
+    except RequestError as error:
+        return None, str(error)
 
 
 def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
@@ -294,26 +394,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
         return respond(answer)
 
 
-class Preflight(BaseModel):
-    """What POST /preflight takes: the gate's options."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    require: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
-    skip: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
-    fail_on: FailOn = "fail"
-
-
 def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
-    posts = Bucket(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
-
-    def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str], fail_on: FailOn) -> dict[str, Any]:
-        try:
-            found = select(checks, require=require, skip=skip, known=ALL_CODES)
-        except GateError as error:
-            raise ProblemError(400, str(error)) from None
-        return {"verdict": judge(found, fail_on=fail_on), "checks": worst_first(found)}
-
     @app.get("/preflight", tags=["gate"], operation_id="preflight", response_model=Gate,
              responses={**problems(), **YAML})  # fmt: skip
     async def preflight(
@@ -329,22 +410,7 @@ def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> Non
         required, skipped = tuple(require or ()), tuple(skip or ())
         key = "/preflight", required, skipped, fail_on
         return await rendered.of(
-            request, view, key, lambda: gate(view.checks, required, skipped, checked), form, worker
-        )
-
-    @app.post("/preflight", tags=["gate"], operation_id="preflight_now", response_model=Gate, dependencies=TOKEN,
-              responses=problems(413))  # fmt: skip
-    def preflight_now(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
-        """The gate over a scan made now. Needs a token."""
-        if not posts.take():
-            raise ProblemError(429, f"more than {POSTS_PER_MINUTE:.0f} such requests a minute",
-                               headers={"Retry-After": "5"})  # fmt: skip
-        log.info("POST %s by %s", request.url.path, request.state.user)
-        wanted = requested or Preflight()
-        options = wanted.require, wanted.skip, wanted.fail_on
-        gate((), *options)  # a wrong word costs no scan
-        return JSONResponse(
-            plain_document(gate(state.refresh().checks, *options)), headers={"Cache-Control": "no-store"}
+            request, view, key, lambda: posted.gate(view.checks, required, skipped, checked), form, worker
         )
 
 

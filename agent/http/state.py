@@ -39,49 +39,21 @@ class State:
         self, scan: Callable[[], tuple[Snapshot, ...]], *, interval_seconds: float, folder: Path | None = None,
         expected: Callable[[], Expectation | None] = lambda: None, history: History | None = None,
     ) -> None:  # fmt: skip
-        self._scan = scan
-        self._interval = interval_seconds
-        self._folder = folder
-        self._expected = expected
-        self._history = history
-        self._view: View | None = None
+        self._scan, self._expected = scan, expected
+        self.interval_seconds, self.folder, self.history = interval_seconds, folder, history
+        self.view: View | None = None  # the newest; None until the first scan is done
+        self.error: str | None = None  # why the last scan failed as a whole; None where it did not
         self._past = Past()
-        self._error: str | None = None
         self.before: list[Callable[[View], None]] = []  # called with each new view before it is handed out
         self._stop = threading.Event()
         self._scanning = threading.Lock()
         self._handing = threading.Lock()  # what is handed out is being replaced
         self._thread = threading.Thread(target=self._loop, name="scan", daemon=True)
 
-    @property
-    def view(self) -> View | None:
-        """The newest view; None until the first scan is done."""
-        return self._view
-
-    @property
-    def history(self) -> History | None:
-        """Which findings hold; None where each does at once."""
-        return self._history
-
-    @property
-    def error(self) -> str | None:
-        """Why the last scan failed as a whole; None where it did not."""
-        return self._error
-
-    @property
-    def interval_seconds(self) -> float:
-        """Seconds between scans."""
-        return self._interval
-
-    @property
-    def folder(self) -> Path | None:
-        """Where results of benchmarks and flights are kept; None where nothing is."""
-        return self._folder
-
     def start(self) -> None:
         """Begin scanning."""
-        if self._folder is not None:
-            keep.sweep(self._folder)
+        if self.folder is not None:
+            keep.sweep(self.folder)
         self._thread.start()
 
     def stop(self) -> None:
@@ -93,14 +65,14 @@ class State:
         """Scan now; concurrent callers share one scan after another, never two at once."""
         with self._scanning:
             bench, bench_at = self._last_bench()
-            benches = result_store.bench_history(self._folder) if self._folder else ()
+            benches = result_store.bench_history(self.folder) if self.folder else ()
             scanned = look(
                 self._scan(), benches=benches, flights=self._flights(), earlier=self._past.snapshots,
                 expected=self._asked(),
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
-            if self._history is not None and len(view.snapshots) == 1:
-                view = self._history.seen(view)
+            if self.history is not None and len(view.snapshots) == 1:
+                view = self.history.seen(view)
             for prepare in self.before:
                 try:
                     prepare(view)
@@ -108,8 +80,8 @@ class State:
                     log.exception("a new view could not be prepared for")
             self._past.add(view.snapshots)
             with self._handing:
-                self._view = view
-            self._error = None
+                self.view = view
+            self.error = None
             return view
 
     def _asked(self) -> Expectation | str | None:
@@ -122,22 +94,22 @@ class State:
     def reread_flights(self) -> None:
         """Hand out what was scanned last beside the flights that are kept by now."""
         with self._handing:
-            if self._view is not None:
-                self._view = replace(self._view, flights=self._flights())
+            if self.view is not None:
+                self.view = replace(self.view, flights=self._flights())
 
     def _loop(self) -> None:
         while not self._stop.is_set():
             try:
                 self.refresh()
             except Exception as error:
-                self._error = f"{type(error).__name__}: {error}"
+                self.error = f"{type(error).__name__}: {error}"
                 log.exception("scan failed")
-            self._stop.wait(self._interval)
+            self._stop.wait(self.interval_seconds)
 
     def _last_bench(self) -> tuple[BenchResult | None, float | None]:
-        if self._folder is None:
+        if self.folder is None:
             return None, None
-        path = self._folder / BENCH_FILE
+        path = self.folder / BENCH_FILE
         try:
             from collectives.bench.results import result_from_json
 
@@ -149,9 +121,9 @@ class State:
             return None, None
 
     def _flights(self) -> tuple[RunRecord, ...]:
-        if self._folder is None:
+        if self.folder is None:
             return ()
-        return keep.flights((self._folder / FLIGHTS_FOLDER,))
+        return keep.flights((self.folder / FLIGHTS_FOLDER,))
 
 
 def age_seconds(view: View) -> float:

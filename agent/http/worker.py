@@ -15,11 +15,10 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +28,6 @@ from agent.base.documents import document as plain
 from agent.base.documents import render
 from agent.checks.view import View
 from agent.cluster.nodes import NodeRecord
-from agent.http.problem import ProblemError
 from collectives.bench import processes
 from contracts.redaction import without_secrets
 
@@ -62,16 +60,23 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a question has no answer."""
+class ProblemError(Exception):
+    """A request that cannot be answered; becomes a problem document."""
 
-    status: int
-    detail: str
+    def __init__(self, status: int, detail: str, *, headers: dict[str, str] | None = None, **more: Any) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers
+        self.more = more
 
 
-class _LateError(Exception):
-    """The process was too slow, or no client waits any more."""
+class _LateError(ProblemError):
+    """The process was too slow, or no client waits any more: it is replaced."""
+
+
+def _late(detail: str) -> _LateError:
+    return _LateError(503, detail, headers=_BUSY)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -84,13 +89,7 @@ class _Job:
     records: Mapping[str, NodeRecord] | None
     answered: Future[Answer] = field(default_factory=Future)
     waiting: int = 0
-    begun: bool = False
     done_at: float | None = None
-
-    def refuse(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
-        """Tell the clients that wait."""
-        self.done_at = time.monotonic()
-        self.answered.set_exception(ProblemError(status, detail, headers=headers))
 
 
 def document(value: Any, form: str) -> Answer:
@@ -98,21 +97,30 @@ def document(value: Any, form: str) -> Answer:
     return Answer(body=render(without_secrets(plain(value)), form).encode(), media_type=f"application/{form}")
 
 
-def send(pipe: Connection, answer: Answer | Refusal) -> None:
+def page_of(html: str, status: int = 200) -> Answer:
+    """A page, with the policy that holds its scripts."""
+    from agent.pages import render as pages
+
+    return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
+
+
+def send(pipe: Connection, answer: Answer | ProblemError) -> None:
     """From the worker to the agent go texts and bytes only: nothing that is unpacked into objects."""
     header: dict[str, Any] = {"status": answer.status}
-    if isinstance(answer, Refusal):
+    if isinstance(answer, ProblemError):
         header["detail"] = answer.detail
     else:
         header |= {"media_type": answer.media_type, "headers": dict(answer.headers)}
     pipe.send_bytes(json.dumps(header).encode())
-    pipe.send_bytes(b"" if isinstance(answer, Refusal) else answer.body)
+    pipe.send_bytes(answer.body if isinstance(answer, Answer) else b"")
 
 
-def received(pipe: Connection) -> Answer | Refusal:
-    """The other side of `send`."""
+def received(pipe: Connection) -> Answer:
+    """The other side of `send`. Raises ProblemError where the worker refuses."""
     header, body = json.loads(pipe.recv_bytes()), pipe.recv_bytes()
-    return Refusal(**header) if "detail" in header else Answer(body=body, **header)
+    if "detail" in header:
+        raise ProblemError(**header)
+    return Answer(body=body, **header)
 
 
 class _Process:
@@ -133,11 +141,11 @@ class _Process:
         self._records: Mapping[str, NodeRecord] = {}
         if not self._pipe.poll(START_SECONDS):
             self.kill()
-            raise _LateError(f"the worker process has not started within {START_SECONDS:.0f} s")
+            raise _late(f"the worker process has not started within {START_SECONDS:.0f} s")
         self._pipe.recv_bytes()
 
-    def ask(self, job: _Job, longest: float) -> Answer | Refusal:
-        """Raises _LateError, and EOFError or OSError where the process has ended."""
+    def ask(self, job: _Job, longest: float) -> Answer:
+        """Raises ProblemError where it refuses or is too slow, EOFError or OSError where the process has ended."""
         self._tell(job)
         self._pipe.send((job.name, dict(job.given)))
         until = time.monotonic() + longest
@@ -146,7 +154,7 @@ class _Process:
             if not job.waiting:
                 until = min(until, now + LEFT_SECONDS)
             if now > until:
-                raise _LateError(f"the question takes longer than {longest:.0f} s: ask for less")
+                raise _late(f"the question takes longer than {longest:.0f} s: ask for less")
         return received(self._pipe)
 
     def _tell(self, job: _Job) -> None:
@@ -170,18 +178,18 @@ class _Process:
 
 
 class Worker:
-    """Where costly questions are asked."""
+    """Where costly questions are asked, from one event loop. They wait for the one thread, which starts the process."""
 
     def __init__(
         self, *, command: Sequence[str] = COMMAND, most_waiting: int = MOST_WAITING,
         longest_seconds: float = LONGEST_SECONDS, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._command, self._most, self._longest, self._idle = command, most_waiting, longest_seconds, idle_seconds
-        self._jobs: dict[Hashable, _Job] = {}  # asked and not answered, first first; or answered a moment ago
+        self._jobs: dict[Hashable, _Job] = {}  # asked and not answered, or answered a moment ago
         self._held: weakref.WeakSet[Answer] = weakref.WeakSet()
-        self._lock = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._process: _Process | None = None
+        self._end: asyncio.TimerHandle | None = None  # of a process that nobody asks
         self._stopping = False
 
     async def ask(
@@ -197,95 +205,73 @@ class Worker:
         answered = asyncio.wrap_future(job.answered)
         try:
             await asyncio.wait((answered, gone), timeout=2 * self._longest, return_when=asyncio.FIRST_COMPLETED)
-            if answered.done():
-                return answered.result()
-            raise ProblemError(
-                503, "the client has gone" if gone.done() else "too much was asked before", headers=_BUSY
-            )
+            if not answered.done():
+                raise _late("the client has gone" if gone.done() else "too much was asked before")
+            self._held.add(answered.result())
+            return answered.result()
         finally:
             gone.cancel()
             self._leave(job)
 
     def stop(self) -> None:
         """End the process and the thread; clients that wait are refused."""
-        with self._lock:
-            self._stopping = True
-            self._lock.notify_all()
-            process, thread = self._process, self._thread
-        if process is not None:
+        self._stopping = True
+        if (process := self._process) is not None:
             process._process.kill()
-        if thread is not None:
-            thread.join(2)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _job(
         self, name: str, given: Mapping[str, Any], view: View | None, records: Mapping[str, NodeRecord] | None
     ) -> _Job:
         """The question, asked by one more."""
+        if self._end is not None:
+            self._end.cancel()
         key = name, tuple(sorted(given.items(), key=lambda pair: pair[0])), id(view), records is None
-        with self._lock:
-            fresh = time.monotonic() - FRESH_SECONDS
-            self._jobs = {k: job for k, job in self._jobs.items() if job.done_at is None or job.done_at > fresh}
-            job = self._jobs.get(key)
-            if job is None or job.view is not view:
-                if self._stopping or sum(job.done_at is None for job in self._jobs.values()) >= self._most:
-                    raise ProblemError(503, f"{self._most} such questions wait already", headers=_BUSY)
-                if sum(len(answer.body) for answer in self._held) > MOST_HELD_BYTES:
-                    raise ProblemError(503, "answers of too many bytes are still being read", headers=_BUSY)
-                job = self._jobs[key] = _Job(name=name, given=given, view=view, records=records)
-                self._lock.notify_all()
-            job.waiting += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
-                self._thread.start()
-            return job
+        fresh = time.monotonic() - FRESH_SECONDS
+        self._jobs = {k: job for k, job in self._jobs.items() if job.done_at is None or job.done_at > fresh}
+        job = self._jobs.get(key)
+        if job is None or job.view is not view:
+            if self._stopping or sum(job.done_at is None for job in self._jobs.values()) >= self._most:
+                raise _late(f"{self._most} such questions wait already")
+            if sum(len(answer.body) for answer in self._held) > MOST_HELD_BYTES:
+                raise _late("answers of too many bytes are still being read")
+            job = self._jobs[key] = _Job(name=name, given=given, view=view, records=records)
+            job.answered = self._thread.submit(self._serve, job)
+        job.waiting += 1
+        return job
 
     def _leave(self, job: _Job) -> None:
         """One waits no more; a question that no client waits for, and that is not begun, gives its place back."""
-        with self._lock:
-            job.waiting -= 1
-            if not job.waiting and not job.begun:
-                self._jobs = {key: other for key, other in self._jobs.items() if other is not job}
+        job.waiting -= 1
+        if not job.waiting and job.answered.cancel():
+            self._jobs = {key: other for key, other in self._jobs.items() if other is not job}
+        if self._end is not None:
+            self._end.cancel()
+        if not self._stopping:
+            loop = asyncio.get_running_loop()
+            self._end = loop.call_later(self._idle, self._thread.submit, self._end_process)
 
-    def _run(self) -> None:
-        """Serve the questions in this thread, which lives as long as the process that it starts."""
-        while (job := self._next()) is not None:
-            self._serve(job)
-
-    def _next(self) -> _Job | None:
-        """The next question; None, with the process ended, where none came for long, or all is to end."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._stopping or self._first() is not None, self._idle)
-            job = None if self._stopping else self._first()
-            if job is not None:
-                job.begun = True
-            else:  # a later question starts another thread
-                self._end()
-                self._thread = None
-            return job
-
-    def _first(self) -> _Job | None:
-        return next((job for job in self._jobs.values() if not job.begun), None)
-
-    def _serve(self, job: _Job) -> None:
+    def _serve(self, job: _Job) -> Answer:
+        """Answer in the worker's thread. Whatever ends a process, another takes its place."""
         try:
             if self._process is None:
                 self._process = _Process(self._command)
-            answer = self._process.ask(job, self._longest)
-        except Exception as error:  # noqa: BLE001 - whatever ends a process, another takes its place
-            self._end()
-            if not isinstance(error, _LateError):
-                log.warning("the worker process has ended: %r", error)
-            late = str(error) if isinstance(error, _LateError) else "the worker process has ended: ask again"
-            job.refuse(503, late, _BUSY)
-            return
-        if isinstance(answer, Refusal):
-            job.refuse(answer.status, answer.detail)
-            return
-        self._held.add(answer)
-        job.done_at = time.monotonic()
-        job.answered.set_result(answer)
+            if self._stopping:
+                raise _late("the agent ends")
+            return self._process.ask(job, self._longest)
+        except _LateError:
+            self._end_process()
+            raise
+        except ProblemError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next question gets another process
+            self._end_process()
+            log.warning("the worker process has ended: %r", error)
+            raise _late("the worker process has ended: ask again") from None
+        finally:
+            job.done_at = time.monotonic()
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()

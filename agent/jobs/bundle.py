@@ -264,18 +264,11 @@ def of_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> di
         raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
     chosen = {node: pod for node, pod in pods.items() if not wanted or node in wanted}
     found: dict[str, Files] = {"cluster": {}}
-    for name, words in {
-        "pods.json": ["get", "pods", "-o", "json"],
-        "daemonsets.json": ["get", "daemonsets", "-o", "json"],
-        "events.json": ["get", "events", "-o", "json"],
-        "nodetopologies.json": ["get", "nodetopologies", "-o", "json"],
-        "nodes.json": ["get", "nodes", "-o", "json"],
-        "resourceslices.json": ["get", "resourceslices", "-o", "json"],
-    }.items():
+    for kind in ("pods", "daemonsets", "events", "nodetopologies", "nodes", "resourceslices"):
         try:
-            found["cluster"][name] = _json(json.loads(_kubectl([*base, *words])))
+            found["cluster"][f"{kind}.json"] = _json(json.loads(_kubectl([*base, "get", kind, "-o", "json"])))
         except (BundleError, ValueError) as error:
-            found["cluster"][f"{name}.txt"] = f"{redact(str(error))}\n".encode()
+            found["cluster"][f"{kind}.json.txt"] = f"{redact(str(error))}\n".encode()
     plugins, refused = _plugins(base)
     if refused:
         found["cluster"]["plugins.txt"] = f"not listed: {redact(refused)}\n".encode()

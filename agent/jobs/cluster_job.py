@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,8 @@ from agent.advice.advise import in_pods
 from agent.base.inputs import RequestError
 from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import GateError, select
-from agent.cluster import dra
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import Client, path_of
+from agent.jobs import submission
 from agent.jobs.launch import LaunchError, job_plan, storage_rate, to_save
 from contracts.job_plan import JobPlan, dumps
 from planner.advice import Recommendation
@@ -32,10 +31,10 @@ from planner.kubernetes.job import (
     from_advice,
     save_seconds,
 )
+from planner.kubernetes.manifests import Document
 from planner.nccl_env.texts import Reason, Setting
 from probes.api import Snapshot
 
-Document = dict[str, Any]
 APIS = tuple(manifests.APIS)
 # Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
 NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
@@ -172,18 +171,18 @@ def device_classes(words: Sequence[str]) -> tuple[str, str]:
 
 
 def check_dra(client: Client, advice: Recommendation, options: Mapping[str, Any]) -> None:
-    """Whether the cluster has what the job's claims name: the exceptions of agent.cluster.dra.check."""
-    dra.check(client, spec_of(advice, {**options, "dra": True}))
+    """Whether the cluster has what the job's claims name: the exceptions of submission.check."""
+    submission.check(client, spec_of(advice, {**options, "dra": True}))
 
 
 def dra_able(client: Client, advice: Recommendation, options: Mapping[str, Any]) -> str:
-    """How the cluster can serve this job's claims, or why not: the exceptions of agent.cluster.dra.able."""
+    """How the cluster can serve this job's claims, or why not: the exceptions of submission.able."""
     spec = spec_of(advice, {**options, "dra": True})
     nodes = None
     if selector := ",".join(options["node_selector"]):
         pages = client.pages(path_of("v1", "nodes"), {"labelSelector": selector})
         nodes = {node["metadata"]["name"] for page, _ in pages for node in page}
-    return dra.able(client, spec, nodes)
+    return submission.able(client, spec, nodes)
 
 
 def for_pods(
@@ -373,119 +372,6 @@ def offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
             allocatable = (node.get("status") or {}).get("allocatable") or {}
             having.update(name for name, count in allocatable.items() if "/" in name and str(count) != "0")
     return tuple(sorted(name for name, count in having.items() if count >= (options["nodes"] or 1)))
-
-
-GONE_SECONDS = 30.0  # for a job that failed to be deleted, after the time that its pods have to end
-
-
-def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
-    """Create the objects through the API, after the server has admitted each of them in a dry run.
-
-    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one goes on from its
-    checkpoints. A claim that is there stays as it is; what else the job needs is applied over what an earlier launch
-    left. Yields a line per object. JobError says what the server refused, and what was made before it.
-    """
-    done: list[str] = []
-    failed = False
-    for really in (False,) if dry_run else (False, True):
-        for document in made:
-            name = named(document)
-            try:
-                if document is not made[-1]:
-                    line = _prepare(client, document, dry_run=not really)
-                elif not really:
-                    line, failed = "created", _admit(client, document)
-                else:
-                    if failed:
-                        _delete(client, document, GONE_SECONDS + max(_grace(made), default=0))
-                        yield f"{name} had failed: deleted"
-                    client.create(_path(client, document), document)
-                    line = "created"
-            except ApiError as error:
-                so_far = f"; made before it: {', '.join(done)}" if done else "; nothing was made"
-                raise JobError(f"{name}: the API server says {error.status}: {error}{so_far}") from None
-            if really or dry_run:
-                done += [name] if really and line == "created" else []
-                yield f"{name} {line if really else 'admitted (dry run)'}"
-
-
-def named(document: Document) -> str:
-    """ "job/sft"."""
-    return f"{document['kind'].lower()}/{document['metadata']['name']}"
-
-
-def _path(client: Client, document: Document, name: str = "") -> str:
-    namespace = document["metadata"].get("namespace") or client.namespace
-    return path_of(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
-
-
-def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
-    """What the job needs; what became of it."""
-    if document["kind"] == "PersistentVolumeClaim":  # another size in it would resize what is not ours
-        try:
-            client.create(_path(client, document), document, dry_run=dry_run)
-        except ApiError as error:
-            if error.status != 409:
-                raise
-            return "was there: left as it is"
-        return "created"
-    new, _ = client.applied(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
-    return "created" if new else "was there: updated"
-
-
-def _admit(client: Client, job: Document) -> bool:
-    """Have the server judge the job; whether one of its name is there that has failed, which is to be deleted first."""
-    try:
-        client.create(_path(client, job), job, dry_run=True)
-        return False
-    except ApiError as error:
-        if error.status != 409:
-            raise
-        state = job_state(client.get(_path(client, job, job["metadata"]["name"])))
-        if state != "failed":
-            state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
-            raise ApiError(409, f"{error}, and is {state_text}", reason=error.reason) from None
-    about = {key: value for key, value in job["metadata"].items() if key != "name"}
-    about["generateName"] = f"{job['metadata']['name']}-"
-    client.create(_path(client, job), {**job, "metadata": about}, dry_run=True)
-    return True
-
-
-def stored(client: Client, document: Document) -> Document:
-    """The object as the server has it."""
-    return client.get(_path(client, document, document["metadata"]["name"]))
-
-
-def job_state(job: Document) -> str:
-    """ "failed", "complete" or "": by the conditions that the APIs of jobs write."""
-    conditions = (job.get("status") or {}).get("conditions") or ()
-    true = {str(each.get("type")) for each in conditions if str(each.get("status")) == "True"}
-    return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
-
-
-def _grace(node: Any) -> Iterator[int]:
-    """How long each pod below has to end."""
-    below = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
-    if isinstance(node, Mapping) and "terminationGracePeriodSeconds" in node:
-        yield node["terminationGracePeriodSeconds"]
-    for one in below:
-        yield from _grace(one)
-
-
-def _delete(client: Client, job: Document, seconds: float) -> None:
-    """Delete the job and wait until it is gone; ApiError where it does not go."""
-    path = _path(client, job, job["metadata"]["name"])
-    until = time.monotonic() + seconds
-    try:
-        client.delete(path)
-        while time.monotonic() < until:
-            client.get(path)
-            time.sleep(0.5)
-    except ApiError as error:
-        if error.status == 404:
-            return
-        raise
-    raise ApiError(409, f"the job that failed is still there {seconds:.0f} s after it was deleted")
 
 
 def _pair(word: str, option: str) -> tuple[str, str]:

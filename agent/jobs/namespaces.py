@@ -2,21 +2,27 @@
 
 Surface: unshare(1), veth(4) and tc-tbf(8) through pyroute2's netlink. Each namespace is held by a process that ends
 with this one, however that ends; with the last process in it the kernel takes down the namespace, its veth and their
-qdiscs, so that nothing is ever left to be swept. What runs in them is forked by one process (agent.jobs.forked). Needs
+qdiscs, so that nothing is ever left to be swept. What runs in them is forked by one process (`main`). Linux,
 root.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
 import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,8 @@ MOST_NETWORKS = 8
 BURST_SECONDS = 0.01  # of the rate: tc-tbf(8) asks for rate / HZ at least, and HZ is 100 or more
 LEAST_BURST_BYTES = 65536  # one segment as veth hands it over
 _RATE = re.compile(r"([A-Za-z][A-Za-z0-9]{0,14})=([1-9][0-9]{0,5})(mbit|gbit)")
+_NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
+_GRACE_SECONDS = 5.0  # for the others, once one rank has failed
 MODULES = ("collectives.bench.rank", "collectives.bench.calibrate", "finetune.train")
 
 
@@ -118,7 +126,7 @@ class Rig:
         return codes
 
 
-@contextmanager
+@contextlib.contextmanager
 def hosts(networks: Sequence[Shaped], log: Path, stop: threading.Event) -> Iterator[Rig]:
     """Two hosts that the networks join; all is gone at the end. NamespaceError says why not.
 
@@ -126,7 +134,7 @@ def hosts(networks: Sequence[Shaped], log: Path, stop: threading.Event) -> Itera
     """
     if why := missing():
         raise NamespaceError(why)
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         rig = Rig(tuple(networks), _serve(stack, log))
         rig.pids = tuple(_hold(stack) for _ in range(HOSTS))
         for network in rig.networks:
@@ -135,7 +143,7 @@ def hosts(networks: Sequence[Shaped], log: Path, stop: threading.Event) -> Itera
         yield rig
 
 
-def _serve(stack: ExitStack, log: Path) -> subprocess.Popen[str]:
+def _serve(stack: contextlib.ExitStack, log: Path) -> subprocess.Popen[str]:
     """The forking process; it imports torch while the hosts are made."""
     environment = {
         **os.environ, **processes.SAFE_PATH,
@@ -144,7 +152,7 @@ def _serve(stack: ExitStack, log: Path) -> subprocess.Popen[str]:
                                                     os.environ.get("PYTHONPATH")))),
     }  # fmt: skip
     environment.pop(processes.RUN_VARIABLE, None)
-    words = processes.tethered([sys.executable, "-m", "agent.jobs.forked", *MODULES])
+    words = processes.tethered([sys.executable, "-m", "agent.jobs.namespaces", *MODULES])
     with log.open("wb") as stream:
         server = subprocess.Popen(
             words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True,
@@ -154,7 +162,7 @@ def _serve(stack: ExitStack, log: Path) -> subprocess.Popen[str]:
     return server
 
 
-def _hold(stack: ExitStack) -> int:
+def _hold(stack: contextlib.ExitStack) -> int:
     """A process in a network namespace of its own, which ends when our end of its standard input does."""
     held = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -200,3 +208,82 @@ def _join(rig: Rig, network: Shaped) -> None:
                 inside.tc("add", "tbf", index, 0, rate=int(network.bits_per_second / 8), burst=burst, latency="400ms")
     except (NetlinkError, OSError) as error:
         raise NamespaceError(f"{network.name}: {error}") from None
+
+
+# The process that forks ranks -----------------------------------------------------------------------------------------
+
+
+def run_ranks(request: Mapping[str, Any]) -> list[int]:
+    """Fork the ranks and wait for all; a code below 0 is the signal that ended it.
+
+    Where one fails, the others have a few seconds, as torchrun gives them.
+    """
+    started = [_fork(rank) for rank in request["ranks"]]
+    codes: dict[int, int] = {}
+    until = time.monotonic() + request["seconds"]
+    while len(codes) < len(started):
+        for pid in started:
+            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(found[1])
+                if codes[pid]:
+                    until = min(until, time.monotonic() + _GRACE_SECONDS)
+        if time.monotonic() > until:
+            for pid in started:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(processes.POLL_SECONDS)
+    return [codes[pid] for pid in started]
+
+
+def _fork(rank: Mapping[str, Any]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        processes.die_with_parent(parent)
+        os.environ.update(rank["env"])
+        _enter(rank["pid"], rank["host"])
+        ended = importlib.import_module(rank["module"]).main(rank["words"])
+        code = int(ended or 0)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the rank's last words; it must not go on as a second server
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter(pid: int, host: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/proc/{pid}/ns/net").open("rb") as network:
+        if libc.setns(network.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
+            raise OSError(ctypes.get_errno(), f"network namespace of process {pid}")
+    socket.sethostname(host)
+
+
+def main(modules: Sequence[str]) -> int:
+    """Serve until standard input ends; the ranks die with this process, and it with the one that started it.
+
+    `python -m agent.jobs.namespaces MODULE ...` imports the modules and waits: no rank needs seconds to import torch. A
+    line of JSON starts one group of ranks: {"ranks": [{"module", "words", "env", "pid", "host", "log"}], "seconds"}.
+    Each enters the network namespace of process `pid` (setns(2)), calls itself `host`, writes to `log` and is the
+    module's `main(words)`. The line that comes back holds their exit codes.
+    """
+    for name in modules:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run_ranks(json.loads(line))) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,27 +1,35 @@
-"""One fine-tune over each network, on this host or by its records: what each took, proven, beside its forecast.
+"""One fine-tune over each network, on this host or on a cluster: what each took, proven, beside its forecast.
 
 Each network is measured first, by all-gathers and reduce-scatters over it, and so is what the ranks compute with: both
 feed the forecast. A run stands for a network only where its own sockets, or NCCL's log, say that it took it; what was
 not run is no bar.
+
+On a cluster there is a job per network, one after another. Its pods are attached to the network and told to take it;
+pod 0 leaves the short form of its record as its container's termination message (finetune.post). Surface: the job APIs
+of `launch`, and pods of core/v1.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from agent.advice.advise import of_cluster, with_fsdp
+from agent.advice.advise import answer, of_cluster, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL
 from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.documents import write_atomic
+from agent.cluster.client import Client, path_of
+from agent.jobs import cluster_job, submission
 from agent.jobs.launch import job_plan
-from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts
+from agent.jobs.namespaces import HOSTS, MOST_NETWORKS, Rig, Shaped, hosts
 from collectives.bench import lock, watch
 from collectives.bench.calibrate import CalibrationRequest, slowest
 from collectives.bench.plan import BenchSpec, Case
@@ -30,20 +38,27 @@ from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble, plan_of
 from contracts import run_record
 from contracts.interval import Interval
-from contracts.job_plan import dumps
+from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
-from contracts.run_record import RunRecord
+from contracts.run_record import RunRecord, record_of
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration, parse_calibration
+from planner.kubernetes.job import JobError
+from planner.kubernetes.manifests import POD_LABELS, Document
+from planner.nccl_env.texts import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
 from probes.rdma.facts import RdmaFacts
 from topology.cluster import join
 from topology.graph import ClusterTopology, NodeTopology
-from topology.svg import escape
 
 BENCH_BYTES = 1 << 20  # of the order of what FSDP gathers of a layer; larger only takes longer over a slow network
 BENCH_SECONDS = 2.0
+POLL_SECONDS = 2.0
+_RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
+_WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
+_RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
+_TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
 STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.runs.LEAST_STEPS)
 
 
@@ -181,9 +196,7 @@ class Local:
         path = output / "flight.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
-            log = output / "rank0.log"
-            last_line = log.read_text(errors="replace").strip().splitlines()[-1:]
-            why = f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(last_line)}; whole log: {log}"
+            why = f"{_how_ended(codes, output)}; whole log: {output / 'rank0.log'}"
             return replace(bar, status="failed", why=why)
         return replace(bar_of(bar, record, network.name), record=str(path))
 
@@ -229,9 +242,14 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
         )
         seen.read()
         if any(codes):
-            last_line = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
-            seen.outcome.problems.append(f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(last_line)}")
+            seen.outcome.problems.append(_how_ended(codes, folder))
         return assemble(spec, "gloo", seen.outcome, started, time.monotonic() - clock, None)
+
+
+def _how_ended(codes: Sequence[int], folder: Path) -> str:
+    """The ranks' exit codes, and the last line that rank 0 wrote."""
+    last_line = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
+    return f"the ranks ended with {', '.join(map(str, codes))}: {' '.join(last_line)}"
 
 
 def time_layer(rig: Rig, request: Request) -> Calibration:
@@ -250,8 +268,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
         words = [[str(folder), str(host)] for host in range(HOSTS)]
         codes = rig.run(rig.networks[0], "collectives.bench.calibrate", words, folder, seconds=120.0)
         if any(codes):
-            last_line = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise NetworksError(f"GEMMs and a layer could not be timed: {' '.join(last_line)}")
+            raise NetworksError(f"GEMMs and a layer could not be timed: {_how_ended(codes, folder)}")
         answers = [json.loads((folder / f"{host}.json").read_text()) for host in range(HOSTS)]
     return parse_calibration(slowest(answers))
 
@@ -271,44 +288,127 @@ def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapsho
     return [*bars, rdma_here(found)]
 
 
-_ROW, _LEFT, _WIDE, _RIGHT = 58, 130, 420, 330  # of the picture, in pixels
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """A network of the pods: their own, or one that Multus attaches."""
+
+    name: str  # of the interface in the pods; "rdma" for RDMA
+    attachment: str | None = None  # NetworkAttachmentDefinition: "net" or "namespace/net"
+    rate: str | None = None  # "25G" for each node
+
+    @property
+    def rdma(self) -> bool:
+        """Whether it is asked for as RDMA, and not as TCP over an interface."""
+        return self.name == "rdma"
+
+
+def parse(words: Sequence[str]) -> tuple[Attached, ...]:
+    """ "eth0,10G", "net1=training/macvlan,25G", "rdma=training/macvlan". ValueError names what is wrong."""
+    made = []
+    for word in words:
+        found = _WORD.fullmatch(word)
+        if not found or found[1] == "lo":
+            raise ValueError(
+                f"--over {word!r}: must be INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0, "
+                "net1=training/macvlan,25G, or rdma=training/macvlan for RDMA"
+            )
+        made.append(Attached(name=found[1], attachment=found[2], rate=found[3]))
+    if not made or len({one.name for one in made}) < len(made) or len(made) > MOST_NETWORKS:
+        raise ValueError(f"--over: name 1 to {MOST_NETWORKS} networks, each once: eth0 is the pods' own")
+    return tuple(made)
+
+
+def over(advice: Recommendation, network: Attached, request: Request, found: Sequence[Snapshot]) -> Recommendation:
+    """The same plan told to take this network; with its rate, the same layout forecast over it."""
+    chosen = advice.chosen
+    assert chosen is not None  # noqa: S101 - the verb has refused otherwise
+    if network.rate:
+        on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
+        same = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch", "gradient_accumulation", "sharding"}
+        named = tuple((name, getattr(chosen.layout, name)) for name in sorted(same))
+        there = answer(replace(on_network, train=replace(request.train, asked=named)), found)
+        if there.chosen is None:
+            raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
+        chosen = replace(chosen, forecast=there.chosen.forecast)
+    needs = tuple(need for need in advice.needs if need.name != "network")
+    if network.rdma:
+        return replace(advice, chosen=chosen, needs=needs)
+    why = Reason(rule="compare-networks runs over TCP on this interface", evidence=f"--over {network.name}",
+                 source="the user")  # fmt: skip
+    kept = tuple(
+        setting for setting in advice.settings
+        if not setting.name.startswith(_TCP_SETTINGS) and not setting.name.endswith("_SOCKET_IFNAME")
+    )  # fmt: skip
+    backend = "NCCL" if advice.backend == "nccl" else "GLOO"
+    variables = [(f"{backend}_SOCKET_IFNAME", network.name), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
+    return replace(
+        advice, chosen=chosen, settings=(*kept, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
+        needs=tuple(n for n in needs if n.name not in ("memlock", "capability") and not n.value.startswith(_RDMA)),
+    )  # fmt: skip
+
+
+def documents(
+    advice: Recommendation, network: Attached, options: Mapping[str, Any], found: Sequence[Snapshot]
+) -> tuple[Document, ...]:
+    """The job of one network: its name ends with the network's, and so does its output folder."""
+    options = {**options, "name": f"{options['name']}-{network.name}"}
+    spec = cluster_job.spec_of(advice, options)
+    if network.attachment:
+        inside = "" if network.rdma else f"@{network.name}"
+        spec = replace(spec, networks=(f"{network.attachment}{inside}",))
+    plan = cluster_job.plan_of(advice, options, found)
+    if not (network.rate or network.rdma):  # nothing is known of it that the run could be held against
+        plan = replace(plan, forecast=RunForecast())
+    return cluster_job.documents(spec, options["api"], plan)
+
+
+def run(
+    client: Client, made: Sequence[Document], network: Attached, api: str, *, seconds: float,
+    say: Callable[[str], None], sleep: Callable[[float], None], clock: Callable[[], float],
+) -> Bar:  # fmt: skip
+    """Create one network's job, wait for its end, and read its record. JobError, ApiError where it cannot be made."""
+    bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
+    for line in submission.create(client, made):
+        say(line)
+    job, until = made[-1], clock() + seconds
+    about = job["metadata"]
+    while not (state := submission.job_state(submission.stored(client, job))):
+        if clock() > until:
+            return replace(bar, why=f"{submission.named(job)} was not done within {seconds:.0f} s; it goes on")
+        sleep(POLL_SECONDS)
+    query = {"labelSelector": f"{POD_LABELS[api]}={about['name']}"}
+    place = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
+    pods = [pod for page, _ in client.pages(place, query) for pod in page]
+    record = next((found for pod in pods if (found := left(pod))), None)
+    if record is None:
+        reason = "; ".join(filter(None, map(submission.how_failed, pods))) or "no pod left a record"
+        return replace(bar, status="failed" if state == "failed" else "unknown", why=f"{state}: {reason}")
+    return bar_of(bar, record, network.name, rdma=network.rdma)
+
+
+def left(pod: Mapping[str, Any]) -> RunRecord | None:
+    """The short record that pod 0 left as its termination message; None where this pod has none."""
+    for each in (pod.get("status") or {}).get("containerStatuses") or ():
+        message = ((each.get("state") or {}).get("terminated") or {}).get("message") or ""
+        try:
+            found = json.loads(message)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and "transports" in found:
+            return record_of(found)
+    return None
 
 
 def picture(found: NetworkBars) -> str:
     """The bars as a self-contained SVG: step time, the forecast's interval on it, time and money of the whole run."""
+    from jinja2 import Environment, FileSystemLoader
+
     full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in found.bars)])
     best = min((b.step_seconds for b in found.bars if b.step_seconds), default=0.0)
-    drawn = []
-    for number, bar in enumerate(found.bars):
-        y = 64 + number * _ROW
-        drawn.append(f'<text x="{_LEFT - 10}" y="{y + 18}" text-anchor="end" font-weight="bold">'
-                     f"{escape(bar.network)}</text>")  # fmt: skip
-        drawn.append(f'<text x="{_LEFT - 10}" y="{y + 34}" text-anchor="end" class="soft">{escape(bar.carries)}</text>')
-        if bar.step_seconds is None:
-            words = f"{bar.status}: {bar.why}"
-            words = words if len(words) <= 100 else words[:99] + "…"
-            drawn.append(f'<text x="{_LEFT}" y="{y + 18}" class="soft">{escape(words)}</text>')
-            continue
-        wide = bar.step_seconds / full * _WIDE
-        drawn.append(f'<rect x="{_LEFT}" y="{y}" width="{wide:.1f}" height="26" fill="#1f6feb"/>')
-        if due := bar.forecast:
-            low, mid, high = (_LEFT + value / full * _WIDE for value in (due.low, due.mid, due.high))
-            drawn.append(f'<path d="M{low:.1f} {y + 32}H{high:.1f}M{low:.1f} {y + 28}v8M{mid:.1f} {y + 28}v8'
-                         f'M{high:.1f} {y + 28}v8" stroke="#bf5700" fill="none"/>')  # fmt: skip
-        for line, words in enumerate(words_of(bar, best)):
-            drawn.append(f'<text x="{_LEFT + _WIDE + 14}" y="{y + 14 + 17 * line}">{escape(words)}</text>')
-    height = 64 + len(found.bars) * _ROW + 22
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDE + _RIGHT} {height}" role="img"
- font-family="sans-serif" font-size="13">
-<style>text{{fill:#1b1f24}}.soft{{fill:#57606a;font-size:11px}}</style>
-<title>{escape(found.title)}</title>
-<rect width="100%" height="100%" fill="#fff"/>
-<text x="16" y="26" font-size="16">{escape(found.title)}</text>
-<text x="16" y="44" class="soft">{escape(found.where)}</text>
-{chr(10).join(drawn)}
-<text x="{_LEFT}" y="{height - 8}" class="soft">seconds a step, measured (bar) and forecast before it (interval)</text>
-</svg>
-"""
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return templates.get_template("networks.svg.j2").render(found=found, full=full, best=best, words_of=words_of) + "\n"
 
 
 def words_of(bar: Bar, best: float) -> tuple[str, str]:

@@ -1,7 +1,11 @@
-"""One preflight from scan to comparison. Each stage feeds the next; what a stage could not do becomes a note."""
+"""One preflight from scan to comparison, and its report. What a stage could not do becomes a note.
+
+`report.json` is the whole document, `report.html` one self-contained page, `junit.xml` what CI systems read.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -14,33 +18,37 @@ from agent.advice.job_settings import EMBEDDED_MODEL, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
 from agent.base import units
+from agent.base.documents import document, write_atomic
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
 from agent.base.output import Progress
 from agent.base.version import VERSION
 from agent.checks import measured
-from agent.checks.baseline import Baseline, gone, regressions
+from agent.checks.baseline import REPORT_VERSION, Baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.codes import ALL_CODES, HOST_CODES
+from agent.checks.groups import worst_first
 from agent.checks.judged import against_baseline
-from agent.checks.verdict import FailOn, judge, select
+from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import benchmark, launch
-from agent.jobs.report import Report
 from collectives.bench.lock import BusyError
 from collectives.bench.results import BenchResult
 from collectives.bench.run import run as run_bench
 from contracts.finding import Finding
-from contracts.run_record import RunRecord
+from contracts.plain import printable
+from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from probes.api import Snapshot
+from topology.graph import NodeTopology
 from topology.paths import Due
 
 if TYPE_CHECKING:
     from agent.checks.expect import Expectation
 
+NAMED = 8  # hosts in a title
 CALIBRATION_TOKENS = 8192  # a GEMM of this many rows runs at its full rate; more only takes longer
 CALIBRATION_SECONDS = 120.0
 
@@ -71,6 +79,37 @@ class Options:
     flights: tuple[Path, ...] = ()  # records of earlier flights to set beside this one
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that one run established, and what it could not."""
+
+    started_at_seconds: float = 0.0
+    seconds: float = 0.0
+    topoflight_version: str = VERSION
+    snapshots: tuple[Snapshot, ...] = ()
+    topologies: tuple[NodeTopology, ...] = ()
+    checks: tuple[Finding, ...]
+    verdict: Verdict
+    bench: BenchResult | None = None
+    recommendation: Recommendation | None = None
+    flight: RunRecord | None = None
+    flights: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
+    notes: tuple[str, ...] = ()  # steps that were left out, and why
+    nodes: tuple[NodeRecord, ...] = ()  # judged by what their agents published, without their graphs
+    schema_version: int = REPORT_VERSION
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Step time and memory of the run beside its forecast; empty without a run."""
+        return compare(self.flight) if self.flight else ()
+
+    @property
+    def subject(self) -> str:
+        """The hosts or nodes that this is about, in words."""
+        names = [s.hostname for s in self.snapshots] or [node.name for node in self.nodes]
+        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
 def run(options: Options, progress: Progress) -> Report:
     """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then."""
     started, clock = time.time(), time.monotonic()
@@ -99,8 +138,7 @@ def _unscanned(options: Options, progress: Progress) -> Report:
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options.require, skip=options.skip)
     return Report(
-        started_at_seconds=0.0, seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(), checks=checks,
-        verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), flights=_flights(options),
+        checks=checks, verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), flights=_flights(options),
         notes=("stopped by SIGTERM before the scan was done: nothing is known",),
     )  # fmt: skip
 
@@ -150,19 +188,9 @@ def _judged(
     checks = select((*scanned, *extra), require=options.require, skip=options.skip)
     checks = _against(before, checks, stopped)
     return Report(
-        started_at_seconds=0.0,  # the caller's to say, as are the seconds
-        seconds=0.0,
-        topoflight_version=VERSION,
-        snapshots=found,
-        topologies=view.topologies,
-        checks=checks,
-        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped),
-        bench=result,
-        recommendation=advice,
-        flight=record,
-        flights=_flights(options),
-        notes=tuple(notes),
-    )
+        snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice, flight=record,
+        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped), flights=_flights(options), notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
@@ -207,8 +235,8 @@ def report_of(
     checks = select(found, require=require, skip=skip, known=ALL_CODES)
     checks = regressions(checks, read_baseline(baseline, ("statuses",)).statuses)
     return Report(
-        started_at_seconds=time.time(), seconds=0.0, topoflight_version=VERSION, snapshots=(), topologies=(),
-        checks=checks, verdict=judge(checks, fail_on=fail_on), nodes=tuple(replace(node, graph=None) for node in nodes),
+        started_at_seconds=time.time(), checks=checks, verdict=judge(checks, fail_on=fail_on),
+        nodes=tuple(replace(node, graph=None) for node in nodes),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip
 
@@ -306,3 +334,64 @@ def _fly(
     except (launch.LaunchError, OSError) as error:
         return None, str(error)
     return record, ""
+
+
+def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
+    """Write the report's files into `folder`, made if need be; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "report.json": json.dumps(document(report), indent=1, sort_keys=True) + "\n",
+        "report.html": html,
+        "junit.xml": junit(report),
+    }
+    return tuple(write_atomic(folder / name, text) for name, text in files.items())
+
+
+def junit(report: Report) -> str:
+    """JUnit XML: a suite per node, a case per check; unknown is an error only where it was required."""
+    from xml.etree import ElementTree
+
+    aside = unjudged(report.checks)
+    root = ElementTree.Element("testsuites", name="topoflight preflight" + (f": {aside}" if aside else ""))
+    nodes: dict[str, list[Finding]] = {}
+    for check in report.checks:
+        nodes.setdefault(check.node or "run", []).append(check)
+    for node, checks in sorted(nodes.items()):
+        suite = ElementTree.SubElement(root, "testsuite", name=node)
+        if node != "run":
+            suite.set("hostname", node)
+        properties = ElementTree.SubElement(suite, "properties")
+        for name, value in _measured(report):
+            ElementTree.SubElement(properties, "property", name=name, value=value)
+        counts = {"tests": len(checks), "failures": 0, "errors": 0, "skipped": 0}
+        for check in worst_first(checks):
+            name = f"{check.code} [{check.subject}]" if check.subject else check.code
+            case = ElementTree.SubElement(suite, "testcase", classname=f"{node}.{check.code.split('.')[0]}", name=name)
+            # viewers show a message without its suite: it names the node by itself
+            message = f"{check.node}: {check.message}" if check.node and check.message else check.message
+            text = "\n".join((message, *check.evidence, check.remedy)).strip()
+            if check.status == "fail":
+                counts["failures"] += 1
+                ElementTree.SubElement(case, "failure", message=message).text = text
+            elif check.status == "unknown" and check.required:
+                counts["errors"] += 1
+                ElementTree.SubElement(case, "error", message=message).text = text
+            elif check.status == "unknown":
+                counts["skipped"] += 1
+                ElementTree.SubElement(case, "skipped", message=f"unknown: {check.message}")
+            elif text:
+                ElementTree.SubElement(case, "system-out").text = f"{check.status}: {text}"
+        for key, number in counts.items():
+            suite.set(key, str(number))
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + printable(ElementTree.tostring(root, encoding="unicode")) + "\n"
+
+
+def _measured(report: Report) -> list[tuple[str, str]]:
+    if report.bench is None:
+        return []
+    return [
+        (f"{m.op}.{m.bytes}.busbw_bytes_per_second", f"{m.busbw_bytes_per_second:.6g}")
+        for m in report.bench.measurements
+        if m.verified
+    ]

@@ -48,7 +48,7 @@ from topology.render import columns
 
 if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord
-    from agent.jobs.report import Report
+    from agent.jobs.preflight import Report
 
 _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 

@@ -13,7 +13,7 @@ from collectives.bench.results import BenchResult, RdmaResult
 from contracts.run_record import RunRecord, compare
 
 if TYPE_CHECKING:
-    from agent.jobs.report import Report
+    from agent.jobs.preflight import Report
 from agent.base.tables import SHOWN, grid, some, table
 
 

@@ -527,7 +527,7 @@ def with_manifest(
 ) -> Verdict:  # fmt: skip
     """Settings of the job's environment that `lint-env` warns of, and what they cost."""
     from agent.checks.lint import Linted, lint_text
-    from agent.jobs.manifest import elsewhere, forecast_after, placed
+    from agent.jobs.wrapped import elsewhere, forecast_after, placed
 
     try:
         raw = bounded.read(path, 16 << 20)

@@ -50,6 +50,17 @@ END_SECONDS = 20  # from there to the end of the pod
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
 
 
+_LEAST = {"nodes": 1, "processes_per_node": 1, "restarts": 0, "peer_wait_seconds": 1, "save_seconds": 1}
+_REFERENCE = "an image's reference, such as registry.example/name:tag"
+_PATTERNS = {
+    "namespace": (_LABEL, "lower-case letters, digits and '-', 63 at most"),
+    "name": (_NAME, "lower-case letters, digits and '-', a letter first, 63 at most"),
+    "image": (_IMAGE, _REFERENCE),
+    "preflight_image": (_IMAGE, _REFERENCE),
+    "agent": (_AGENT, "http://HOST:PORT or https://HOST:PORT"),
+}
+
+
 class JobError(ValueError):
     """A job that cannot be rendered; names the setting, its value and what is allowed."""
 
@@ -144,21 +155,19 @@ class JobSpec:
     save_seconds: int = SAVE_SECONDS  # that ranks have for a checkpoint once the pod is told to end
 
     def __post_init__(self) -> None:
-        if not _LABEL.fullmatch(self.namespace):
-            raise JobError(f"namespace={self.namespace!r}: must be lower-case letters, digits and '-', 63 at most")
-        if not _NAME.fullmatch(self.name):
-            raise JobError(
-                f"name={self.name!r}: must be lower-case letters, digits and '-', a letter first, 63 at most"
-            )
-        for what in ("nodes", "processes_per_node"):
-            if getattr(self, what) < 1:
-                raise JobError(f"{what}={getattr(self, what)}: must be at least 1")
-        for what, least in (("restarts", 0), ("peer_wait_seconds", 1), ("save_seconds", 1)):
+        for what, least in _LEAST.items():
             if getattr(self, what) < least:
-                raise JobError(f"{what}={getattr(self, what)}: must be {least} at least")
+                raise JobError(f"{what}={getattr(self, what)}: must be at least {least}")
+        for what, (pattern, allowed) in _PATTERNS.items():
+            if (value := getattr(self, what)) is not None and not pattern.fullmatch(value):
+                raise JobError(f"{what}={value!r}: must be {allowed}")
+        # What names other objects: one that cannot exist would leave the pods waiting for it.
+        for what in ("claim", "token_secret", "queue", "service_account"):
+            if (named := getattr(self, what)) is not None:
+                check_object_name(what, named)
         last = f"-worker-{self.nodes - 1}"  # what PyTorchJob and JobSet ("-node-0-1") add at most
         if len(self.name) + len(last) > _NAME_LIMIT:
-            allowed = _NAME_LIMIT - len(last)
+            allowed = str(_NAME_LIMIT - len(last))
             raise JobError(f"name={self.name!r}: {allowed} characters at most, for its pods are named NAME{last}")
         for name in self.environment:
             if not _ENVIRONMENT.fullmatch(name):
@@ -167,20 +176,11 @@ class JobSpec:
                 raise JobError(f"environment {name}: set by the job controller, which refuses it from outside")
         for name, amount in self.limits.items():
             check_limit(name, amount)
-        self._check_references()
-        if self.agent is not None and not _AGENT.fullmatch(self.agent):
-            raise JobError(f"agent={self.agent!r}: must be http://HOST:PORT or https://HOST:PORT")
+        self._check_placement()
 
-    def _check_references(self) -> None:
-        """What names other objects, nodes or images: one that cannot exist would leave the pods waiting for it."""
-        for what in ("claim", "token_secret", "queue", "service_account"):
-            if (named := getattr(self, what)) is not None:
-                check_object_name(what, named)
-        for what in ("image", "preflight_image"):
-            if (reference := getattr(self, what)) is not None and not _IMAGE.fullmatch(reference):
-                raise JobError(f"{what}={reference!r}: must be an image's reference, such as registry.example/name:tag")
-        keys = [*self.node_selector, *([] if self.topology_label is None else [self.topology_label])]
-        for key in keys:
+    def _check_placement(self) -> None:
+        """What names nodes: pods with a label or a taint that cannot exist would wait for ever."""
+        for key in (*self.node_selector, *(() if self.topology_label is None else (self.topology_label,))):
             if not _is_label_key(key):
                 raise JobError(f"label {key!r}: must be NAME or DOMAIN/NAME in letters, digits, '-', '_' and '.'")
         for key, value in self.node_selector.items():

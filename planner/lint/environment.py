@@ -63,7 +63,9 @@ def check_leftover(
     vendor: Platform | None,
 ) -> Iterator[Finding]:
     """A setting of the Debugging section that stayed. `plugin`: aws-ofi-nccl is in use and may have set it itself."""
-    if plugin and (value in settings().plugin_values.get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")):
+    if plugin and (
+        value in settings()["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
+    ):
         return
     if name == "NCCL_IB_GID_INDEX" and version is not None and version >= (2, 21, 0):
         if strtoll(value)[0] < 0:
@@ -79,7 +81,7 @@ def check_leftover(
         yield finding("env.debug.leftover/pxn", name, value)
         return
     status = Status.WARN if name in _COSTLY and _turns_off(name, value) else Status.INFO
-    effect = settings().effects.get(name, _DEFAULT_EFFECT)
+    effect = settings()["effect"].get(name, _DEFAULT_EFFECT)
     yield finding("env.debug.leftover", name, value, status=status, effect=effect)
 
 
@@ -118,18 +120,18 @@ def _acts(name: str, value: str, entry: NcclName) -> bool:
 
 def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Settings that do nothing, or harm, where EFA carries the traffic."""
-    for name, (why, only) in settings().efa_needless.items():
+    for name, row in settings()["efa_needless"].items():
         value = environment.get(name)
-        if value is not None and value.lower() == (only or value.lower()):
-            yield finding("env.efa.needless", name, value, why=why)
+        if value is not None and value.lower() == row.get("only", value.lower()):
+            yield finding("env.efa.needless", name, value, why=row["why"])
 
 
 def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
     """PyTorch's and CUDA's own debugging switches."""
-    for name, switch in settings().torch.items():
+    for name, switch in settings()["torch"].items():
         value = environment.get(name, "")
-        if value.strip().lower() in switch.when:
-            yield finding(switch.finding, name, value, status=switch.status, effect=switch.effect)
+        if value.strip().lower() in switch["when"]:
+            yield finding(switch["finding"], name, value, status=Status(switch["status"]), effect=switch["effect"])
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -205,7 +207,7 @@ def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None
     """Whether aws-ofi-nccl runs here, so that what it sets by itself is not the user's doing."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
-    logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings().plugin_values.items())
+    logged = source.startswith("log") and any(environment.get(k) in v for k, v in settings()["plugin_values"].items())
     efa = machine is not None and machine.has_efa
     return efa or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
@@ -330,7 +332,8 @@ def check_pairs(environment: Mapping[str, str], named: frozenset[str]) -> Iterat
 
 def _bounds(environment: Mapping[str, str]) -> Iterator[Finding]:
     """A least above its most."""
-    for low, high, effect in settings().bounds:
+    for row in settings()["bounds"]:
+        low, high, effect = row["least"], row["most"], row["effect"]
         (least, known), (most, whole) = (strtoll(environment.get(name, "")) for name in (low, high))
         if known and whole and least > most > 0:
             yield finding("env.pair.shadowed/bounds", low, environment[low], other=high, most=most, effect=effect)
@@ -347,8 +350,9 @@ def _holds(value: str | None, wanted: str) -> bool:
 
 
 def _shadowed(environment: Mapping[str, str]) -> Iterator[Finding]:
-    for cause, wanted, others in settings().shadows:
-        for name in others if _holds(environment.get(cause), wanted) else ():
+    for row in settings()["shadows"]:
+        cause = row["cause"]
+        for name in row["names"] if _holds(environment.get(cause), row["set"]) else ():
             if name in environment:
                 first = f"{cause}={environment[cause]}"
                 yield finding("env.pair.shadowed", name, environment[name], cause=first, other=cause)
@@ -373,9 +377,9 @@ def _sockets(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _missing(environment: Mapping[str, str], named: frozenset[str]) -> Iterator[Finding]:
-    for name, (other, why) in settings().needs.items():
-        if environment.get(name) and other not in named:
-            yield finding("env.pair.missing", name, environment[name], why=why, other=other)
+    for name, row in settings()["needs"].items():
+        if environment.get(name) and row["other"] not in named:
+            yield finding("env.pair.missing", name, environment[name], why=row["why"], other=row["other"])
     value = environment.get("NCCL_COLLNET_ENABLE", "")
     helpers = any(each.startswith(("NCCL_SHARP_", "SHARP_", "NCCL_UCX_", "NCCL_IBEXT_")) for each in named)
     if strtoll(value)[0] > 0 and not helpers and "NCCL_NET_PLUGIN" not in named:

@@ -163,7 +163,7 @@ def why_nothing(text: str, reading: Reading) -> str:
     lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
-    looks = _first(forms().foreign, text)
+    looks = _first(forms()["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks else ""
     return (
@@ -419,22 +419,22 @@ def guess_kind(text: str, name: str = "") -> str:
     """What a text looks like; its file's name comes first where it tells."""
     if "\0" in text:
         return "process"
-    by_name = _first(forms().by_name, name)
+    by_name = _first(forms()["by_name"], name)
     if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
-    if kind := _first(forms().surely, text):
+    if kind := _first(forms()["surely"], text):
         return kind
-    foreign = _first(forms().foreign, text)
+    foreign = _first(forms()["foreign"], text)
     if foreign == "Markdown" or (foreign and not _EXPORTS.search(text)):
         return "other"
-    return _first(forms().looks, text) or ("shell" if _mixed(text) else "env")
+    return _first(forms()["looks"], text) or ("shell" if _mixed(text) else "env")
 
 
 _EXPORTS = re.compile(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", re.MULTILINE)
 
 
-def _first(patterns: Mapping[str, re.Pattern[str]], text: str) -> str:
-    return next((kind for kind, pattern in patterns.items() if pattern.search(text)), "")
+def _first(patterns: Mapping[str, str], text: str) -> str:
+    return next((kind for kind, pattern in patterns.items() if re.search(pattern, text)), "")
 
 
 def _mixed(text: str) -> bool:

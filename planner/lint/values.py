@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from contracts.finding import Finding, Status
-from planner.lint.tables import finding, values
+from planner.lint.tables import finding, members, values
 from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
 
 LEVEL_NAMES = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
@@ -128,8 +128,8 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         yield from _check_blanks(name, value, entry)
         value = value.strip()
     if is_quoted(value):
-        off = name in values().carries_data and strtoll(value.strip(value[0]))[0] != 0
-        ends = off or name in values().zero or name in values().bytes or name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
+        off = name in members("carries_data") and strtoll(value.strip(value[0]))[0] != 0
+        ends = off or name in (*values()["zero"], *members("bytes"), "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
         effect, status = _effect_of_garbage(name, entry, version), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
@@ -139,11 +139,11 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
         yield from _algorithms(name, value, version)
     elif name == "NCCL_LAUNCH_MODE":
         yield from _launch_mode(name, value, version)
-    elif name in values().tokens:
+    elif name in values()["token"]:
         yield from _token(name, value, version)
-    elif name in values().word_lists:
+    elif name in values()["word_list"]:
         yield from _words(name, value)
-    elif name in values().shapes:
+    elif name in values()["shape"]:
         yield from _shape(name, value)
     elif name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"):
         yield from _list(name, value)
@@ -177,13 +177,14 @@ def fits(name: str, value: str) -> bool:
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
     """A value of another kind than the variable takes: an interface for a device, a key for an index."""
-    like, entries = values().like, [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
-    bare = [each.split(":")[0] if not like["address"].fullmatch(each) else each for each in entries]
+    like = values()["like"]
+    entries = [each.strip() for each in value.strip("\"'").lstrip("^=").split(",") if each.strip()]
+    bare = [each.split(":")[0] if not re.fullmatch(like["address"], each) else each for each in entries]
     if name == "NCCL_IB_HCA":
-        wrong = [each for each in bare if like["interface"].fullmatch(each) or like["address"].fullmatch(each)]
+        wrong = [each for each in bare if re.fullmatch(like["interface"], each) or re.fullmatch(like["address"], each)]
         wants, lists = "RDMA devices, as mlx5_0", "ls /sys/class/infiniband"
     elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        wrong = [each for each in bare if like["device"].fullmatch(each) or like["address"].fullmatch(each)]
+        wrong = [each for each in bare if re.fullmatch(like["device"], each) or re.fullmatch(like["address"], each)]
         wants, lists = "network interfaces, as eth0", "ip -br addr"
         if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "="):
             wrong = [value]
@@ -223,7 +224,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
         return
     number, whole = strtoll(value)
     if not whole:
-        if name in values().bytes and (unit := _UNIT.fullmatch(value)):
+        if name in members("bytes") and (unit := _UNIT.fullmatch(value)):
             meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
             default = _default(name, entry)
             yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
@@ -238,12 +239,12 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     if re.match(r"\s*[+-]?0[0-9]", value):
         right = value.strip().lstrip("+-0") or "0"
         yield finding("env.value.ignored/octal", name, value, number=number, right=right)
-    if name in values().choices and number not in values().choices[name]:
-        yield finding("env.value.range/choice", name, value, choices=", ".join(map(str, values().choices[name])))
-    if name in values().flags and number not in (0, 1) and str(number) != entry.default:
+    if name in values()["choice"] and number not in values()["choice"][name]:
+        yield finding("env.value.range/choice", name, value, choices=", ".join(map(str, values()["choice"][name])))
+    if name in members("flags") and number not in (0, 1) and str(number) != entry.default:
         yield finding("env.value.range/flag", name, value)
     yield from _waits(name, value, number)
-    low, high = values().ranges.get(name, (number, number))
+    low, high = values()["range"].get(name, (number, number))
     if not low <= number <= high and str(number) != entry.default and not (number == -1 and entry.default == "auto"):
         effect, default = _out_of_range(name), _default(name, entry)
         yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
@@ -260,7 +261,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
     if name == "NCCL_P2P_DISABLE":
         only = "and only exactly 1 disables peer access: it does nothing"
         effect = "and disables peer access" if number == 1 else only
-    elif entry.default == str(number) or (number == 0 and name in values().zero_is_unset):
+    elif entry.default == str(number) or (number == 0 and name in members("zero_is_unset")):
         status = Status.INFO if word in _NO else status
         effect = "which is the default: it does nothing" if entry.default == str(number) else "as if it were not set"
     elif _INTEGER.match(value):
@@ -268,11 +269,12 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
         effect = f"instead of {_default(name, entry)}"
     elif word in _NO:
         status, effect = Status.INFO, "as the word says"
-    elif name in values().zero or name in values().bytes:
+    elif name in values()["zero"] or name in members("bytes"):
         status = Status.FAIL
-        effect = f"instead of {_default(name, entry)}: {values().zero.get(name, 'buffers of no size carry nothing')}"
-    elif name in values().flags or name in values().carries_data:
-        status = Status.FAIL if name in values().carries_data else status  # whoever writes a word did not mean 0
+        effect = f"instead of {_default(name, entry)}: {values()['zero'].get(name, 'buffers of no size carry nothing')}"
+    elif name in members("flags") or name in members("carries_data"):
+        # whoever writes a word did not mean 0
+        status = Status.FAIL if name in members("carries_data") else status
         effect = "which turns off what it names" + (", the opposite of the word" if word in _YES else "")
     else:
         effect = f"instead of {_default(name, entry)}"
@@ -291,7 +293,7 @@ def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
 
 def _words(name: str, value: str) -> Iterator[Finding]:
     """A list of words; a blank belongs to the word beside it."""
-    separator, allowed = values().word_lists[name]
+    separator, allowed = (values()["word_list"][name][part] for part in ("separator", "words"))
     entries = value.removeprefix("^").split(separator)
     wrong = [each for each in entries if each and each.removeprefix("^").upper() not in allowed]
     if wrong:
@@ -301,9 +303,9 @@ def _words(name: str, value: str) -> Iterator[Finding]:
 
 
 def _shape(name: str, value: str) -> Iterator[Finding]:
-    shape = values().shapes[name]
-    if value and not shape.pattern.fullmatch(value):
-        yield finding("env.value.kind", name, value, wanted=shape.wanted, effect=shape.effect)
+    shape = values()["shape"][name]
+    if value and not re.fullmatch(shape["pattern"], value):
+        yield finding("env.value.kind", name, value, wanted=shape["wanted"], effect=shape["effect"])
 
 
 def _file(name: str, value: str) -> Iterator[Finding]:
@@ -369,8 +371,8 @@ def _gathers(value: str) -> bool:
 
 
 def _token(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    token = values().tokens[name]
-    allowed, exact, effect = token.words, token.exact, token.effect
+    token = values()["token"][name]
+    allowed, exact, effect = tuple(token["words"]), token["exact"], token["effect"]
     if name == "NCCL_DEBUG" and version and version < _ATTN_SINCE:
         allowed = tuple(each for each in allowed if each != "ATTN")
     if value in allowed or (not exact and value.upper() in allowed) or not value:

@@ -27,7 +27,7 @@ from agent.base import result_store as keep
 from agent.cli.launch import launch
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.runs import MOST_VALUES, Record
+from agent.http.posted import MOST_VALUES, Record
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import job, manifests

@@ -13,7 +13,7 @@ import pytest
 from rigs.serving import Asked, answering
 from rigs.tables import each_row
 
-from agent.http.runs import read
+from agent.http.posted import read_record as read
 from agent.jobs.launch import Launched, record_of
 from contracts import run_record
 from contracts.run_record import RunRecord

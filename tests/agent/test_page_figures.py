@@ -14,7 +14,7 @@ from rigs.tables import each_row
 
 from agent.checks.view import look
 from agent.http.questions import question
-from agent.jobs.report import Report
+from agent.jobs.preflight import Report
 from agent.pages import charts
 from agent.pages import render as pages
 from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side

@@ -11,7 +11,7 @@ from junitparser import JUnitXml
 
 from agent.base.documents import write_atomic
 from agent.checks.verdict import judge
-from agent.jobs.report import Report, junit
+from agent.jobs.preflight import Report, junit
 from agent.pages import render as pages
 from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot

@@ -27,10 +27,10 @@ from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.cluster.client import Client
-from agent.http import runs, why
+from agent.http import posted
 from agent.http.access import Tokens, grant
-from agent.http.problem import ProblemError
 from agent.http.server import MOST_BODY_BYTES
+from agent.http.worker import ProblemError
 
 USER = "system:serviceaccount:ci:gate"
 
@@ -68,9 +68,10 @@ def test_a_token_file_opens_the_gate(http: TestClient) -> None:
 def test_a_token_added_to_the_file_is_in_at_once(tmp_path: Path) -> None:
     """The file is read for each token that is not remembered; one taken out is out within seconds."""
     judge = tokens(tmp_path)
-    assert judge.check(f"Bearer {TOKEN}", path="/preflight", verb="post") == "token-file"
-    (tmp_path / "tokens").write_text("z" * 20 + "\n")
-    assert judge.check(f"Bearer {'z' * 20}", path="/preflight", verb="post") == "token-file"
+    for token in (TOKEN, "z" * 20):
+        (tmp_path / "tokens").write_text(f"{token}\n")
+        judged = judge.judge(asking("10.0.0.1", token), path="/preflight", verb="post")
+        assert asyncio.run(judged) == "token-file"
 
 
 @each_row(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
@@ -212,8 +213,8 @@ def test_nothing_makes_load_from_afar(http: TestClient) -> None:
     ("path", "most", "judged"),
     [
         ("/preflight", MOST_BODY_BYTES, b'{"skip": ["no.such"]}'),
-        ("/flights", runs.MOST_POSTED_BYTES, b"{}"),
-        ("/why", why.MOST_POSTED_BYTES, b'{"log": []}'),
+        ("/flights", posted.MOST_RECORD_BYTES, b"{}"),
+        ("/why", posted.MOST_SOURCES_BYTES, b'{"log": []}'),
     ],
 )
 def test_bodies_and_the_rate_of_posts_are_bounded(path: str, most: int, judged: bytes, tmp_path: Path) -> None:

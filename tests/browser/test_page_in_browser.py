@@ -29,7 +29,7 @@ from agent.base.hosts import snapshots
 from agent.cluster.nodes import Fleet
 from agent.cluster.places import chosen
 from agent.http.state import State
-from agent.jobs.report import Report
+from agent.jobs.preflight import Report
 from agent.pages import render as pages
 from agent.pages.render import report_page
 from collectives.bench.results import result_from_json, result_to_json

@@ -18,7 +18,7 @@ from rigs.tables import each_row
 from agent.advice.advise import answer
 from agent.advice.request import Request
 from agent.cli.launch import launch
-from agent.jobs import cluster_job
+from agent.jobs import cluster_job, submission
 from contracts.job_plan import JobPlan, read
 from planner.kubernetes.job import JobError
 
@@ -40,7 +40,7 @@ def documents(kind: str, name: str) -> tuple[dict[str, object], ...]:
 @pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "job"])
 def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: str) -> None:
     """A real server admits manifests in test_real_overlays."""
-    lines = list(cluster_job.create(client_of(api), documents(kind, f"e2e-{uuid.uuid4().hex[:8]}"), dry_run=True))
+    lines = list(submission.create(client_of(api), documents(kind, f"e2e-{uuid.uuid4().hex[:8]}"), dry_run=True))
     assert lines and all(line.endswith("admitted (dry run)") for line in lines)
     assert api.of_kind("Job") == api.of_kind("TrainJob") == api.of_kind("PyTorchJob") == api.of_kind("ConfigMap") == []
 
@@ -48,9 +48,9 @@ def test_a_dry_run_judges_every_object_and_creates_none(api: ApiServer, kind: st
 def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
     """And the error says that nothing was made."""
     client = client_of(api)
-    assert len(list(cluster_job.create(client, documents("trainjob", "sft")))) == 3
+    assert len(list(submission.create(client, documents("trainjob", "sft")))) == 3
     with pytest.raises(JobError, match=r"trainjob/sft: the API server says 409.*nothing was made"):
-        list(cluster_job.create(client, documents("trainjob", "sft")))
+        list(submission.create(client, documents("trainjob", "sft")))
 
 
 WORDS = [

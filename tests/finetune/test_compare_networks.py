@@ -163,7 +163,7 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
 @contextlib.contextmanager
 def forked_ranks_in_hosts(rig):
     """Run one rank of the built-in job per entry of `places`, each in that host: their exit codes, and the record."""
-    words = [sys.executable, "-m", "agent.jobs.forked", "finetune.train"]
+    words = [sys.executable, "-m", "agent.jobs.namespaces", "finetune.train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def run(folder, places, device, address):

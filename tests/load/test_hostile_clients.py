@@ -18,20 +18,21 @@ from load_served import H100, Served
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from agent.http.connections import HEAD_BYTES, LimitedProtocol
+from agent.http.access import HEAD_BYTES, LimitedProtocol
 from agent.http.serve import BACKLOG
 
 QUICK = """
 import sys
 from agent.http import serve
 from agent.base.hosts import snapshots
-from agent.http.connections import LimitedProtocol
+from agent.http.access import LimitedProtocol
 from agent.http.state import State
 from pathlib import Path
 port, LimitedProtocol.most_connections, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 LimitedProtocol.seconds = {"head": seconds, "next head": 2 * seconds, "body": seconds, "reader": seconds}
 state = State(lambda: snapshots((Path(sys.argv[4]),)), interval_seconds=3600)
-serve.listen(serve.application(state, serve.ALONE), "127.0.0.1", port)
+options = {**serve.serve.make_context("serve", []).params, "hosts": None}
+serve.listen(serve.application(state, options), "127.0.0.1", port)
 """
 SECONDS = 2.0  # that a request may take to arrive, in place of the agent's own limit
 PLACES = 40

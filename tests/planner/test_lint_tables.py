@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from planner.lint.tables import settings, values
 from planner.nccl_env.names import names, plugin_of, torch_names
 
@@ -11,10 +13,12 @@ OTHERS = {"CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", 
 def test_every_name_is_one_that_something_reads() -> None:
     table, more = values(), settings()
     used = {
-        *table.tokens, *table.word_lists, *table.shapes, *table.ranges, *table.choices, *table.zero, *table.bytes,
-        *table.flags, *table.carries_data, *table.zero_is_unset, *more.plugin_values, *more.effects, *more.efa_needless,
-        *more.torch, *more.needs, *(other for other, _ in more.needs.values()), *(row[0] for row in more.shadows),
-        *(name for row in more.shadows for name in row[2]), *(name for row in more.bounds for name in row[:2]),
+        *(name for part in ("token", "word_list", "shape", "range", "choice", "zero") for name in table[part]),
+        *(name for members in table["names"].values() for name in members),
+        *(name for part in ("plugin_values", "effect", "efa_needless", "torch", "needs") for name in more[part]),
+        *(row["other"] for row in more["needs"].values()), *(row["cause"] for row in more["shadows"]),
+        *(name for row in more["shadows"] for name in row["names"]),
+        *(row[part] for row in more["bounds"] for part in ("least", "most")),
     }  # fmt: skip
     known = {*names(), *torch_names(), *OTHERS}
     assert not [name for name in sorted(used) if name not in known and not plugin_of(name)]
@@ -22,10 +26,16 @@ def test_every_name_is_one_that_something_reads() -> None:
 
 def test_every_row_is_whole() -> None:
     table, more = values(), settings()
-    assert not [name for name, (low, high) in table.ranges.items() if low >= high]
-    assert not [name for name, row in table.tokens.items() if not row.words or not row.effect]
-    assert not [name for name, (separator, words) in table.word_lists.items() if len(separator) != 1 or not words]
-    assert {how for _, how, _ in more.shadows} <= {"one", "nonzero", "positive", "index", "socket"}
-    texts = [*more.effects.values(), *table.zero.values(), *(row[2] for row in more.bounds)]
-    texts += [why for why, _ in more.efa_needless.values()]
+    assert set(table["names"]) == {"bytes", "flags", "carries_data", "zero_is_unset"}
+    assert not [name for name, (low, high) in table["range"].items() if low >= high]
+    assert not [name for name, row in table["token"].items() if not (row["words"] and row["effect"] and "exact" in row)]
+    assert not [name for name, row in table["word_list"].items() if len(row["separator"]) != 1 or not row["words"]]
+    assert all(row["wanted"] and row["effect"] and re.compile(row["pattern"]) for row in table["shape"].values())
+    assert {row["set"] for row in more["shadows"]} <= {"one", "nonzero", "positive", "index", "socket"}
+    assert all({*row} == {"cause", "set", "names"} for row in more["shadows"])
+    assert all({*row} == {"least", "most", "effect"} for row in more["bounds"])
+    assert all({*row} == {"other", "why"} for row in more["needs"].values())
+    assert all({*row} == {"when", "finding", "status", "effect"} for row in more["torch"].values())
+    texts = [*more["effect"].values(), *table["zero"].values(), *(row["effect"] for row in more["bounds"])]
+    texts += [row["why"] for part in ("efa_needless", "needs") for row in more[part].values()]
     assert all(text and text[-1] != "." for text in texts)

@@ -1,0 +1,261 @@
+"""Endpoints that take POST: a job leaves its record, sources of a run are judged, and the gate looks anew.
+
+Specifications: flight.json of docs/finetune.md, and docs/why.md. Who posts a record is a job's service account, not the
+administrator: the record is bounded in bytes and in values, because all stored ones are held in memory and open to
+every reader. The sources of a verdict go as they came to the worker process, which reads them within the bounds of the
+readers; nothing in them names a file, a host or a port that the agent would open. Nothing of them is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
+
+from agent.base import result_store as keep
+from agent.base.documents import document as plain_document
+from agent.checks.codes import ALL_CODES
+from agent.checks.groups import worst_first
+from agent.checks.verdict import FailOn, GateError, select
+from agent.checks.verdict import judge as judged_checks
+from agent.http.access import Bucket
+from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, posted, problems, respond
+from agent.http.state import State
+from agent.http.worker import ProblemError, Worker
+from contracts import plain
+from contracts.finding import Finding
+from contracts.run_record import RunRecord, dumps, record_of
+from planner.why import Verdict
+
+log = logging.getLogger(__name__)
+
+# 50 of these are kept, in the 64 MiB that deploy/daemonset gives the state folder; 4096 steps take 60 KiB
+MOST_RECORD_BYTES = 512 << 10
+MOST_VALUES = 16384  # 4096 steps, and evaluations beside them; a value takes some 100 bytes of memory
+
+_Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$", max_length=20)]
+_Text = Annotated[str, Field(max_length=4096)]
+_Members = dict[str, Any]
+
+
+class Record(BaseModel):
+    """What POST /flights takes: a job's flight.json. Of other members those are kept that RunRecord has."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    schema_version: Literal[1]  # contracts.run_record.RECORD_VERSION
+    status: str = Field(pattern="^[a-z]{1,32}$")
+    host: str = Field(min_length=1, max_length=253)
+    started_at: _Time
+    ended_at: _Time | None = None
+    exit_code: int | None = Field(default=None, ge=0, le=255)
+    reason: _Text | None = None
+    notes: list[_Text] = Field(default=[], max_length=256)
+    layout: _Members = {}
+    forecast: _Members = {}
+    measured: _Members = {}
+    loss: _Members = {}
+    model: _Members = {}
+    communication: _Members | None = None
+    parts: list[_Members] = Field(default=[], max_length=64)
+    comparison: list[_Members] = Field(default=[], max_length=64)
+    steps_done: int | None = Field(default=None, ge=0)
+    step_seconds: list[float | None] = Field(default=[], max_length=4096)
+
+
+def read_record(body: bytes) -> RunRecord:
+    """The record. ProblemError 400 where it is no JSON of ours, 422 where a member is not what it should be."""
+    if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:  # before any is made
+        raise ProblemError(422, f"the record holds {values} values: {MOST_VALUES} are taken")
+    try:
+        record = plain.loads(body, unknown_numbers=True)  # a loss may be NaN
+    except (plain.PlainError, UnicodeDecodeError) as error:
+        raise ProblemError(400, f"the body is no record of a flight: {error}") from None
+    try:
+        Record.model_validate(record)
+    except ValidationError as error:
+        found, detail = complaints(error, 16)
+        raise ProblemError(422, detail, errors=found) from None
+    made = record_of(record)
+    if len(dumps(made)) > MOST_RECORD_BYTES:  # as it is kept, which may be longer than as it came
+        raise ProblemError(422, f"the record takes more than {MOST_RECORD_BYTES} bytes to keep")
+    return made
+
+
+class Preflight(BaseModel):
+    """What POST /preflight takes: the gate's options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    require: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
+    skip: list[Annotated[str, Field(max_length=128)]] = Field(default=[], max_length=256)
+    fail_on: FailOn = "fail"
+
+
+def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str], fail_on: FailOn) -> dict[str, Any]:
+    """What the gate answers of these checks. ProblemError 400 for a check that does not exist."""
+    try:
+        found = select(checks, require=require, skip=skip, known=ALL_CODES)
+    except GateError as error:
+        raise ProblemError(400, str(error)) from None
+    return {"verdict": judged_checks(found, fail_on=fail_on), "checks": worst_first(found)}
+
+
+class Keeper:
+    """Keeps each record once."""
+
+    def __init__(self, state: State) -> None:
+        self._state, self._lock = state, threading.Lock()
+
+    def keep(self, record: RunRecord, who: str) -> bool:
+        """Whether it is new here. ProblemError 409 where it cannot be kept beside what is, 507 without room."""
+        folder = self._state.folder
+        if folder is None or not folder.is_dir():
+            raise ProblemError(409, "this agent keeps nothing: it has no state folder",
+                               grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
+        with self._lock:
+            for known in keep.flights((folder / keep.FLIGHTS_FOLDER,)):
+                if keep.start_of(known) == keep.start_of(record):
+                    if replace(known, posted_by=None) == replace(record, posted_by=None):
+                        return False
+                    raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
+                                            f"{record.started_at}, is kept here")  # fmt: skip
+            if keep.keep_flight(replace(record, posted_by=who), folder) is None:
+                raise ProblemError(
+                    507, "the record could not be written into the state folder; the agent's log says why"
+                )
+        self._state.reread_flights()
+        return True
+
+
+MOST_SOURCES_BYTES = 2 << 20  # twelve a minute, which may all wait: 24 MiB
+MOST_RANKS = 1024
+
+_Source = Annotated[str, Field(max_length=MOST_SOURCES_BYTES)]
+_Rank = Annotated[str, Field(pattern="^[0-9]{1,6}$")]
+
+
+class Sources(BaseModel):
+    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and its options by name.
+
+    `nodes` is a number here: what agents publish of nodes by name the command asks of the cluster, as its user may.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    logs: list[_Source] = Field(default=[], max_length=16)
+    ras: list[_Source] = Field(default=[], max_length=2)
+    diagnostics: list[_Source] = Field(default=[], max_length=16)
+    manifest: _Source = ""
+    states: list[dict[str, Any]] = Field(default=[], max_length=MOST_RANKS)
+    traces: dict[_Rank, dict[str, Any]] = Field(default={}, max_length=MOST_RANKS)
+    record: dict[str, Any] = {}
+    recordings: list[dict[str, Any]] = Field(default=[], max_length=8)  # of the job's nodes, as `capture` writes them
+    model: Annotated[str, Field(max_length=200)] = ""
+    method: Literal["full", "lora", "qlora"] = "lora"
+    machine: Annotated[str, Field(max_length=64)] = ""
+    nodes: int | None = Field(default=None, ge=1, le=100_000)
+    network: Annotated[str, Field(max_length=32)] = ""
+    sequence_length: int = Field(default=2048, ge=1, le=10_000_000)
+    lengths: _Text = ""
+    global_batch: int | None = Field(default=None, ge=1, le=10_000_000)
+    layout: _Text = ""
+    steps: int | None = Field(default=None, ge=1, le=10**12)
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
+    price: Annotated[str, Field(max_length=16)] = ""
+
+
+def judged(body: bytes) -> Verdict:
+    """The verdict on a posted body; called in the worker process. Raises RequestError."""
+    from agent.advice.request import Request as Question
+    from agent.base.inputs import InputError, RequestError
+    from agent.why.diagnosis import Asked, answer
+
+    try:
+        sources = Sources.model_validate(plain.loads(body, unknown_numbers=True))
+    except (plain.PlainError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+    except ValidationError as error:
+        raise RequestError(complaints(error, 8)[1]) from None
+    of_price = ("model", "method", "machine", "nodes", "network", "sequence_length", "lengths", "global_batch",
+                "steps", "epochs", "price")  # fmt: skip
+    request = Question.of(**{name: getattr(sources, name) or None for name in of_price}, allow_files=False)
+    with tempfile.TemporaryDirectory(prefix="why-") as name:
+        folder = Path(name)
+        files = {kind: _written(folder, kind, getattr(sources, kind)) for kind in ("logs", "ras", "diagnostics")}
+        manifest = _written(folder, "manifest", [sources.manifest] if sources.manifest else [])
+        ranks = folder / "run" / "ranks"
+        ranks.mkdir(parents=True)
+        for number, state in enumerate(sources.states):
+            (ranks / f"state_rank_{number}.json").write_text(json.dumps(state), encoding="utf-8")
+        for rank, trace in sources.traces.items():
+            (ranks / f"posted_trace_rank_{rank}").write_text(json.dumps(trace), encoding="utf-8")
+        recordings = _written(folder, "recordings", [json.dumps(one) for one in sources.recordings], ".json")
+        if sources.record:
+            (folder / "run" / "flight.json").write_text(json.dumps(sources.record), encoding="utf-8")
+        try:
+            return answer(Asked(
+                logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
+                request=replace(request, hosts=tuple(map(Path, recordings))),
+                run=folder / "run" if sources.states or sources.traces or sources.record else None,
+                layout=sources.layout,
+                manifest=Path(manifest[0]) if manifest else None,
+            ))  # fmt: skip
+        except InputError as error:
+            raise RequestError(str(error).replace(f"{name}/", "")) from None
+
+
+def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tuple[str, ...]:
+    paths = [folder / f"{kind}-{number}{suffix}" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text, encoding="utf-8", errors="replace")
+    return tuple(map(str, paths))
+
+
+def install(app: FastAPI, state: State, worker: Worker) -> None:
+    """Add the endpoints."""
+    keeper, records, verdicts, scans = Keeper(state), *(Bucket.of_posts() for _ in range(3))
+
+    @app.post("/flights", tags=["facts"], operation_id="flight_keep", status_code=201, max_body_size=MOST_RECORD_BYTES,
+              openapi_extra=body_of(Record), dependencies=TOKEN, response_model=Kept,
+              responses={200: {"model": Kept, "description": "It was kept before."}, **problems(409, 413, 507)},
+              )  # fmt: skip
+    async def flight(request: Request) -> JSONResponse:
+        """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /flights shows it."""
+        who = request.state.user
+        records.admit()
+        body = await posted(request)
+        new = await run_in_threadpool(lambda: keeper.keep(read_record(body), who))
+        log.info("POST /flights by %s: kept %s", who, "now" if new else "before")
+        headers = {"Location": "/flights", "Cache-Control": "no-store"}
+        return JSONResponse({"kept": "now" if new else "before"}, status_code=201 if new else 200, headers=headers)
+
+    @app.post("/why", tags=["facts"], operation_id="why_judge", max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,
+              openapi_extra=body_of(Sources), response_model=Verdict, responses=problems(413))  # fmt: skip
+    async def judge(request: Request) -> Response:
+        """The verdict on the sources that are posted. Needs a token. Keeps nothing."""
+        verdicts.admit()
+        return respond(await worker.ask(request, "why", body=await posted(request)))
+
+    @app.post("/preflight", tags=["gate"], operation_id="preflight_now", response_model=Gate, dependencies=TOKEN,
+              responses=problems(413))  # fmt: skip
+    def preflight_now(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
+        """The gate over a scan made now. Needs a token."""
+        scans.admit()
+        log.info("POST %s by %s", request.url.path, request.state.user)
+        wanted = requested or Preflight()
+        options = wanted.require, wanted.skip, wanted.fail_on
+        gate((), *options)  # a wrong word costs no scan
+        return JSONResponse(
+            plain_document(gate(state.refresh().checks, *options)), headers={"Cache-Control": "no-store"}
+        )

@@ -1,0 +1,354 @@
+"""One job and its cluster: whether it can serve the job's claims, whether it takes the job, and whether its pods come.
+
+Surface: API resource.k8s.io (Kubernetes API reference 1.34): discovery, DeviceClass, ResourceSlice. What a DeviceClass
+selects is a program (CEL) that only the scheduler runs: of the class that NVIDIA's driver installs, and of RDMA NICs in
+that of DRANET's examples, it is known, and devices are counted; a class of another name is taken at the user's word.
+Then the job APIs, and pods and events of core/v1 in the job's namespace: a controller that may not make a pod (Pod
+Security, quota, an SCC) says so in an event of the job alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agent.base import units
+from agent.base.streams import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
+from agent.cluster.client import ApiError, Client, path_of
+from planner.kubernetes.job import DEVICE_CLASSES, JobError, JobSpec
+from planner.kubernetes.manifests import POD_LABELS, Document, claims
+
+MOST_LISTED = 20  # DeviceClasses in a message
+GONE_SECONDS = 30.0  # for a job that failed to be deleted, after the time that its pods have to end
+WAIT_SECONDS = 60.0  # a controller makes pods within seconds; the images may take longer
+_POLL_SECONDS = 1.0
+_REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
+
+
+class CannotError(Exception):
+    """Why the cluster cannot, in a few words."""
+
+
+class Installed(NamedTuple):
+    """The devices that a claim takes of a class: an attribute of the driver's domain, and its value."""
+
+    driver: str
+    attribute: str
+    value: str | bool
+
+    def fits(self, device: Document) -> bool:
+        """Whether a device of a ResourceSlice of this driver is one; a name without domain is of the driver's own."""
+        attributes = device.get("attributes") or {}
+        found = attributes.get(f"{self.driver}/{self.attribute}") or attributes.get(self.attribute) or {}
+        return self.value in found.values()
+
+
+INSTALLED = dict(
+    zip(
+        DEVICE_CLASSES,
+        (Installed("gpu.nvidia.com", "type", "gpu"), Installed("dra.net", "rdma", True)),  # whole GPUs, RDMA NICs
+        strict=True,
+    )
+)
+
+
+def check(client: Client, spec: JobSpec) -> None:
+    """CannotError says that the API or a DeviceClass that the job's claims name is not there; ApiError: unknown."""
+    api = claims(spec)[0]["apiVersion"]
+    group, _, version = api.partition("/")
+    serves(client, group, version)
+    for kind, name in zip(("gpu", "nic"), spec.device_classes, strict=True):
+        try:
+            client.get(path_of(api, "deviceclasses", name))
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            there = sorted(one["metadata"]["name"] for page, _ in client.pages(path_of(api, "deviceclasses"))
+                           for one in page)  # fmt: skip
+            more = f" and {len(there) - MOST_LISTED} more" if len(there) > MOST_LISTED else ""
+            words = f"there are {', '.join(there[:MOST_LISTED])}{more}" if there else "there is none at all"
+            raise CannotError(f"there is no DeviceClass {name}: {words}; --dra {kind}=NAME names it") from None
+
+
+def able(client: Client, spec: JobSpec, nodes: Collection[str] | None = None) -> str:
+    """How the cluster can serve the claims of this job's pods; `nodes` are those it may run on.
+
+    The job's classes are those that drivers install. CannotError says why it cannot, ApiError what could not be asked:
+    that is unknown.
+    """
+    check(client, spec)
+    template = claims(spec)[0]
+    constraints = template["spec"]["spec"]["devices"]["constraints"]
+    attribute = constraints[0]["matchAttribute"]
+    rooted: list[Counter[tuple[str, str]]] = []  # of each class, (node, PCIe root): devices
+    for name in spec.device_classes:
+        one, found = INSTALLED[name], Counter[tuple[str, str]]()
+        for node, device in _devices(client, template["apiVersion"], one.driver):
+            root = ((device.get("attributes") or {}).get(attribute) or {}).get("string")
+            if root and (nodes is None or node in nodes) and one.fits(device):
+                found[node, root] += 1
+        if not found:
+            raise CannotError(f"no device of class {name} on these nodes has the attribute {attribute}")
+        rooted.append(found)
+    return _fit(rooted, each=len(constraints), spec=spec)
+
+
+def _fit(rooted: Sequence[Counter[tuple[str, str]]], *, each: int, spec: JobSpec) -> str:
+    """Whether enough nodes have `each` times one device of every class under one root."""
+    first, *others = rooted
+    pairs: Counter[str] = Counter()
+    for (node, root), count in first.items():
+        pairs[node] += min(count, *(found[node, root] for found in others))
+    pods = sum(count // each for count in pairs.values())
+    what = f"{each} GPU{'s' if each > 1 else ''} each with a NIC under its PCIe root"
+    if pods < spec.nodes:
+        raise CannotError(f"the nodes have room for {pods} of {spec.nodes} pods of {what}")
+    return f"{units.count(sum(count >= each for count in pairs.values()), 'node')} with {what}"
+
+
+def serves(client: Client, group: str, version: str) -> None:
+    """CannotError where the cluster does not have this version of the API."""
+    try:
+        known = client.get(f"/apis/{group}")
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        raise CannotError(f"the cluster serves no {group}") from None
+    versions = [str(each.get("version")) for each in known.get("versions") or ()]
+    if version not in versions:
+        since = " came with Kubernetes 1.34" if group == "resource.k8s.io" else " is what this job is written for"
+        raise CannotError(f"{group} {', '.join(versions)} is too old: {version}{since}")
+
+
+def _devices(client: Client, api: str, driver: str) -> Iterator[tuple[str, Document]]:
+    """(node, device) of the driver's slices; of each pool the newest generation counts."""
+    newest: dict[str, int] = {}
+    kept: dict[str, list[tuple[str, Document]]] = {}
+    for slices, _ in client.pages(path_of(api, "resourceslices"), {"fieldSelector": f"spec.driver={driver}"}):
+        for spec in (each.get("spec") or {} for each in slices):
+            pool, node = spec.get("pool") or {}, spec.get("nodeName")
+            name, generation = str(pool.get("name")), int(pool.get("generation") or 0)
+            if spec.get("driver") != driver or not node or generation < newest.get(name, generation):
+                continue
+            if generation > newest.get(name, generation):
+                kept[name] = []
+            newest[name] = generation
+            kept.setdefault(name, []).extend((str(node), device) for device in spec.get("devices") or ())
+    for devices in kept.values():
+        yield from devices
+
+
+def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -> Iterator[str]:
+    """Create the objects through the API, after the server has admitted each of them in a dry run.
+
+    The job, which is the last, must be new, or have failed: it is then deleted first, and the new one goes on from its
+    checkpoints. A claim that is there stays as it is; what else the job needs is applied over what an earlier launch
+    left. Yields a line per object. JobError says what the server refused, and what was made before it.
+    """
+    done: list[str] = []
+    failed = False
+    for really in (False,) if dry_run else (False, True):
+        for document in made:
+            name = named(document)
+            try:
+                if document is not made[-1]:
+                    line = _prepare(client, document, dry_run=not really)
+                elif not really:
+                    line, failed = "created", _admit(client, document)
+                else:
+                    if failed:
+                        _delete(client, document, GONE_SECONDS + max(_grace(made), default=0))
+                        yield f"{name} had failed: deleted"
+                    client.create(_path(client, document), document)
+                    line = "created"
+            except ApiError as error:
+                so_far = f"; made before it: {', '.join(done)}" if done else "; nothing was made"
+                raise JobError(f"{name}: the API server says {error.status}: {error}{so_far}") from None
+            if really or dry_run:
+                done += [name] if really and line == "created" else []
+                yield f"{name} {line if really else 'admitted (dry run)'}"
+
+
+def named(document: Document) -> str:
+    """ "job/sft"."""
+    return f"{document['kind'].lower()}/{document['metadata']['name']}"
+
+
+def _path(client: Client, document: Document, name: str = "") -> str:
+    namespace = document["metadata"].get("namespace") or client.namespace
+    return path_of(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
+
+
+def _prepare(client: Client, document: Document, *, dry_run: bool) -> str:
+    """What the job needs; what became of it."""
+    if document["kind"] == "PersistentVolumeClaim":  # another size in it would resize what is not ours
+        try:
+            client.create(_path(client, document), document, dry_run=dry_run)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            return "was there: left as it is"
+        return "created"
+    new, _ = client.apply(_path(client, document, document["metadata"]["name"]), document, dry_run=dry_run)
+    return "created" if new else "was there: updated"
+
+
+def _admit(client: Client, job: Document) -> bool:
+    """Have the server judge the job; whether one of its name is there that has failed, which is to be deleted first."""
+    try:
+        client.create(_path(client, job), job, dry_run=True)
+        return False
+    except ApiError as error:
+        if error.status != 409:
+            raise
+        state = job_state(client.get(_path(client, job, job["metadata"]["name"])))
+        if state != "failed":
+            state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
+            raise ApiError(409, f"{error}, and is {state_text}", reason=error.reason) from None
+    about = {key: value for key, value in job["metadata"].items() if key != "name"}
+    about["generateName"] = f"{job['metadata']['name']}-"
+    client.create(_path(client, job), {**job, "metadata": about}, dry_run=True)
+    return True
+
+
+def stored(client: Client, document: Document) -> Document:
+    """The object as the server has it."""
+    return client.get(_path(client, document, document["metadata"]["name"]))
+
+
+def job_state(job: Document) -> str:
+    """ "failed", "complete" or "": by the conditions that the APIs of jobs write."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    true = {str(each.get("type")) for each in conditions if str(each.get("status")) == "True"}
+    return "failed" if "Failed" in true else "complete" if true & {"Complete", "Completed", "Succeeded"} else ""
+
+
+def _grace(node: Any) -> Iterator[int]:
+    """How long each pod below has to end."""
+    below = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
+    if isinstance(node, Mapping) and "terminationGracePeriodSeconds" in node:
+        yield node["terminationGracePeriodSeconds"]
+    for one in below:
+        yield from _grace(one)
+
+
+def _delete(client: Client, job: Document, seconds: float) -> None:
+    """Delete the job and wait until it is gone; ApiError where it does not go."""
+    path = _path(client, job, job["metadata"]["name"])
+    until = time.monotonic() + seconds
+    try:
+        client.delete(path)
+        while time.monotonic() < until:
+            client.get(path)
+            time.sleep(0.5)
+    except ApiError as error:
+        if error.status == 404:
+            return
+        raise
+    raise ApiError(409, f"the job that failed is still there {seconds:.0f} s after it was deleted")
+
+
+class Came(NamedTuple):
+    """What became of the pods."""
+
+    exit_code: int
+    lines: tuple[str, ...]
+
+
+def wait(
+    client: Client, job: Document, *, api: str, nodes: int, seconds: float, sleep: Callable[[float], None]
+) -> Came:
+    """Wait until all pods run or say why they do not, at most `seconds`."""
+    about = job["metadata"]
+    namespace, name = about["namespace"], about["name"]
+    until = time.monotonic() + seconds
+    query = {"labelSelector": f"{POD_LABELS[api]}={name}"}
+    while True:
+        try:
+            pods = [pod for page, _ in client.pages(path_of("v1", "pods", namespace=namespace), query) for pod in page]
+            refused = () if pods else _refusals(client, namespace, name, str(about.get("creationTimestamp", "")))
+        except ApiError as error:
+            return Came(EXIT_PASS, (f"unknown whether its pods come: {error}",))
+        late = time.monotonic() >= until
+        if refused:
+            return Came(EXIT_FAILED, tuple(f"no pod comes: {text}" for text in refused))
+        if ended := [text for pod in pods if (text := how_failed(pod))]:
+            return Came(EXIT_FAILED, tuple(ended))
+        waiting = [text for pod in pods if (text := why_waiting(pod))]
+        if len(pods) >= nodes and not waiting:
+            return Came(EXIT_PASS, (f"{units.count(len(pods), 'pod')} started",))
+        if late and pods:
+            missing = [f"{len(pods)} of {nodes} pods are there"] if len(pods) < nodes else []
+            return Came(EXIT_PASS, (*missing, *waiting))
+        spec = job["spec"]
+        held = spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend")  # Kueue admits it
+        if held and not pods and late:
+            return Came(EXIT_PASS, ("no pod yet: the job waits for its queue to admit it",))
+        if late:
+            return Came(EXIT_UNKNOWN, (_silence(client, job, namespace, seconds, api),))
+        sleep(_POLL_SECONDS)
+
+
+def how_failed(pod: Mapping[str, Any]) -> str:
+    """Which container of a failed pod ended with which code; empty where it did not fail."""
+    status = pod.get("status") or {}
+    if status.get("phase") != "Failed":
+        return ""
+    for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        ended = (each.get("state") or {}).get("terminated") or {}
+        if ended.get("exitCode"):
+            return _line(pod["metadata"]["name"], f"{each.get('name')} ended with exit code {ended['exitCode']}", "")
+    return _line(pod["metadata"]["name"], str(status.get("reason") or "Failed"), status.get("message"))
+
+
+def why_waiting(pod: Mapping[str, Any]) -> str:
+    """Why a pod does not run, in Kubernetes' words; empty where it runs or has run."""
+    status = pod.get("status") or {}
+    if status.get("phase") != "Pending":
+        return ""
+    name = pod["metadata"]["name"]
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    for each in containers:
+        held = (each.get("state") or {}).get("waiting") or {}
+        if held.get("reason") not in (None, "PodInitializing"):
+            return _line(name, f"{each.get('name')}: {held['reason']}", held.get("message"))
+    for each in status.get("conditions") or ():
+        if each.get("type") == "PodScheduled" and each.get("status") == "False":
+            return _line(name, str(each.get("reason")), each.get("message"))
+    running = [each.get("name") for each in containers if (each.get("state") or {}).get("running")]
+    return _line(name, f"{running[0]} runs" if running else "Pending", "")
+
+
+def _refusals(client: Client, namespace: str, name: str, since: str) -> tuple[str, ...]:
+    """What the job's controllers say of pods that they may not make, since the job is there."""
+    path = path_of("v1", "events", namespace=namespace)
+    found: dict[str, None] = {}
+    for events, _ in client.pages(path, {"fieldSelector": "type=Warning"}):
+        for event in events:
+            about = event.get("involvedObject") or {}
+            owned = about.get("name") in (name, f"{name}-node-0")  # the Job that JobSet makes of a TrainJob
+            when = str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
+            if owned and event.get("reason") in _REFUSED and when >= since:
+                found[_line(str(event["reason"]), "", event.get("message"))] = None
+    return tuple(found)
+
+
+def _silence(client: Client, job: Document, namespace: str, seconds: float, api: str) -> str:
+    """Neither pods nor an event: what the job itself says, or that no controller works on it."""
+    try:
+        now = client.get(path_of(job["apiVersion"], f"{api}s", job["metadata"]["name"], namespace=namespace))
+    except ApiError as error:
+        return f"no pod within {seconds:.0f} s, and the job cannot be read: {error}"
+    conditions: Sequence[Mapping[str, Any]] = (now.get("status") or {}).get("conditions") or ()
+    messages = [str(each.get("message") or each.get("reason")) for each in conditions if each.get("status") == "True"]
+    state = job_state(now) or (
+        messages[-1] if messages else "its controller has reported nothing: is its operator running?"
+    )
+    return f"no pod within {seconds:.0f} s: {state}"
+
+
+def _line(what: str, reason: str, message: object) -> str:
+    text = " ".join(str(message or "").split())[:400]
+    return ": ".join(part for part in (what, reason, text) if part)
