@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import jsonschema
 import yaml
+from jsonschema.exceptions import best_match
 from kubernetes.client import Configuration
 
 ROOT = Path(__file__).parent.parent.parent
@@ -456,11 +458,13 @@ def validate(kind: str, document: Json) -> None:
     """NodeTopology by its CRD, unknown fields refused, as fieldValidation=Strict has it."""
     if kind != "NodeTopology":
         return
-    schema = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    try:
-        jsonschema.validate(document, closed(schema))
-    except jsonschema.ValidationError as error:
-        raise RefusedError(422, "Invalid", f"{error.json_path}: {error.message}") from None
+    if (error := best_match(_definition().iter_errors(document))) is not None:
+        raise RefusedError(422, "Invalid", f"{error.json_path}: {error.message}")
+
+
+@cache
+def _definition() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(closed(CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
 
 
 def closed(schema: Any) -> Any:
