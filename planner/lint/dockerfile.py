@@ -49,7 +49,8 @@ def read_dockerfile(text: str) -> Script:
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
         elif each.name in ("CMD", "ENTRYPOINT"):
-            gone = removed_by(re.sub(r"[\[\]\", ]+", " ", each.rest) + " ", stage.assigned)
+            removes = removed_by(re.sub(r"[\[\]\", ]+", " ", each.rest) + " ")
+            gone = {one for one in stage.assigned if removes(one.name)}
             script.unreached += [Unread(name=one.name, line=one.line, why=f"{each.name} removes it") for one in gone]
             found = _command(each, stage.known)
             stage.assigned[:] = [*(one for one in stage.assigned if one not in gone), *found.assigned]

@@ -13,19 +13,20 @@ import ast
 import operator
 import re
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import tree_sitter_bash
-from tree_sitter import Language, Node, Parser
+from tree_sitter import Language, Node, Parser, Query, QueryCursor
 
 from planner.lint.script import NAME, NAMED, Assigned, Inner, Script, Unread
 from planner.lint.tables import forms, words
 
 _BASH = Language(tree_sitter_bash.language())
+_ASSIGNING = Query(_BASH, "(command . (variable_assignment)) @command")
 _MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
 _MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pipeline is
 _BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
@@ -34,6 +35,8 @@ _MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
 _MOST_SCRIPTS = 6  # scripts in quotes in scripts
 _MOST_COMMANDS = 50_000  # that are followed, loops and calls of functions counted each time
 _MOST_ROUNDS = 64  # of one loop over words
+_MOST_OPTIONS = 1 << 12  # characters of a command in which what it does not hand on is looked for
+_MOST_PASSES = 4  # over a text whose lines the grammar joins
 
 _DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -41,6 +44,7 @@ _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)
 _COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
 _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
 _NAMES = words()["shell"]
+_WRAPPERS = words()["wrappers"]
 _EXPANSIONS = _NAMES["expansions"]
 # Statements after which the script goes on, whatever ended inside them.
 _MAYBE = ("list", "pipeline", "for_statement", "c_style_for_statement", "while_statement", "subshell")
@@ -109,6 +113,32 @@ def _parse(source: bytes) -> Node | None:
     return tree.root_node
 
 
+def _parse_lines(source: bytes) -> tuple[bytes, Node | None]:
+    """The text and its tree, with a `;` after assignments that end their line.
+
+    The grammar takes the first words of the next line for the command of `A=1 B=2`. No line changes its number.
+    """
+    for _ in range(_MOST_PASSES):
+        root = _parse(source)
+        found = QueryCursor(_ASSIGNING).captures(root).get("command", []) if root is not None else []
+        ends = sorted({end for command in found for end in _ends_of_lines(command, source)})
+        if not ends:
+            break
+        source = b";".join(source[start:end] for start, end in pairwise([0, *ends, len(source)]))
+    return source, root
+
+
+def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
+    """Where an assignment before a command is the last word of its line, or stands before export and the like."""
+    for each, after in pairwise(command.children):
+        gap = source[each.end_byte : after.start_byte].replace(b"\\\n", b"")
+        word = source[after.start_byte : after.end_byte].decode("utf-8", "replace")
+        if after.type == "comment" or b"\n" in gap or word in _NAMES["declares"]:
+            yield each.end_byte
+        if after.type == "command_name":
+            break
+
+
 class _Reader:
     """Follows the statements of one script with the values that are known so far."""
 
@@ -128,16 +158,19 @@ class _Reader:
         self._piped = ""  # text that the command before writes into this one
         self._active: set[str] = set()  # functions that are followed at this moment
         self._reached = 0  # settings before the last command that may get them
-        self._launches: list[tuple[int, int]] = []  # for each launcher: how many settings stand before it, its line
-        self._removed: set[Assigned] | None = None  # settings that no launcher hands on; None before the first
+        self._launches: list[int] = []  # the line of each launcher
+        self._handed: dict[int, tuple[int, int]] = {}  # setting to the launcher that gets it first: `_reached`, line
+        self._waiting: list[int] = []  # settings that no launcher after them has got
+        self._met = 0  # settings before the last launcher
+        self._hidden: list[Callable[[int, str], bool]] = []  # settings that the commands followed now do not hand on
         self._ended = ""  # the word after which nothing more of the script runs: exit, return or exec
         self._level = 0
         self._commands = 0
 
     def read(self, text: str, line: int) -> Script:
         """Follow a whole text."""
-        self._source, self._first = text.encode("utf-8", "replace"), line
-        root = _parse(self._source)
+        self._first = line
+        self._source, root = _parse_lines(text.encode("utf-8", "replace"))
         if root is None:
             self.script.unread.append(Unread(line=line, why="the script is nested or broken beyond what is read"))
             return self.script
@@ -145,9 +178,10 @@ class _Reader:
             self._visit(node)
         self._ended = ""
         if self._launches and self._depth == 0:
+            handed, waiting = ({self.script.assigned[at] for at in each} for each in (self._handed, self._waiting))
             self._split()
             self._drop(self.script.assigned[self._reached :])
-            self._drop(self._removed or ())
+            self._drop(waiting - handed)
         for name, body in list(self._functions.items()):
             if name not in self._called and self._launches and text.count(name) == 1:
                 self._skip_text(self._text(body), self._line(body), f"the function {name} is not called")
@@ -159,11 +193,23 @@ class _Reader:
         """Let a setting that is replaced after a launch hold for that launch."""
         later = dict[str, int]()
         for at, each in reversed([*enumerate(self.script.assigned)]):
-            launch = self._launches[bisect_right(self._launches, (at, 1 << 30)) :][:1]
-            if launch and not each.scope and launch[0][0] <= later.get(each.name, -1):
-                self.script.assigned.insert(self._reached, replace(each, scope=f"the launch of line {launch[0][1]}"))
+            reached, line = self._handed.get(at, (0, 0))
+            if line and not each.scope and reached <= later.get(each.name, -1):
+                self.script.assigned.insert(self._reached, replace(each, scope=f"the launch of line {line}"))
                 self._reached += 1
             later[each.name] = later.get(each.name, at) if each.scope else at
+
+    def _launch(self, line: int) -> None:
+        """Note a launcher, and the settings that it is the first to get."""
+        reached = len(self.script.assigned)
+        waiting, self._waiting = [*self._waiting, *range(self._met, reached)], []
+        for at in waiting:
+            if any(hides(at, self.script.assigned[at].name) for hides in self._hidden):
+                self._waiting.append(at)
+            else:
+                self._handed[at] = reached, line
+        self._met = reached
+        self._launches.append(line)
 
     def _drop(self, settings: Iterable[Assigned]) -> None:
         """Take settings back: no program was started that gets them."""
@@ -576,7 +622,7 @@ class _Reader:
             name = name.removeprefix(outer)
         if not scope:
             self.values[name] = value
-            if exported:
+            if exported or self._export_everything:
                 self._exported.add(name)
         seen = exported or self._export_everything or name in self._exported
         where = "; ".join((*self._scopes, scope) if scope else self._scopes)
@@ -625,39 +671,50 @@ class _Reader:
         line = self._line(node)
         piped, self._piped = self._piped, ""
         before, words = self._words(node)
-        name = node.child_by_field_name("name")
-        gap = self._source[before[-1].end_byte : name.start_byte] if before and name is not None else b""
-        cut = b"\n" in gap.replace(b"\\\n", b"")  # the grammar goes on to the next line, bash does not
+        start, where = len(self.script.assigned), f"the command of line {line}"
         for each in before:
-            self._assign(each, exported=not cut, scope="" if cut else f"the command of line {line}")
+            self._assign(each, exported=True, scope=where)
         for child in node.children:
             if child.has_error and child.type not in _EXPANSIONS:
                 for error in _descend(child, "ERROR"):
                     self._not_understood(error)
-        ends, command = False, " ".join(word.text for word in words) + " "
-        while words and (words[0].text in _NAMES["wrappers"] or words[0].text in ("!", "{")):
-            first, words = words[0].text, words[1:]
-            ends = ends or first == "exec"
-            while words and first in ("sudo", "numactl", "exec", "nice") and words[0].text.startswith("-"):
-                if "=" in words[0].text and first == "sudo":
-                    break
-                words = words[1:]
+        command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
+        own, removes = self._own_names(start, where), removed_by(command)
+        self._hidden.append(lambda at, name: at < start and (name in own or removes(name)))
+        at, ends = self._after_wrappers(words, line, where)
+        words = words[at:]
         if words:
-            start = len(self.script.assigned)
             self.run(words, line, piped, output)
             program = words[0].text.rsplit("/", 1)[-1]
             if program not in _NAMES["utilities"] and program not in self._functions:
                 self._reached = len(self.script.assigned)
-                prepares = program.startswith("python") and [each.text for each in words[1:2]] in (
-                    ["-c"],
-                    ["-m"],
-                    ["-"],
-                )
+                prepares = program.startswith("python") and len(words) > 1 and words[1].text in ("-c", "-m", "-")
                 if program in _NAMES["launchers"] | {"env"} and not prepares:
-                    self._launches.append((self._reached, line))
-                    gone = removed_by(command, self.script.assigned[:start])
-                    self._removed = gone if self._removed is None else self._removed & gone
+                    own |= self._own_names(start, where)
+                    self._launch(line)
             self._ended = self._ended or ("exec" if ends else "")
+        self._hidden.pop()
+
+    def _own_names(self, start: int, where: str) -> set[str]:
+        """The names that the settings of one command, those from `start` on, give to its program alone."""
+        scope = "; ".join((*self._scopes, where))
+        return {each.name for each in self.script.assigned[start:] if each.scope == scope}
+
+    def _after_wrappers(self, words: Sequence[Word], line: int, where: str) -> tuple[int, bool]:
+        """Find the program behind sudo, timeout and the like: its place, and whether the script ends with it (exec)."""
+        at, ends = 0, False
+        while at < len(words) and (first := words[at].text.rsplit("/", 1)[-1]) in _NAMES["wrappers"]:
+            ends, at = ends or first == "exec", at + 1
+            options = _WRAPPERS.get(first, frozenset())
+            while at < len(words) and first != "command":  # `command -v` starts nothing
+                text = words[at].text
+                if first == "sudo" and _SETTER.match(text):
+                    self._setting(text, words[at].value, line, where)
+                elif text[:1] != "-":
+                    break
+                at += 2 if text in options else 1
+            at += first in _NAMES["takes_operand"]
+        return at, ends
 
     def run(self, words: list[Word], line: int, piped: str, output: Output) -> None:
         """Take from one simple command what it sets."""
@@ -855,14 +912,15 @@ class _Reader:
             inner.script.unread.clear()
         self.script.add(inner.script)
         self._reached = len(self.script.assigned)
-        self._launches += [(self._reached, at_line) for _, at_line in inner._launches]
+        for at_line in inner._launches[:1]:
+            self._launch(at_line)
 
 
-def removed_by(command: str, settings: list[Assigned]) -> set[Assigned]:
-    """The settings that a command does not hand on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
-    names = re.findall(forms()["removed"]["names"], command)
+def removed_by(command: str) -> Callable[[str], bool]:
+    """Which names a command does not hand on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
+    names = {*re.findall(forms()["removed"]["names"], command)}
     everything = re.match(forms()["removed"]["all"], command) is not None
-    return {each for each in settings if each.name in names or (everything and each.name not in command)}
+    return lambda name: name in names or (everything and name not in command)
 
 
 def _redirects(node: Node) -> Iterator[Node]:

@@ -151,7 +151,8 @@ def _own(text: str) -> frozenset[str]:
 # torchrun --nnodes, Slurm -N, TrainJob, PyTorchJob and MPIJob, Ray, LeaderWorkerSet, Indexed Job
 _NODES = re.compile(
     r"--nnodes[= ](?:\d+:)?(\d+)\b|^#SBATCH\s+(?:-N\s*|--nodes[= ])(\d+)[ \t]*$|--num[-_]nodes[= ](\d+)\b"
-    r"|^[ \t]*num_?[nN]odes\s*:\s*(\d+)[ \t]*$|^[ \t]*Worker:\s*\n\s*replicas:\s*(\d+)|\bsrun\b[^\n]*\s-N\s*(\d+)\b",
+    r"|^[ \t]*num_?[nN]odes\s*:\s*(\d+)[ \t]*$|^[ \t]*Worker:\s*\n\s*replicas:\s*(\d+)"
+    r"|\bsrun\b[^\n]{0,999}\s-N\s*(\d+)\b",
     re.MULTILINE,
 )
 

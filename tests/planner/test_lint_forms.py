@@ -254,7 +254,11 @@ ENDLESS = {
     "defaults": "export NCCL_X=" + "${A:-" * 5_000 + "}" * 5_000 + "\n",
     "functions": "".join(f"f{n}() {{ NCCL_X{n}=1 torchrun a; }}\n" for n in range(10_000)) + "torchrun a\n",
     "launches": "".join(f"export NCCL_X{n}=1\ntorchrun a\n" for n in range(5_000)),
-    "options": "sudo" + " -u" * 2_000 + " torchrun a --export=b" * 20_000 + "\n",
+    "options": "sudo" + " -u" * 200_000 + " torchrun a --export=b" * 20_000 + "\n",
+    "options of others": "".join(f"{each}{' -u a' * 30_000} torchrun a\n" for each in ("env", "timeout", "srun")),
+    "wrappers": "".join(f"{each} -u " * 20_000 + "torchrun a\n" for each in ("env", "sudo", "nohup", "srun")),
+    "joined lines": "A=1 B=2\nexport NCCL_X=1\n" * 4_000,
+    "joined assignments": "A=1 B=2 \\\n" * 50_000 + "\nexport NCCL_X=1\n",
     "array": "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
 }  # fmt: skip
 
