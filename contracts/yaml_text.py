@@ -306,7 +306,7 @@ def _last(node: yaml.Node) -> yaml.Node:
     while isinstance(last, yaml.CollectionNode) and not last.flow_style and last.value:
         last = last.value[-1]
         last = last[1] if isinstance(last, tuple) else last
-    return last
+    return last  # type: ignore[no-any-return]
 
 
 def _end(text: str, node: yaml.Node) -> int:

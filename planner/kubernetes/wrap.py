@@ -438,8 +438,8 @@ class _Wrapper:
         gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
         # the request of an init container counts for its pod: other TrainJobs of the runtime would ask for it as well
         asks = self._part if self._job.shares_runtime else self._trainer
-        of_job = self._job.kind == "TrainJob" and not self._job.shares_runtime
-        trainer = self._job.parts[0].container if of_job else container
+        of_pod = self._job.kind != "TrainJob" or self._job.shares_runtime
+        trainer = container if of_pod else self._job.parts[0].container
         resources = copy.deepcopy(asks.resources)
         # it judges what the job will run with, and names the node: a pod's own host name changes with every pod
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
@@ -451,14 +451,13 @@ class _Wrapper:
         if shm := _shm_mounts(container):
             gate["volumeMounts"] = copy.deepcopy(shm)
         _inside(body, "initContainers", []).append(gate)
-        self._note_runtime(asks)
+        if self._part.kind.endswith("Runtime"):
+            self._note_runtime(asks)
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
             self._say("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
 
     def _note_runtime(self, asks: Part) -> None:
         """Say what the gate in a runtime means for the runtime's other TrainJobs; `asks` has the gate's resources."""
-        if not self._part.kind.endswith("Runtime"):
-            return
         if self._job.shares_runtime:
             unjudged = ", ".join(name for name in self._trainer.limits if "/" in name and name not in asks.limits)
             self._say("other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
