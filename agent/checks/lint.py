@@ -64,7 +64,7 @@ def lint_text(
     if reading.form == "NCCL log" and found_version is None:
         printed = re.search(r"\bNCCL version (\d+\.\d+\.\d+)", text)
         found_version = parse_version(printed[1]) if printed else None
-    if not reading.names() and reading.form != "process":
+    if not reading.names() and not reading.unreached and reading.form != "process":
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
     checks = tuple(
@@ -110,6 +110,11 @@ def _unread_in_words(reading: Reading) -> str:
 def _read_in_words(reading: Reading) -> str:
     """How many variables were read, in which form and where."""
     found = reading.names()
+    unreached = [
+        f"{each.name} ({f'line {each.line}: ' if each.line else ''}{each.why})" for each in reading.unreached[:5]
+    ]
+    if unreached and not found:
+        return f"0 variables reach the job, form: {reading.form}; not checked: {', '.join(unreached)}"
     if not found:
         return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
     places = [each.source for each in reading.environments if each.base is None]
@@ -123,6 +128,8 @@ def _read_in_words(reading: Reading) -> str:
     if elsewhere:
         listed = ", ".join(f"{name}={raw}" for name, raw in sorted(elsewhere.items())[:5])
         parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is judged: {listed}")
+    if unreached:
+        parts.append(f"not checked, as the job does not get it: {', '.join(unreached)}")
     if reading.files:
         parts.append(f"not read: {', '.join(reading.files[:5])}")
     return "; ".join(parts)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from planner.lint.script import NAMED, Assigned, Inner, Script, Unread
-from planner.lint.shell import read_shell, read_words
+from planner.lint.shell import read_shell, read_words, removed_by
 
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
@@ -37,20 +36,25 @@ class _Stage(NamedTuple):
 
 
 def read_dockerfile(text: str) -> Script:
-    """Read the variables that the last stage's containers have; those of other stages hold under the stage's name."""
+    """Read the variables that the last stage's containers have; those of stages that it is not built on are named."""
     script, stage, named = Script(), _Stage("", {}, []), dict[str, _Stage]()
+    arguments = stage.known  # before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
-            words = [word.lower() for word in each.rest.split() if not word.startswith("--")]
+            rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
+            words = [word.lower() for word in rest.split() if not word.startswith("--")]
             base = named.get(words[0], _Stage("", {}, [])) if words else stage
             name = words[2] if len(words) > 2 else str(len(named))
             stage = named[name] = _Stage(name, dict(base.known), list(base.assigned))
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
         elif each.name in ("CMD", "ENTRYPOINT"):
+            gone = removed_by(re.sub(r"[\[\]\", ]+", " ", each.rest) + " ", stage.assigned)
+            script.unreached += [Unread(name=one.name, line=one.line, why=f"{each.name} removes it") for one in gone]
             found = _command(each, stage.known)
-            stage.assigned.extend(found.assigned)
+            stage.assigned[:] = [*(one for one in stage.assigned if one not in gone), *found.assigned]
             script.inner += found.inner
+            script.unreached += found.unreached
         elif each.name == "RUN":
             _run(each, stage.known, script)
         else:
@@ -58,8 +62,8 @@ def read_dockerfile(text: str) -> Script:
             script.inner += [Inner(text=body, target=target, line=line) for line, body in each.documents]
     last = set(stage.assigned)
     for other in named.values():
-        if other is not stage:
-            script.assigned += [replace(one, scope=f"stage {other.name}") for one in other.assigned if one not in last]
+        why = f"the last stage is not built on stage {other.name}"
+        script.unreached += [Unread(name=one.name, line=one.line, why=why) for one in other.assigned if one not in last]
     script.assigned += stage.assigned
     return script
 

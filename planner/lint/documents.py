@@ -16,7 +16,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import NAME, Assigned, Inner, Script
+from planner.lint.script import NAME, NAMED, Assigned, Inner, Script
 from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.tables import finding, words
 
@@ -36,7 +36,7 @@ _OPEN = "\ue000"  # stands for {{ ... }} of a template, whose value is not known
 # CloudFormation's and other tags: what they put in is not known; the rest are removed and their values kept.
 _OTHERS_VALUE = re.compile(r"(?<=[\s\[,])!(?:Ref|GetAtt|ImportValue|FindInMap|env|vault|secret)\s+[^\s#\[\],]+")
 _TAG = re.compile(r"(?<=[\s\[,])![A-Za-z][\w.:/-]*(?=\s)")
-_SCRIPT = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+(?:=|:\s|\s+\S)|os\.environ")
+_SCRIPT = re.compile(rf"(?:{NAMED.pattern})(?:=|:\s|\s+\S)|\b(?:TORCH|PYTORCH|CUDA|OMP)_[A-Z0-9_]+=|os\.environ")
 _DOCUMENT_INSIDE = re.compile(
     r"^[ \t]*(?:-\s+)?(?:name:\s*)?[\"']?(?:TORCH_)?NCCL_[A-Z0-9_]+[\"']?(?::\s|\s*$)", re.MULTILINE
 )
@@ -346,7 +346,7 @@ class _Walk:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=0))
         elif _DOCUMENT_INSIDE.search(text) and "\n" in text and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=0))
-        elif "NCCL" in text:
+        else:
             self._take(source, read_shell(text.replace(_OPEN, "${TEMPLATE}"), line=0).export_all())
 
     def _add(self, source: str, name: str, value: Any) -> None:
@@ -358,7 +358,7 @@ class _Walk:
         self._at(source).assigned.append(Assigned(name=name, value=found, raw=raw, line=0))
 
     def _take(self, source: str, script: Script) -> None:
-        if script.assigned or script.inner or script.unread:
+        if script.assigned or script.inner or script.unread or script.unreached:
             self._at(source).add(script)
 
     def _at(self, source: str) -> Script:

@@ -38,10 +38,11 @@ class Inner:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Unread:
-    """A line that the reader could not understand."""
+    """A line that the reader could not understand, or a setting that no started program gets."""
 
     line: int  # 0: unknown
     why: str
+    name: str = ""  # of the setting
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class Script:
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
+    unreached: list[Unread] = field(default_factory=list)  # settings that no started program gets
     commands: int = 0  # programs that it starts or settings of the shell; 0: nothing but assignments
 
     def add(self, other: Script) -> None:
@@ -64,6 +66,7 @@ class Script:
         self.files += other.files
         self.findings += other.findings
         self.unread += other.unread
+        self.unreached += other.unreached
 
     def export_all(self) -> Script:
         """Treat a text that holds nothing but assignments as a list of variables, whether it says export or not."""

@@ -13,15 +13,17 @@ import ast
 import operator
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import NamedTuple
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 from planner.lint.script import NAME, NAMED, Assigned, Inner, Script, Unread
-from planner.lint.tables import words
+from planner.lint.tables import forms, words
 
 _BASH = Language(tree_sitter_bash.language())
 _MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
@@ -40,6 +42,8 @@ _COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&
 _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
 _NAMES = words()["shell"]
 _EXPANSIONS = _NAMES["expansions"]
+# Statements after which the script goes on, whatever ended inside them.
+_MAYBE = ("list", "pipeline", "for_statement", "c_style_for_statement", "while_statement", "subshell")
 
 
 class Word(NamedTuple):
@@ -122,6 +126,11 @@ class _Reader:
         self._written: dict[str, str] = {}  # files that the script itself writes
         self._scopes: list[str] = []
         self._piped = ""  # text that the command before writes into this one
+        self._active: set[str] = set()  # functions that are followed at this moment
+        self._reached = 0  # settings before the last command that may get them
+        self._launches: list[tuple[int, int]] = []  # for each launcher: how many settings stand before it, its line
+        self._removed: set[Assigned] | None = None  # settings that no launcher hands on; None before the first
+        self._ended = ""  # the word after which nothing more of the script runs: exit, return or exec
         self._level = 0
         self._commands = 0
 
@@ -134,10 +143,39 @@ class _Reader:
             return self.script
         for node in root.children:
             self._visit(node)
+        self._ended = ""
+        if self._launches and self._depth == 0:
+            self._split()
+            self._drop(self.script.assigned[self._reached :])
+            self._drop(self._removed or ())
         for name, body in list(self._functions.items()):
-            if name not in self._called:  # a library: whoever loads it may call it
+            if name not in self._called and self._launches and text.count(name) == 1:
+                self._skip_text(self._text(body), self._line(body), f"the function {name} is not called")
+            elif name not in self._called:  # a library: whoever loads it may call it
                 self._inside(f"function {name}", body.children)
         return self.script
+
+    def _split(self) -> None:
+        """Let a setting that is replaced after a launch hold for that launch."""
+        later = dict[str, int]()
+        for at, each in reversed([*enumerate(self.script.assigned)]):
+            launch = self._launches[bisect_right(self._launches, (at, 1 << 30)) :][:1]
+            if launch and not each.scope and launch[0][0] <= later.get(each.name, -1):
+                self.script.assigned.insert(self._reached, replace(each, scope=f"the launch of line {launch[0][1]}"))
+                self._reached += 1
+            later[each.name] = later.get(each.name, at) if each.scope else at
+
+    def _drop(self, settings: Iterable[Assigned]) -> None:
+        """Take settings back: no program was started that gets them."""
+        gone, why = set(settings), "no program that is started gets it"
+        self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in gone if not each.unset]
+        self.script.assigned[:] = [each for each in self.script.assigned if each not in gone]
+
+    def _skip_text(self, text: str, line: int, why: str) -> None:
+        """Name the settings of a part of the text that never runs."""
+        for number, row in enumerate(text.splitlines()):
+            for match in _SETTING.finditer(row) if not row.lstrip().startswith("#") else ():
+                self.script.unreached.append(Unread(name=match[0][:-1], line=line and line + number, why=why))
 
     def read_value(self, text: str) -> str | None:
         """The value of a text that is one word."""
@@ -300,7 +338,9 @@ class _Reader:
         """Follow one statement."""
         self._level += 1
         self._commands += 1
-        if self._level > _MOST_LEVELS or self._commands > _MOST_COMMANDS:
+        if self._ended:
+            self._skip_text(self._text(node), self._line(node), f"it stands after {self._ended}")
+        elif self._level > _MOST_LEVELS or self._commands > _MOST_COMMANDS:
             if not any(each.why.startswith("too") for each in self.script.unread):
                 self.script.unread.append(Unread(line=self._line(node), why="too many or too deeply nested commands"))
         else:
@@ -314,7 +354,7 @@ class _Reader:
             "if_statement": self._if, "case_statement": self._case, "for_statement": self._for, "list": self._list,
             "pipeline": self._pipeline,
         }  # fmt: skip
-        kind = node.type
+        kind, ended = node.type, self._ended
         if node.is_missing:
             self._not_understood(node)
         elif kind in follow:
@@ -330,12 +370,16 @@ class _Reader:
             self._functions[self._text(node.child_by_field_name("name") or node)] = node.named_children[-1]
             self.script.commands += 1
         elif kind == "subshell":
-            kept = dict(self.values)
+            kept, start = dict(self.values), len(self.script.assigned)
             self._inside(f"the command of line {self._line(node)}", node.children)
             self.values = kept
+            if self._reached <= start and self._depth == 0:
+                self._drop(self.script.assigned[start:])
         elif kind not in ("comment", "test_command"):
             for child in node.children:
                 self._visit(child)
+        if kind in _MAYBE:
+            self._ended = ended
 
     def _not_understood(self, node: Node) -> None:
         """Name the lines of what fits nowhere, where settings are near; statements inside are followed."""
@@ -350,24 +394,31 @@ class _Reader:
         """Follow statements that run only under a condition or for one command."""
         if scope:
             self._scopes.append(scope)
+        ended = self._ended
         for node in nodes:
             self._visit(node)
         if scope:
             self._scopes.pop()
+            self._ended = ended
 
     def _title(self, nodes: Sequence[Node]) -> str:
         text = " ".join(self._text(node) for node in nodes)
         return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
 
+    def _certain(self, condition: Sequence[Node]) -> bool | None:
+        """How a condition ends that is the same in every run; None for all others."""
+        return {"true": True, ":": True, "false": False}.get(self._title(condition))
+
     def _if(self, node: Node) -> None:
         """Each branch under its own condition; what a condition itself runs is followed too."""
         self.script.commands += 1
         title, condition, body, others = "", list[Node](), list[Node](), list[Node]()
+        certain: bool | None = None
         for child in node.children:
             if child.type in ("if", "elif", "fi", ";", "\n"):
                 continue
             if child.type == "then":
-                title, condition = "if " + self._title(condition), []
+                title, condition, certain = "if " + self._title(condition), [], self._certain(condition)
             elif child.type in ("elif_clause", "else_clause"):
                 others.append(child)
             elif title:
@@ -375,13 +426,16 @@ class _Reader:
             else:
                 condition.append(child)
                 self._visit(child)
-        self._inside(title, body)
-        for child in others:
+        if certain is not False:
+            self._inside("" if certain else title, body)
+        for child in (*(body if certain is False else ()), *(others if certain else ())):
+            self._skip_text(self._text(child), self._line(child), "its condition never holds")
+        for child in others if not certain else ():
             if child.type == "elif_clause":
                 self._if(child)
                 title = "if " + self._title([each for each in child.children[1:] if each.is_named][:1])
             else:
-                self._inside(f"else of {title}", child.children)
+                self._inside("" if certain is False else f"else of {title}", child.children)
 
     def _case(self, node: Node) -> None:
         self.script.commands += 1
@@ -571,20 +625,39 @@ class _Reader:
         line = self._line(node)
         piped, self._piped = self._piped, ""
         before, words = self._words(node)
+        name = node.child_by_field_name("name")
+        gap = self._source[before[-1].end_byte : name.start_byte] if before and name is not None else b""
+        cut = b"\n" in gap.replace(b"\\\n", b"")  # the grammar goes on to the next line, bash does not
         for each in before:
-            self._assign(each, exported=True, scope=f"the command of line {line}")
+            self._assign(each, exported=not cut, scope="" if cut else f"the command of line {line}")
         for child in node.children:
             if child.has_error and child.type not in _EXPANSIONS:
                 for error in _descend(child, "ERROR"):
                     self._not_understood(error)
+        ends, command = False, " ".join(word.text for word in words) + " "
         while words and (words[0].text in _NAMES["wrappers"] or words[0].text in ("!", "{")):
             first, words = words[0].text, words[1:]
+            ends = ends or first == "exec"
             while words and first in ("sudo", "numactl", "exec", "nice") and words[0].text.startswith("-"):
                 if "=" in words[0].text and first == "sudo":
                     break
                 words = words[1:]
         if words:
+            start = len(self.script.assigned)
             self.run(words, line, piped, output)
+            program = words[0].text.rsplit("/", 1)[-1]
+            if program not in _NAMES["utilities"] and program not in self._functions:
+                self._reached = len(self.script.assigned)
+                prepares = program.startswith("python") and [each.text for each in words[1:2]] in (
+                    ["-c"],
+                    ["-m"],
+                    ["-"],
+                )
+                if program in _NAMES["launchers"] | {"env"} and not prepares:
+                    self._launches.append((self._reached, line))
+                    gone = removed_by(command, self.script.assigned[:start])
+                    self._removed = gone if self._removed is None else self._removed & gone
+            self._ended = self._ended or ("exec" if ends else "")
 
     def run(self, words: list[Word], line: int, piped: str, output: Output) -> None:
         """Take from one simple command what it sets."""
@@ -600,7 +673,9 @@ class _Reader:
         elif program in ("echo", "printf", "cat", "tee"):
             self._write(program, rest, line, piped, output)
             return
-        elif program in self._functions and program not in self._called:
+        elif program == "exit" or (program == "return" and self._active):
+            self._ended = program
+        elif program in self._functions and program not in self._active:
             self._call(program, rest)
         else:
             self._options(words, line)
@@ -610,7 +685,10 @@ class _Reader:
         kept = {str(at): self.values.get(str(at)) for at in range(1, 10)}
         self.values.update({str(at): rest[at - 1].value if at <= len(rest) else None for at in range(1, 10)})
         self._called.add(name)  # a function that calls itself ends here
+        self._active.add(name)
         self._visit(self._functions[name])
+        self._active.discard(name)
+        self._ended = "" if self._ended == "return" else self._ended
         self.values.update(kept)
 
     def _set(self, rest: list[Word], texts: list[str], line: int) -> None:
@@ -651,7 +729,9 @@ class _Reader:
         text, line = output.document, output.line
         if not text:
             return
-        if output.target and not program:
+        if program in _NAMES["idle"]:
+            self._skip_text(text, line, "no program reads its here-document")
+        elif output.target and not program:
             self.script.inner.append(Inner(text=text, target=output.target, line=line))
         elif program in _NAMES["shells"]:
             self._nested(text, line, f"here-document of line {line}")
@@ -663,8 +743,17 @@ class _Reader:
         """Variables in the words of any program: options of launchers, `env A=1`, scripts in quotes."""
         where = f"the command of line {line}"
         settings, at = [word.text for word in words[:3]] == ["kubectl", "set", "env"], 0
+        starts = next(
+            (at for at, each in enumerate(words) if each.text.rsplit("/", 1)[-1] in _NAMES["takes_script"]), None
+        )
+        after = range(len(words) if starts is None else starts + 1, len(words))
+        end = next((at for at in after if re.fullmatch(r"[^-:=][^:=]*\.(?:py|sh)", words[at].text)), len(words))
         while at < len(words):
             word = words[at]
+            if at > end and not _DOTTED.match(word.text):
+                self._skip_text(word.text, line, f"it is an argument of {words[end].text}")
+                at += 1
+                continue
             taken = self._launcher_option(words, at, line, where)
             if taken is None:
                 self._plain_word(words, at, line, where, settings=settings)
@@ -765,6 +854,15 @@ class _Reader:
         if not surely:
             inner.script.unread.clear()
         self.script.add(inner.script)
+        self._reached = len(self.script.assigned)
+        self._launches += [(self._reached, at_line) for _, at_line in inner._launches]
+
+
+def removed_by(command: str, settings: list[Assigned]) -> set[Assigned]:
+    """The settings that a command does not hand on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
+    names = re.findall(forms()["removed"]["names"], command)
+    everything = re.match(forms()["removed"]["all"], command) is not None
+    return {each for each in settings if each.name in names or (everything and each.name not in command)}
 
 
 def _redirects(node: Node) -> Iterator[Node]:

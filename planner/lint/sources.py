@@ -50,6 +50,7 @@ class Reading:
     environments: tuple[NamedEnvironment, ...]
     files: tuple[str, ...] = ()  # named in the text and not read: env files, ConfigMaps of elsewhere
     unread: tuple[Unread, ...] = ()  # lines that could not be understood, in order
+    unreached: tuple[Unread, ...] = ()  # settings of names that no started program gets, and that are not judged
     nodes: int | None = None  # of the job, where the text says so
 
     def names(self) -> tuple[str, ...]:
@@ -116,10 +117,13 @@ def _reading(text: str, kind: str) -> Reading:
     if kind in _DOCUMENTS:
         found = {each.name for _, script in parts for each in script.assigned}
         unread = [*_unread_settings(text, found), *(each for each in unread if each.line)]
-    return Reading(
+    reading = Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
     )  # fmt: skip
+    unreached = {each.name: each for _, script in parts for each in script.unreached if _JUDGED.search(each.name)}
+    judged = {*reading.names(), *JOB_SIZE}
+    return replace(reading, unreached=tuple(each for name, each in unreached.items() if name not in judged))
 
 
 def _unread_settings(text: str, found: set[str]) -> Iterator[Unread]:
@@ -163,6 +167,9 @@ def why_nothing(text: str, reading: Reading) -> str:
     lines = [number for number, row in enumerate(text.splitlines(), start=1) if _NAMED_ANYWHERE.search(row)]
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
+    rows = text.splitlines()
+    if reading.form != FORMS["other"] and all(rows[number - 1].lstrip().startswith("#") for number in lines):
+        return f"NCCL's variables are named only in comments ({listed_lines(lines)}); it was read as: {reading.form}"
     looks = _first(forms()["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks else ""
@@ -292,6 +299,7 @@ def _shift(script: Script, first: int) -> None:
 
     script.assigned[:] = [replace(each, line=line(each.line)) for each in script.assigned]
     script.unread[:] = [replace(each, line=line(each.line)) for each in script.unread]
+    script.unreached[:] = [replace(each, line=line(each.line)) for each in script.unreached]
 
 
 def _settings_inside(inner: Inner) -> Iterator[Unread]:

@@ -252,6 +252,9 @@ ENDLESS = {
     "loops": "for a in 1 2 3 4 5 6 7 8 9; do\n" * 9 + "NCCL_X=$a\n" + "done\n" * 9,
     "templates": "{{ if x }}\n" * 20_000, "stages": "FROM a\nENV NCCL_X=1\n" * 5_000,
     "defaults": "export NCCL_X=" + "${A:-" * 5_000 + "}" * 5_000 + "\n",
+    "functions": "".join(f"f{n}() {{ NCCL_X{n}=1 torchrun a; }}\n" for n in range(10_000)) + "torchrun a\n",
+    "launches": "".join(f"export NCCL_X{n}=1\ntorchrun a\n" for n in range(5_000)),
+    "options": "sudo" + " -u" * 2_000 + " torchrun a --export=b" * 20_000 + "\n",
     "array": "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
 }  # fmt: skip
 
