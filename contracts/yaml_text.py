@@ -157,12 +157,7 @@ class _Dumper(yaml.SafeDumper):
 
 def documents(text: str) -> list[Any]:
     """Every document as data, in which an alias and its anchor are one object. Raises YamlTextError."""
-    return load_all(_whole(text), most_aliases=MOST_ALIASES)
-
-
-def _whole(text: str) -> str:
-    """The text with a newline at its end: a script in its last lines is the same then as with lines after it."""
-    return text if text.endswith("\n") else f"{text}\n"
+    return load_all(text, most_aliases=MOST_ALIASES)
 
 
 def extended(text: str, wanted: list[Any]) -> str:
@@ -170,12 +165,19 @@ def extended(text: str, wanted: list[Any]) -> str:
 
     Raises EditError where `wanted` differs in another way, or has something new where no line can be put in.
     """
-    edits = _Edits(_whole(text))
-    for node, old, new in zip(yaml.compose_all(_whole(text), _Composer), documents(text), wanted, strict=True):
+    before = documents(text)
+    newline = "" if text.endswith("\n") else "\r\n" if "\r\n" in text else "\n"
+    whole = text + newline
+    edits, nodes = _Edits(whole), list(yaml.compose_all(whole, _Composer))
+    for node, old, new in zip(nodes, before, wanted, strict=True):
         edits.compare(node, old, new, "")
     if not edits:
         return text
+    if newline and edits.at_end and not _same(documents(whole), before):
+        edits.strip(nodes[-1])
     made = edits.made()
+    if newline and not edits.at_end:
+        made = made.removesuffix(newline)
     if not _same(documents(made), wanted):
         raise EditError("the text cannot be changed line by line; write anchors, merges and long scalars of it out")
     return made
@@ -201,6 +203,11 @@ class _Edits:
     def __bool__(self) -> bool:
         return bool(self._lines)
 
+    @property
+    def at_end(self) -> bool:
+        """Whether lines come after the last one of the text."""
+        return max(self._lines) == len(self._text)
+
     def made(self) -> str:
         """Return the text with all insertions."""
         newline = "\r\n" if "\r\n" in self._text else "\n"
@@ -208,6 +215,16 @@ class _Edits:
         for at, lines in sorted(self._lines.items(), reverse=True):
             made = made[:at] + "".join(lines).replace("\n", newline) + made[at:]
         return made
+
+    def strip(self, node: yaml.Node) -> None:
+        """Let the block scalar that ends this document go without a newline at its end, as in a text that has none."""
+        last: Any = _last(node)
+        at = self._text.index(last.style, _start(last)) + 1  # of its chomping indicator
+        header = self._text[at : at + 2]
+        if "+" in header:
+            self._text = self._text[:at] + header.replace("+", "-") + self._text[at + 2 :]
+        else:
+            self._lines.setdefault(at, []).append("-")
 
     def compare(self, node: yaml.Node, old: Any, new: Any, way: str) -> None:
         """Insert what `new` has more than `old`, whose text is at `node`."""
@@ -283,12 +300,18 @@ def _target(node: yaml.Node) -> yaml.Node:
     return node.target if isinstance(node, _Alias) else node
 
 
-def _end(text: str, node: yaml.Node) -> int:
-    """Where the line after a block mapping or sequence begins."""
+def _last(node: yaml.Node) -> yaml.Node:
+    """The innermost node at the end of a block mapping or sequence."""
     last: Any = node
     while isinstance(last, yaml.CollectionNode) and not last.flow_style and last.value:
         last = last.value[-1]
         last = last[1] if isinstance(last, tuple) else last
+    return last  # type: ignore[no-any-return]
+
+
+def _end(text: str, node: yaml.Node) -> int:
+    """Where the line after a block mapping or sequence begins."""
+    last = _last(node)
     start, stop = _start(last), _stop(last)
     if stop and text[stop - 1] == "\n":  # a block scalar: its last line is over
         keeps = "+" in text[start : start + 3]

@@ -70,7 +70,7 @@ def size(value: float | None) -> str:
 
 def parse_size(text: str) -> int | None:
     """Bytes that a person typed: "64GiB", "1.5 T", "65536"; None for what is no size. Case does not matter."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip(), re.ASCII)
     scale = _SIZES_BY_LOWER.get(found[2].lower() or "b") if found else None
     if found is None or scale is None:
         return None

@@ -44,10 +44,13 @@ class Selected:
 
 
 def _form(pattern: str, allowed: str, made: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """A reader of texts of this form in any case; `allowed` says which. It raises ValueError."""
+    """A reader of texts of this form in any case; `allowed` says which. It raises ValueError.
+
+    The schema of the Helm chart (deploy/chart/values.schema.json) has the same forms.
+    """
 
     def read(text: str) -> Any:
-        if not re.fullmatch(pattern, text, re.IGNORECASE):
+        if not re.fullmatch(pattern, text, re.IGNORECASE | re.ASCII):
             raise ValueError(allowed)
         return made(text)
 
@@ -121,6 +124,7 @@ class Expectation(BaseModel):
 
 KEYS = tuple(Expectation.model_fields)
 _LISTS = tuple(name for name, field in Expectation.model_fields.items() if field.default == ())
+_NAMES = ("gpu", "interface")  # of these, a number or `on` without quotes in YAML is a mistake
 
 
 def parse(words: Sequence[str]) -> Expectation:
@@ -154,8 +158,11 @@ def read_file(path: Path) -> Expectation:
     found: dict[str, list[str]] = {}
     for key, entry in (value or {}).items():
         values = entry if isinstance(entry, list) else [entry]
-        if any(isinstance(one, list | dict) or one is None for one in values):
-            raise GateError(f"{where}: {key}: must be a value, or a list of {', '.join(_LISTS)}")
+        misplaced = isinstance(entry, list) and key in KEYS and key not in _LISTS
+        if misplaced or any(isinstance(one, list | dict) or one is None for one in values):
+            raise GateError(f"{where}: {key}: must be one value; only {', '.join(_LISTS)} may be lists")
+        if key in _NAMES and not all(isinstance(one, str) for one in values):
+            raise GateError(f"{where}: {key}: must be text; put the name in quotes")
         found[str(key)] = [_plain(one) for one in values]
     return _made(found, where)
 

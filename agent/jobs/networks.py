@@ -58,6 +58,9 @@ POLL_SECONDS = 2.0
 _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
+# What the gate of a TCP job would hold against the comparison itself: the job is told to take this interface and no
+# RDMA, and it has no IPC_LOCK, device or network for RDMA. That the interface is there is still judged.
+_OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
 STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.runs.LEAST_STEPS)
 
@@ -356,6 +359,8 @@ def documents(
     if network.attachment:
         inside = "" if network.rdma else f"@{network.name}"
         spec = replace(spec, networks=(f"{network.attachment}{inside}",))
+    if not network.rdma:
+        spec = replace(spec, preflight_skip=_OF_RDMA)
     plan = cluster_job.plan_of(advice, options, found)
     if not (network.rate or network.rdma):  # nothing is known of it that the run could be held against
         plan = replace(plan, forecast=RunForecast())

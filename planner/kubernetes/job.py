@@ -145,6 +145,7 @@ class JobSpec:
     tolerate: tuple[str, ...] = ()  # taints as KEY[=VALUE][:EFFECT]
     preflight_image: str | None = None  # runs the gate in an init container
     preflight_require: tuple[str, ...] = ()
+    preflight_skip: tuple[str, ...] = ()  # checks that the gate leaves out
     measure: bool = False  # all pods measure their network together before the ranks train
     agent: str | None = None  # URL of the node's agent, which is told how the job flew
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,6 +103,7 @@ class Job:
     nodes: int | None
     ranks_per_node: int | None
     files: dict[str, str] = field(default_factory=dict)  # by their paths in the container
+    shares_runtime: bool = False  # a TrainJob whose runtime other TrainJobs use, or may use, too
 
     @property
     def without_gpus(self) -> bool:
@@ -137,23 +139,26 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     configs = {_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")}
     jobs = [job for each in objects if (job := _job(each, configs)) is not None]
     runtimes = {(job.kind, job.name): job for job in jobs if job.kind.endswith("Runtime")}
-    used = []
+    users = Counter(_runtime_of(job) for job in jobs if job.kind == "TrainJob")
     for at, job in enumerate(jobs):
-        if job.kind == "TrainJob":
-            named = job.document["spec"].get("runtimeRef") or {}
-            runtime = runtimes.get((str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))))
-            if runtime is not None:
-                jobs[at] = replace(job, parts=(*job.parts, *runtime.parts), files={**job.files, **runtime.files},
-                                   nodes=job.nodes or runtime.nodes,
-                                   ranks_per_node=job.ranks_per_node or runtime.ranks_per_node)  # fmt: skip
-                used.append(runtime)
-    found = tuple(job for job in jobs if not any(job is one for one in used))
+        if job.kind == "TrainJob" and (runtime := runtimes.get(_runtime_of(job))) is not None:
+            shared = runtime.kind == "ClusterTrainingRuntime" or users[_runtime_of(job)] > 1
+            jobs[at] = replace(job, parts=(*job.parts, *runtime.parts), files={**job.files, **runtime.files},
+                               nodes=job.nodes or runtime.nodes, shares_runtime=shared,
+                               ranks_per_node=job.ranks_per_node or runtime.ranks_per_node)  # fmt: skip
+    found = tuple(job for job in jobs if not (job.kind.endswith("Runtime") and (job.kind, job.name) in users))
     if not found:
         kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
         hint = next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), _BY_HAND)
         raise WrapError(f"no training job: holds {', '.join(kinds) or 'no Kubernetes object'}; one of "
                         f"{', '.join(_KINDS)} is wrapped, also in an AppWrapper or a List; {hint}")  # fmt: skip
     return found
+
+
+def _runtime_of(job: Job) -> tuple[str, str]:
+    """Kind and name of the runtime that a TrainJob refers to."""
+    named = job.document["spec"].get("runtimeRef") or {}
+    return str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))
 
 
 def others_in(manifest: list[Any]) -> list[str]:
@@ -228,6 +233,17 @@ class _Wrapper:
                       "was lost with its node; launched again, the trainer goes on where it saved")  # fmt: skip
         self._annotate(part.pod)
 
+    @property
+    def _trainer(self) -> Part:
+        """The part whose resources the training container gets.
+
+        Limits or requests of a TrainJob replace all resources of its runtime's container (Kubeflow Trainer,
+        pkg/runtime/framework/plugins/jobset/builder.go).
+        """
+        of_job, of_runtime = self._job.parts[0], self._part if self._part.pod is not None else self._job.parts[-1]
+        own = of_job.kind == "TrainJob" and (of_job.limits or of_job.resources.get("requests"))
+        return of_job if own else of_runtime
+
     def _annotate(self, document: Document) -> None:
         """The reasons of what was added, on the pod, or on the TrainJob that makes it."""
         if self._reasons:
@@ -294,11 +310,15 @@ class _Wrapper:
                 name, _, count = need.value.partition(": ")
                 if not _GPU.fullmatch(name) and not family(name, list(wanted)):
                     wanted[name] = count
-        resources = self._part.resources
+        resources = self._trainer.resources
         if resources.get("claims"):
             self._say(f"devices come by its resource claims; not added: {', '.join(wanted) or 'none'}")
             return
-        has = {**(resources.get("requests") or {}), **self._part.limits}
+        has = {**(resources.get("requests") or {}), **self._trainer.limits}
+        if self._trainer.kind == "TrainJob" and not has and wanted and not asks_for_gpus(wanted):
+            self._say(f"{', '.join(wanted)} is not added: resourcesPerNode replaces all resources of the runtime, and "
+                      "the runtime is not in this file. Give resourcesPerNode all resources of a node")  # fmt: skip
+            return
         for name, count in wanted.items():
             there = family(name, list(has)) if name.endswith("/*") else [n for n in has if n == name]
             if there:
@@ -315,6 +335,10 @@ class _Wrapper:
         """One limit more; the request follows it by the API's own default."""
         key = "resourcesPerNode" if self._part.kind == "TrainJob" else "resources"
         resources = _inside(self._part.container, key, {})
+        if self._trainer is not self._part:  # the runtime's, which the new limit would replace
+            for kind in ("limits", "requests"):
+                if given := self._trainer.resources.get(kind):
+                    _inside(resources, kind, {}).update(copy.deepcopy(given))
         limits = _inside(resources, "limits", {})
         if name.startswith("hugepages-") and not {"cpu", "memory"} & {*has, *limits}:
             # ValidateResourceRequirements of Kubernetes: "HugePages require cpu or memory"
@@ -358,7 +382,10 @@ class _Wrapper:
                     f"shared memory of {limit // 2**20} MiB is the manifest's and stays; needed: {size} ({reason})"
                 )
             return
-        memory = quantity(str(self._part.limits.get("memory", "")))
+        if body.get("hostIPC"):
+            self._say(f"hostIPC is set, so /dev/shm is the node's own, and no volume is added over it; needed: {size}")
+            return
+        memory = quantity(str(self._trainer.limits.get("memory", "")))
         if memory is not None and wanted_bytes > memory / 2:
             # what is written there counts as the container's memory; half of it is tmpfs(5)'s own default
             size = f"{max(1, int(memory / 2) >> 20)}Mi"
@@ -409,8 +436,11 @@ class _Wrapper:
         for check in self._wanted.require:
             command += ["--require", check]
         gate: Document = {"name": f"topoflight-{GATE}" if GATE in taken else GATE, "image": image, "command": command}
-        trainer = next((part.container for part in self._job.parts if part.kind == "TrainJob"), container)
-        resources = copy.deepcopy(trainer.get("resourcesPerNode") or container.get("resources") or {})
+        # the request of an init container counts for its pod: other TrainJobs of the runtime would ask for it as well
+        asks = self._part if self._job.shares_runtime else self._trainer
+        of_pod = self._job.kind != "TrainJob" or self._job.shares_runtime
+        trainer = container if of_pod else self._job.parts[0].container
+        resources = copy.deepcopy(asks.resources)
         # it judges what the job will run with, and names the node: a pod's own host name changes with every pod
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
         gate["env"] = [node, *_plain_variables(trainer)]
@@ -421,8 +451,23 @@ class _Wrapper:
         if shm := _shm_mounts(container):
             gate["volumeMounts"] = copy.deepcopy(shm)
         _inside(body, "initContainers", []).append(gate)
+        if self._part.kind.endswith("Runtime"):
+            self._note_runtime(asks)
         if self._part.kind == "PyTorchJob" and self._part.restart != "Never":
             self._say("its operator tries a failed gate again and again, unless the replicas' restartPolicy is Never")
+
+    def _note_runtime(self, asks: Part) -> None:
+        """Say what the gate in a runtime means for the runtime's other TrainJobs; `asks` has the gate's resources."""
+        if self._job.shares_runtime:
+            unjudged = ", ".join(name for name in self._trainer.limits if "/" in name and name not in asks.limits)
+            self._say("other TrainJobs use this runtime too, and what is added to it applies to all of them. The gate "
+                      "has only the runtime's own resources and variables, and does not judge "
+                      f"{unjudged or 'the variables'} of {self._job.kind}/{self._job.name}. To have these judged, "
+                      "describe the pods in a TrainingRuntime that only this job uses")  # fmt: skip
+        if given := {**(asks.resources.get("requests") or {}), **asks.limits}:
+            amounts = ", ".join(f"{name}: {count}" for name, count in given.items())
+            self._say(f"the gate requests {amounts}. The request of an init container counts for its pod, so a "
+                      "TrainJob of this runtime that asks for less gets as much")  # fmt: skip
 
 
 def _shm_mounts(container: Document) -> list[Document]:
@@ -469,19 +514,28 @@ def _name(document: Document) -> str:
     return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
 
+def _member(mapping: Document, key: str) -> Any:
+    """Return a member that the API requires. Raises KeyError where it is missing or empty."""
+    if mapping.get(key) in (None, {}, []):
+        raise KeyError(key)
+    return mapping[key]
+
+
 def _number(value: Any) -> int | None:
     text = str(value)
     return int(text) if text.isdecimal() else None
 
 
 def _job(document: Document, configs: dict[str, Any]) -> Job | None:
-    kind, spec = document.get("kind"), document.get("spec")
-    if kind not in _KINDS or not isinstance(spec, dict):
+    kind, spec = document.get("kind"), document.get("spec") or {}
+    if kind not in _KINDS:
         return None
     name = _name(document)
     try:
         parts = tuple(_parts(kind, name, spec))
-    except (AttributeError, TypeError, KeyError) as error:
+    except KeyError as error:
+        raise WrapError(f"{kind}/{name}: {error.args[0]} is missing or empty, so there is no pod to wrap") from None
+    except (AttributeError, TypeError) as error:
         raise WrapError(f"{kind}/{name}: is not built as a {kind} is: {error}") from None
     if not parts:
         raise WrapError(f"{kind}/{name}: which container trains is unknown: none, or several, and not one has GPUs")
@@ -501,23 +555,24 @@ def _job(document: Document, configs: dict[str, Any]) -> Job | None:
 
 def _parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
+        _member(spec, "runtimeRef")
         trainer = spec.setdefault("trainer", {})
         yield Part(f"{kind}/{name}", kind, None, trainer, _number(trainer.get("numNodes")))
         return
     templates: list[tuple[str, Document, int | None]] = []
     restarts: dict[str, str] = {}
     if kind == "PyTorchJob":
-        for role, replica in spec["pytorchReplicaSpecs"].items():
+        for role, replica in _member(spec, "pytorchReplicaSpecs").items():
             templates.append((f" {role}", replica["template"], _number(replica.get("replicas", 1))))
             restarts[f" {role}"] = str(replica.get("restartPolicy", "OnFailure"))
     elif kind == "Job" and "tasks" in spec:  # Volcano's
-        for task in spec["tasks"]:
+        for task in _member(spec, "tasks"):
             templates.append((f" {task.get('name')}", task["template"], _number(task.get("replicas", 1))))
     elif kind == "Job":
-        templates.append(("", spec["template"], _number(spec.get("parallelism", 1))))
+        templates.append(("", _member(spec, "template"), _number(spec.get("parallelism", 1))))
     else:
-        jobs = spec["template"]["spec"] if kind.endswith("Runtime") else spec
-        for replicated in jobs["replicatedJobs"]:
+        jobs = _member(_member(spec, "template"), "spec") if kind.endswith("Runtime") else spec
+        for replicated in _member(jobs, "replicatedJobs"):
             labels = (replicated["template"].get("metadata") or {}).get("labels") or {}
             if str(labels.get(_STEP, "trainer")) != "trainer":  # fetches data or the model
                 continue

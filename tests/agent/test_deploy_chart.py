@@ -20,7 +20,7 @@ from kustomization import LOADER, render
 from rigs.tables import each_row
 from test_deploy_manifests import CUSTOM, OVERLAYS
 
-from agent.checks.expect import KEYS, _made
+from agent.checks.expect import KEYS, read_file
 from agent.checks.verdict import GateError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -75,7 +75,7 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
         "node": {"root": True, "devices": False, "mountPropagation": "HostToContainer"},
         "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "ownNode": True,
         "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
-        "monitoring": {"enabled": True, "namespaces": ["watch"], "docsUrl": "https://d.test/x/",
+        "monitoring": {"enabled": True, "namespaces": ["watch"], "labels": {"release": "prom"}, "docsUrl": "https://d.test/x/",
                        "grafanaUrl": "https://g.test", "pageUrl": "https://p.test/fleet/"},
     }  # fmt: skip
     words = [w for key, value in values.items() for w in ("--set-json", f"{key}={json.dumps(value)}")]
@@ -94,7 +94,9 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
         key: values[key] for key in ("imagePullSecrets", "nodeSelector", "priorityClassName")
     }
     assert set(spec["affinity"]) == {"nodeAffinity", "podAntiAffinity"} and agent["resources"] == values["resources"]
-    assert ("PriorityClass", "topoflight-agent") not in found
+    for kind in ("PodMonitor", "PrometheusRule"):
+        labels = found[kind, "topoflight"]["metadata"]["labels"]
+        assert labels == {"app.kubernetes.io/name": "topoflight", "release": "prom"}, kind
     assert pod["metadata"]["labels"] == {"team": "x", "app.kubernetes.io/name": "topoflight"}, "the selector's"
     assert pod["metadata"]["annotations"]["note"] == "y"
     (mount,) = [one for one in agent["volumeMounts"] if one["name"] == "host"]
@@ -123,35 +125,58 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
 def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:
     """A misspelt value is refused, and said which."""
     assert not re.search(r"WARNING|ERROR", helm("lint", "--strict", str(CHART)).stdout)
+    both = "node.mountPropagation=HostToContainer,node.recursiveReadOnly=Enabled"
     for setting, named in (("runtimeClas=nvidia", "runtimeClas"), ("hostNetwork=maybe", "hostNetwork"),
-                           ("expect.gpus=x", "gpus"), ("node.mountPropagation=Both", "Propagation")):  # fmt: skip
+                           ("expect.gpus=x", "gpus"), ("node.mountPropagation=Both", "Propagation"),
+                           ("expect.shm=16X", "shm"), ("expect.rate=mlx5_[0-7]:0", "rate"),
+                           ("expect.interface=net 1", "interface"), (both, "/node")):  # fmt: skip
         done = helm("template", str(CHART), "--set", setting, check=False)
         assert done.returncode and named in done.stderr, setting
 
 
-def test_the_chart_takes_the_expectations_that_the_agent_takes() -> None:
-    """The same keys; what the chart lets through the agent understands."""
-    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["expect"]
-    assert set(schema["properties"]) == set(KEYS)
-    rows: list[tuple[Document, bool]] = [
-        ({"gpus": 8, "gpu": "H100", "nvlink": "NV18", "hcas": 8, "rate": 400, "gdr": True, "memlock": "unlimited",
-          "interface": ["net1"], "driver": "570.86"}, True),
-        ({"nvlink": 18, "shm": "64GiB", "memlock": "8Mi", "interface": "net*", "driver": 570, "gdr": "on"}, True),
-        ({"gpus": "x"}, False), ({"gpus": -1}, False), ({"gpus": 2000}, False), ({"gpuz": 8}, False),
-        ({"nvlink": "SYS"}, False), ({"gdr": False}, False), ({"gdr": "off"}, False), ({"memlock": "much"}, False),
-        ({"interface": [1]}, False), ({"driver": "new"}, False), ({"hcas": None}, False),
-    ]  # fmt: skip
-    wrong = []
-    for value, right in rows:
-        taken = jsonschema.Draft202012Validator(schema).is_valid(value)
+# key -> values that the agent takes, values that it refuses
+EXPECTATIONS: dict[str, tuple[list[Any], list[Any]]] = {
+    "gpus": ([0, 8, 1024, "8", "008"], [-1, 1025, 8.5, "x", "-1", "1025", "8.0", "", "٨", True, None, [8], {}]),
+    "gpu": (["H100", "A100-SXM4-80GB", "x" * 64], ["", "100", "x" * 65, "H\n1", "é1", 100, True, None, ["H100"]]),
+    "nvlink": ([1, 18, 99, "NV18", "nv04", "18"], [0, -3, 100, 999, "SYS", "NV0", "NV", "NV 18", "0", None, ["NV18"]]),
+    "hcas": ([0, 8, "8", "mlx5_[0-3]:4", [], [8], ["mlx5_[0-3]:4", "mlx5_9:1"], [1] * 64],
+             [-1, 1025, "x9", "mlx5_0", ":8", "mlx5_0:", "a:b:4", "a" * 65 + ":1", None, True, [None], [[8]], [-1],
+              [1] * 65]),
+    "rate": ([1, 400, 99999, "400", "200Gb/s", "200 gbps", "0400G", "mlx5_[0-7]:400", "a:100Gbit/s", [400, "a:200"]],
+             [0, -5, 100000, 0.5, "0", "abc5", "mlx5_[0-7]:0", "400 Mb/s", "a:b", "400Gbs", None, ["x"], [0]]),
+    "gdr": ([True, "on", "ON", "oN"], [False, "off", "yes", "true", 1, None, [True]]),
+    "memlock": (["unlimited", "Unlimited", "8Mi", "8 mib", 65536, 0],
+                ["8much", "much", "unlimited ", -1, "-1", "1e9", True, None]),
+    "shm": (["64GiB", "16 G", " 1.5T ", "65536", "7B", 0, 10**12, 1.5],
+            ["16X", "16 parsecs", -4, "-4", "", "G", "1,5G", "1e9", "9" * 19, 10**19, "16Pi", "iB", None, ["64G"]]),
+    "interface": (["net1", "net*", "eth0.100", "a:1", "10g", [], ["net1", "rail-?"], ["a"] * 64],
+                  ["", "net 1", "1", "net/1", "a" * 65, "é", 1, 1.5, True, None, [1], [""], [None], ["a"] * 65]),
+    "driver": ([570, 570.86, 0, "570", "570.86", "570.86.15", "1.2.3.4"],
+               [-1, -570.5, 1000000, "...", "5.", ".5", "new", "1.2.3.4.5", "1234567", "", "570-open", True, None,
+                [570]]),
+}  # fmt: skip
+
+
+def test_the_chart_takes_the_expectations_that_the_agent_takes(tmp_path: Path) -> None:
+    """Each value is put to the chart's schema and, as the release's ConfigMap has it, to the agent."""
+    schema = jsonschema.Draft202012Validator(json.loads((CHART / "values.schema.json").read_text()))
+    assert set(schema.schema["properties"]["expect"]["properties"]) == set(EXPECTATIONS) == set(KEYS)
+    rows = [({key: value}, right) for key, columns in EXPECTATIONS.items()
+            for right, values in zip((True, False), columns, strict=True) for value in values]  # fmt: skip
+    file, wrong = tmp_path / "expect.yaml", []
+    for value, right in [
+        *rows,
+        ({"gpuz": 8}, False),
+        ({key: taken[0] for key, (taken, _) in EXPECTATIONS.items()}, True),
+    ]:
+        file.write_text(yaml.safe_dump(value), encoding="utf-8")
         try:
-            _made({k: [str(one) if one is not True else "on" for one in (v if isinstance(v, list) else [v])]
-                   for k, v in value.items()}, "values")  # fmt: skip
+            read_file(file)
             understood = True
         except GateError:
             understood = False
-        if taken is not right or (taken and not understood):
-            wrong.append((value, taken, understood))
+        if not (schema.is_valid({"expect": value}) is understood is right):
+            wrong.append((value, schema.is_valid({"expect": value}), understood))
     assert not wrong, wrong
 
 
@@ -167,15 +192,32 @@ def test_a_further_release_shares_nothing_with_the_first(files: tuple[str, ...])
     """Helm refuses an object that another release has; its agents have the rights that the first one's have."""
     words = [word for name in files for word in ("--values", str(CHART / f"values-{name}.yaml"))]
     words += ["--set", "monitoring.enabled=true"]
-    first = by_name(template(*words))
+    first = by_name(template(*words, "--set", "priorityClassName=its-own"))
     more = by_name(template(*words, "--namespace", "pool-b", "--set", "clusterObjects=false"))
     assert not first.keys() & more.keys()
     assert {kind for kind, place, _ in more if not place} == {"ClusterRoleBinding", "ValidatingAdmissionPolicyBinding"}
     for (kind, _, name), document in more.items():
+        if kind == "DaemonSet":
+            priority = document["spec"]["template"]["spec"]["priorityClassName"]
+            assert ("PriorityClass", "", priority) in first, "no pod is admitted without its class"
         if kind == "ClusterRoleBinding":
             assert document["subjects"][0]["namespace"] == "pool-b" and document["roleRef"]["name"] in {
                 role for kind_of, _, role in first if kind_of == "ClusterRole"
             }, name
+
+
+def test_the_notes_and_the_mount_follow_the_values() -> None:
+    """What restricts the agents to nodes is named; mounts below the node's root are read-only where a value says so."""
+    for settings, named in (((), "tolerations."), (("nodeSelector.pool=a",), "tolerations, nodeSelector.")):
+        words = [word for one in settings for word in ("--set", one)]
+        printed = helm("install", "topoflight", str(CHART), "--dry-run=client", *words).stdout.partition("NOTES:")[2]
+        assert f"every node that these values allow: {named}" in printed, settings
+    (agents,) = [d for d in template("--set", "node.recursiveReadOnly=IfPossible") if d["kind"] == "DaemonSet"]
+    (mount,) = [
+        one for one in agents["spec"]["template"]["spec"]["containers"][0]["volumeMounts"] if one["name"] == "host"
+    ]
+    assert mount == {"name": "host", "mountPath": "/host", "readOnly": True, "recursiveReadOnly": "IfPossible"}
+    kubernetes_validate.validate(agents, "1.35", strict=True)
 
 
 def test_each_values_file_is_complete_by_itself() -> None:

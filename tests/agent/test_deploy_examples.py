@@ -65,10 +65,12 @@ def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
     gitlab = read["gitlab-ci"]["preflight"]
     assert f"junit={gitlab['artifacts']['reports']['junit']}" in gitlab["script"][0]
     assert f"json={gitlab['artifacts']['paths'][0]}" in gitlab["script"][0] and gitlab["artifacts"]["when"] == "always"
+    assert gitlab["image"]["entrypoint"] == [""], "the runner starts a shell by the image's entrypoint"
     task = read["tekton-task"]["spec"]
     (step,) = task["steps"]
-    used = set(re.findall(r"\$\((params|results)\.([a-z]+)", yaml.safe_dump(step)))
-    assert used == {("params", p["name"]) for p in task["params"]} | {("results", r["name"]) for r in task["results"]}
+    used = set(re.findall(r"\$\((params|results|workspaces)\.([a-z]+)", yaml.safe_dump(step)))
+    assert used == {(kind, one["name"]) for kind in ("params", "results", "workspaces") for one in task[kind]}
+    assert 'export REPORT="${REPORTS:-/tmp}/' in step["script"] and '-o json="$REPORT"' in step["script"]
     assert "$(" not in step["script"], "a parameter in a script would be code"
     assert step["script"].rstrip().endswith("exit $code"), "the gate's exit code is the step's"
 

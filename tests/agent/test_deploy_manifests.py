@@ -14,14 +14,20 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kustomization import render
+from kustomization import CLUSTER_SCOPED, render
 from rigs import crds
 from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
 BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
-FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, ROOT / "deploy/bench/job"]
+FOLDERS = [
+    ROOT / "deploy/daemonset/base",
+    *OVERLAYS,
+    *BESIDE,
+    ROOT / "deploy/bench/job",
+    ROOT / "deploy/bench/openshift",
+]
 CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
 Document = dict[str, Any]
 
@@ -175,11 +181,13 @@ def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> N
     (text,) = re.findall(r" *```yaml\n *# mine/kustomization.yaml\n(.*?) *```", page, re.S)
     own = yaml.safe_load(text)
     place = (ROOT / "deploy/daemonset/overlays" / name).relative_to(ROOT)
-    own |= {"namespace": "elsewhere", "resources": [f"checkout/{place}"]}
+    (more,) = re.findall(r" *```yaml\n *# more of mine/kustomization.yaml[^\n]*\n(.*?) *```", page, re.S)
+    own |= yaml.safe_load(more.replace("NAME", "elsewhere")) | {"resources": [f"checkout/{place}"]}
     (tmp_path / "checkout").mkdir()
     shutil.copytree(ROOT / "deploy", tmp_path / "checkout/deploy", symlinks=True)
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
     documents = render(tmp_path)
+    assert not [d for d in documents if d["kind"] in CLUSTER_SCOPED and "namespace" in d["metadata"]]
     places = {d["metadata"].get("namespace") for d in documents}
     places |= {one.get("namespace") for d in documents for one in d.get("subjects", ())}
     assert places - {None} == {"elsewhere"}
@@ -219,9 +227,19 @@ def test_bench_pods_ask_for_what_they_use_and_meet_by_name() -> None:
 
 @each_row("name", ["openshift", "openshift-host-network"])
 def test_openshift_picks_the_users(name: str) -> None:
-    """restricted-v2 and hostnetwork-v2 refuse a fixed user: neither the overlay nor what goes beside it has one."""
-    for document in (*render(ROOT / "deploy/daemonset/overlays" / name), *(d for f in BESIDE for d in render(f))):
-        assert "runAsUser" not in str(document.get("spec", {}).get("template")), document["metadata"]["name"]
+    """restricted-v2 and hostnetwork-v2 refuse a fixed user: neither the overlay nor what goes beside it has one.
+
+    Nor have the benchmark's pods, which the overlay's own SCC admits.
+    """
+    overlay, job = render(ROOT / "deploy/daemonset/overlays" / name), render(ROOT / "deploy/bench/openshift")
+    (scc,) = [d for d in overlay if d["kind"] == "SecurityContextConstraints"]
+    (pod,) = [d["spec"]["template"]["spec"] for d in job if d["kind"] == "Job"]
+    assert scc["runAsUser"] == {"type": "MustRunAsRange"} and set(scc["volumes"]) >= {"emptyDir", "downwardAPI"}
+    assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == scc["allowedCapabilities"]
+    for document in (*overlay, *job, *(d for f in BESIDE for d in render(f))):
+        assert not re.search("runAs(User|Group)", str(document.get("spec", {}).get("template"))), document["metadata"][
+            "name"
+        ]
 
 
 def test_what_goes_beside_an_overlay_brings_no_second_agent() -> None:

@@ -190,6 +190,18 @@ def test_snippets_run_or_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> N
             readers[kind](text)
 
 
+def test_what_a_page_installs_has_an_image_that_can_be_pulled() -> None:
+    """Manifests and chart name registry.example, which nobody has; deploy/example loads its images into the nodes."""
+    wrong, seen = [], 0
+    for page in [*PAGES, ROOT / "deploy/chart/values.yaml"]:
+        text = page.read_text(encoding="utf-8")
+        for line in re.findall(r"helm upgrade --install .*|apply -k deploy/daemonset/overlays/[a-z-]+$", text, re.M):
+            named = "--set image.repository=" in line if line.startswith("helm") else " set image daemonset/" in text
+            seen, wrong = seen + 1, wrong if named else [*wrong, (page.name, line)]
+    assert not wrong
+    assert seen > 5
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     """The file exists, and the heading in it that a fragment names."""
 

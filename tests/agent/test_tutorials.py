@@ -73,6 +73,7 @@ ELSEWHERE = {
     "oc get node NODE": "a node's device plugins",
     "oc -n default get network-attachment-definitions": "the network operator makes them",
     "oc -n topoflight patch daemonset": "the patch is parsed",
+    "oc -n topoflight set image": CONTROLLERS,
     "oc -n training create secret": "a token of the reader's",
     "oc -n training create configmap": "its file is looked for",
     "oc -n training get": CONTROLLERS,

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
+from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
@@ -118,6 +119,36 @@ def test_a_job_over_tcp_is_told_its_interface_and_asks_for_no_rdma(cluster: Clus
     assert layouts[0] == layouts[1] == layouts[2]
     assert plans["sft-net1-config"]["environment"]["NCCL_SOCKET_IFNAME"] == "net1"
     assert plans["sft-net1-config"]["config"]["output_dir"] == "/mnt/shared/sft-net1"
+
+
+def test_the_gate_of_a_tcp_job_does_not_judge_what_the_comparison_sets(cluster: Cluster, tmp_path: Path) -> None:
+    """On a node with RDMA, whose memlock is low: the gate as rendered finds there what it finds without the job's
+    variables. The RDMA job's judges all of it."""
+    node = "r760xa-2xA40-bf3-memlock-8MiB"
+    words = [word if word != str(path_of()) else str(path_of(node)) for word in WORDS]
+    words += ["--dry-run", "--preflight-image", "registry.example/p:1", "--require", "limits.memlock.low"]
+    done = CliRunner().invoke(compare_networks, [*words, "--resource", "rdma/shared=1"])
+    assert done.exit_code == 0, done.output
+    recording = json.loads(path_of(node).read_text())
+
+    def failed(environment: dict[str, str], options: list[str]) -> set[str]:
+        recording["answers"]["environment"] = {"": environment}
+        (tmp_path / "node.json").write_text(json.dumps(recording))
+        judged = topoflight("preflight", "--host", tmp_path / "node.json", "-o", "json", *options)
+        checks = json.loads(judged.stdout)["checks"]
+        return {check["code"] for check in checks if check["status"] == "fail" or check["required"]}
+
+    bare = failed({}, [])
+    assert {"limits.memlock.low", "interfaces.choice.wrong"} <= bare
+    for job in (one for one in yaml.safe_load_all(done.stdout) if one["kind"] == "Job"):
+        (gate,) = job["spec"]["template"]["spec"]["initContainers"]
+        environment = {one["name"]: one["value"] for one in gate["env"] if "value" in one}
+        options = gate["command"][gate["command"].index("table") + 1 :]
+        if job["metadata"]["name"] == "sft-rdma":
+            assert options == ["--require", "limits.memlock.low"]
+        else:
+            assert environment["NCCL_IB_DISABLE"] == "1" and "env.rdma.disabled" in failed(environment, [])
+            assert failed(environment, options) == bare - {"limits.memlock.low", "interfaces.choice.wrong"}
 
 
 def test_a_job_that_took_another_network_is_no_bar(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,55 @@ def test_a_train_job_has_its_variables_and_its_runtime_the_pod() -> None:
     alone = yaml.safe_dump(TRAINJOB[1])
     made, notes = wrap(alone, of_all(alone))
     assert "initContainers" not in made and any("are its runtime's: not added" in note for note in notes)
+    assert "resourcesPerNode" not in made and any("replaces all resources of the runtime" in note for note in notes)
+
+
+EIGHT = {"nvidia.com/gpu": 8, "memory": "8Gi"}
+RDMA = {"rdma/ib": "8"}
+
+
+@each_row(
+    ("kind", "of_runtime", "of_job", "jobs", "of_gate", "limits", "shm", "note"),
+    [
+        # a TrainJob's own resources replace its runtime's, and half of its memory is what /dev/shm may have
+        ("TrainingRuntime", {}, EIGHT, 1, {**EIGHT, **RDMA}, {**EIGHT, **RDMA}, "4096Mi",
+         "a TrainJob of this runtime that asks for less"),
+        ("TrainingRuntime", {"memory": "64Gi"}, {"memory": "4Gi"}, 1, {"memory": "4Gi", **RDMA},
+         {"memory": "4Gi", **RDMA}, "2048Mi", "half of the memory limit"),
+        # where it has none, what is added must not replace those of the runtime
+        ("TrainingRuntime", EIGHT, None, 1, {**EIGHT, **RDMA}, {**EIGHT, **RDMA}, "4096Mi",
+         "the gate requests nvidia.com/gpu: 8"),
+        # a runtime of other jobs too: its gate asks for nothing of one job
+        ("ClusterTrainingRuntime", {}, EIGHT, 1, None, {**EIGHT, **RDMA}, "4096Mi",
+         "not judge nvidia.com/gpu, rdma/ib of TrainJob/sft"),
+        ("ClusterTrainingRuntime", {"nvidia.com/gpu": 1}, {"nvidia.com/gpu": 8}, 1, {"nvidia.com/gpu": 1},
+         {"nvidia.com/gpu": 8, **RDMA}, "8192Mi", "not judge rdma/ib of TrainJob/sft"),
+        ("TrainingRuntime", {}, EIGHT, 2, None, {**EIGHT, **RDMA}, "4096Mi", "other TrainJobs use this runtime too"),
+    ],
+)  # fmt: skip
+def test_a_runtime_gets_of_one_train_job_what_no_other_lacks(
+    kind: str, of_runtime: dict[str, Any], of_job: dict[str, Any] | None, jobs: int, of_gate: dict[str, Any] | None,
+    limits: dict[str, Any], shm: str, note: str,
+) -> None:  # fmt: skip
+    """An init container's request counts for every pod of the runtime."""
+    runtime, job = copy.deepcopy(TRAINJOB)
+    runtime["kind"] = job["spec"]["runtimeRef"]["kind"] = kind
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    node["template"]["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": of_runtime}
+    if of_job is not None:
+        job["spec"]["trainer"]["resourcesPerNode"] = {"limits": of_job}
+    others = [{**job, "metadata": {"name": f"other-{n}"}} for n in range(1, jobs)]
+    text = "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in (runtime, job, *others))
+    added = replace(ADDED, needs=ADDED.needs[:1], resources=RDMA)
+    made, notes = wrap(text, of_all(text, added))
+    runtime, job, *_ = documents(made)
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    body = node["template"]["spec"]["template"]["spec"]
+    assert ((body["initContainers"][0].get("resources") or {}).get("limits") or None) == of_gate
+    assert ("NCCL_IB_HCA" in str(body["initContainers"])) is (kind == "TrainingRuntime" and jobs == 1)
+    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == limits
+    assert body["volumes"][0]["emptyDir"]["sizeLimit"] == shm
+    assert any(note in each for each in notes), notes
 
 
 @each_row(
@@ -135,6 +185,13 @@ def test_other_kinds_in_block_and_in_brackets(document: dict[str, Any], flow: bo
         ("[]", "no Kubernetes object"),
         ("kind: Job\nmetadata: {name: a}\nspec: {template: {spec: {containers: []}}}", "which container trains"),
         ("kind: PyTorchJob\nmetadata: {name: a}\nspec: {pytorchReplicaSpecs: 3}", "is not built as a PyTorchJob is"),
+        ("kind: JobSet\nmetadata: {name: a}\nspec:\n  # TODO\n", "JobSet/a: replicatedJobs is missing or empty"),
+        ("kind: JobSet\nmetadata: {name: a}\nspec: {replicatedJobs: []}", "replicatedJobs is missing or empty"),
+        ("kind: JobSet\nmetadata: {name: a}\nspec: none", "is not built as a JobSet is"),
+        ("kind: Job\nmetadata: {name: a}\n", "Job/a: template is missing or empty"),
+        ("kind: PyTorchJob\nmetadata: {name: a}\nspec: {}", "pytorchReplicaSpecs is missing or empty"),
+        ("kind: TrainJob\nmetadata: {name: a}\nspec:\n", "TrainJob/a: runtimeRef is missing or empty"),
+        ("kind: TrainingRuntime\nmetadata: {name: a}\nspec: {template: {spec: {}}}", "spec is missing or empty"),
     ],
 )
 def test_what_cannot_be_wrapped_is_refused_with_its_reason(text: str, says: str) -> None:
@@ -158,6 +215,26 @@ def test_an_edit_adds_and_never_changes() -> None:
     for changed in ({**found[0], "a": 2}, {"b": ["x"]}):
         with pytest.raises(EditError):
             extended(text, [changed])
+
+
+@each_row(
+    ("text", "end"),
+    [
+        ("a:\n- x\nb: |\n  sh\n  end", "b: |-\n  sh\n  end\nnew: 1\n"),
+        ("a:\n- x\nb: &b !!str >2\n    sh", "b: &b !!str >-2\n    sh\nnew: 1\n"),
+        ("a:\n- x\nb: |+\n  end", "b: |-\n  end\nnew: 1\n"),
+        ("a:\n- x\nb: |-\n  end", "b: |-\n  end\nnew: 1\n"),
+        ("a:\r\n- x\r\nb: |\r\n  end", "b: |-\r\n  end\r\nnew: 1\r\n"),
+        ("a:\n- x\nb: |\n  end\n# note", "b: |\n  end\nnew: 1\n# note"),
+        ("a:\n- x\nb: 'end'", "b: 'end'\nnew: 1\n"),
+    ],
+)
+def test_a_text_without_a_newline_at_its_end_keeps_its_last_value(text: str, end: str) -> None:
+    """Lines after a block scalar give it a newline, unless its header says that it has none."""
+    (before,) = documents(text)
+    made = extended(text, [{**before, "new": 1}])
+    assert made.endswith(end) and documents(made) == [{**before, "new": 1}]
+    assert extended(text, [{**before, "a": ["x", "y"]}]).endswith(text[text.index("b: ") :])
 
 
 FILES = {"zero.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
@@ -316,6 +393,15 @@ def test_shared_memory_stays_within_half_of_the_memory_limit() -> None:
     made, notes = wrap(text, of_all(text, Additions(needs=(shm,))))
     (volume,) = yaml.safe_load(made)["spec"]["template"]["spec"]["volumes"]
     assert volume["emptyDir"]["sizeLimit"] == "4096Mi" and any("half of the memory limit" in note for note in notes)
+
+
+def test_the_shared_memory_of_the_node_has_no_volume_over_it() -> None:
+    job = yaml.safe_load(gpu_job(limits={"nvidia.com/gpu": 1}))
+    job["spec"]["template"]["spec"]["hostIPC"] = True
+    text = yaml.safe_dump(job)
+    made, notes = wrap(text, of_all(text, replace(ADDED, needs=ADDED.needs[:1])))
+    assert "emptyDir" not in made and "/dev/shm" not in made and "topoflight.io/shm" not in made
+    assert [note for note in notes if "hostIPC is set" in note and "8192Mi" in note and WHY.rule not in note]
 
 
 def test_a_pod_without_an_rdma_device_is_told_of() -> None:

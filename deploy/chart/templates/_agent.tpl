@@ -23,6 +23,7 @@
 {{- $_ := set $spec "volumes" (append $spec.volumes (dict "name" "host" "hostPath" (dict "path" "/" "type" "Directory"))) }}
 {{- $_ := set $agent "volumeMounts" (append $agent.volumeMounts (dict "name" "host" "mountPath" "/host" "readOnly" true)) }}
 {{- with $values.node.mountPropagation }}{{ $_ := set (last $agent.volumeMounts) "mountPropagation" . }}{{ end }}
+{{- with $values.node.recursiveReadOnly }}{{ $_ := set (last $agent.volumeMounts) "recursiveReadOnly" . }}{{ end }}
 {{- end }}
 {{- if $values.node.devices }}
 {{- $_ := set $spec "volumes" (append $spec.volumes (dict "name" "devices" "hostPath" (dict "path" "/dev/null" "type" "CharDevice"))) }}
