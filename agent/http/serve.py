@@ -32,7 +32,7 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
     """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
 
-    With --host it serves recordings in place of this host.
+    With --host it serves recordings instead of this host.
     """
     from agent.base.hosts import snapshots
     from agent.checks.history import History
