@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import load as loading
 import pytest
 import resident
 from load_served import Served
-from rigs.agents import agent, bearer, tokens
+from rigs.agents import agent
 from rigs.recorded import path_of, view
 from rigs.tables import each_row
 from starlette.testclient import TestClient
@@ -72,14 +70,6 @@ def test_formats_do_not_mix(client: TestClient) -> None:
             != (client.get("/findings", headers={"Accept": "application/json"}).headers["content-type"])
         )
         assert client.get("/recommendations?format=env").text != client.get("/recommendations?format=shell").text
-
-
-def test_a_stored_answer_needs_the_token_too(tmp_path: Path) -> None:
-    """The token is judged before what is stored."""
-    closed = agent(tokens=tokens(tmp_path, reads_open=False))
-    for path in (*STORED, "/what-if?model=Llama-3.1-8B"):
-        statuses = [closed.get(path, headers=headers).status_code for headers in (bearer(), {}, bearer(), {})]
-        assert statuses == [200, 401, 200, 401], path
 
 
 def test_stored_answers_are_bounded_and_the_oldest_give_way() -> None:
