@@ -28,13 +28,6 @@ KINDS = {
 CHOSEN = ('job=~"$job"', 'instance=~"$instance"')
 ORANGE, BLUE = "orange", "blue"
 _METRIC = re.compile(r"\b(topoflight_\w+|up)\b(?:\{([^}]*)\})?")
-# Recorded sick machines (tests/machines) that panels must tell from a healthy one.
-NO_PEERMEM, MEMLOCK, HOT, NO_RDMA = (
-    "sick-h100-no-peermem", "sick-h100-memlock-64KiB", "sick-h100-thermal", "sick-h100-rdma-off",
-)  # fmt: skip
-DEAD_HCA, NVLINK, LOST, NARROW = (
-    "sick-h100-dead-hca", "sick-h100-nvlink-missing", "sick-h100-gpu-lost", "sick-l40s-x4",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +54,7 @@ class Panel:
     rows: str = ""  # matrix: label of the rows
     columns: str = ""  # matrix: label of the columns
     quiet: bool = False  # may show nothing on a healthy node
-    shows: Sequence[str] = ()  # recorded sick machines that it must tell from a healthy one
+    shows: Sequence[str] = ()  # recorded sick machines (tests/machines) that it must tell from a healthy one
 
 
 def chosen(expr: str) -> str:

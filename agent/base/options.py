@@ -1,8 +1,12 @@
-"""The options of every verb, from tables: verbs/VERB.toml beside this module.
+"""Read the options of each verb from verbs/VERB.toml.
 
-A table there is an option: its key is what one types, its members are those of click.option, with words for click's
-types. A default is shown. An empty table takes the row of its key in verbs/shared.toml, one with `shared = true`
-overrides some of that row, and a key that is no option takes all rows of the file of that name.
+Each table of such a file is one option. Its key is the text that the user types, and its members are the parameters of
+click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table without members is the table of
+the same name in verbs/shared.toml; one with `shared = true` overrides members of that table. A table whose name does
+not begin with "-" includes all options of the file of that name, except those that its `without` lists.
+
+An error in a table (a type, a member or the name of another table that does not exist) is raised when the verb is
+imported.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "file": click.Path(exists=True, dir_okay=False, path_type=Path),
     "folder": click.Path(exists=True, file_okay=False, path_type=Path),
     "path": click.Path(exists=True, path_type=Path),
-    "any file": click.Path(dir_okay=False, path_type=Path),  # which need not be there
+    "any file": click.Path(dir_okay=False, path_type=Path),  # need not exist
     "any folder": click.Path(file_okay=False, path_type=Path),
     "any path": click.Path(path_type=Path),
     "path or -": click.Path(allow_dash=True, path_type=str),
@@ -37,7 +41,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 
 
 def with_options(verb: str, **types: Any) -> Callable[[Any], Any]:
-    """A decorator that adds the options of a verb in their order; `types` are types that only this verb has."""
+    """Return a decorator that adds the options of a verb, in their order; `types` are types that only this verb has."""
 
     def add(command: Any) -> Any:
         for key, row in reversed(list(_rows(verb))):
@@ -48,14 +52,15 @@ def with_options(verb: str, **types: Any) -> Callable[[Any], Any]:
 
 
 def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key and the members of each option of a file, with what it includes and shares."""
     for key, row in _table(name).items():
         if not key.startswith("-"):
-            yield from (each for each in _rows(key) if each[0] not in row.get("without", ()))
-        elif not row or row.get("shared"):
-            yield (
-                key,
-                _table("shared").get(key, {}) | {member: value for member, value in row.items() if member != "shared"},
-            )
+            included = dict(_rows(key))
+            for excluded in row.get("without", ()):
+                del included[excluded]
+            yield from included.items()
+        elif not row or "shared" in row:
+            yield key, _table("shared")[key] | row
         else:
             yield key, row
 
@@ -66,7 +71,7 @@ def _table(name: str) -> dict[str, dict[str, Any]]:
 
 
 def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Callable[[Any], Any]:
-    members = dict(row)
+    members = {member: value for member, value in row.items() if member != "shared"}
     words = (*key.split(), *filter(None, (members.pop("name", None),)))
     if "choices" in members:
         members["type"] = click.Choice(members.pop("choices"))
@@ -76,7 +81,7 @@ def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Calla
         members["callback"] = _CALLBACKS[members["callback"]]
     if "default" in members:
         members.setdefault("show_default", True)
-    elif "/" in key:  # of --this/--not-this neither may be said
+    elif "/" in key:  # --this/--not-this: None where the user gives neither
         members["default"] = None
     return click.option(*words, **members)
 

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Final
 
 import cattrs
 
 from agent.base import units
+from agent.checks.groups import ORDER
 from collectives.bench.plan import Expect
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
@@ -28,7 +29,11 @@ from topology.paths import Due, HostLinks, host_links, joined
 from topology.reference import departures
 
 BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
-BARS: tuple[BarName, ...] = ("as it should be", "as it is")
+SHOULD: Final = "as it should be"
+IS: Final = "as it is"
+BASELINE: Final = "as in the baseline"
+BARS: tuple[BarName, ...] = (SHOULD, IS)
+JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
 MOST_JUDGED_BYTES = 8 << 30  # S that is judged whatever each rank's part of it is: more has no room beside a job's
 BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links lie within 0.88 to 0.98 of each other (plan.SearchPlan)
@@ -38,9 +43,6 @@ _NVLS_SINCE = (2, 17)
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
     """Whether a result of this size says something of the links: smaller ones measure latency."""
     return op in JUDGED_OPS and (size_bytes >= JUDGED_BYTES_PER_RANK * ranks or size_bytes >= MOST_JUDGED_BYTES)
-
-
-JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def judged_bytes(ranks: int) -> int:
@@ -57,7 +59,7 @@ def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> d
         return {}
     links = {name: host_links(node, range(ranks), name, due) for name in BARS}
     plain: dict[str, Any] = {name: asdict(each) for name, each in links.items()}
-    return plain | {"nvlink_domain": links["as it is"].domain}
+    return plain | {"nvlink_domain": links[IS].domain}
 
 
 def expected(found: Sequence[Snapshot], local_ranks: int) -> Expect | None:
@@ -70,7 +72,7 @@ def expected(found: Sequence[Snapshot], local_ranks: int) -> Expect | None:
         nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # gloo's speed is the processors'
         if op not in JUDGED_OPS or len(ranks) < 2 or not nccl:
             return ()
-        return tuple(_bar_of(name, node, op, size_bytes, ranks, hello, local_ranks) for name in get_args(BarName)[::-1])
+        return tuple(_bar_of(name, node, op, size_bytes, ranks, hello, local_ranks) for name in BARS)
 
     return bars
 
@@ -143,7 +145,6 @@ def _allows_nvls(text: str) -> bool:
 
 # Whether a measurement holds against its bars.
 
-SHOULD, IS, BASELINE = "as it should be", "as it is", "as in the baseline"
 Key = tuple[str, int, int, str]  # op, S, ranks, backend
 
 
@@ -222,7 +223,7 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
         why = m.bars[0].why[0] if m.bars[0].why else "unknown"
         sentence = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
         return finding(status=Status.UNKNOWN, message=sentence)
-    status: Status = _worst(status_of(value, bar) for bar in known)
+    status = min((status_of(value, bar) for bar in known), key=ORDER.index)
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
     message = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
     if status == "pass":
@@ -250,11 +251,6 @@ def status_of(value: float, bar: Bar) -> Status:
     """By cost: under the low end warns, under half of it fails."""
     low = bar.low or 0.0
     return Status.PASS if value >= low else Status.WARN if value >= low * FAILS_BELOW else Status.FAIL
-
-
-def _worst(found: Iterable[Status]) -> Status:
-    order = (Status.FAIL, Status.WARN, Status.PASS)
-    return min(found, key=order.index)
 
 
 def _cause(

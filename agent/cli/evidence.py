@@ -6,16 +6,15 @@ import sys
 from typing import TYPE_CHECKING, Literal
 
 import click
-from rich.console import Console
-from rich.markup import escape
 
 from agent.base import units
 from agent.base.inputs import InputError
 from agent.base.options import with_options
 from agent.base.output import emit
-from agent.base.tables import block, headline, indented, pairs
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from collectives.nccl_log.transport import Evidence, ProofLine
 
 
@@ -66,6 +65,8 @@ def _place(line: ProofLine) -> str:
 
 def _opening(out: Console, found: Evidence) -> None:
     """What the log says of the transport, worst first, and what to do about it."""
+    from agent.base.tables import headline
+
     worst = min(found.problems, key=lambda each: ORDER.index(each.severity), default=None)
     if worst is not None:
         more = f" and {units.count(len(found.problems) - 1, 'more problem')}" if len(found.problems) > 1 else ""
@@ -80,6 +81,10 @@ def _opening(out: Console, found: Evidence) -> None:
 
 def show(out: Console, found: Evidence, *, verbose: bool = False) -> None:
     """The verdict on a log and what to do, the problems with their lines; `verbose` with the lines that prove it."""
+    from rich.markup import escape
+
+    from agent.base.tables import block, indented, pairs
+
     _opening(out, found)
     ways = (("send", found.send), ("receive", found.receive))
     shown = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)

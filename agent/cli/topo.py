@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from agent.base import inputs
 from agent.base.hosts import snapshots
@@ -22,6 +21,8 @@ from agent.base.streams import EXIT_UNKNOWN
 from contracts import bounded
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from topology.graph import NodeTopology
 
 # A header in a JSON string, and not in a recording, which holds no output of nvidia-smi.
@@ -46,8 +47,6 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
             raise click.UsageError(f"-o svg draws one node, {len(nodes)} were given")
         say(svg(nodes[0]), nl=False)
         return
-    from agent.terminal import findings as findings_view
-    from agent.terminal import topology as topology_view
     from topology.check import check
     from topology.render import json_document
 
@@ -58,6 +57,9 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     ]
 
     def show(out: Console) -> None:
+        from agent.terminal import findings as findings_view
+        from agent.terminal import topology as topology_view
+
         for node, findings in zip(nodes, found, strict=True):
             if verbose:
                 topology_view.node(out, node)

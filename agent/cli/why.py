@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
 
 from agent.base.options import with_options
 from agent.base.output import emit
 from agent.base.streams import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
-from agent.base.tables import indented
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from planner.why import Verdict
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -95,6 +94,10 @@ _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
 
 def show(out: Console, found: Verdict) -> None:
     """The verdict, its causes with their evidence, and what is not known."""
+    from rich.markup import escape
+
+    from agent.base.tables import indented
+
     colour = _COLOURS.get(found.state, "yellow")
     state, _, rest = found.line.partition(": ")
     todo = "" if found.causes or found.state != "fine" else " → nothing to change"

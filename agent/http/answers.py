@@ -196,8 +196,8 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
-async def posted(request: Request) -> bytes:
-    """The body of a request. ProblemError 400 where the client leaves before its end."""
+async def read_body(request: Request) -> bytes:
+    """Read the whole body of a request. ProblemError 400 where the client leaves before its end."""
     try:
         return await request.body()
     except ClientDisconnect:

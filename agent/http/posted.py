@@ -22,14 +22,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from agent.base import result_store as keep
+from agent.base import result_store
 from agent.base.documents import document as plain_document
 from agent.checks.codes import ALL_CODES
 from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn, GateError, select
 from agent.checks.verdict import judge as judged_checks
 from agent.http.access import Bucket
-from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, posted, problems, respond
+from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, problems, read_body, respond
 from agent.http.state import State
 from agent.http.worker import ProblemError, Worker
 from contracts import plain
@@ -124,13 +124,13 @@ class Keeper:
             raise ProblemError(409, "this agent keeps nothing: it has no state folder",
                                grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
         with self._lock:
-            for known in keep.flights((folder / keep.FLIGHTS_FOLDER,)):
-                if keep.start_of(known) == keep.start_of(record):
+            for known in result_store.flights((folder / result_store.FLIGHTS_FOLDER,)):
+                if result_store.start_of(known) == result_store.start_of(record):
                     if replace(known, posted_by=None) == replace(record, posted_by=None):
                         return False
                     raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
                                             f"{record.started_at}, is kept here")  # fmt: skip
-            if keep.keep_flight(replace(record, posted_by=who), folder) is None:
+            if result_store.keep_flight(replace(record, posted_by=who), folder) is None:
                 raise ProblemError(
                     507, "the record could not be written into the state folder; the agent's log says why"
                 )
@@ -234,7 +234,7 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
         """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /flights shows it."""
         who = request.state.user
         records.admit()
-        body = await posted(request)
+        body = await read_body(request)
         new = await run_in_threadpool(lambda: keeper.keep(read_record(body), who))
         log.info("POST /flights by %s: kept %s", who, "now" if new else "before")
         headers = {"Location": "/flights", "Cache-Control": "no-store"}
@@ -245,7 +245,7 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
     async def judge(request: Request) -> Response:
         """The verdict on the sources that are posted. Needs a token. Keeps nothing."""
         verdicts.admit()
-        return respond(await worker.ask(request, "why", body=await posted(request)))
+        return respond(await worker.ask(request, "why", body=await read_body(request)))
 
     @app.post("/preflight", tags=["gate"], operation_id="preflight_now", response_model=Gate, dependencies=TOKEN,
               responses=problems(413))  # fmt: skip

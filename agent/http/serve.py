@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from agent.base.options import with_options
 from agent.base.output import say
@@ -32,7 +33,7 @@ SWITCH_SECONDS = 0.001  # a request waits no longer for a scan or a question tha
 def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
     """Run the HTTP agent: page, JSON, metrics. Endpoints that make load stay closed without --token-file or -review.
 
-    With --host it serves recordings in place of this host.
+    With --host it serves recordings instead of this host.
     """
     from agent.base.hosts import snapshots
     from agent.checks.history import History
@@ -43,6 +44,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     if os.getpid() == 1:  # in a container: to the first process a signal that it does not handle means nothing
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     _check(hosts, options)
+    _make_state_folder(options["folder"])
     places = bind(address, port)  # first: who asks while the rest is loaded waits, and is not refused
     os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
     scanner = None if hosts else Scanner(root)
@@ -166,6 +168,16 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
             read_tokens(options["token_file"])
         except (OSError, ValueError) as error:
             raise click.UsageError(f"--token-file: {error}") from None
+
+
+def _make_state_folder(folder: Path) -> None:
+    """Create the folder that --state or TOPOFLIGHT_STATE names. Without the default folder the agent stores nothing."""
+    if click.get_current_context().get_parameter_source("folder") is ParameterSource.DEFAULT:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
 
 
 def application(state: Any, options: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.base import result_store
-from agent.base import result_store as keep
 from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
 from agent.checks.history import History
 from agent.checks.measured import with_bench
@@ -53,7 +52,7 @@ class State:
     def start(self) -> None:
         """Begin scanning."""
         if self.folder is not None:
-            keep.sweep(self.folder)
+            result_store.sweep(self.folder)
         self._thread.start()
 
     def stop(self) -> None:
@@ -113,17 +112,17 @@ class State:
         try:
             from collectives.bench.results import result_from_json
 
-            return result_from_json(keep.read(path)), path.stat().st_mtime
+            return result_from_json(result_store.read(path)), path.stat().st_mtime
         except FileNotFoundError:
             return None, None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            keep.left_out(path, error)
+            result_store.left_out(path, error)
             return None, None
 
     def _flights(self) -> tuple[RunRecord, ...]:
         if self.folder is None:
             return ()
-        return keep.flights((self.folder / FLIGHTS_FOLDER,))
+        return result_store.flights((self.folder / FLIGHTS_FOLDER,))
 
 
 def age_seconds(view: View) -> float:

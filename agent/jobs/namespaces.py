@@ -57,21 +57,26 @@ class Shaped:
 
 
 def parse(words: Sequence[str]) -> tuple[Shaped, ...]:
-    """ "eth0=200mbit" as a network. ValueError names the word and what is allowed."""
-    made = []
+    """Read each "eth0=200mbit" as a network. ValueError names the word and what is allowed."""
+    allowed = (
+        "INTERFACE=RATE, as eth0=200mbit or net1=1gbit (mbit and gbit, whole numbers), an interface of at most 15 "
+        "letters and digits"
+    )
+    found = match_each(words, _RATE, allowed)
+    return tuple(Shaped(one[1], float(one[2]) * (1e9 if one[3] == "gbit" else 1e6)) for one in found)
+
+
+def match_each(words: Sequence[str], pattern: re.Pattern[str], allowed: str) -> list[re.Match[str]]:
+    """Match the words of --over; group 1 is the interface. ValueError where one is malformed or not named once."""
+    found = []
     for word in words:
-        found = _RATE.fullmatch(word)
-        if not found or found[1] == "lo":
-            raise ValueError(
-                f"--over {word!r}: must be INTERFACE=RATE, as eth0=200mbit or net1=1gbit (mbit and gbit, whole "
-                "numbers), an interface of at most 15 letters and digits"
-            )
-        made.append(Shaped(found[1], float(found[2]) * (1e9 if found[3] == "gbit" else 1e6)))
-    if len({one.name for one in made}) < len(made):
-        raise ValueError("--over: each interface once")
-    if len(made) > MOST_NETWORKS:
-        raise ValueError(f"--over: at most {MOST_NETWORKS}")
-    return tuple(made)
+        one = pattern.fullmatch(word)
+        if not one or one[1] == "lo":
+            raise ValueError(f"--over {word!r}: must be {allowed}")
+        found.append(one)
+    if not found or len({one[1] for one in found}) < len(found) or len(found) > MOST_NETWORKS:
+        raise ValueError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
+    return found
 
 
 def missing() -> str:

@@ -29,7 +29,7 @@ from agent.base.documents import write_atomic
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
 from agent.jobs.launch import job_plan
-from agent.jobs.namespaces import HOSTS, MOST_NETWORKS, Rig, Shaped, hosts
+from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
 from collectives.bench import lock, watch
 from collectives.bench.calibrate import CalibrationRequest, slowest
 from collectives.bench.plan import BenchSpec, Case
@@ -306,19 +306,13 @@ class Attached:
 
 
 def parse(words: Sequence[str]) -> tuple[Attached, ...]:
-    """ "eth0,10G", "net1=training/macvlan,25G", "rdma=training/macvlan". ValueError names what is wrong."""
-    made = []
-    for word in words:
-        found = _WORD.fullmatch(word)
-        if not found or found[1] == "lo":
-            raise ValueError(
-                f"--over {word!r}: must be INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0, "
-                "net1=training/macvlan,25G, or rdma=training/macvlan for RDMA"
-            )
-        made.append(Attached(name=found[1], attachment=found[2], rate=found[3]))
-    if not made or len({one.name for one in made}) < len(made) or len(made) > MOST_NETWORKS:
-        raise ValueError(f"--over: name 1 to {MOST_NETWORKS} networks, each once: eth0 is the pods' own")
-    return tuple(made)
+    """Read "eth0,10G", "net1=training/macvlan,25G" or "rdma=training/macvlan". ValueError names what is wrong."""
+    allowed = (
+        "INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0 (the pods' own network), net1=training/macvlan,25G, or "
+        "rdma=training/macvlan for RDMA"
+    )
+    found = match_each(words, _WORD, allowed)
+    return tuple(Attached(name=one[1], attachment=one[2], rate=one[3]) for one in found)
 
 
 def over(advice: Recommendation, network: Attached, request: Request, found: Sequence[Snapshot]) -> Recommendation:

@@ -167,6 +167,11 @@ def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[..., 
 SERVE = """
 import sys
 from rigs.agents import agent
+from probes.scanner import Scanner
+with Scanner() as scanner:
+    scraped = agent(scanner.scan())
+scraped.get("/metrics")
+print([name for name in ("rich", "jinja2", "pynvml", "psutil") if name in sys.modules])
 asked = agent()
 [asked.get(path) for path in ("/", "/topology", "/metrics", "/preflight", "/recommendations?model=Llama-3.1-8B")]
 print([name for name in ("torch", "kubernetes", "transformers", "numpy") if name in sys.modules])
@@ -174,11 +179,19 @@ print([name for name in ("torch", "kubernetes", "transformers", "numpy") if name
 
 
 def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
-    """Measured in a fresh interpreter that has served every endpoint."""
+    """In a fresh interpreter that has served every endpoint; nothing that draws, and no driver, for a scrape alone."""
     paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
     done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=250, check=True,
                           env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
-    assert done.stdout.split() == ["[]"]
+    assert done.stdout.split() == ["[]", "[]"]
+
+
+def test_an_agent_that_nobody_has_asked_has_loaded_neither_pages_nor_drivers() -> None:
+    """Drawing and page templates are loaded by the first question, drivers by the child process that scans."""
+    code = "import agent.http.server, agent.http.serve, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages.render"}
+    assert not late.intersection(done.stdout.split())
 
 
 @each_row(

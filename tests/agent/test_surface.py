@@ -98,6 +98,13 @@ def _text(node: ast.expr) -> Iterator[str]:
         yield node.value
 
 
+def test_every_option_has_a_help_text() -> None:
+    """A row of agent/base/verbs without one, or an empty row that shares nothing, is a gap on the man page."""
+    found = [(verb, option) for verb, command in commands().items() for option in command.params]
+    silent = [f"{verb} {one.opts}" for verb, one in found if isinstance(one, click.Option) and not one.help]
+    assert not silent
+
+
 def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
     """No code, metric, verb, option, variable or endpoint comes, goes or is renamed unseen."""
     assert set(verbs()) == set(VERBS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import socket
 import sys
@@ -82,6 +83,16 @@ def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: i
     path.chmod(mode)
     done = topoflight("serve", "--token-file", path, "--host", path_of())
     assert done.exit_code == 2 and str(path) in done.output
+
+
+@each_row(("parent", "code", "words"), [("folder", 1, "--address 192.0.2.1"), ("file", 2, "Not a directory")])
+def test_a_state_folder_that_is_named_is_made_or_refused(tmp_path: Path, parent: str, code: int, words: str) -> None:
+    """Before the agent listens; 192.0.2.1 is an address of no host (RFC 5737), so that the agent ends there."""
+    (tmp_path / "file").touch()
+    state = tmp_path / parent / "state"
+    done = topoflight("serve", "--state", state, "--address", "192.0.2.1", "--port", "0", "--host", path_of())
+    assert done.exit_code == code and words in " ".join(done.output.split()), done.output
+    assert state.is_dir() == (code == 1)
 
 
 def test_the_api_server_judges(api: ApiServer) -> None:
@@ -201,6 +212,17 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
         silent.close()
         for one in posts:
             one.join()
+
+
+def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
+    """At level DEBUG, whether the API server refuses the token, grants it or does not answer."""
+    caplog.set_level(logging.DEBUG)
+    api.allowed.add((USER, "post", "/flights"))
+    statuses = [reviewing(api).post(path, headers=bearer(), json={}).status_code for path in ("/preflight", "/flights")]
+    api.down()
+    statuses.append(reviewing(api).post("/preflight", headers=bearer()).status_code)
+    assert statuses == [403, 422, 503] and caplog.text
+    assert TOKEN not in caplog.text
 
 
 def test_nothing_makes_load_from_afar(http: TestClient) -> None:

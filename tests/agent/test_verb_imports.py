@@ -37,7 +37,10 @@ def loaded(*words: str, given: str = "") -> set[str]:
     [
         (("--help",), {"rich", "cattrs", "yaml", "contracts", "probes"}),
         (("evidence", "-"), {"planner", "topology", "probes", "yaml", "agent.checks", "collectives.bench"}),
+        (("evidence", "-o", "json", "-"), {"rich"}),
+        (("why", "--help"), {"rich", "planner"}),
         (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http.server"}),
+        (("topo", "--from", MATRIX, "-o", "json"), {"rich"}),
         (("topo", "--from", MATRIX), {"planner", "collectives", "probes.scan", "probes.registry", "agent.checks.view"}),
         (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages.render", "finetune"}),
         (("lint-env", "-"), {"planner.recommend", "agent.pages.render", "agent.cluster", "finetune"}),
