@@ -94,7 +94,7 @@ bench: $(READY)
 	@{ printf '# Figures of one run\n\n%s, %s cores (%s), %s\n' "$$(date -u +%F)" "$$(nproc)" \
 		"$$(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -1)" "$$($(BIN)/python -V)"; \
 	for words in $(BENCHES); do printf '\n## `python bench/%s`\n\n' "$$words"; \
-		$(BIN)/python bench/$$words || echo "It ended with $$?: it broke, or a limit of its own is not held."; \
+		$(BIN)/python bench/$$words || echo "Exit code $$?: the benchmark failed, or exceeded one of its own limits."; \
 	done; } | tee $(or $(PAGE),reports/bench.md)
 
 forecast: $(READY)

@@ -46,7 +46,7 @@ TIERS = (
     "long",
     "nightly",
 )
-# Files of minutes, which begin first: the last to begin would run beside nothing.
+# Files that take minutes start first: one that started last would run while the other workers are idle.
 LONGEST = (
     "test_agent_image.py",
     "test_fly.py",

@@ -4,8 +4,8 @@ Exported are links, the matrix and their limits; dcgm-exporter has the rest. The
 dcgm-exporter's, in its spelling, so that both can be joined.
 
 Specification: NVML API reference; the module is `pynvml` of nvidia-ml-py. Every call is optional: a GPU that does
-not support one leaves None, a lost GPU is kept with its error and never hides the others. What was not read is not
-judged, and is said under the code of its own check: a check that raises nothing counts as passed.
+not support one leaves None, and a lost GPU stays in the facts with its error. What was not read is not judged. The
+check that needs it reports it under its own code, because a check that raises nothing counts as passed.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _driver(facts: GpuFacts, error: str) -> Finding:
 
 
 def _fallen(facts: GpuFacts) -> Iterator[Finding]:
-    """GPUs that only the kernel's log still tells of: it reported a fault of them, and the bus has lost them since.
+    """Report GPUs that only the kernel's log still names: it has a fault of theirs, and they are gone from the bus.
 
-    NVML counts a lost GPU without its address for a while: as many of them are told of there.
+    For a while NVML still counts a lost GPU, without its address. `_refused` reports as many of them.
     """
     gone = [(place, what) for place, xids in facts.xids_off_bus if (what := named_xids(xids, "gpu"))]
     if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):
@@ -73,7 +73,7 @@ def _refused(gpu: Gpu) -> Finding:
     where = f" at {gpu.bus_id}" if gpu.bus_id else ""
     xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
     if gpu.broken:
-        says, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["mended"][gpu.refusal or ""]
+        says, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["repair"][gpu.refusal or ""]
         return finding("gpu.device.lost", gpu, where=where, xids=xids, says=says, remedy=remedy)
     code = "gpu.device.denied" if gpu.refusal == "NO_PERMISSION" else IDENTITY
     return finding(code, gpu, where=where, xids=xids)

@@ -186,6 +186,14 @@ def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
     assert done.stdout.split() == ["[]", "[]"]
 
 
+def test_an_agent_that_nobody_has_asked_has_loaded_neither_pages_nor_drivers() -> None:
+    """Drawing and page templates are loaded by the first question, drivers by the child process that scans."""
+    code = "import agent.http.server, agent.http.serve, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages.render"}
+    assert not late.intersection(done.stdout.split())
+
+
 @each_row(
     ("path", "detail"),
     [

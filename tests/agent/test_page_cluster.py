@@ -11,7 +11,7 @@ from typing import Any
 
 from rigs.agents import agent
 from rigs.fleet import resources
-from rigs.recorded import view
+from rigs.recorded import snapshot, view
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
 
@@ -20,6 +20,7 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.base import units
+from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
 from agent.cluster.client import Client, path_of
 from agent.cluster.gate import checks_of as gate_of_nodes
@@ -208,6 +209,14 @@ def test_names_of_strangers_stay_text() -> None:
 def test_nothing_published_is_said() -> None:
     """An empty cluster is a sentence, not an empty table."""
     assert "No agent publishes a node yet." in page(Fleet())
+
+
+def test_recordings_of_one_host_name_get_the_names_of_their_files() -> None:
+    """Pods often share a host name; a name that only one recording has stays as it is."""
+    pod = snapshot("r760xa-2xA40-bf3")
+    found = distinct_names((pod, pod, snapshot()), [Path("a/pod.json"), Path("b/pod.json"), Path("node.json")])
+    assert [one.hostname for one in found] == ["lora-worker-0 (pod)", "lora-worker-0 (pod) 2", "hgx-h100-01"]
+    assert distinct_names((pod,), [Path("a/pod.json")]) == (pod,)
 
 
 def test_ages_and_counts_are_said_as_people_say_them() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from rigs.agents import agent
 from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row
 
@@ -52,6 +54,9 @@ def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: s
     assert "l-sys" not in kinds and "l-gone" not in kinds
     boxes = sum("d-frame" in (rect.get("class") or "") for rect in root.iter("rect"))
     assert kinds.count("l-cpus") == max(0, boxes - 1)
+    nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
+    hostile = pages.picture(replace(node, hostname=HOSTILE, nics=nics))
+    assert "<script" not in hostile and (not hostile or ElementTree.fromstring(hostile) is not None)  # noqa: S314
 
 
 def test_missing_nics_and_sick_devices_stand_out() -> None:
@@ -117,6 +122,30 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
         assert len(boxes) == 2
         for words in ("GPU6", "88 C", "slowed down to 1050", "gpu.thermal.hot", "gpu.thermal.throttling", "too hot"):
             assert words in boxes[1], words
+
+
+@each_row(("name", "dense"), [(H100, True), ("r760xa-2xA40-bf3", False)])
+def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: bool) -> None:
+    """With more than a dozen devices columns are NIC numbers as in nvidia-smi, and the rows name the devices."""
+    html = pages.node_page(view(name), None, "", trouble=None)
+    section = html[html.index('aria-labelledby="topology"') :]
+    legend, drawing, matrix = (section.index(word) for word in ('class="legend"', "<svg class=", 'class="matrix'))
+    assert legend < drawing < matrix
+    head, _, rows = section[matrix:].partition("</thead>")
+    assert (">NIC1<" in head, ">mlx5_1<" in head) == (dense, not dense)
+    assert all(nic.name in rows for nic in view(name).topologies[0].nics)
+
+
+def test_one_lost_gpu_does_not_hide_where_the_nics_of_the_others_are() -> None:
+    html = pages.node_page(view("sick-h100-gpu-lost"), None, "", trouble=None)
+    assert "PIX for 7 of 8 GPUs, undecidable for 1 of 8 GPUs" in html
+    assert "Nearest NIC of each GPU (undecidable for GPU5)" in html
+
+
+def test_the_page_may_load_nothing_but_its_own_inline_blocks() -> None:
+    policy = agent().get("/").headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-") and "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy and "http" not in policy and "*" not in policy
 
 
 def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:

@@ -63,6 +63,28 @@ def test_ten_times_the_same_is_said_once() -> None:
     assert text.index("FAIL") < text.index("warn")
 
 
+def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
+    """The verdict of a healthy machine says which checks were not measured."""
+    seen, out = view(), console()
+    findings_view.findings(out, seen.checks)
+    findings_view.verdict(out, seen.verdict, 1.0)
+    text = " ".join(text_of(out).split())
+    unknown = {check.code for check in seen.checks if check.status == "unknown"}
+    assert unknown and all(code in text for code in unknown)
+    assert f"{len(unknown)} checks unknown, named above; {seen.verdict.by_check['pass']} passed" in text
+
+
+def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
+    """One expectation for each scope, not one for each rail and operation."""
+    out = console()
+    topology.node(out, view("sick-h100-rdma-off").topologies[0], brief=True)
+    text = text_of(out)
+    for words in ("recognised as: HGX H100/H200", "! departs from it: no RDMA adapter",
+                  "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
+        assert words in text, words
+    assert text.count("expected ") == 2 and "rail" not in text
+
+
 def test_a_remedy_that_names_each_gpu_by_its_number_is_said_once() -> None:
     """Eight GPUs of one limit are one thing to do; another limit is another, and one GPU keeps its number."""
     made = [
@@ -146,7 +168,8 @@ def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
     seen, out = view(), console(force_terminal=True, no_color=True)
     topology.matrix(out, seen.topologies[0])
     lines = text_of(out).splitlines()
-    assert sum(line.startswith("GPU7") for line in lines) == 2
+    among_gpus, to_nics = (line for line in lines if line.startswith("GPU7"))
+    assert "NV18" in among_gpus and "PIX" in to_nics
     assert all(len(line) <= 80 for line in lines if "\x1b" not in line)
 
 

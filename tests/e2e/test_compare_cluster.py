@@ -16,6 +16,7 @@ from rigs.recorded import path_of
 from rigs.tables import each_row
 
 from agent.cli.networks import compare_networks
+from agent.jobs import networks
 from contracts import run_record
 from contracts.interval import Interval
 from contracts.job_plan import JobPlan, RunForecast
@@ -200,3 +201,9 @@ def test_rdma_that_no_host_has_is_not_had_and_no_job(cluster: Cluster, tmp_path:
     assert "rdma: not had: no RDMA device" in done.stderr
     assert "sft-rdma" not in done.stdout
     assert "GLOO_SOCKET_IFNAME" in done.stdout
+
+
+def test_a_rate_is_written_as_recommend_takes_it() -> None:
+    """Fractions and megabits too."""
+    wide, narrow = networks.parse(["eth0,8.4G", "net1=training/macvlan,800M"])
+    assert (wide.rate, narrow.rate, narrow.attachment) == ("8.4G", "800M", "training/macvlan")

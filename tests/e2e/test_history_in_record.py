@@ -20,7 +20,7 @@ from agent.checks import history
 from agent.checks.history import Event, History, Kept, since_words
 from agent.checks.view import View, look
 from agent.cluster.client import ApiError, path_of
-from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, records_of, to_resource
+from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, from_resource, kept_in, records_of, to_resource
 from agent.cluster.publish import LeftBehind
 from agent.http import serve
 from agent.http.state import State
@@ -187,6 +187,22 @@ def test_who_may_not_read_begins_anew_and_who_could_not_asks_again(api: ApiServe
     assert not left.kept(), "nor while the newest view is without it"
     handed_out[0] = "the view of that scan"
     assert left.kept()
+
+
+def test_a_start_reads_the_record_once_though_there_is_none(api: ApiServer, agents: Any, tray: Snapshot) -> None:
+    agents([tray, tray], START).run(2)
+    assert [path for method, path in api.requests if method == "GET"] == [f"{NODES}/n1"]
+
+
+def test_a_code_that_this_release_does_not_know_is_not_held(tray: Snapshot) -> None:
+    """A record of another release may name a finding that no check of this one can clear."""
+    (made,) = records_of(look((sick(tray),)), name="n1")
+    gone = {"code": "gpu.nothing.knows", "severity": "fail", "subject": "GPU0", "message": "m", "remedy": ""}
+    about, status = to_resource(replace(made, findings=(*made.findings, gone)))
+    history = History()
+    history.elsewhere = lambda: kept_in(from_resource(json.loads(json.dumps({**about, **status}))))
+    since = {code for code, _ in history.seen(look((sick(tray),))).since}
+    assert CODE in since and "gpu.nothing.knows" not in since
 
 
 def test_the_record_holds_the_newest_and_says_so_by_its_schema(tray: Snapshot) -> None:

@@ -183,6 +183,7 @@ GATE = ["--preflight-image", "r.example/t:1"]
         ([*WORDS, *DRY, *GATE], "--no-preflight wants none"),
         ([*WORDS, *DRY, "--storage-class", "Fast SSD"], "--storage-class='Fast SSD'"),
         ([*WORDS, *DRY, "--storage-class", "fast", "--storage-size", "0Gi"], "--storage-size='0Gi'"),
+        ([*WORDS, *DRY, "--storage-class", "fast", "--storage-size", "500GB"], "--storage-size='500GB'"),
         ([*WORDS, *DRY, "--resource", "nvidia.com/gpu=4"], "the plan has 8 ranks in a pod"),
         ([*WORDS, *DRY, "--machine", "p5.48xlarge"], "give one of them"),
         ([*WORDS, *DRY, "--timeout", "60"], "--timeout: is of a launch on this host"),
@@ -264,6 +265,7 @@ def test_the_nodes_own_device_is_taken(kubeconfig: ApiServer, offers: tuple[str,
         kubeconfig.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name}, "status": status})
     assert limits()[taken] == "1"
     assert limits("--resource", "rdma/mine=1").keys() == {"rdma/mine", "nvidia.com/gpu"}  # the user's word comes first
+    assert limits("--resource", "rdma/a=1", "--resource", "rdma/b=1").keys() == {"rdma/a", "rdma/b", "nvidia.com/gpu"}
 
 
 def test_a_device_that_no_node_offers_is_warned_of(kubeconfig: ApiServer) -> None:

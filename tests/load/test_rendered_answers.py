@@ -7,12 +7,14 @@ import pytest
 import resident
 from load_served import Served
 from rigs.agents import agent
-from rigs.recorded import path_of
+from rigs.recorded import path_of, view
 from rigs.tables import each_row
 from starlette.testclient import TestClient
 
+from agent.http.answers import MOST_ANSWERS, Rendered
 from agent.http.server import WORTH_BYTES, create
 from agent.http.state import State
+from agent.http.worker import Answer
 from probes.host.recording import load
 from probes.scan import scan
 
@@ -68,6 +70,14 @@ def test_formats_do_not_mix(client: TestClient) -> None:
             != (client.get("/findings", headers={"Accept": "application/json"}).headers["content-type"])
         )
         assert client.get("/recommendations?format=env").text != client.get("/recommendations?format=shell").text
+
+
+def test_stored_answers_are_bounded_and_the_oldest_give_way() -> None:
+    rendered, seen, asked = Rendered(), view(), range(2 * MOST_ANSWERS)
+    for number in asked:
+        assert rendered.get(seen, number) is None
+        rendered.put(seen, number, Answer(body=b"", media_type="text/plain"))
+    assert [number for number in asked if rendered.get(seen, number)] == [*asked[MOST_ANSWERS:]]
 
 
 def test_a_hundred_clients_that_ask_the_same_are_all_answered(served: Served) -> None:

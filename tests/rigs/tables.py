@@ -22,6 +22,7 @@ def each_row(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test for each row, and raise all failures at once, each with a note of its row.
 
+    If no row fails and at least one is skipped, the test counts as skipped.
     `values` may be a function that makes the rows when the test runs, where that takes long.
     """
     words = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
@@ -36,17 +37,22 @@ def each_row(
             table = list(values() if callable(values) else values)
             assert table, "a table without rows"
             failures: list[BaseException] = []
+            skipped: list[pytest.skip.Exception] = []
             for number, row in enumerate(table):
                 given = row.values if hasattr(row, "marks") else (row,) if len(words) == 1 else row
                 try:
                     with pytest.MonkeyPatch.context() as patch:
                         taking = dict(zip(words, given, strict=True))
                         test(**{**fixtures, **fresh(fixtures, number, patch), **taking})
+                except pytest.skip.Exception as skip:
+                    skipped.append(skip)
                 except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - raised with all others
                     error.add_note(f"row {number} of {test.__name__}: {name_of(number, row, given):.300}")
                     failures.append(error)
             if failures:
                 raise BaseExceptionGroup(f"{len(failures)} of {len(table)} rows", failures)
+            if skipped:
+                raise skipped[0]
 
         del every.__wrapped__  # type: ignore[attr-defined]  # pytest would read the arguments of the rows there
         left = [each for name, each in taken.parameters.items() if name not in words]

@@ -52,6 +52,22 @@ def test_rows_that_are_made_late_and_no_rows_at_all() -> None:
         each_row("a", [])(lambda a: None)()
 
 
+def test_a_skipped_row_hides_neither_a_failure_nor_the_rows_after_it() -> None:
+    seen = []
+
+    @each_row("number", [0, 1, 2])
+    def test(number: int, failing: int) -> None:
+        seen.append(number)
+        if number == 1:
+            pytest.skip("not here")
+        assert number != failing
+
+    assert len(notes_of(test, failing=0)) == 1
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        test(failing=9)
+    assert seen == [0, 1, 2] * 2
+
+
 folders: list[Path] = []
 
 

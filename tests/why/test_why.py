@@ -558,6 +558,7 @@ def test_who_waits_for_a_cpu_is_accused_of_what_the_others_and_the_network_do_no
     }  # fmt: skip
     found = judge(Seen(states=states, world=4, now=NOW))
     assert said(found) == ("slow", ranks, code), found
+    assert ("waits for a CPU" in found.line) == (code == "rank.compute")
 
 
 def test_a_network_that_slowed_before_the_first_looks_is_named_where_bytes_wait() -> None:
