@@ -1,8 +1,8 @@
 """Faults made for real on gloo ranks, and what `topoflight why` says: python bench/why.py [--times N] [FAULT ...]
 
 Each fault starts its own ranks (tests/why/ranks.py); the verdict is asked for again and again, as `--watch` asks, until
-something is accused or the time is over. An innocent passes only where nothing was accused at any time. With --page the
-table is written to docs/measurements/why.md.
+it names a cause or the time is over. A case without a fault passes only where no cause was named at any time. With
+--page the table is written to docs/measurements/why.md.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Fault:
     name: str  # as tests/why/ranks.py knows it
     words: str
     states: tuple[str, ...]  # any of these
-    code: str = ""  # of the first cause; empty for an innocent
+    code: str = ""  # of the first cause; empty for a case without a fault
     ranks: tuple[int, ...] = (CULPRIT,)
     also: tuple[tuple[int, ...], ...] = ()  # other answers that are right: nobody named, where no dump is left
     nodes: tuple[str, ...] = ()  # that must be named, for a fault of the network
-    limit: float = 60.0  # seconds until the verdict must be there; of an innocent, how long it is looked at
+    limit: float = 60.0  # seconds until the verdict must be there; without a fault, how long it is watched
     act: str = ""  # done from outside: a signal's name, "cgroup", "cut", "shape"
     calls: int = 20  # that each rank has made before it is looked at
     hosts: int = 0  # namespaces; 0: one host, four ranks
@@ -74,7 +74,6 @@ class Result:
     right: bool
     seconds: float  # from the fault, or the run's first step where it begins with it, to the verdict
     verdict: Verdict
-    accused: str = ""
 
 
 def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> None:
@@ -115,7 +114,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def one(fault: Fault) -> Result:
-    """Make it once, and ask until something is accused."""
+    """Make it once, and ask until a cause is named."""
     with tempfile.TemporaryDirectory(prefix="why-") as name:
         folder = Path(name)
         with started(fault, folder) as rig:
@@ -235,11 +234,11 @@ def page(chosen: list[Fault], rows: dict[str, list[Result]]) -> str:
     import torch
 
     runs = [result for row in rows.values() for result in row]
-    guilty = [f for f in chosen if f.code]
+    faults = [f for f in chosen if f.code]
     lines = [
         "# Faults and verdicts", "",
-        f"`python bench/why.py --page`: {len(guilty)} faults of one of four gloo ranks, or of the network between four "
-        f"namespaces, and {len(chosen) - len(guilty)} innocents, of which nobody may be accused; "
+        f"`python bench/why.py --page`: {len(faults)} faults of one of four gloo ranks, or of the network between four "
+        f"namespaces, and {len(chosen) - len(faults)} cases without a fault, in which no cause may be named; "
         f"{sum(r.right for r in runs)} of {len(runs)} verdicts right. {time.strftime('%Y-%m-%d')}, {os.cpu_count()} "
         f"shared virtual cores, no GPU, torch {torch.__version__}. Right, and median seconds to the verdict:", "",
     ]  # fmt: skip

@@ -7,7 +7,6 @@ saw. The numbers are `forecast/intervals.json`, written by `python bench/forecas
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from contracts.interval import Interval
 from contracts.layout import Layout
 from contracts.plain import loads
+from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part, RankedLayout
@@ -41,7 +41,7 @@ Z80 = 1.2816
 COMMUNICATION = (
     "tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send",
 )  # fmt: skip
-_WORDS = tomllib.loads(Path(__file__).with_name("explain.toml").read_text(encoding="utf-8"))
+_WORDS = read_table(__file__, "explain.toml")
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
 SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less

@@ -9,18 +9,17 @@ Unknown stays unknown, with the command that would tell.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
 from collectives.traces.watchdog import Join
 from contracts.rank_state import RankState
+from contracts.tables import read_table
 
 SCHEMA_VERSION = 1
 EXPLAINS = 0.8  # of the wait: below it the shares are listed, and nobody is named alone
@@ -33,7 +32,7 @@ MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one p
 MIN_CALLS = 8  # of a collective that all ranks called, before its arrivals say anything
 MOST_RANKS = 1 << 17  # of a job that may be true
 STALE_SECONDS = 30.0  # three of the intervals at which a rank writes
-_WORDS = tomllib.loads(Path(__file__).with_name("why.toml").read_text(encoding="utf-8"))
+_WORDS = read_table(__file__, "why.toml")
 INNOCENT, DOING, ACTIONS, TRUST = (_WORDS[part] for part in ("innocent", "doing", "action", "trust"))
 
 

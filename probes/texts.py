@@ -1,17 +1,16 @@
-"""A probe as its folder has it: `findings.toml`, the texts of its findings, `metrics.toml`, and the code beside them.
+"""A probe is made of the files of its folder: `findings.toml` with the texts of its findings, `metrics.toml`, its code.
 
 A key of the texts is the finding's code, and after a space which of its cases.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from probes.api import Metric, Probe
 from probes.host.protocol import Host
 
@@ -24,24 +23,16 @@ Texts have the names of values in braces; only what is INFO has no remedy.
 """
 
 
-@cache
-def read_texts(module: str, name: str = "findings.toml") -> Texts:
-    """Read a table of texts from the folder of a module, whose `__file__` is given."""
-    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
-
-
-def _metrics(module: str) -> tuple[Metric, ...]:
-    """The families of `metrics.toml` in the folder of a module; none where it has no such file."""
-    file = Path(module).with_name("metrics.toml")
-    rows = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return tuple(Metric(name=name, **row | {"labels": tuple(row.get("labels", ()))}) for name, row in rows.items())
-
-
 def probe_of(
     module: str, facts: type[F], read: Callable[[Host], F], check: Callable[[F], Iterable[Finding]], **more: Any
 ) -> Probe[F]:
-    """The probe of a module's folder, by whose name it goes; its codes and metric families are those of the tables."""
-    codes, metrics = codes_of(read_texts(module)), _metrics(module)
+    """Make the probe of a module's folder, whose name is the probe's; codes and metric families are from its tables.
+
+    A probe without `samples` has no `metrics.toml`.
+    """
+    codes = codes_of(read_table(module, "findings.toml"))
+    rows = read_table(module, "metrics.toml") if "samples" in more else {}
+    metrics = tuple(Metric(name=name, **row | {"labels": tuple(row.get("labels", ()))}) for name, row in rows.items())
     return Probe(
         name=Path(module).parent.name, facts=facts, read=read, check=check, codes=codes, metrics=metrics, **more
     )

@@ -6,15 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from contracts.finding import Finding, Status, by_loss
+from contracts.tables import read_table
 from hardware.gpus import without_gdr
 from hardware.links import most_links
 from hardware.tables import is_of
-from probes.texts import codes_of, finding, read_texts
+from probes.texts import codes_of, finding
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 from topology.reference import departures, reference_of
 
-TEXTS = read_texts(__file__)
+TEXTS = read_table(__file__, "findings.toml")
 CODES = codes_of(TEXTS)
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on

@@ -10,12 +10,11 @@ were not made from, and says how often they are wrong.
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from contracts.interval import Interval
+from contracts.tables import read_table
 from hardware.units import GIGA
 
 Three = tuple[float, float, float]  # least, usual, most
@@ -63,12 +62,7 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-FACTORS = Factors(
-    **{
-        name: _tuples(value)
-        for name, value in tomllib.loads(Path(__file__).with_name("factors.toml").read_text(encoding="utf-8")).items()
-    }
-)
+FACTORS = Factors(**{name: _tuples(value) for name, value in read_table(__file__, "factors.toml").items()})
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # times that a ring passes every byte on
 NVLS_LEAST_RANKS = 5  # four GPUs of a tray and fewer take the ring: 0.86 to 0.94 of it, aiconfigurator, 4 ranks

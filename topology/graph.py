@@ -8,11 +8,11 @@ under the matrix for labels. "SOC" is the word of drivers before 384 for "SYS".
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
+
+from contracts.tables import read_table
 
 SCHEMA_VERSION = 1
 
@@ -229,7 +229,7 @@ class ClusterTopology:
 SELF = "X"
 UNKNOWN = "N/A"
 NVLINK = re.compile(r"NV(\d{1,3})")
-_LABELS = tomllib.loads(Path(__file__).with_name("labels.toml").read_text(encoding="utf-8"))
+_LABELS = read_table(__file__, "labels.toml")
 CLASSES = tuple((name.lower().rstrip("#"), row["called"]) for name, row in _LABELS.items() if "called" in row)
 """Path classes as `nvidia-smi topo -m` names them, nearest first, for people who do not know them by heart."""
 

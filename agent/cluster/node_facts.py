@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from operator import eq
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import cattrs
@@ -24,6 +22,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from contracts.plain import LARGEST_DECIMAL, strict
 from contracts.redaction import redact
+from contracts.tables import read_table
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.hostinfo.probe import HostinfoFacts
@@ -51,7 +50,7 @@ GRAPH_PARTS = ("gpu", "pci", "rdma", "interfaces", "hostinfo")
 """Parts of a machine that its graph is built from; limits and the memory that others hold are not among them."""
 
 # Which fields travel, by the name of their type: [kept] lists those of a type, [dropped] those that do not.
-_FIELDS = tomllib.loads(Path(__file__).with_name("node_facts.toml").read_text(encoding="utf-8"))
+_FIELDS = read_table(__file__, "node_facts.toml")
 MEMORY_USED = "gpuMemoryUsedBytes"  # the part of a machine that a job changes all the time
 _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

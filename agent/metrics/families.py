@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import datetime
 import gzip
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -27,6 +25,7 @@ from agent.checks.view import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Communication, RunRecord
+from contracts.tables import read_table
 from probes.api import Failed, Metric, Ok
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
@@ -38,7 +37,7 @@ KEPT_RANKS = 8  # stragglers, the latest first
 KEPT_TRANSPORTS = 16
 KEPT_COLLECTIVES = 16  # kinds of collective in the step of a run
 
-_TABLE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+_TABLE = read_table(__file__, "catalogue.toml")
 _COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 2)}  # a fact is a probe, the benchmark or the run
 
 FORBIDDEN_LABELS = frozenset(_TABLE["forbidden_labels"])

@@ -6,11 +6,10 @@ A text is looked for first; its regular expression is compiled and run only on a
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
+
+from contracts.tables import read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +32,8 @@ class Meaning:
     other_provider: str = ""
 
 
-def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in _read("codes.toml").items()}
-_MESSAGES = _read("messages.toml")
+CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in read_table(__file__, "codes.toml").items()}
+_MESSAGES = read_table(__file__, "messages.toml")
 
 
 def codes_with(mark: str) -> tuple[str, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with
 from collectives.nccl_log.ledger import Ledger
-from collectives.nccl_log.messages import Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
+from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
 from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, rank_words
 
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
@@ -62,19 +63,22 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     seen = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
     if not seen or single_node(ledger) is not None:
         return ()
-    return _around(seen, min(facts.ranks, max(seen) + 1 + MOST_GPUS_OF_A_NODE))
+    end = min(facts.ranks, max(seen) + 1 + MOST_GPUS_OF_A_NODE)
+    return (*range(min(seen)), *range(max(seen) + 1, end))
 
 
 def _silent_nodes(facts: Facts) -> tuple[int, ...]:
-    """Ranks of nodes that wrote nothing, where another node's log is whole; the log of rank 0 alone speaks for all."""
+    """Ranks of nodes of which no log was read; the log of rank 0 alone is what most frameworks write for all.
+
+    Between the lowest and the highest rank that was seen, a rank may be missing because its line was torn: there only
+    nodes without any rank count. Nodes are taken to hold as many ranks as the host that shows most.
+    """
     seen = facts.rank_places.keys()
-    if not seen or (len(seen) == 1 and 0 in seen):
+    if not seen or (len(seen) == 1 and 0 in seen) or len(seen) >= MAX_PLACES:
         return ()
-    return _around(seen, facts.places_of)
-
-
-def _around(seen: Collection[int], end: int) -> tuple[int, ...]:
-    return (*range(min(seen)), *range(max(seen) + 1, end))
+    of_a_node = max(Counter(host for host, _ in facts.rank_places.values()).values())
+    nodes, least, most = {rank // of_a_node for rank in seen}, min(seen), max(seen)
+    return tuple(rank for rank in range(facts.places_of) if not least <= rank <= most or rank // of_a_node not in nodes)
 
 
 def layers_in_use(ledger: Ledger) -> set[str]:

@@ -9,12 +9,11 @@ bounds the cost, and the advice says so. docs/decisions/0020 gives the cost of e
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from hardware.gpus import clock_share
 from hardware.nics import nics
 from hardware.units import GIGA
@@ -276,7 +275,7 @@ def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
 
 # The table -----------------------------------------------------------------------------------------------------------
 
-_TABLE = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
+_TABLE = read_table(__file__, "faults.toml")
 _SLOW: Mapping[str, Slow] = {
     "sockets": _sockets, "through_host": _through_host, "report": _report, "clock": _clock, "power": _power,
     "small_packets": _small_packets, "through_memory": _through_memory,

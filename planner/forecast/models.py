@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from contracts import bounded
 from contracts.layout import FAMILIES
 from contracts.plain import loads as plain
+from contracts.tables import read_table
 from planner.forecast.specs import ModelSpec
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -39,7 +39,7 @@ def _shape(name: str, hub: str = "", also: Sequence[str] = (), **shape: Any) -> 
     return ModelSpec(name=name, **{"head_dim": shape["hidden"] // shape["heads"], **shape})
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+_TABLES = read_table(__file__, "models.toml")
 KNOWN: tuple[ModelSpec, ...] = tuple(_shape(name, **row) for name, row in _TABLES["known"].items())
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 

@@ -41,11 +41,13 @@ _MOST_PASSES = 4  # over a text whose lines the grammar joins
 _DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
+_ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 _COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
 _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
 _NAMES = words()["shell"]
 _WRAPPERS = words()["wrappers"]
 _EXPANSIONS = _NAMES["expansions"]
+_SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
 # Statements after which the script goes on, whatever ended inside them.
 _MAYBE = ("list", "pipeline", "for_statement", "c_style_for_statement", "while_statement", "subshell")
 
@@ -114,10 +116,12 @@ def _parse(source: bytes) -> Node | None:
 
 
 def _parse_lines(source: bytes) -> tuple[bytes, Node | None]:
-    """The text and its tree, with a `;` after assignments that end their line.
+    """The text and its tree, with a `;` after assignments that end their line, and quotes around the `/` of `[ -d / ]`.
 
-    The grammar takes the first words of the next line for the command of `A=1 B=2`. No line changes its number.
+    The grammar takes the first words of the next line for the command of `A=1 B=2`, and `/ ]` for a division, whose
+    test has no end. No line changes its number.
     """
+    source = _ROOT.sub(b'"/"', source)
     for _ in range(_MOST_PASSES):
         root = _parse(source)
         found = QueryCursor(_ASSIGNING).captures(root).get("command", []) if root is not None else []
@@ -129,11 +133,10 @@ def _parse_lines(source: bytes) -> tuple[bytes, Node | None]:
 
 
 def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
-    """Where an assignment before a command is the last word of its line, or stands before export and the like."""
+    """Where an assignment before a command is the last word of its line."""
     for each, after in pairwise(command.children):
         gap = source[each.end_byte : after.start_byte].replace(b"\\\n", b"")
-        word = source[after.start_byte : after.end_byte].decode("utf-8", "replace")
-        if after.type == "comment" or b"\n" in gap or word in _NAMES["declares"]:
+        if after.type == "comment" or b"\n" in gap:
             yield each.end_byte
         if after.type == "command_name":
             break
@@ -178,10 +181,9 @@ class _Reader:
             self._visit(node)
         self._ended = ""
         if self._launches and self._depth == 0:
-            handed, waiting = ({self.script.assigned[at] for at in each} for each in (self._handed, self._waiting))
+            waiting = [self.script.assigned[at] for at in self._waiting]
             self._split()
-            self._drop(self.script.assigned[self._reached :])
-            self._drop(waiting - handed)
+            self._drop([*self.script.assigned[self._reached :], *waiting])
         for name, body in list(self._functions.items()):
             if name not in self._called and self._launches and text.count(name) == 1:
                 self._skip_text(self._text(body), self._line(body), f"the function {name} is not called")
@@ -211,11 +213,12 @@ class _Reader:
         self._met = reached
         self._launches.append(line)
 
-    def _drop(self, settings: Iterable[Assigned]) -> None:
-        """Take settings back: no program was started that gets them."""
-        gone, why = set(settings), "no program that is started gets it"
-        self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in gone if not each.unset]
-        self.script.assigned[:] = [each for each in self.script.assigned if each not in gone]
+    def _drop(self, settings: Sequence[Assigned], start: int = 0) -> None:
+        """Take settings from `start` on back: no program was started that gets them. Equal ones elsewhere stay."""
+        gone, why = {id(each) for each in settings}, "no program that is started gets it"
+        named = [each for each in settings if not each.unset]
+        self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in named]
+        self.script.assigned[start:] = [each for each in self.script.assigned[start:] if id(each) not in gone]
 
     def _skip_text(self, text: str, line: int, why: str) -> None:
         """Name the settings of a part of the text that never runs."""
@@ -356,7 +359,7 @@ class _Reader:
             self.script.used.add(array[1])
             return self._arrays[array[1]]
         value = self._value(node)
-        if value is not None and node.type in ("simple_expansion", "expansion") and re.search(r"\s", value):
+        if value is not None and node.type in _SPLITS and re.search(r"\s", value):
             return [Word(each, each, line) for each in value.split()]
         return [Word(value, self._raw(node), line)]
 
@@ -395,10 +398,8 @@ class _Reader:
 
     def _statement(self, node: Node) -> None:
         follow: dict[str, Callable[[Node], None]] = {
-            "ERROR": self._not_understood, "declaration_command": self._declare,
-            "redirected_statement": self._redirected,
-            "if_statement": self._if, "case_statement": self._case, "for_statement": self._for, "list": self._list,
-            "pipeline": self._pipeline,
+            "ERROR": self._not_understood, "redirected_statement": self._redirected, "if_statement": self._if,
+            "case_statement": self._case, "for_statement": self._for, "list": self._list, "pipeline": self._pipeline,
         }  # fmt: skip
         kind, ended = node.type, self._ended
         if node.is_missing:
@@ -410,8 +411,9 @@ class _Reader:
         elif kind in ("variable_assignment", "variable_assignments"):
             for each in [node] if kind == "variable_assignment" else node.named_children:
                 self._assign(each, exported=False)
-        elif kind == "unset_command":
-            self._unset([word.text for word in self._words(node)[1]], self._line(node))
+        elif kind in ("declaration_command", "unset_command"):
+            assignments, words = self._words(node)
+            self._declare(node.children[0].type, words, self._line(node), assignments)
         elif kind == "function_definition":
             self._functions[self._text(node.child_by_field_name("name") or node)] = node.named_children[-1]
             self.script.commands += 1
@@ -420,8 +422,10 @@ class _Reader:
             self._inside(f"the command of line {self._line(node)}", node.children)
             self.values = kept
             if self._reached <= start and self._depth == 0:
-                self._drop(self.script.assigned[start:])
-        elif kind not in ("comment", "test_command"):
+                self._drop(self.script.assigned[start:], start)
+        elif kind in ("while_statement", "c_style_for_statement"):
+            self._repeat(node.children)
+        elif kind != "comment" and (kind != "test_command" or node.has_error):
             for child in node.children:
                 self._visit(child)
         if kind in _MAYBE:
@@ -502,7 +506,14 @@ class _Reader:
         for value in known[:_MOST_ROUNDS] or [None]:
             self.values[variable] = value
             if body is not None:
-                self._visit(body)
+                self._visit(body) if value is not None else self._repeat([body])
+
+    def _repeat(self, nodes: Sequence[Node]) -> None:
+        """Follow a loop's body, and once more where a launch of the next round gets what follows its last launch."""
+        launches = len(self._launches)
+        self._inside("", nodes)
+        if len(self._launches) > launches and len(self.script.assigned) > self._met:
+            self._inside("", nodes)
 
     def _list(self, node: Node) -> None:
         """`a && b || c`: the grammar nests it to the left, as deep as it is long."""
@@ -633,22 +644,35 @@ class _Reader:
             self._held[name] = found
         self.script.assigned.append(found)
 
-    def _declare(self, node: Node) -> None:
-        """export, declare, typeset, local, readonly."""
+    def _declare(self, keyword: str, words: list[Word], line: int, assignments: Iterable[Node] = ()) -> None:
+        """export, declare, typeset, local, readonly, unset: of names, of assignments, and of words that hold one."""
+        if keyword == "unset":
+            self._unset([word.text for word in words], line)
+            return
         self.script.commands += 1
-        keyword = node.children[0].type
-        options = [self._text(child) for child in node.children[1:] if self._text(child).startswith("-")]
-        exported = keyword == "export" or any("x" in option for option in options)
-        for child in node.named_children:
-            if child.type == "variable_assignment":
-                self._assign(child, exported=exported)
-            elif exported:
-                for word in [Word(self._text(child), "")] if child.type == "variable_name" else self._word(child):
-                    name, equals, value = (word.value or "").partition("=")
-                    if equals:
-                        self._put(name, value, value, self._line(child), exported=True)
-                    elif NAME.match(name):
-                        self._export(name, self._line(child))
+        options = " ".join(word.text for word in words if word.text[:1] in ("-", "+"))
+        ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
+        exported = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
+        for each in assignments:
+            if ends:
+                self._end_export(self._text(each.children[0]), line)
+            self._assign(each, exported=exported)
+        for word in words:
+            name, equals, value = (word.value or "").partition("=")
+            if ends:
+                self._end_export(name, line)
+            if equals:
+                self._put(name, value, value, line, exported=exported)
+            elif exported and NAME.match(name):
+                self._export(name, line)
+
+    def _end_export(self, name: str, line: int) -> None:
+        """`export -n`: the shell keeps the variable, and programs no longer get it."""
+        value = self.values.get(name)
+        self._unset([name] if NAME.match(name) else [], line)
+        if value is not None:
+            self.values[name] = value
+            self._held[name] = Assigned(name=name, value=value, raw=value, line=line, exported=False)
 
     def _export(self, name: str, line: int) -> None:
         self._exported.add(name)
@@ -672,33 +696,40 @@ class _Reader:
         piped, self._piped = self._piped, ""
         before, words = self._words(node)
         start, where = len(self.script.assigned), f"the command of line {line}"
+        declared = [word.text for word in words] if words and words[0].text in _NAMES["declares"] else []
         for each in before:
-            self._assign(each, exported=True, scope=where)
+            stays = self._text(each.children[0]) in declared  # `N=1 export N` sets it for all that follows
+            self._assign(each, exported=not stays, scope="" if stays else where)
         for child in node.children:
             if child.has_error and child.type not in _EXPANSIONS:
                 for error in _descend(child, "ERROR"):
                     self._not_understood(error)
         command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
-        own, removes = self._own_names(start, where), removed_by(command)
-        self._hidden.append(lambda at, name: at < start and (name in own or removes(name)))
+        own, removes = self._own_settings(start, where), removed_by(command)
+        names = {each.name for each in own}
+        self._hidden.append(lambda at, name: at < start and (name in names or removes(name)))
         at, ends = self._after_wrappers(words, line, where)
         words = words[at:]
         if words:
             self.run(words, line, piped, output)
             program = words[0].text.rsplit("/", 1)[-1]
-            if program not in _NAMES["utilities"] and program not in self._functions:
+            if program in _NAMES["utilities"] - self._functions.keys():
+                starts = _NAMES["launchers"].intersection(word.text for word in words)  # `conda run python t.py`
+                if not starts and program not in _NAMES["evaluates"]:
+                    self._drop(own, start)
+            elif program not in self._functions:
                 self._reached = len(self.script.assigned)
                 prepares = program.startswith("python") and len(words) > 1 and words[1].text in ("-c", "-m", "-")
                 if program in _NAMES["launchers"] | {"env"} and not prepares:
-                    own |= self._own_names(start, where)
+                    names |= {each.name for each in self._own_settings(start, where)}
                     self._launch(line)
             self._ended = self._ended or ("exec" if ends else "")
         self._hidden.pop()
 
-    def _own_names(self, start: int, where: str) -> set[str]:
-        """The names that the settings of one command, those from `start` on, give to its program alone."""
+    def _own_settings(self, start: int, where: str) -> list[Assigned]:
+        """The settings, from `start` on, that one command gives to its program alone."""
         scope = "; ".join((*self._scopes, where))
-        return {each.name for each in self.script.assigned[start:] if each.scope == scope}
+        return [each for each in self.script.assigned[start:] if each.scope == scope]
 
     def _after_wrappers(self, words: Sequence[Word], line: int, where: str) -> tuple[int, bool]:
         """Find the program behind sudo, timeout and the like: its place, and whether the script ends with it (exec)."""
@@ -723,6 +754,8 @@ class _Reader:
         texts = [word.text for word in rest]
         if program == "setenv":
             self.script.unread.append(Unread(line=line, why="setenv is of the C shell, whose scripts are not read"))
+        elif program in _NAMES["declares"]:  # `! export N=1`, `Y=1 export N=1`
+            self._declare(program, rest, line)
         elif program == "set":
             self._set(rest, texts, line)
         elif program in ("read", "getopts", "mapfile", "readarray"):

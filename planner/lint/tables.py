@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 
-_DATA = Path(__file__).with_name("data")
 
-
-@cache
 def _load(name: str) -> dict[str, Any]:
-    return tomllib.loads((_DATA / name).read_text(encoding="utf-8"))
+    return read_table(__file__, f"data/{name}")
 
 
 def values() -> Mapping[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+
+from contracts.tables import read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +44,9 @@ class Note:
     evidence: str = ""
 
 
-@cache
 def texts() -> Mapping[str, Mapping[str, str]]:
     """The table as written: "name", "text", and "source" of what is set or needed."""
-    return tomllib.loads((Path(__file__).with_name("data") / "advice.toml").read_text(encoding="utf-8"))
+    return read_table(__file__, "data/advice.toml")
 
 
 def note(key: str, evidence: str = "", /, *more: str, **fields: object) -> Note:

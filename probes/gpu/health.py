@@ -9,29 +9,26 @@ neither. What the catalogue does not use has no cause that is known.
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from pathlib import Path
 from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
+from contracts.tables import read_table
 from hardware.gpus import clock_share, on_grace
 from probes import texts
 from probes.gpu.facts import Gpu, GpuFacts
 
-TEXTS = texts.read_texts(__file__)
-WORDS = texts.read_texts(__file__, "words.toml")
+TEXTS = read_table(__file__, "findings.toml")
+WORDS = read_table(__file__, "words.toml")
 
 Cause = Literal["gpu", "program", "driver"]
 """The GPU, its memory or its links; the program that ran; or an engine, firmware or driver, the cause being open."""
 
 
-@cache
 def _xid_table() -> dict[str, dict[str, str]]:
     """Cause -> Xid -> words of `xids.toml`: read with the first Xid."""
-    return tomllib.loads(Path(__file__).with_name("xids.toml").read_text(encoding="utf-8"))
+    return read_table(__file__, "xids.toml")
 
 
 XID_CAUSES: tuple[Cause, ...] = ("gpu", "driver", "program")  # gravest first

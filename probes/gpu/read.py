@@ -13,14 +13,13 @@ its state, or where it ends, is unknown.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
+from contracts.tables import read_table
 from probes.api import UnavailableError
 from probes.gpu.bus import PCI, read_bus
 from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, MigSlice, NvLink
@@ -53,13 +52,12 @@ _Found = dict[str, Any]  # fields of `Gpu`
 @cache
 def questions() -> dict[str, dict[str, Any]]:
     """The rows of `questions.toml` by the beginning of the question, longest first."""
-    rows = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
+    rows = read_table(__file__, "questions.toml")
     return {start: rows[start] for start in sorted(rows, key=len, reverse=True)}
 
 
-@cache
 def _names() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+    return read_table(__file__, "names.toml")
 
 
 def named(kind: str, number: Any) -> Any:

@@ -9,14 +9,13 @@ import ctypes
 import itertools
 import os
 import re
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from contracts.tables import read_table
 from probes.host.protocol import GpuHandle, Json, NvmlError
 
-_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("nvml.toml").read_text(encoding="utf-8"))
+_TABLE: dict[str, Any] = read_table(__file__, "nvml.toml")
 ERROR_CODES: dict[str, int] = _TABLE["errors"]
 """nvmlReturn_t by name, NVML_ERROR_ left out."""
 

@@ -8,18 +8,17 @@ cgroups(7), proc(5) mountinfo; the kubelet's /etc/hosts and termination log.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from contracts.tables import read_table
 from probes.host import sysfs
 from probes.host.protocol import Host
 
 ROLE = "TOPOFLIGHT_ROLE"
 """Set to "agent" where the container is the resident agent's: what it was given says nothing of what a job gets."""
 
-NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+NAMES: dict[str, Any] = read_table(__file__, "names.toml")
 _GROUPS = {kind: re.compile(pattern) for kind, pattern in NAMES["cgroups"].items()}
 _POD_MOUNT = re.compile(r" (?:\S*/pods/[0-9a-f-]{36}/etc-hosts /etc/hosts|\S+ /dev/termination-log) ")
 

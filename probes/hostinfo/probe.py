@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contracts.finding import Finding
+from contracts.tables import read_table
 from probes.api import Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import NAMES
-from probes.texts import finding, probe_of, read_texts
+from probes.texts import finding, probe_of
 
-TEXTS = read_texts(__file__)
+TEXTS = read_table(__file__, "findings.toml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

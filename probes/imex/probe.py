@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from contracts.finding import Finding
+from contracts.tables import read_table
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import of_agent
-from probes.texts import finding, probe_of, read_texts
+from probes.texts import finding, probe_of
 
-TEXTS = read_texts(__file__)
+TEXTS = read_table(__file__, "findings.toml")
 DEVICE = "nvidia-caps-imex-channels"
 CHANNELS = f"/dev/{DEVICE}"
 NODES = "/etc/nvidia-imex/nodes_config.cfg"  # an address a line

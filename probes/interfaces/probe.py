@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from contracts.finding import Finding, Status, by_loss
+from contracts.tables import read_table
 from probes.api import Sample
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
-from probes.texts import finding, probe_of, read_texts
+from probes.texts import finding, probe_of
 
 NET = "/sys/class/net"
-TEXTS = read_texts(__file__)
+TEXTS = read_table(__file__, "findings.toml")
 
 
 def check(facts: InterfacesFacts) -> Iterator[Finding]:
@@ -227,7 +228,7 @@ def _slower_than_siblings(facts: InterfacesFacts) -> Iterator[Finding]:
                 ]
                 yield finding(
                     TEXTS, "interfaces.speed.low", by_loss(1.0 - rate / most), interface.name, tuple(seen),
-                    speed=_speed(interface)[1:], best=best.name, most=_speed(best)[1:],
+                    speed=_speed(interface)[2:], best=best.name, most=_speed(best)[2:],
                 )  # fmt: skip
 
 

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from probes.api import Sample
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
-from probes.texts import finding, probe_of, read_texts
+from probes.texts import finding, probe_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +194,8 @@ machines with NVLink too (pytorch/torchtitan#853)."""
 SHM = "/dev/shm"  # noqa: S108 - judged by its size, nothing is put there
 NOFILE_DEFAULT = 1024  # the kernel's soft default (INR_OPEN_CUR)
 
-TEXTS = read_texts(__file__)
-REMEDIES = read_texts(__file__, "remedies.toml")
+TEXTS = read_table(__file__, "findings.toml")
+REMEDIES = read_table(__file__, "remedies.toml")
 
 
 def size(value: int | None) -> str:

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
 from probes.api import Sample
@@ -28,13 +29,13 @@ from probes.pci.facts import (
     is_passed_through,
 )
 from probes.pci.read import read
-from probes.texts import finding, probe_of, read_texts
+from probes.texts import finding, probe_of
 
 EVIDENCE_MAX = 16
 SYSFS = "/sys/bus/pci/devices"
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # NCCL reads it unasked (NCCL_TOPO_FILE's default)
 
-TEXTS = read_texts(__file__)
+TEXTS = read_table(__file__, "findings.toml")
 
 
 def check(facts: PciFacts) -> Iterator[Finding]:

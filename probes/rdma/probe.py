@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from contracts.finding import Finding, Status, by_loss
+from contracts.tables import read_table
 from hardware.nics import fastest
 from probes.api import Sample
 from probes.rdma.facts import (
@@ -33,9 +34,9 @@ from probes.rdma.facts import (
     rocev2_gid_index,
 )
 from probes.rdma.read import read
-from probes.texts import finding, probe_of, read_texts
+from probes.texts import finding, probe_of
 
-TEXTS = read_texts(__file__)
+TEXTS = read_table(__file__, "findings.toml")
 _WAITING = ("INIT", "ARMED")  # for the subnet manager
 SYSFS = "/sys/class/infiniband"
 EVIDENCE_MAX = 16

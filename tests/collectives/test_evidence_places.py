@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,34 @@ OF_ANOTHER = [
     ("by the kernel", ["gpu_xid"], ["node3"],
      ["Aug 01 10:00:00 node3 kernel: NVRM: Xid (PCI:0000:9b:00): 79, pid=1, name=python, GPU has fallen off the bus."]),
 ]  # fmt: skip
+
+
+def _logs_of(nodes: Iterable[int], ranks: int, torn: int = -1) -> list[str]:
+    """Logs of nodes with eight ranks each, all channels over GPUDirect RDMA; the line of the rank `torn` is lost."""
+    return [
+        f"node{rank // 8}:40:41 [0] NCCL INFO {text}"
+        for rank in (8 * node + gpu for node in nodes for gpu in range(8)) if rank != torn
+        for text in (f"comm 0x5 rank {rank} nranks {ranks} cudaDev 0 nvmlDev 0 busId 1b000 commId 0x8 - Init START",
+                     f"Channel 00/0 : {rank}[0] -> {(rank + 8) % ranks}[0] [send] via NET/IB/0/GDRDMA",
+                     f"Channel 00/0 : {(rank - 8) % ranks}[0] -> {rank}[0] [receive] via NET/IB/0/GDRDMA")
+    ]  # fmt: skip
+
+
+@each_row(
+    ("text", "missing"),
+    [
+        (_logs_of((0, 1, 2), 24), ""),
+        (_logs_of((1, 2), 24), "ranks 0 to 7 are missing"),
+        (_logs_of((0, 2), 24), "ranks 8 to 15 are missing"),
+        (_logs_of((0, 1), 24), "ranks 16 to 23 are missing"),
+        (_logs_of((0, 1, 2), 24, torn=11), ""),
+        (_logs_of(range(520), 4160), ""),  # more ranks than are remembered
+    ],
+)
+def test_nodes_without_a_log_are_missing(text: list[str], missing: str) -> None:
+    """The first, the last and one between them; a rank whose line is torn is no node."""
+    told = [each.message for each in read(text).problems if each.code == "ranks_missing"]
+    assert [missing in each for each in told] == [True] * bool(missing)
 
 
 @each_row(("name", "expected", "hosts", "text"), OF_ANOTHER)

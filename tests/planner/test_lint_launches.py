@@ -54,6 +54,19 @@ SCRIPTS = (
     "set -a\nN=1\nset +a\nN=0\nT", "set -a\nset +a\nN=1\nT",
     "set -o allexport\nN=1\nset +o allexport\nT\nN=0\nT", "N=1\nset -a\nset +a\nT",
     "N=1\nT\nexport N\nT",
+    # what a builtin gets no program has; export of a name that stands before it as well
+    "N=1 true\nT", "N=1 X=2 echo a\nT", "N=1 nohup true; T", "A1\nN=0 wait\nT", "N=1 eval 'T'\nT",
+    "A0\nN=1 export X\nT", "A0\nN=1 export X N\nT", "N=1 declare -x N\nT", "N=1 X=2 export Y N\nT",
+    # the end of an export
+    "A1\nexport -n N\nT", "export -n N=1\nT", "A1\nexport -n N\nN=0\nT", "A1\nexport -n N\nexport N\nT",
+    "A1\ndeclare +x N=0\nT\nexport N\nT", "A1\nT\nexport -n N\nT", "A1\nexport -p\nT",
+    # in a condition, and behind a test that the grammar reads as a division
+    "! A1\nT", "if ! A1; then exit 1; fi\nT", "command export N=1\nT",
+    "[ -d / ] && A1\nT", "[[ -d / ]] && A1\nT", "[ x != / ] && { A1; }\nT",
+    # a launch of a later round of a loop
+    "for v in 1 1; do\nT\nA1\ndone", "for v in $(echo 1 0); do\nT\nexport N=$v\nT\ndone",
+    "while read v; do T; A1; done < <(printf '1\\n2\\n')", "for ((v = 0; v < 2; v++)); do T; A1; done",
+    "for v in 1 2; do\nT\nA1\nT\nunset N\ndone", "while [ ! -e once ]; do\nA1\nT\nA0\n> once\ndone",
 )  # fmt: skip
 NUMACTL = """while [ "${1#-}" != "$1" ]; do case $1 in -m|--membind) shift 2;; *) shift;; esac; done; exec "$@\""""
 SUDO = """[ "$1" = -u ] && shift 2
