@@ -97,7 +97,7 @@ _Run = Callable[[bytes], object]
 
 
 def reads(*seeds: bytes, errors: tuple[type[Exception], ...] = (), stepped: bool = False) -> Callable[[_Run], _Run]:
-    """Make a function a target. `stepped`: the seeds are texts, beside which a few changes of its document stand."""
+    """Make a function a target. `stepped`: the seeds are texts, and a few changes of the document are seeds too."""
 
     def register(run: _Run) -> _Run:
         made = list(seeds)

@@ -118,7 +118,7 @@ class Ranks:
         code, now = self._tree.process.poll(), time.monotonic()
         if code is not None:
             self._threads[0].join(5.0)
-            if self.measuring:  # a measurement that was told to end has measured nothing
+            if self.measuring:  # a measurement that was ended early has no result
                 return run_record.RESUMABLE if terminating else code
             first = run_record.first_ended(self._tail.decode(errors="replace")) if code else 0
             return code if first is None else first
@@ -167,7 +167,7 @@ def measurement(settings: Settings, address: str, port: int) -> list[str]:
 
 
 def _open_log(settings: Settings) -> IO[bytes] | None:
-    """The pod's output beside the run: it outlives the pod."""
+    """Open the pod's log in the run's output folder, where it outlives the pod."""
     if settings.output is None:
         return None
     try:

@@ -427,7 +427,7 @@ def _scaled(counts: Counter[int], rows: int) -> dict[int, int]:
 
 
 def main() -> None:
-    """Measure; what is wrong with the settings is told on stderr, with exit code 1, with the rows WRONG_ROWS."""
+    """Measure. Errors go to stderr: wrong rows end with WRONG_ROWS, wrong settings with exit code 1."""
     try:
         sys.stdout.write(json.dumps(measure_lengths(parse_config(json.load(sys.stdin))[0])) + "\n")
     except RowsError as error:

@@ -79,7 +79,7 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
         runs, waits = _iterate(me, op, side, max(1, min(BATCH, int(fits))), name)
         share(me, times, runs, waits, wrong)
         each = max(row[-1] for row in times.runs)
-        name_liars(me, op, side, times)
+        find_corrupt_ranks(me, op, side, times)
         spent = slowest(me, time.monotonic() - started)
         me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
         if _enough(me.plan, times, groups, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
@@ -198,7 +198,7 @@ def gather(me: Rank, value: Any) -> list[Any]:
     return everyone
 
 
-def name_liars(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> None:
+def find_corrupt_ranks(me: Rank, op: ops.Op, side: ops.Side | None, times: Times) -> None:
     """Find whose part made a sum wrong: each rank in turn shows what it gives."""
     import torch
     import torch.distributed as dist
@@ -310,7 +310,7 @@ def _replay_part(
         if spent >= share_seconds and len(seconds) > warmup:
             break
     share(me, times, seconds, [0.0] * len(seconds), wrong)
-    name_liars(me, op, side, times)
+    find_corrupt_ranks(me, op, side, times)
     return times, times.wrong, calls, warmup
 
 

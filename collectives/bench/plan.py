@@ -64,7 +64,7 @@ class SearchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the ranks of a run do, as it is requested and as they are told."""
+    """What the ranks of a run do: the part of a request that every rank receives."""
 
     cases: tuple[Case, ...] = ()
     warmup: int = 5
@@ -76,7 +76,7 @@ class Work:
     distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
     step: StepPlan | None = None  # replay a job's step as well: step_plan(...)
     search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
-    links: Mapping[str, Any] = field(default_factory=dict)  # of this host, told to every rank: plain JSON values
+    links: Mapping[str, Any] = field(default_factory=dict)  # of this host, sent to every rank: plain JSON values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,13 +66,11 @@ def run(
 
 
 def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
-    """What the ranks are told, who leave their events in `directory`."""
+    """Make the plan that every rank reads; the ranks write their events to `directory`."""
     replay = spec.step.budget_seconds if spec.step else 0.0
     work = {one.name: getattr(spec, one.name) for one in fields(Work)} | {"cases": spec.all_cases()}
     limit_seconds = spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds
-    return Plan(
-        directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work
-    )  # fmt: skip
+    return Plan(directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work)
 
 
 def _run_in(
@@ -127,7 +125,7 @@ def assemble(
     measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in measured)
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + _words(event) for event in events["skipped"]]
-    problems = (*outcome.problems, *skipped, *_lies([*measured, *replayed], hosts), *_odd_hosts(hello, backend))
+    problems = (*outcome.problems, *skipped, *_wrong_data([*measured, *replayed], hosts), *_odd_hosts(hello, backend))
     verified = all(m.verified for m in measurements) and not any(event["wrong"] for event in replayed)
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
@@ -172,14 +170,14 @@ def _measurement(
     algbw = event["bytes"] / middle if middle > 0 else 0.0
     bars = expect(op.name, event["bytes"], ranks, hello) if expect else ()
     first = next((bar for bar in bars if bar.typical is not None), None)
-    told = {
+    values = {
         **event, "backend": backend, "hosts": [hello[rank]["host"] for rank in ranks], "median_seconds": middle,
         "spread_ratio": spread_ratio(seconds), "algbw_bytes_per_second": algbw,
         "busbw_bytes_per_second": algbw * op.factor(len(ranks)),
         "verified": event["rounds"] > 0 and not event["wrong"],
     }  # fmt: skip
     return replace(
-        cattrs.structure(told, Measurement), bars=bars, expectation=first.why if first else (),
+        cattrs.structure(values, Measurement), bars=bars, expectation=first.why if first else (),
         expected_busbw_bytes_per_second=first.typical if first else None,
     )  # fmt: skip
 
@@ -218,7 +216,7 @@ def _stragglers(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> 
     return tuple(s for ranks, rows in waits.items() for s in name_stragglers(ranks, [hosts[r] for r in ranks], rows))
 
 
-def _lies(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
     """Name the ranks whose data was wrong; a rank that alone sees every other one wrong receives wrongly."""
     problems = []
     for event in measured:

@@ -4,8 +4,8 @@ Exported are links, the matrix and their limits; dcgm-exporter has the rest. The
 dcgm-exporter's, in its spelling, so that both can be joined.
 
 Specification: NVML API reference; the module is `pynvml` of nvidia-ml-py. Every call is optional: a GPU that does
-not support one leaves None, a lost GPU is kept with its error and never hides the others. What was not read is not
-judged, and is said under the code of its own check: a check that raises nothing counts as passed.
+not support one leaves None, and a lost GPU stays in the facts with its error. What was not read is not judged. The
+check that needs it reports it under its own code, because a check that raises nothing counts as passed.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _driver(facts: GpuFacts, error: str) -> Finding:
 
 
 def _fallen(facts: GpuFacts) -> Iterator[Finding]:
-    """GPUs that only the kernel's log still tells of: it reported a fault of them, and the bus has lost them since.
+    """Report GPUs that only the kernel's log still names: it has a fault of theirs, and they are gone from the bus.
 
-    NVML counts a lost GPU without its address for a while: as many of them are told of there.
+    For a while NVML still counts a lost GPU, without its address. `_refused` reports as many of them.
     """
     gone = [(place, what) for place, xids in facts.xids_off_bus if (what := named_xids(xids, "gpu"))]
     if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):

@@ -26,7 +26,7 @@ def advice_for(path: Path) -> EnvAdvice:
 
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
-def test_advice_on_machine(path: Path, golden: Callable[[str, Any], None]) -> None:
+def test_golden_advice_on_machine(path: Path, golden: Callable[[str, Any], None]) -> None:
     """The whole advice, reasons included, stays what was read and approved."""
     advice = advice_for(path)
     told = {name: [asdict(each) for each in getattr(advice, name)] for name in ("settings", "notes", "needs")}

@@ -36,6 +36,7 @@ def each_row(
         def every(**fixtures: Any) -> None:
             table = list(values() if callable(values) else values)
             assert table, "a table without rows"
+            assert not any(getattr(row, "marks", ()) for row in table), "a row cannot have marks: use parametrize"
             failures: list[BaseException] = []
             skipped: list[pytest.skip.Exception] = []
             for number, row in enumerate(table):

@@ -50,6 +50,8 @@ def test_rows_that_are_made_late_and_no_rows_at_all() -> None:
     assert made == [1]
     with pytest.raises(AssertionError, match="without rows"):
         each_row("a", [])(lambda a: None)()
+    with pytest.raises(AssertionError, match="cannot have marks"):
+        each_row("a", [pytest.param(1, marks=pytest.mark.nightly)])(lambda a: None)()
 
 
 def test_a_skipped_row_hides_neither_a_failure_nor_the_rows_after_it() -> None:
