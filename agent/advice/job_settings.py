@@ -131,9 +131,8 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-# The rows of the data set are counted, and measured with the model's tokenizer, in a child process, because this process
-# must not load transformers. Where the data or the tokenizer is not available, the rows are unknown and the advice says
-# why.
+# The rows of the data set are counted, and measured with the model's tokenizer, in a child process: this process must
+# not load transformers. Where the data or the tokenizer is not available, the rows are unknown and the advice says why.
 
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
 EPOCHS = 3.0  # the job's own default (contracts/default.yaml)
