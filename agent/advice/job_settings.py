@@ -1,4 +1,4 @@
-"""What the fine-tune job's own settings say of the job that is to be planned: the YAML of --config, --set over it.
+"""What the fine-tune job's settings (the YAML of --config, then --set) and the rows of its data set say to the planner.
 
 Specification: docs/finetune.md, the names of contracts.job_config. The job itself judges the values.
 """
@@ -131,9 +131,8 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-# The rows of the data set that the job trains on: counted, and measured with the model's tokenizer, in a child process:
-# the planner's process loads no transformers. Where data or tokenizer are not at hand the rows stay unknown, and the
-# advice says why.
+# The rows of the data set are counted, and measured with the model's tokenizer, in a child process: this process must
+# not load transformers. Where the data or the tokenizer is not available, the rows are unknown and the advice says why.
 
 TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
 EPOCHS = 3.0  # the job's own default (contracts/default.yaml)

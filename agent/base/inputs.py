@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from agent.base.documents import unwritable
-from agent.base.streams import EXIT_FAILED, EXIT_USAGE
+from agent.base.exit_codes import EXIT_FAILED, EXIT_USAGE
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded
 

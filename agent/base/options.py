@@ -12,9 +12,7 @@ imported.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ import click
 
 from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
 from agent.base.output import say
+from contracts.tables import read_table
 
-_FOLDER = Path(__file__).with_name("verbs")
 _TYPES: dict[str, click.ParamType[Any]] = {
     "file": click.Path(exists=True, dir_okay=False, path_type=Path),
     "folder": click.Path(exists=True, file_okay=False, path_type=Path),
@@ -65,9 +63,8 @@ def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield key, row
 
 
-@cache
 def _table(name: str) -> dict[str, dict[str, Any]]:
-    return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return read_table(__file__, f"verbs/{name}.toml")
 
 
 def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Callable[[Any], Any]:

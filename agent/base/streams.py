@@ -1,7 +1,6 @@
-"""How a verb ends: its exit code, and standard output and error as they are, a closed pipe or no UTF-8.
+"""Write to standard output and error as they are: closed, without a reader, or in an encoding that lacks characters.
 
-The table of exit codes is docs/exit-codes.md. Only the standard library is imported, because every verb passes through
-here before it knows what it needs.
+Only the standard library is imported, because every verb passes through here before it knows what it needs.
 """
 
 from __future__ import annotations
@@ -13,15 +12,6 @@ import os
 import sys
 import unicodedata
 
-EXIT_PASS = 0
-EXIT_TOOL_ERROR = 1
-EXIT_USAGE = 2
-EXIT_FAILED = 3
-EXIT_WARNED = 4
-EXIT_UNKNOWN = 5
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: ended from outside before it was done
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C
-EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program whose reader has left
 UNENCODABLE = "topoflight"  # the error handler below
 # What the tables draw and the sentences use, in ASCII. A pass and a failure must not both become "?".
 _ASCII = {

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.base.inputs import InputError, parse_version
-from agent.base.streams import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import units
+from agent.base.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
 from agent.base.options import with_options
 from agent.base.output import Progress, console, emit, render, say, write_result
-from agent.base.streams import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
 
 if TYPE_CHECKING:
     from collectives.bench.results import BenchResult, RdmaResult

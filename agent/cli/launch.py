@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import refuse_two_sources, with_options
 from agent.base.output import Progress, console, render, say, waiting
-from agent.base.streams import EXIT_FAILED, EXIT_PASS
 from agent.base.units import count, seconds
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from agent.base import streams
-from agent.base.streams import EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
+from agent.base.exit_codes import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_TOOL_ERROR, EXIT_USAGE
 
 # What a disk, a file or a folder of the user refuses is no fault of the program: one line, and no traceback.
 FILE_ERRORS = (
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
         streams.flush()
     except BrokenPipeError:  # of standard error, or of a writer that could not go on
         streams.discard_output()
-        code = streams.EXIT_CLOSED_PIPE
+        code = EXIT_CLOSED_PIPE
     except OSError as error:
         if error.errno not in FILE_ERRORS:
             raise

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from agent.base import inputs
+from agent.base.exit_codes import EXIT_UNKNOWN
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say
-from agent.base.streams import EXIT_UNKNOWN
 from contracts import bounded
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
 from agent.base.output import emit
-from agent.base.streams import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 
 if TYPE_CHECKING:
     from rich.console import Console

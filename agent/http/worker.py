@@ -203,10 +203,14 @@ class Worker:
         job = self._job(name, given, view, records)
         gone = asyncio.ensure_future(_gone(request))
         answered = asyncio.wrap_future(job.answered)
+        # An error that comes after the client has left is read here, or asyncio logs it with a traceback.
+        answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.wait((answered, gone), timeout=2 * self._longest, return_when=asyncio.FIRST_COMPLETED)
             if not answered.done():
                 raise _late("the client has gone" if gone.done() else "too much was asked before")
+            if answered.cancelled():
+                raise _late("the agent ends")
             self._held.add(answered.result())
             return answered.result()
         finally:

@@ -9,7 +9,7 @@ from rigs.recorded import view
 
 from agent.base import result_store
 from agent.base import result_store as keep
-from agent.base.streams import EXIT_FAILED
+from agent.base.exit_codes import EXIT_FAILED
 from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
 from agent.checks.verdict import judge
 from collectives.bench.results import BenchResult, Measurement, result_from_json

@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import PIPE
 from xml.etree import ElementTree
 
-from agent.base.streams import EXIT_STOPPED
+from agent.base.exit_codes import EXIT_STOPPED
 from agent.checks.codes import ALL_CODES
 from agent.checks.rdma_bars import RDMA_BENCH_CODES
 from agent.cluster.gate import CLUSTER_CODES

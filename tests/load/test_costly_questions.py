@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import json
 import os
 import select
@@ -19,6 +21,9 @@ import pytest
 import resident
 from load_served import H100, Served
 from rigs.waiting import eventually
+from starlette.requests import Request
+
+from agent.http.worker import ProblemError, Worker
 
 MOST_WAITING = 8
 LONGEST_SECONDS = 8.0
@@ -190,6 +195,52 @@ def test_it_ends_with_the_agent(tmp_path: Path) -> None:
                 os.kill(one.pid, how)
                 eventually(lambda process=process: not process.is_running(), "the worker has gone too")
                 one.wait(60)
+
+
+SILENT = """
+import sys
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[1]))
+pipe.send_bytes(b"ready")
+while pipe.recv():
+    pass
+"""
+
+
+async def leave_and_stop() -> tuple[list[str], list[object]]:
+    """What asyncio logs of a question whose client has left, and what those get who wait when the agent stops."""
+    logged: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+    asked = Worker(command=(sys.executable, "-P", "-c", SILENT))
+
+    async def leaves() -> dict[str, str]:
+        while asked._process is None:
+            await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def stays() -> dict[str, str]:
+        await asyncio.Event().wait()
+        return {}
+
+    with contextlib.suppress(ProblemError):
+        await asked.ask(Request({"type": "http"}, leaves), "left")
+    while asked._process is not None:
+        await asyncio.sleep(0.05)
+    asked._jobs.clear()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    waiting = [asyncio.ensure_future(asked.ask(Request({"type": "http"}, stays), name)) for name in ("one", "two")]
+    while asked._process is None:
+        await asyncio.sleep(0.05)
+    asked.stop()
+    return logged, await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at_the_end() -> None:
+    """Asyncio logs an exception that nobody reads; a question that is cancelled would end its request without words."""
+    logged, refused = asyncio.run(leave_and_stop())
+    assert not logged
+    assert [getattr(error, "status", error) for error in refused] == [503, 503]
 
 
 @pytest.mark.long
