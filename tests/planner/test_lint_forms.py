@@ -244,7 +244,7 @@ def test_scripts_and_documents_kept_as_text(text: str, name: str) -> None:
 
 
 ENDLESS = {
-    "empty lines": "\n" * 200_000, "assignments": "A=" * 100_000, "backticks": "`" * 200_000, "doubling": "A=aaaa\n" +
+    "empty lines": "\n" * 200_000, "assignments": "A=" * 100_000, "backticks": "`" * 400_000, "doubling": "A=aaaa\n" +
     "A=$A$A\n" * 100 + "export NCCL_X=$A\n", "conditions": "if x; then\n" * 20_000, "quotes": "bash -c \"" * 20_000,
     "here-documents": "cat <<E\n" * 20_000, "braces": "${" * 100_000, "indented": "\n    NCCL_X=1" * 10_000,
     "pipes": "a|" * 20_000, "case": "case x in a) ;; " * 5_000, "arrays": "A=(" * 20_000, "and": "a&&" * 50_000 + "b",
