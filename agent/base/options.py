@@ -2,8 +2,9 @@
 
 Each table of such a file is one option. Its key is the text that the user types, and its members are the parameters of
 click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table without members is the table of
-the same name in verbs/shared.toml; one with `shared = true` overrides members of that table. A table whose name does
-not begin with "-" includes all options of the file of that name, except those that its `without` lists.
+the same name in verbs/shared.toml or in contracts/question.toml; one with `shared = true` overrides members of that
+table, and its `without` lists those that it does not have. A table whose name does not begin with "-" includes all
+options of the file of that name, except those that its `without` lists.
 
 An error in a table (a type, a member or the name of another table that does not exist) is raised when the verb is
 imported.
@@ -11,7 +12,6 @@ imported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import click
 
 from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
 from agent.base.output import say
+from contracts import question
 from contracts.tables import read_table
 
 _TYPES: dict[str, click.ParamType[Any]] = {
@@ -58,7 +59,8 @@ def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 del included[excluded]
             yield from included.items()
         elif not row or "shared" in row:
-            yield key, _table("shared")[key] | row
+            members = {**question.rows(), **_table("shared")}[key] | row
+            yield key, {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             yield key, row
 
@@ -67,8 +69,11 @@ def _table(name: str) -> dict[str, dict[str, Any]]:
     return read_table(__file__, f"verbs/{name}.toml")
 
 
+_NOT_OF_CLICK = ("shared", "without", "most")
+
+
 def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Callable[[Any], Any]:
-    members = {member: value for member, value in row.items() if member != "shared"}
+    members = {member: value for member, value in row.items() if member not in _NOT_OF_CLICK}
     words = (*key.split(), *filter(None, (members.pop("name", None),)))
     if "choices" in members:
         members["type"] = click.Choice(members.pop("choices"))
@@ -84,15 +89,15 @@ def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Calla
 
 
 def _type(text: str | list[str]) -> Any:
-    """A word of _TYPES, or a range: "int 1..1024", "float above 0..1_000_000", "int 1..": no upper end; or several."""
+    """A word of _TYPES or a range (contracts.question.bounds), or several."""
     if isinstance(text, list):
         return tuple(map(_type, text))
-    found = re.fullmatch(r"(int|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
+    found = question.bounds(text)
     if found is None:
         return _TYPES[text]
-    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
-    kind: Any = click.IntRange if found[1] == "int" else click.FloatRange
-    return kind(low, high, min_open=bool(found[2]))
+    name, low, high, above = found
+    kind: Any = click.IntRange if name == "int" else click.FloatRange
+    return kind(low, high, min_open=above)
 
 
 def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:

@@ -79,11 +79,9 @@ def _here(options: dict[str, Any]) -> NetworkBars:
         for name in ("save_strategy", "eval_strategy"):
             overrides += () if name in settings else (f"{name}=no",)
         request = Request.of(
-            model=options["model"], method=options["method"], global_batch=options["global_batch"] or HOSTS,
-            nodes=HOSTS, ranks_per_node=1,
+            model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
+            global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
         )  # fmt: skip
-        if options["sequence_length"]:
-            request = request.changed(sequence_length=options["sequence_length"])
         request = job_request(request, options["config"], overrides)
     except (RequestError, ValueError) as error:
         raise click.UsageError(str(error)) from None

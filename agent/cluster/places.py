@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import METADATA, ApiError, Client, path_of
 from agent.cluster.node_facts import clean
 
 LABELS = tuple(map(re.compile, (
@@ -52,6 +52,6 @@ def read(client: Client) -> Places:
 
 
 def _labels(client: Client) -> Iterable[tuple[str, Mapping[str, str]]]:
-    for items, _ in client.metadata().pages(path_of("v1", "nodes")):
+    for items, _ in client.pages(path_of("v1", "nodes"), accept=METADATA):
         for item in items:
             yield str(item["metadata"]["name"]), item["metadata"].get("labels") or {}

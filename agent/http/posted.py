@@ -32,7 +32,7 @@ from agent.http.access import Bucket
 from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, problems, read_body, respond
 from agent.http.state import State
 from agent.http.worker import ProblemError, Worker
-from contracts import plain
+from contracts import plain, question
 from contracts.finding import Finding
 from contracts.run_record import RunRecord, dumps, record_of
 from planner.why import Verdict
@@ -145,8 +145,8 @@ _Source = Annotated[str, Field(max_length=MOST_SOURCES_BYTES)]
 _Rank = Annotated[str, Field(pattern="^[0-9]{1,6}$")]
 
 
-class Sources(BaseModel):
-    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and its options by name.
+class Sources(question.model()):  # type: ignore[misc]  # its members are also the rows of contracts/question.toml
+    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and the question.
 
     `nodes` is a number here: what agents publish of nodes by name the command asks of the cluster, as its user may.
     """
@@ -159,20 +159,9 @@ class Sources(BaseModel):
     manifest: _Source = ""
     states: list[dict[str, Any]] = Field(default=[], max_length=MOST_RANKS)
     traces: dict[_Rank, dict[str, Any]] = Field(default={}, max_length=MOST_RANKS)
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = Field(default={})
     recordings: list[dict[str, Any]] = Field(default=[], max_length=8)  # of the job's nodes, as `capture` writes them
-    model: Annotated[str, Field(max_length=200)] = ""
-    method: Literal["full", "lora", "qlora"] = "lora"
-    machine: Annotated[str, Field(max_length=64)] = ""
-    nodes: int | None = Field(default=None, ge=1, le=100_000)
-    network: Annotated[str, Field(max_length=32)] = ""
-    sequence_length: int = Field(default=2048, ge=1, le=10_000_000)
-    lengths: _Text = ""
-    global_batch: int | None = Field(default=None, ge=1, le=10_000_000)
     layout: _Text = ""
-    steps: int | None = Field(default=None, ge=1, le=10**12)
-    epochs: float | None = Field(default=None, gt=0, le=1e6)
-    price: Annotated[str, Field(max_length=16)] = ""
 
 
 def judged(body: bytes) -> Verdict:
@@ -187,9 +176,7 @@ def judged(body: bytes) -> Verdict:
         raise RequestError(f"the body is no JSON: {error}") from None
     except ValidationError as error:
         raise RequestError(complaints(error, 8)[1]) from None
-    of_price = ("model", "method", "machine", "nodes", "network", "sequence_length", "lengths", "global_batch",
-                "steps", "epochs", "price")  # fmt: skip
-    request = Question.of(**{name: getattr(sources, name) or None for name in of_price}, allow_files=False)
+    request = Question.of(**{name: getattr(sources, name) for name in question.fields()}, allow_files=False)
     with tempfile.TemporaryDirectory(prefix="why-") as name:
         folder = Path(name)
         files = {kind: _written(folder, kind, getattr(sources, kind)) for kind in ("logs", "ras", "diagnostics")}
@@ -224,7 +211,7 @@ def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tup
 
 def install(app: FastAPI, state: State, worker: Worker) -> None:
     """Add the endpoints."""
-    keeper, records, verdicts, scans = Keeper(state), *(Bucket.of_posts() for _ in range(3))
+    keeper, records, verdicts, scans = Keeper(state), *(Bucket() for _ in range(3))
 
     @app.post("/flights", tags=["facts"], operation_id="flight_keep", status_code=201, max_body_size=MOST_RECORD_BYTES,
               openapi_extra=body_of(Record), dependencies=TOKEN, response_model=Kept,

@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from agent.advice.advise import EXPORTS
+from agent.advice.whatif import FORM
 from agent.base import result_store, units
 from agent.base.tables import GLYPHS
 from agent.checks import history
@@ -35,6 +36,7 @@ from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
+from contracts.tables import read_table
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
@@ -98,8 +100,6 @@ def sentence(text: str) -> str:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# of the what-if form
-_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "price")
 _SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
 
 
@@ -194,12 +194,18 @@ def what_if_page(
     examples: Sequence[tuple[Mapping[str, str], Recommendation]] = (), points: Sequence[FrontierPoint] = (),
 ) -> str:  # fmt: skip
     """The form and, where it was answered, layouts side by side and the frontier; without a question, examples."""
-    given = {name: asked[name] for name in _FIELDS if asked.get(name)}
+    given = {name: asked[name] for name in FORM if asked.get(name)}
     drawn = Markup(frontier_svg(points, "Time and cost by nodes")) if points else ""  # noqa: S704 - escaped there
     return _page(
         "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points,
         drawn=drawn,
     )  # fmt: skip
+
+
+def examples() -> list[dict[str, str]]:
+    """Return the questions that the what-if page opens with."""
+    found: list[dict[str, str]] = read_table(__file__, "examples.toml")["example"]
+    return found
 
 
 def endpoints_page(document: Mapping[str, Any]) -> str:
@@ -240,7 +246,7 @@ def when(seconds: float) -> str:
 
 
 def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
-    asked = {**dict.fromkeys(_FIELDS, ""), **(asked or {})}
+    asked = {**dict.fromkeys(FORM, ""), **(asked or {})}
     return _rendered(name, view=view, models=models.known_names(), machines=machines.names(), asked=asked, **more)
 
 

@@ -22,11 +22,10 @@ from rigs.waiting import eventually
 from agent.base import units
 from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
-from agent.cluster.client import Client, path_of
+from agent.cluster.client import Client, Watcher, path_of
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, to_resource
 from agent.cluster.places import Places, chosen
-from agent.cluster.watch import Watcher
 from agent.http.cluster import nodes_document
 from agent.pages import console
 from agent.pages import nodes as page_nodes
@@ -152,7 +151,7 @@ def test_the_thread_that_follows_the_nodes_outlives_any_object() -> None:
         held = _Overflowing()
         watcher = Watcher(Client(configuration(api.url)), path_of(API_VERSION, PLURAL), held, seconds=30)
         watcher.start()
-        assert watcher.wait(120)
+        eventually(lambda: watcher.listed, "the first list")
         for name in ("odd", "even"):
             api.put(path_of(API_VERSION, PLURAL), "", {"metadata": {"name": name}})
         eventually(lambda: {one.name for one in held.records()} == {"odd", "even"}, "both are followed")
