@@ -15,6 +15,7 @@ from typing import Any
 
 from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.groups import ORDER
+from agent.checks.judged import said
 from agent.checks.verdict import GateError
 from collectives.bench.results import RdmaWrite, ResultError, rdma_from_json, result_from_json
 from contracts import bounded, codec
@@ -129,16 +130,10 @@ def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ..
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(had):
                 lost = ", ".join(sorted(had - have))
-                found.append(
-                    Finding(
-                        code=EXPECT_CODES[0], status=Status.FAIL, node=node, subject=f"{key}={len(had)}",
-                        message=f"the PCI bus shows {len(have)} {words}{'' if len(have) == 1 else 's'} of this host, "
-                        f"{len(had)} in the baseline: {lost} no longer",
-                        evidence=(f"/sys/bus/pci/devices: no {words} at {lost}",),
-                        remedy="Find out what the node has lost (kernel log, power cycle, reseat), or take a new "
-                        "baseline where it was taken out on purpose.",
-                    )
-                )  # fmt: skip
+                found.append(said(
+                    f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(had)}", have=len(have), had=len(had),
+                    words=f"{words}{'' if len(have) == 1 else 's'}", one=words, lost=lost,
+                ))  # fmt: skip
     return tuple(found)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Final
 
 import cattrs
@@ -19,7 +18,9 @@ from agent.checks.groups import ORDER
 from collectives.bench.plan import Expect
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from probes.api import Snapshot
+from probes.texts import finding
 from topology.build import build
 from topology.expected import FAILS_BELOW, Expected
 from topology.expected import expected as bandwidth
@@ -38,6 +39,17 @@ JUDGED_BYTES_PER_RANK = 64 << 20
 MOST_JUDGED_BYTES = 8 << 30  # S that is judged whatever each rank's part of it is: more has no room beside a job's
 BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links lie within 0.88 to 0.98 of each other (plan.SearchPlan)
 _NVLS_SINCE = (2, 17)
+
+
+_TEXTS = read_table(__file__, "findings.toml")
+
+
+def said(
+    key: str, node: str, status: Status | None = None, *, subject: str = "", evidence: tuple[str, ...] = (),
+    **values: object,
+) -> Finding:  # fmt: skip
+    """The finding of that key of findings.toml on a node, its texts filled in."""
+    return replace(finding(_TEXTS, key, status, subject, evidence, **values), node=node)
 
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
@@ -175,15 +187,19 @@ def against_baseline(result: BenchResult, before: Mapping[Key, float]) -> BenchR
     for m in result.measurements:
         then = before.get(_key(m)) if largest.get((m.op, len(m.ranks))) == m.bytes else None
         if then:
-            why = (
-                f"the baseline measured {units.rate(then)}",
-                f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}",
-            )
-            bar = Bar(name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=why)
+            bar = baseline_bar(then)
             rest = tuple(each for each in m.bars if each.name != BASELINE)
-            m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=why)
+            m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=bar.why)
         made.append(m)
     return replace(result, measurements=tuple(made))
+
+
+def baseline_bar(then: float, *more: str) -> Bar:
+    """The bar that a baseline's value makes, in bytes per second."""
+    why = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
+    return Bar(
+        name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*why, *more)
+    )  # fmt: skip
 
 
 def _key(m: Measurement) -> Key:
@@ -194,7 +210,7 @@ def _busbw(
     judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
 ) -> Iterable[Finding]:
     if not judged:
-        yield Finding(code=BUSBW, status=Status.UNKNOWN, node=node, message=_why_not(result))
+        yield said(f"{BUSBW} unknown", node, why=_why_not(result))
     for m in judged:
         yield _held(m, node, snapshots)
 
@@ -218,20 +234,18 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in m.bars) + tuple(
         why for bar in m.bars for why in bar.why
     )
-    finding = partial(Finding, code=BUSBW, node=node, subject=m.op, evidence=evidence)
     if not known:
-        why = m.bars[0].why[0] if m.bars[0].why else "unknown"
-        sentence = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
-        return finding(status=Status.UNKNOWN, message=sentence)
+        why, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
+        rate, size = units.rate(value), units.size(m.bytes)
+        return said(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
     status = min((status_of(value, bar) for bar in known), key=ORDER.index)
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
-    message = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
+    measured = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
     if status == "pass":
-        if first is None or first.low is None:
-            status, message = Status.UNKNOWN, f"{message}; what it should be is not known"
-        return finding(status=status, message=message)
+        case = "open" if first is None or first.low is None else "pass"
+        return said(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
     cause, remedy = _cause(m, first, now, value, snapshots)
-    return finding(status=status, message=f"{message}: {cause}", remedy=remedy)
+    return said(BUSBW, node, status, subject=m.op, evidence=evidence, measured=measured, cause=cause, remedy=remedy)
 
 
 def expected_words(m: Measurement) -> str:
@@ -287,56 +301,44 @@ def _difference(first: Bar | None, now: Bar) -> str:
 
 def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """All-reduce that stays within the ring's value although the switch could reduce."""
-    finding = partial(Finding, code=NVLS, node=node)
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
     fabric = result.evidence.fabric if result.evidence else ()
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
     off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
     if off:
-        return finding(status=Status.INFO, message=off, evidence=lines)
+        return said(f"{NVLS} off", node, evidence=lines, why=off)
     expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
     if not expecting:
-        why = "no all_reduce of more than four GPUs behind one NVSwitch was measured with enough bytes"
-        return finding(status=Status.UNKNOWN, message=why)
+        return said(f"{NVLS} unknown", node)
     m, bar = max(expecting, key=lambda each: each[0].bytes)
     value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
-    if value >= low:
-        message = f"{units.rate(value)}: more than a ring carries"
-        return finding(status=Status.PASS, message=message, evidence=lines)
-    if value > ring:
-        return finding(status=Status.UNKNOWN, message=f"{units.rate(value)}: between ring and NVLS")
-    status = status_of(value, bar)
-    return finding(
-        status=status, subject=m.op, evidence=lines or ("the log has no line on NVLS",),
-        message=f"NVLS not used: {units.rate(value)} of {bar_words(bar)}, and a ring carries up to {units.rate(ring)}",
-        remedy="Look for why in the log; `topoflight explain bench.nvls.unused` lists the usual causes.",
-    )  # fmt: skip
+    if value >= low or value > ring:
+        case, shown = (" pass", lines) if value >= low else (" between", ())
+        return said(f"{NVLS}{case}", node, evidence=shown, rate=units.rate(value))
+    shown = lines or ("the log has no line on NVLS",)
+    return said(NVLS, node, status_of(value, bar), subject=m.op, evidence=shown, rate=units.rate(value),
+                bar=bar_words(bar), ring=units.rate(ring))  # fmt: skip
 
 
 def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """Hosts of one NVLink domain whose ranks do not reach each other over it."""
-    finding = partial(Finding, code=MNNVL, node=node)
-    hosts = len(set(result.hosts))
-    domains = result.nvlink_domains
+    hosts, domains = len(set(result.hosts)), result.nvlink_domains
     if hosts < 2 or len(domains) != 1 or not domains[0]:
         why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
-        return finding(status=Status.UNKNOWN, message=why)
+        return said(f"{MNNVL} unknown", node, why=why)
     proof = result.evidence
     lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
     remote = proof.inter_node_transport if proof else None
     if remote == "NVLink (MNNVL)":
-        return finding(status=Status.PASS, message="NCCL joins the hosts over NVLink", evidence=lines)
+        return said(f"{MNNVL} pass", node, evidence=lines)
     slow = [
         m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
     ]
-    if lines or (remote not in (None, "unknown")) or slow:
-        by = f"over {remote}" if remote not in (None, "unknown") else "by another way"
-        by_choice = (
-            " (NCCL_MNNVL_ENABLE=0 in the environment)" if result.environment.get("NCCL_MNNVL_ENABLE") == "0" else ""
-        )
-        return finding(
-            status=Status.FAIL, evidence=lines or ("the log has no line on MNNVL",),
-            message=f"{hosts} hosts share the NVLink domain {domains[0]}, and NCCL joins them {by}{by_choice}",
-            remedy="`nvidia-imex-ctl -N` on each host: every IMEX daemon must be READY; pods need a ComputeDomain.",
-        )  # fmt: skip
-    return finding(status=Status.UNKNOWN, message="the log does not say how NCCL joins the hosts")
+    if not (lines or remote not in (None, "unknown") or slow):
+        return said(f"{MNNVL} unknown", node, why="the log does not say how NCCL joins the hosts")
+    off = result.environment.get("NCCL_MNNVL_ENABLE") == "0"
+    return said(
+        MNNVL, node, evidence=lines or ("the log has no line on MNNVL",), hosts=hosts, domain=domains[0],
+        by=f"over {remote}" if remote not in (None, "unknown") else "by another way",
+        choice=" (NCCL_MNNVL_ENABLE=0 in the environment)" if off else "",
+    )  # fmt: skip

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from agent.base import units
-from agent.checks.judged import BASELINE, BASELINE_LEAST, IS, SHOULD, bar_words, status_of
+from agent.checks.groups import ORDER
+from agent.checks.judged import IS, SHOULD, bar_words, baseline_bar, said, status_of
 from agent.checks.verdict import GateError
 from collectives.bench.perftest import Port
 from collectives.bench.results import Bar, RdmaResult, RdmaWrite
@@ -54,7 +55,8 @@ def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaW
         bars = _of_port(write, device, port, equals, nics.get(device.name))
         then = before.get(write.port)
         if then is not None:
-            bars = (_of_baseline(then), *bars)
+            mtu = (f"in packets of {then.mtu_bytes} bytes",) if then.mtu_bytes else ()
+            bars = (baseline_bar(then.bytes_per_second, *mtu), *bars)
         made.append(replace(write, rate_bytes_per_second=port.rate_bytes_per_second, bars=bars))
     return replace(result, writes=tuple(made))
 
@@ -85,14 +87,6 @@ def _bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: 
     return Bar(name=name, low=LEAST * wire, typical=USUAL * wire, high=wire, why=tuple(why))
 
 
-def _of_baseline(then: RdmaWrite) -> Bar:
-    value = then.bytes_per_second
-    why = [f"the baseline measured {units.rate(value)}", f"runs of one pair lie within {1 - BASELINE_LEAST:.0%}"]
-    if then.mtu_bytes:
-        why.append(f"in packets of {then.mtu_bytes} bytes")
-    return Bar(name=BASELINE, low=BASELINE_LEAST * value, typical=value, high=value / BASELINE_LEAST, why=tuple(why))
-
-
 def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
     """One check for each port that was measured."""
     return [_held(write, result, before.get(write.port)) for write in result.writes]
@@ -106,16 +100,15 @@ def _held(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Findi
     )
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in known)
     message = f"{units.rate(value)} to {result.peer}" + (f" of {shown}" if shown else "")
-    order = (Status.FAIL, Status.WARN, Status.PASS)
-    status: Status = min((status_of(value, bar) for bar in known), key=order.index, default=Status.UNKNOWN)
-    remedy = ""
+    status = min((status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
-    elif status != "pass":
-        cause, remedy = _cause(write, result, then)
-        message += f": {cause}"
-    return Finding(code=LOW_BANDWIDTH, status=status, node=result.host, subject=write.port, message=message,
-                 evidence=evidence, remedy=remedy)  # fmt: skip
+    if status in ("unknown", "pass"):
+        key = f"{LOW_BANDWIDTH} pass"
+        return said(key, result.host, status, subject=write.port, evidence=evidence, measured=message)
+    cause, remedy = _cause(write, result, then)
+    return said(LOW_BANDWIDTH, result.host, status, subject=write.port, evidence=evidence, measured=message,
+                cause=cause, remedy=remedy)  # fmt: skip
 
 
 def _changed(write: RdmaWrite, then: RdmaWrite) -> tuple[str, str] | None:

@@ -84,7 +84,7 @@ def _not_drawn(flights: Sequence[Path]) -> tuple[str, ...]:
     if not flights:
         return ()
     from agent.base import result_store
-    from agent.pages.runs import not_drawn, shown
+    from agent.pages.charts import not_drawn, shown
 
     return not_drawn(shown(result_store.flights(flights)))
 

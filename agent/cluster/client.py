@@ -202,7 +202,7 @@ class Client:
 
     def get(self, path: str) -> Json:
         """One object."""
-        return self._tried("GET", path)[1]
+        return self.request("GET", path)[1]
 
     def pages(
         self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = JSON
@@ -210,7 +210,7 @@ class Client:
         """Items page by page, each with the resource version to watch from. METADATA: without spec and status."""
         wanted = {**(query or {}), "limit": PAGE}
         while True:
-            page = self._tried("GET", path, query=wanted, headers={"Accept": accept})[1]
+            page = self.request("GET", path, query=wanted, headers={"Accept": accept})[1]
             about = page.get("metadata") or {}
             yield list(page.get("items") or ()), str(about.get("resourceVersion", ""))
             if not about.get("continue"):
@@ -223,19 +223,19 @@ class Client:
         Whether this made the object, which was not there before, and the object.
         """
         query = {**WRITE, "force": "true", **(DRY_RUN if dry_run else {})}
-        status, made = self._tried("PATCH", path, query=query, body=document, headers={"Content-Type": APPLY})
+        status, made = self.request("PATCH", path, query=query, body=document, headers={"Content-Type": APPLY})
         return status == 201, made
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
         """POST; tried again after an unclear failure only where twice is as good as once (reviews)."""
         query = {**WRITE, **(DRY_RUN if dry_run else {})}
-        return self._tried("POST", path, query=query, body=document, repeatable=repeatable)[1]
+        return self.request("POST", path, query=query, body=document, repeatable=repeatable)[1]
 
     def delete(self, path: str) -> Json:
         """Delete an object after what it owns: once it is gone, its pods are."""
-        return self._tried("DELETE", path, query={"propagationPolicy": "Foreground"})[1]
+        return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})[1]
 
-    def _tried(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> tuple[int, Json]:
+    def request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> tuple[int, Json]:
         """The status and the object of the first try that is answered for good. Raises ApiError."""
         for attempt in range(self._tries):
             try:

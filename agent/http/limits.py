@@ -21,6 +21,7 @@ PROBES = ("/healthz", "/readyz")  # the kubelet's, which brings no token
 HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
 KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
 _LOOK_SECONDS = 1.0
+_ROOM_SECONDS = 0.05
 
 
 class LimitedProtocol(H11Protocol):
@@ -38,10 +39,16 @@ class LimitedProtocol(H11Protocol):
         self.since = 0.0  # when the present wait began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection; where all places are taken, end the one that has waited longest for its client."""
+        """Take the connection; where all places are taken, make room for it."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that an answer that the client does not read is noticed
         self._look()
+        over = len(self.connections) - self.most_connections
+        if over > 0:  # only after what the others have sent is read, unless a flood comes
+            self.loop.call_later(_ROOM_SECONDS if over <= self.most_over_limit else 0, self._make_room)
+
+    def _make_room(self) -> None:
+        """End the connection that has waited longest for its client; where none waits, this one at most."""
         over = len(self.connections) - self.most_connections
         if over > 0:
             others = (one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self)

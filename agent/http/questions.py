@@ -124,7 +124,7 @@ def cluster_page(
 ) -> Answer:  # fmt: skip
     """Every node that publishes, for people, or one of them by name. ProblemError where there is none of that name."""
     from agent.pages import render as pages
-    from agent.pages.console import Asked
+    from agent.pages.nodes import Asked
 
     fleet = known.nodes()
     if node is not None:

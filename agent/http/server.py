@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
+from agent import metrics
 from agent.advice import advise, whatif
 from agent.advice.request import Request as Question
 from agent.base import counters
@@ -47,7 +48,6 @@ from agent.http.answers import (
 from agent.http.cluster import Cluster, nodes_document
 from agent.http.state import State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, document, page_of
-from agent.metrics import families as metrics
 from collectives.bench.results import BenchResult
 from contracts import question
 from contracts.finding import Finding
@@ -231,13 +231,11 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
         fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
         kind: FormField = "", version: FormField = "", place: FormField = "",
-        group: Annotated[str, Query(pattern="^(|fault|kind|version|place)$")] = "",
-        sort: Annotated[str, Query(pattern="^(|name|since|age)$")] = "",
         page: Annotated[int, Query(ge=1, le=100_000)] = 1,
     ) -> Response:  # fmt: skip
         """Every node that publishes: map, faults, what changed in a day, which nodes are odd, and the table."""
         filters = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
-                   "place": place, "group": group, "sort": sort, "page": page}  # fmt: skip
+                   "place": place, "page": page}  # fmt: skip
         records = await cluster.records()
         return respond(await worker.ask(
             request, "cluster_page", records=records, source=cluster.source, node=node,

@@ -11,9 +11,11 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -28,10 +30,11 @@ from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.checks.judged import expected_words
 from agent.checks.verdict import judge
 from agent.checks.view import View
+from agent.cluster.nodes import records_of
 from agent.cluster.places import Places
-from agent.pages import charts, console, runs
+from agent.pages import charts
 from agent.pages import nodes as page_nodes
-from agent.pages.runs import by_network, division, shown, side_by_side
+from agent.pages.charts import by_network, division, shown, side_by_side
 from agent.terminal.advice import as_it_is, summary
 from agent.terminal.hosts import facts_lines
 from collectives.bench.results import BenchResult
@@ -159,19 +162,20 @@ def node_page(
 
 def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None) -> str:
     """The page of several nodes: which is sick, and with what."""
-    return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=page_nodes.rows(view))
+    found = page_nodes.rows(records_of(view), view.checks, view.made_at_seconds)
+    rows = [replace(row, link=f"./?node={quote(row.name, safe='')}") for row in found]
+    return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=rows)
 
 
 def fleet_page(
     fleet: Fleet, *, source: str, behind: str | None, more: str = "", places: Places | None = None,
-    asked: console.Asked | None = None,
+    asked: page_nodes.Asked | None = None,
 ) -> str:  # fmt: skip
     """The page of every node that publishes, from the records alone; `more` says how to see more nodes."""
     now = time.time()
-    shown = console.console(fleet, places or Places(), asked or console.Asked(), now)
+    shown = page_nodes.console(fleet, places or Places(), asked or page_nodes.Asked(), now)
     return _rendered(
-        "fleet", c=shown, groups=console.GROUPS, sorts=console.SORTS, source=source, most_odd=console.MOST_ODD,
-        behind=behind, more=more, made_at=now,
+        "fleet", c=shown, source=source, most_odd=page_nodes.MOST_ODD, behind=behind, more=more, made_at=now
     )  # fmt: skip
 
 
@@ -220,7 +224,7 @@ def endpoints_page(document: Mapping[str, Any]) -> str:
 
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
-    rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds)
+    rows = page_nodes.rows(report.nodes, report.checks, report.started_at_seconds)
     return _rendered("report", report=report, rows=rows, style_hash=_hash("style.css"))
 
 
@@ -282,7 +286,7 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
 
 
 def _history(lines: Sequence[result_store.Line]) -> Markup:
-    return runs.bench_figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
+    return charts.bench_figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
 
 
 def _kind(label: str) -> str:

@@ -99,7 +99,7 @@ def rdma(out: Console, result: RdmaResult) -> None:
 
 def comparison(out: Console, record: RunRecord) -> None:
     """Print the forecast and the measurement of step time and memory, and the parts of the step."""
-    from agent.pages.runs import division
+    from agent.pages.charts import division
 
     out.print("\n[bold]Forecast against flight[/bold]")
     for line in compare(record):
@@ -128,9 +128,9 @@ def run(out: Console, record: RunRecord) -> None:
 
 def by_network(out: Console, whole: Report) -> None:
     """Flights of one job over different networks, a bar each."""
-    from agent.pages import charts, runs
+    from agent.pages import charts
 
-    for bars in runs.by_network(runs.shown(whole.flights)):
+    for bars in charts.by_network(charts.shown(whole.flights)):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = grid(2, 3)
         for label, bar, shown in charts.blocks(bars.runs, 20):

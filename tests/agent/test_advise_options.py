@@ -205,10 +205,10 @@ def test_the_question_is_declared_once() -> None:
     """Each row of question.toml is a member of the question, an option of the verb and a field of HTTP's model."""
     members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
     assert not question.fields().keys() - members
-    options = {option.name: option for option in recommend.params}
+    options = recommend.make_context("recommend", []).params
     assert not question.fields().keys() - options.keys()
     asked = question.model()()
-    differ = {name for name in question.fields() if getattr(asked, name) != options[name].default}
+    differ = {name for name in question.fields() if getattr(asked, name) != options[name]}
     assert not differ, "the defaults of HTTP are those of the command line"
     assert Request.of(**dict(asked)) == Request()
     for wrong in ({"modle": "x"}, {"nodes": 0}, {"method": "magic"}, {"hours": 0}, {"model": "x" * 201}):

@@ -16,14 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 
+from agent import metrics
 from agent.base.counters import PublishTally, WatchTally, reason_of
 from agent.base.counters import samples as tallies
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.view import View, look
-from agent.metrics import families
-from agent.metrics import families as metrics
-from agent.metrics.families import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
+from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
@@ -113,7 +112,7 @@ def test_names_follow_the_rules(family: Metric) -> None:
     assert family.help.endswith("."), name
     for label in family.labels:
         assert label not in FORBIDDEN_LABELS, f"{family.name}: {label} is the scraper's"
-        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics/catalogue.toml"
+        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics.toml"
         assert label == "UUID" or re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", label)
     assert len(set(family.labels)) == len(family.labels)
 
@@ -127,8 +126,8 @@ def test_catalogue_has_each_name_once_and_no_label_too_many() -> None:
 
 
 def test_catalogue_file_is_valid() -> None:
-    """catalogue.toml holds known keys, known kinds, and bounds that are a number or a symbol with a meaning."""
-    table = tomllib.loads((Path(families.__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))
+    """metrics.toml holds known keys, known kinds, and bounds that are a number or a symbol with a meaning."""
+    table = tomllib.loads((Path(metrics.__file__).parent / "metrics.toml").read_text(encoding="utf-8"))
     wrong = [
         f"{name}: {row}"
         for name, row in table["labels"].items()

@@ -19,7 +19,7 @@ from agent.http.questions import question
 from agent.jobs.preflight import Report
 from agent.pages import charts
 from agent.pages import render as pages
-from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
+from agent.pages.charts import Shown, by_network, not_drawn, shown, side_by_side
 from agent.terminal.findings import findings
 from contracts.interval import Interval
 from contracts.run_record import record_of

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
 from agent_pod import healthy, in_pod
 from rigs.tables import each_row
 
+from agent import metrics
 from agent.checks.view import View
-from agent.metrics import families as metrics
 
 ROOT = Path(__file__).parent.parent.parent
 
