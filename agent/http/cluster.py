@@ -25,10 +25,8 @@ from agent.base.counters import WatchTally
 from agent.base.inputs import RequestError
 from agent.checks.view import View
 from agent.cluster.client import Client, Watcher, path_of
-from agent.cluster.gate import published
+from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, FirstSeen, Fleet, NodeRecord, records_of, row
-from agent.cluster.places import Places
-from agent.cluster.places import read as read_places
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError

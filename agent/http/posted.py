@@ -26,8 +26,7 @@ from agent.base import result_store
 from agent.base.documents import document as plain_document
 from agent.checks.codes import ALL_CODES
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn, GateError, select
-from agent.checks.verdict import judge as judged_checks
+from agent.checks.verdict import FailOn, GateError, judge, select
 from agent.http.access import Bucket
 from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, problems, read_body, respond
 from agent.http.state import State
@@ -48,7 +47,7 @@ _Text = Annotated[str, Field(max_length=4096)]
 _Members = dict[str, Any]
 
 
-class Record(BaseModel):
+class PostedRecord(BaseModel):
     """What POST /flights takes: a job's flight.json. Of other members those are kept that RunRecord has."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -82,7 +81,7 @@ def read_record(body: bytes) -> RunRecord:
     except (plain.PlainError, UnicodeDecodeError) as error:
         raise ProblemError(400, f"the body is no record of a flight: {error}") from None
     try:
-        Record.model_validate(record)
+        PostedRecord.model_validate(record)
     except ValidationError as error:
         found, detail = complaints(error, 16)
         raise ProblemError(422, detail, errors=found) from None
@@ -108,16 +107,16 @@ def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str],
         found = select(checks, require=require, skip=skip, known=ALL_CODES)
     except GateError as error:
         raise ProblemError(400, str(error)) from None
-    return {"verdict": judged_checks(found, fail_on=fail_on), "checks": worst_first(found)}
+    return {"verdict": judge(found, fail_on=fail_on), "checks": worst_first(found)}
 
 
-class Keeper:
-    """Keeps each record once."""
+class RecordStore:
+    """Stores each record once, in the state folder."""
 
     def __init__(self, state: State) -> None:
         self._state, self._lock = state, threading.Lock()
 
-    def keep(self, record: RunRecord, who: str) -> bool:
+    def add(self, record: RunRecord, who: str) -> bool:
         """Whether it is new here. ProblemError 409 where it cannot be kept beside what is, 507 without room."""
         folder = self._state.folder
         if folder is None or not folder.is_dir():
@@ -164,7 +163,7 @@ class Sources(question.model()):  # type: ignore[misc]  # its members are also t
     layout: _Text = ""
 
 
-def judged(body: bytes) -> Verdict:
+def judge_sources(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     from agent.advice.request import Request as Question
     from agent.base.inputs import InputError, RequestError
@@ -211,10 +210,10 @@ def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tup
 
 def install(app: FastAPI, state: State, worker: Worker) -> None:
     """Add the endpoints."""
-    keeper, records, verdicts, scans = Keeper(state), *(Bucket() for _ in range(3))
+    store, records, verdicts, scans = RecordStore(state), *(Bucket() for _ in range(3))
 
     @app.post("/flights", tags=["facts"], operation_id="flight_keep", status_code=201, max_body_size=MOST_RECORD_BYTES,
-              openapi_extra=body_of(Record), dependencies=TOKEN, response_model=Kept,
+              openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=Kept,
               responses={200: {"model": Kept, "description": "It was kept before."}, **problems(409, 413, 507)},
               )  # fmt: skip
     async def flight(request: Request) -> JSONResponse:
@@ -222,14 +221,14 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
         who = request.state.user
         records.admit()
         body = await read_body(request)
-        new = await run_in_threadpool(lambda: keeper.keep(read_record(body), who))
+        new = await run_in_threadpool(lambda: store.add(read_record(body), who))
         log.info("POST /flights by %s: kept %s", who, "now" if new else "before")
         headers = {"Location": "/flights", "Cache-Control": "no-store"}
         return JSONResponse({"kept": "now" if new else "before"}, status_code=201 if new else 200, headers=headers)
 
     @app.post("/why", tags=["facts"], operation_id="why_judge", max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,
               openapi_extra=body_of(Sources), response_model=Verdict, responses=problems(413))  # fmt: skip
-    async def judge(request: Request) -> Response:
+    async def why(request: Request) -> Response:
         """The verdict on the sources that are posted. Needs a token. Keeps nothing."""
         verdicts.admit()
         return respond(await worker.ask(request, "why", body=await read_body(request)))

@@ -24,8 +24,8 @@ from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.base.streams import log_to_stderr
 from agent.checks.view import View
+from agent.cluster.gate import Places
 from agent.cluster.nodes import Fleet, NodeRecord
-from agent.cluster.places import Places
 from agent.http import cluster
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
@@ -139,9 +139,9 @@ def cluster_page(
 
 def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone
     """The verdict on posted sources."""
-    from agent.http.posted import judged
+    from agent.http.posted import judge_sources
 
-    return document(judged(body), "json")
+    return document(judge_sources(body), "json")
 
 
 def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what was asked alone

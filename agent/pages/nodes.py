@@ -14,9 +14,8 @@ from agent.checks.explain import mend
 from agent.checks.groups import Group, grouped
 from agent.checks.history import clock
 from agent.checks.verdict import Verdict, judge
-from agent.cluster.gate import checks_of
+from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
-from agent.cluster.places import Places
 from agent.terminal.hosts import machine
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding, Status

@@ -27,16 +27,16 @@ from agent.base.tables import GLYPHS
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
-from agent.checks.judged import expected_words
 from agent.checks.verdict import judge
 from agent.checks.view import View
+from agent.cluster.gate import Places
 from agent.cluster.nodes import records_of
-from agent.cluster.places import Places
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
 from agent.pages.charts import by_network, division, shown, side_by_side
-from agent.terminal.advice import as_it_is, summary
-from agent.terminal.hosts import facts_lines
+from agent.terminal.advice import as_it_is, parts_grid, summary
+from agent.terminal.hosts import outcome_lines
+from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.tables import read_table
@@ -116,7 +116,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(
-        expected=expected_words, expected_rate=units.expected_rate,
+        expected_rate=units.expected_rate,
         size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
@@ -136,6 +136,8 @@ def _environment() -> Environment:
         charts=charts,
         layouts=_layouts,
         summary=summary,
+        parts_grid=parts_grid,
+        results_grid=results_grid,
         as_it_is=as_it_is,
         shown=shown,
         division=division,
@@ -299,12 +301,8 @@ def _round(value: float | None) -> str:
     return "unknown" if value is None else f"{value:,.0f}"
 
 
-def _outcome(outcome: Ok[object] | Absent | Failed) -> str:
-    if isinstance(outcome, Absent):
-        return f"absent: {outcome.why}"
-    if isinstance(outcome, Failed):
-        return f"failed: {outcome.error}"
-    return Markup("<br>").join(facts_lines(outcome.facts))
+def _outcome(outcome: Ok[object] | Absent | Failed) -> Markup:
+    return Markup("<br>").join(outcome_lines(outcome))
 
 
 # A node as the page draws it: topology's drawing, with glyphs where findings are and what a benchmark measured.

@@ -23,9 +23,9 @@ from agent.base import units
 from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
 from agent.cluster.client import Client, Watcher, path_of
+from agent.cluster.gate import Places, places_by
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, to_resource
-from agent.cluster.places import Places, chosen
 from agent.http.cluster import nodes_document
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
@@ -241,7 +241,9 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
 def test_the_console_filters() -> None:
     """By words, verdict, fault, kind, version and place."""
     held = published(*map(record, NAMES))
-    places = chosen({"hgx-h100-01": {"example.com/rack": "r2"}, "hgx-h100-sick-thermal": {"example.com/rack": "r10"}})
+    places = places_by(
+        {"hgx-h100-01": {"example.com/rack": "r2"}, "hgx-h100-sick-thermal": {"example.com/rack": "r10"}}
+    )
 
     def names(**asked: Any) -> list[str]:
         return [row.name for row in shown(held, places=places, **asked).shown]
@@ -261,7 +263,9 @@ def test_the_console_filters() -> None:
 def test_places_come_from_the_first_label_that_is_known() -> None:
     """A rack before a switch before a block; a zone, a host name or another label is no place."""
     leaf, block = "network.topology.nvidia.com/leaf", "cloud.google.com/gce-topology-block"
-    assert chosen({"a": {leaf: "s1", block: "b"}, "b": {block: "b"}}).label == leaf
-    assert chosen({"a": {"topology.k8s.aws/network-node-layer-3": "nn-3"}}).of == (("a", "nn-3"),)
-    none = chosen({"a": {"topology.kubernetes.io/zone": "z", "kubernetes.io/hostname": "a", "example.com/track": "t"}})
+    assert places_by({"a": {leaf: "s1", block: "b"}, "b": {block: "b"}}).label == leaf
+    assert places_by({"a": {"topology.k8s.aws/network-node-layer-3": "nn-3"}}).of == (("a", "nn-3"),)
+    none = places_by(
+        {"a": {"topology.kubernetes.io/zone": "z", "kubernetes.io/hostname": "a", "example.com/track": "t"}}
+    )
     assert none.label == "" and "no label" in none.why

@@ -26,8 +26,8 @@ from rigs.tables import each_row
 
 from agent.base import units
 from agent.base.hosts import snapshots
+from agent.cluster.gate import places_by
 from agent.cluster.nodes import Fleet
-from agent.cluster.places import chosen
 from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
@@ -286,7 +286,7 @@ def console(tmp_path: Path) -> Callable[[int], str]:
     def made(nodes: int) -> str:
         held = Fleet()
         held.replace(resources(nodes, sick=True))
-        places = chosen({one["metadata"]["name"]: one["metadata"]["labels"] for one in labelled(nodes)})
+        places = places_by({one["metadata"]["name"]: one["metadata"]["labels"] for one in labelled(nodes)})
         file = tmp_path / f"{nodes}.html"
         file.write_text(pages.fleet_page(held, source="kubernetes", behind=None, places=places), encoding="utf-8")
         return file.as_uri()
