@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from contracts.tables import read_table
 
@@ -64,7 +64,7 @@ def _declared(option: str) -> tuple[Any, Any]:
     limits: dict[str, Any] = {}
     kind: Any = bool if row.get("is_flag") else str
     if "choices" in row:
-        limits["pattern"] = f"^({'|'.join(row['choices'])})$"
+        kind = Literal[tuple(row["choices"])]
     elif (found := bounds(str(row.get("type", "")))) is not None:
         name, low, high, above = found
         kind = int if name == "int" else float

@@ -97,7 +97,7 @@ def connect(
             source = str(token.parent)
             load_incluster_config(configuration)
             named = token.with_name("namespace")
-            namespace = bounded.read_text(named, TOKEN_LIMIT_BYTES).strip() if named.exists() else "default"
+            namespace = _text(named) if named.exists() else "default"
         elif home.exists():
             source = str(home)
             namespace, headers = _kubeconfig(configuration, source, context)
@@ -138,15 +138,15 @@ def _kubeconfig(
     user = named["user"].value if named else {}
     if user.get("tokenFile") and not user.get("token"):
         token = Path(named.path).parent / user["tokenFile"]
-        configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=_bearer(token))
+        configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=f"Bearer {_text(token)}")
     if user.get("exec") and not (configuration.api_key or configuration.cert_file):
         command = user["exec"].get("command")
         raise AccessError(f"{paths}: the credential plugin {command} gave no credentials; its error is in the log")
     return chosen.get("namespace") or "default", _impersonation(user)
 
 
-def _bearer(path: Path) -> str:
-    return f"Bearer {bounded.read_text(path, TOKEN_LIMIT_BYTES).strip()}"
+def _text(path: Path) -> str:
+    return bounded.read_text(path, TOKEN_LIMIT_BYTES).strip()
 
 
 def _impersonation(user: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -261,7 +261,12 @@ class Client:
         try:
             if answer.status != 200:
                 raise _refusal(answer.status, answer.read(BODY_LIMIT_BYTES), answer.headers)
-            yield from _events(answer)
+            left = b""
+            for chunk in answer.stream(65536):
+                *lines, left = (left + chunk).split(b"\n")
+                if len(left) > LINE_LIMIT_BYTES:
+                    raise ApiError(0, f"a watch event is larger than {LINE_LIMIT_BYTES} bytes")
+                yield from map(_event_of, filter(bytes.strip, lines))
         except HTTPError as error:
             raise ApiError(0, f"the watch broke off: {_words(error)}") from None
         finally:
@@ -351,24 +356,17 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
     return "/".join([root, *words])
 
 
-def _events(answer: HTTPResponse) -> Iterator[Json]:
-    left = b""
-    for chunk in answer.stream(65536):
-        *lines, left = (left + chunk).split(b"\n")
-        if len(left) > LINE_LIMIT_BYTES:
-            raise ApiError(0, f"a watch event is larger than {LINE_LIMIT_BYTES} bytes")
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                event = json.loads(line)
-                kind, item = event["type"], event["object"]
-            except (ValueError, KeyError, TypeError):
-                raise ApiError(0, "the watch sent a line that is no event") from None
-            if kind == "ERROR":
-                raise ApiError(int(item.get("code") or 0), str(item.get("message", "watch error")),
-                               reason=str(item.get("reason", "")))  # fmt: skip
-            yield event
+def _event_of(line: bytes) -> Json:
+    """One line of a watch. Raises ApiError where it is none, or tells of an error."""
+    try:
+        event: Json = json.loads(line)
+        kind, item = event["type"], event["object"]
+    except (ValueError, KeyError, TypeError):
+        raise ApiError(0, "the watch sent a line that is no event") from None
+    if kind == "ERROR":
+        message = str(item.get("message", "watch error"))
+        raise ApiError(int(item.get("code") or 0), message, reason=str(item.get("reason", "")))
+    return event
 
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:

@@ -23,7 +23,7 @@ from agent.checks.judged import BASELINE_LEAST, BUSBW, bar_words, status_of
 from agent.checks.verdict import GateError
 from agent.cluster.client import METADATA, ApiError, Client, path_of
 from agent.cluster.node_facts import clean
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
 from collectives.bench.results import Bar
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
@@ -31,7 +31,6 @@ from probes.api import Snapshot
 if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
     from agent.checks.expect import Expectation
 
-Json = dict[str, Any]
 _SILENT, _VERDICT = CLUSTER_CODES
 
 
@@ -95,12 +94,12 @@ def _peers(records: Iterable[NodeRecord]) -> Mapping[tuple[Any, ...], list[float
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for record in records:
         for one in record.measured if record.product else ():
-            found[_measured_as(record, one)].append(float(one["busbw"]))
+            found[_measured_as(record, one)].append(one["busbw"])
     return {key: sorted(values, reverse=True) for key, values in found.items()}
 
 
-def _measured_as(record: NodeRecord, one: Json) -> tuple[Any, ...]:
-    return record.product, record.gpus, one.get("op"), one.get("bytes"), one.get("job")
+def _measured_as(record: NodeRecord, one: Measured) -> tuple[Any, ...]:
+    return record.product, record.gpus, one["op"], one["bytes"], one["job"]
 
 
 def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Finding]:
@@ -111,7 +110,7 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
     made = []
     for mine in record.measured:
         same = peers.get(_measured_as(record, mine), [])
-        value, subject = float(mine["busbw"]), str(mine["op"])
+        value, subject = mine["busbw"], mine["op"]
         if len(same) < LEAST_EQUALS:
             why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
             made.append(Finding(code=BUSBW, status=Status.UNKNOWN, node=record.name, subject=subject, message=why))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from agent.base import units
 from agent.base.version import VERSION
@@ -53,7 +53,7 @@ SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
 
 
-class Measured(TypedDict, total=False):
+class Measured(TypedDict):
     """One collective at its largest verified size."""
 
     op: str
@@ -129,7 +129,7 @@ def kept_in(record: NodeRecord) -> Kept:
     """
     held = [one for one in record.findings if one.get("severity") in ("fail", "warn")]
     return Kept(
-        events=[Event(at_seconds=seconds_of(one["at"]), kind=one["kind"], text=one.get("text", ""),
+        events=[Event(at_seconds=seconds_of(one["at"]), kind=cast("Any", one["kind"]), text=one.get("text", ""),
                       code=one.get("code", ""), subject=one.get("subject", "")) for one in record.changes],
         open={
             _which(one): Seen(
@@ -142,7 +142,7 @@ def kept_in(record: NodeRecord) -> Kept:
     )  # fmt: skip
 
 
-def _measured(result: BenchResult) -> tuple[Json, ...]:
+def _measured(result: BenchResult) -> tuple[Measured, ...]:
     """Each op at its largest verified size, where one host measured itself and nothing ended it early."""
     from agent.base.result_store import line_of  # it draws as well, and a report holds records
 

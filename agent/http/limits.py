@@ -51,12 +51,19 @@ class LimitedProtocol(H11Protocol):
         """End the connection that has waited longest for its client; where none waits, this one at most."""
         over = len(self.connections) - self.most_connections
         if over > 0:
-            others = (one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self)
-            waiting = [one for one in others if one.awaited()]
+            waiting = [one for one in self._others() if one.awaited()]
             if waiting:
                 min(waiting, key=lambda one: one.since).end()
             elif over > self.most_over_limit:
                 self.end()
+
+    def _others(self) -> list[LimitedProtocol]:
+        return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]
+
+    def _is_over_limit(self) -> bool:
+        """Whether as many other connections as are allowed are at work."""
+        over = len(self.connections) > self.most_connections
+        return over and sum(not one.awaited() for one in self._others()) >= self.most_connections
 
     def awaited(self) -> str | None:
         """What the client has to do next; None while the application is at work."""
@@ -93,7 +100,7 @@ class LimitedProtocol(H11Protocol):
             detail = "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous"
         elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds what is parted
             status, detail = 400, f"the headers have more than {HEAD_BYTES} bytes"
-        elif scope["path"] not in PROBES and len(self.connections) > self.most_connections:
+        elif scope["path"] not in PROBES and self._is_over_limit():
             status, detail = 503, f"{self.most_connections} connections are in use"
         if status:
             headers = {"Connection": "close", **({"Retry-After": "5"} if status == 503 else {})}

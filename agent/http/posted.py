@@ -212,11 +212,11 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
     """Add the endpoints."""
     store, records, verdicts, scans = RecordStore(state), *(Bucket() for _ in range(3))
 
-    @app.post("/flights", tags=["facts"], operation_id="flight_keep", status_code=201, max_body_size=MOST_RECORD_BYTES,
+    @app.post("/flights", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
               openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=Kept,
               responses={200: {"model": Kept, "description": "It was kept before."}, **problems(409, 413, 507)},
               )  # fmt: skip
-    async def flight(request: Request) -> JSONResponse:
+    async def flight_keep(request: Request) -> JSONResponse:
         """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /flights shows it."""
         who = request.state.user
         records.admit()
@@ -226,14 +226,14 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
         headers = {"Location": "/flights", "Cache-Control": "no-store"}
         return JSONResponse({"kept": "now" if new else "before"}, status_code=201 if new else 200, headers=headers)
 
-    @app.post("/why", tags=["facts"], operation_id="why_judge", max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,
+    @app.post("/why", tags=["facts"], max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,
               openapi_extra=body_of(Sources), response_model=Verdict, responses=problems(413))  # fmt: skip
-    async def why(request: Request) -> Response:
+    async def why_judge(request: Request) -> Response:
         """The verdict on the sources that are posted. Needs a token. Keeps nothing."""
         verdicts.admit()
         return respond(await worker.ask(request, "why", body=await read_body(request)))
 
-    @app.post("/preflight", tags=["gate"], operation_id="preflight_now", response_model=Gate, dependencies=TOKEN,
+    @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
               responses=problems(413))  # fmt: skip
     def preflight_now(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
         """The gate over a scan made now. Needs a token."""

@@ -163,7 +163,8 @@ def asked_in(form: Mapping[str, str]) -> Request:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        raise RequestError(f"{name}={given[name][:40]}: {first['msg']}") from None
+        allowed = first["msg"].replace("Input should", "must").replace("String should", "must")
+        raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
 
 
 def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:

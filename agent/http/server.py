@@ -77,6 +77,7 @@ class Recommendations(question.model()):  # type: ignore[misc]  # its members ar
 
 WhatIf: Any = create_model("WhatIf", **dict.fromkeys(whatif.FORM, (FormField, "")))  # type: ignore[call-overload]
 
+DATA: Responses = {**problems(), **YAML}
 _FORM: Responses = problems(500)
 _FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with what is wrong
 
@@ -107,6 +108,7 @@ def create(
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
+        generate_unique_id_function=lambda route: route.name,  # of the operation: the handler's
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
@@ -150,13 +152,13 @@ def _current(state: State) -> View:
 
 
 def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:
-    @app.get("/healthz", tags=["health"], operation_id="healthz", response_class=PlainTextResponse,
+    @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problems(common=(400,)))  # fmt: skip
     async def healthz() -> str:
         """The process answers; touches no driver."""
         return "ok\n"
 
-    @app.get("/readyz", tags=["health"], operation_id="readyz", response_class=PlainTextResponse,
+    @app.get("/readyz", tags=["health"], response_class=PlainTextResponse,
              responses=problems(common=(400, 422, 503)))  # fmt: skip
     async def readyz(
         wait: Annotated[float, Query(ge=0, le=MOST_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
@@ -171,7 +173,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
 
-    @app.get("/version", tags=["health"], operation_id="version", responses=problems())
+    @app.get("/version", tags=["health"], responses=problems())
     async def version() -> Version:
         """Which release answers."""
         return Version(version=VERSION, python=platform.python_version(), architecture=platform.machine())
@@ -196,7 +198,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     page is imported with the first one: a node that only a scraper asks does not pay for it.
     """
 
-    @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse, responses=problems(404))
+    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems(404))
     async def page(
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
         = None,
@@ -217,14 +219,8 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
 
         return respond(await rendered.answer(view, ("/", node, trouble), drawn))
 
-    @app.get(
-        "/cluster",
-        tags=["page"],
-        operation_id="cluster_page",
-        response_class=HTMLResponse,
-        responses=problems(404, 500),
-    )
-    async def whole(
+    @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
+    async def cluster_page(
         request: Request,
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
         search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
@@ -233,7 +229,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         kind: FormField = "", version: FormField = "", place: FormField = "",
         page: Annotated[int, Query(ge=1, le=100_000)] = 1,
     ) -> Response:  # fmt: skip
-        """Every node that publishes: map, faults, what changed in a day, which nodes are odd, and the table."""
+        """Every node that publishes: map, faults, the table, and which nodes are odd."""
         filters = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
                    "place": place, "page": page}  # fmt: skip
         records = await cluster.records()
@@ -243,7 +239,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             places=await cluster.places(),
         ))  # fmt: skip
 
-    @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse, responses=_FORM)
+    @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, asked: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
         view, query = _current(state), tuple(asked.model_dump().items())
@@ -275,14 +271,12 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         view = _current(state)
         return await rendered.of(request, view, (request.url.path,), lambda: make(view), form_of(request, form), worker)
 
-    @app.get("/snapshot", tags=["facts"], operation_id="snapshot",
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/snapshot", tags=["facts"], responses=DATA)
     async def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""
         return await of_view(request, form, lambda view: _one_or_all(view.snapshots))
 
-    @app.get("/topology", tags=["facts"], operation_id="topology",
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/topology", tags=["facts"], responses=DATA)
     async def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
         """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
         if scope == "node":
@@ -290,35 +284,28 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         form, records = form_of(request, form), await cluster.records()
         return respond(await worker.ask(request, "topology", records=records, form=form))
 
-    @app.get("/findings", tags=["facts"], operation_id="findings", response_model=list[Finding],
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=DATA)
     async def findings(request: Request, form: Format = None) -> Response:
         """Every check that did not pass, worst first."""
         return await of_view(
             request, form, lambda view: [c for c in worst_first(view.checks) if c.status != "pass"]
         )  # fmt: skip
 
-    @app.get("/measurements", tags=["facts"], operation_id="measurements", response_model=BenchResult,
-             responses={**problems(404), **YAML})  # fmt: skip
+    @app.get("/measurements", tags=["facts"], response_model=BenchResult,
+             responses=DATA | problems(404))  # fmt: skip
     async def measurements(request: Request, form: Format = None) -> Response:
         """The last benchmark; 404 where none has been run."""
         if _current(state).bench is None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
         return await of_view(request, form, lambda view: view.bench)
 
-    @app.get("/flights", tags=["facts"], operation_id="flights", response_model=list[dict[str, Any]],
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/flights", tags=["facts"], response_model=list[dict[str, Any]], responses=DATA)
     async def flights(request: Request, form: Format = None) -> Response:
         """Records of fine-tune jobs, newest first: forecast against measurement."""
         return await of_view(request, form, lambda view: list(view.flights))
 
-    @app.get("/nodes", tags=["facts"], operation_id="nodes",
-             responses={**problems(), **YAML})  # fmt: skip
-    async def nodes(
-        request: Request,
-        form: Format = None,
-        scope: Annotated[str, Query(pattern="^(node|cluster)$")] = "cluster",
-    ) -> Response:
+    @app.get("/nodes", tags=["facts"], responses=DATA)
+    async def nodes(request: Request, form: Format = None, scope: Scope = "cluster") -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
         cluster.ready()
         if scope == "node":
@@ -338,7 +325,7 @@ def _own_nodes(cluster: Cluster) -> dict[str, Any]:
 
 
 def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
-    @app.get("/recommendations", tags=["advice"], operation_id="recommendations", response_model=Recommendation,
+    @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
              responses={**problems(500), **texts("text/plain", "application/yaml")})  # fmt: skip
     async def recommendations(request: Request, asked: Annotated[Recommendations, Query()]) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
@@ -362,8 +349,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
 
 
 def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
-    @app.get("/preflight", tags=["gate"], operation_id="preflight", response_model=Gate,
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/preflight", tags=["gate"], response_model=Gate, responses=DATA)
     async def preflight(
         request: Request,
         form: Format = None,
