@@ -20,8 +20,8 @@ BENCH_CODES = (
     "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",
     "bench.rank.slow", "evidence.gdrdma.off", "evidence.log.problem",
 )  # fmt: skip
-FLIGHT_CODES = (
-    "flight.run.failed", "flight.layout.mismatch", "flight.loss.not_falling", "forecast.step_time.outside",
+RUN_CODES = (
+    "run.failed", "run.layout.mismatch", "run.loss.not_falling", "forecast.step_time.outside",
     "forecast.memory.outside",
 )  # fmt: skip
 
@@ -126,16 +126,16 @@ def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
 def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
     """What the run established; `why` says why there is no record."""
     if record is None:
-        return (said("flight.run.failed none", node, why=why), *unmeasured(FLIGHT_CODES[1:], why))
-    ended = "flight.run.failed pass" if record.status == "complete" else "flight.run.failed"
+        return (said("run.failed none", node, why=why), *unmeasured(RUN_CODES[1:], why))
+    ended = "run.failed pass" if record.status == "complete" else "run.failed"
     layout = "" if record.status == "mismatch" else " unknown" if record.layout.effective is None else " pass"
     loss = " unknown"
     if record.loss.first is not None and record.loss.last is not None:
         loss = " pass" if record.loss.last < record.loss.first else ""
     return (
         said(ended, node, record=record, reason=record.reason or "no reason given"),
-        said(f"flight.layout.mismatch{layout}", node, record=record),
-        said(f"flight.loss.not_falling{loss}", node, record=record),
+        said(f"run.layout.mismatch{layout}", node, record=record),
+        said(f"run.loss.not_falling{loss}", node, record=record),
         *(_compared(line, node) for line in compare(record)),
     )
 

@@ -203,7 +203,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
         = None,
     ) -> Response:  # fmt: skip
-        """The page: verdict, findings with remedies, topology, measurements, recommendation, flights."""
+        """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
         view, trouble = _current(state), state.error
         names = [snapshot.hostname for snapshot in view.snapshots]
         if node is not None and node not in names:
@@ -299,10 +299,10 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
         return await of_view(request, form, lambda view: view.bench)
 
-    @app.get("/flights", tags=["facts"], response_model=list[dict[str, Any]], responses=DATA)
-    async def flights(request: Request, form: Format = None) -> Response:
+    @app.get("/runs", tags=["facts"], response_model=list[dict[str, Any]], responses=DATA)
+    async def runs(request: Request, form: Format = None) -> Response:
         """Records of fine-tune jobs, newest first: forecast against measurement."""
-        return await of_view(request, form, lambda view: list(view.flights))
+        return await of_view(request, form, lambda view: list(view.runs))
 
     @app.get("/nodes", tags=["facts"], responses=DATA)
     async def nodes(request: Request, form: Format = None, scope: Scope = "cluster") -> Response:
