@@ -12,3 +12,7 @@ class Interval:
     low: float
     mid: float
     high: float
+
+    def scaled(self, factor: float) -> Interval:
+        """Return the interval of `factor` times the quantity; `factor` is positive."""
+        return Interval(low=self.low * factor, mid=self.mid * factor, high=self.high * factor)

@@ -21,7 +21,6 @@ from agent.advice.request import (
 )
 from agent.base.inputs import RequestError, parse_version
 from contracts.finding import Finding
-from contracts.interval import Interval
 from contracts.layout import LayoutError
 from planner import stacks
 from planner.advice import ExportError, RankedLayout, Recommendation, request_of
@@ -64,11 +63,8 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     if request.epochs is not None and request.unmeasured and rows_of(request) is None:
         return advice
     steps = steps_of(request, advice.chosen)
-    whole = Interval(low=step.low * steps, mid=step.mid * steps, high=step.high * steps)
-    cost = None
-    if price is not None:
-        each = price * nodes / 3600.0
-        cost = Interval(low=whole.low * each, mid=whole.mid * each, high=whole.high * each)
+    whole = step.scaled(steps)
+    cost = None if price is None else whole.scaled(price * nodes / 3600.0)
     return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
 
 

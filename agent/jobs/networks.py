@@ -131,12 +131,12 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
     if not proven:
         transports = "; ".join(words) or "the record names no transport"
         return replace(bar, status="unproven", proof=words, why=f"not seen to take {bar.network}: {transports}")
-    step, due = record.measured.step_seconds, record.forecast.step_seconds
-    if step is None:
+    step, _memory = run_record.compare(record)
+    if step.measured is None:
         return replace(bar, proof=words, why="its record has no step time")
-    forecast = Interval(low=due.low, mid=due.mid, high=due.high) if due else None
-    inside = forecast.low <= step <= forecast.high if forecast else None
-    return replace(bar, status="measured", proof=words, step_seconds=step, forecast=forecast, inside=inside)
+    return replace(
+        bar, status="measured", proof=words, step_seconds=step.measured, forecast=step.forecast, inside=step.within
+    )
 
 
 def priced(found: NetworkBars) -> NetworkBars:
@@ -145,11 +145,10 @@ def priced(found: NetworkBars) -> NetworkBars:
     bars = []
     for bar in found.bars:
         if bar.step_seconds is not None:
-            whole, due = bar.step_seconds * found.steps, bar.forecast
-            times = found.steps
+            whole = bar.step_seconds * found.steps
             bar = replace(
                 bar, run_seconds=whole, cost=whole * each if each is not None else None,
-                run_forecast=due and Interval(low=due.low * times, mid=due.mid * times, high=due.high * times),
+                run_forecast=bar.forecast and bar.forecast.scaled(found.steps),
             )  # fmt: skip
         bars.append(bar)
     return replace(found, bars=tuple(bars))
