@@ -39,6 +39,7 @@ pytestmark = pytest.mark.prometheus
 
 ROOT = Path(__file__).parent.parent.parent
 HEALTHY, PCIE, ROCE = "hgx-h100-8xH100-8hca", "l40s-4x-pcie", "r760xa-2xA40-bf3"
+HOT, NO_PEERMEM = "sick-h100-thermal", "sick-h100-no-peermem"
 SICK = sorted({machine for _, panel in boards.panels() for machine in panel.shows})
 SCRAPE_SECONDS = 2  # also how long a scrape may take: that of a twelve-fold process, on a busy machine
 AGENTS = tuple(dict.fromkeys((HEALTHY, PCIE, ROCE, *SICK, *(fault.machine for fault in FAULTS))))
@@ -50,7 +51,7 @@ def twin(machine: str) -> str:
 
 def bench(machine: str) -> BenchResult:
     """What two nodes of that kind would have measured: GPUDirect RDMA, or what its fault makes of it."""
-    staged, slow = machine == boards.NO_PEERMEM, machine == boards.HOT
+    staged, slow = machine == NO_PEERMEM, machine == HOT
     busbw = 4.4e11 * (0.3 if staged else 0.7 if slow else 1.0)
     measured = Measurement(
         op="all_gather", backend="nccl", ranks=tuple(range(16)), hosts=("a",) * 8 + ("b",) * 8, bytes=1 << 30,
@@ -76,7 +77,7 @@ def bench(machine: str) -> BenchResult:
 
 def flight(machine: str) -> RunRecord:
     """The record of a fine-tune; a hot GPU makes its steps slower than the forecast allows."""
-    slow = 3.0 if machine == boards.HOT else 1.0
+    slow = 3.0 if machine == HOT else 1.0
     return record_of({
         "status": "complete", "ended_at": "2026-11-20T12:00:00Z", "steps_done": 200,
         "measured": {"step_seconds": slow, "memory_bytes": 4.1e10, "tokens_per_second": 9e4 / slow, "mfu": 0.4 / slow},
@@ -253,12 +254,12 @@ def test_sick_machine_differs_from_its_healthy_twin(prometheus: Prometheus, pane
 def test_a_slow_job_has_its_alerts_and_a_healthy_machine_none(prometheus: Prometheus) -> None:
     """Those of a benchmark and a run; the others are in FAULTS. A recording is old by nature."""
     names = {}
-    for machine in (HEALTHY, boards.HOT, boards.NO_PEERMEM):
+    for machine in (HEALTHY, HOT, NO_PEERMEM):
         found = prometheus.query(f'ALERTS{{instance="127.0.0.1:{prometheus.ports[machine]}"}}')
         names[machine] = {row["metric"]["alertname"] for row in found} - {"TopoflightFactTooOld"}
     assert names[HEALTHY] == set()
-    assert "TopoflightBusbwLow" in names[boards.NO_PEERMEM]
-    assert {"TopoflightSlowRank", "TopoflightBusbwLow", "TopoflightFlightFarFromForecast"} <= names[boards.HOT]
+    assert "TopoflightBusbwLow" in names[NO_PEERMEM]
+    assert {"TopoflightSlowRank", "TopoflightBusbwLow", "TopoflightFlightFarFromForecast"} <= names[HOT]
 
 
 @each_row("fault", FAULTS, ids=lambda fault: fault.machine)
