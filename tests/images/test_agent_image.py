@@ -190,7 +190,7 @@ def test_it_comes_back_after_a_kill(agent: Agent) -> None:
     eventually(lambda: not agent.is_running() or answers(agent.port, "/readyz?wait=40"), "it ended or was restarted")
 
     def is_back() -> bool:
-        """A start that comes while podman still clears up after the kill is refused: it is asked for again, as the kubelet does."""
+        """Start it again, as the kubelet does: podman refuses while it still cleans up after the kill."""
         return agent.is_running() or podman("start", agent.name, check=False).returncode == 0
 
     eventually(lambda: is_back() and answers(agent.port, "/readyz?wait=40"), "it is ready again")
