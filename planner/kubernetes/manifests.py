@@ -84,7 +84,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 
 def _style(value: str) -> str | None:
-    """A file as its lines, where that reads back as it was; PyYAML does not mend a style that cannot hold the text."""
+    """A file as its lines, where that reads back as it was; PyYAML does not correct a style that cannot hold it."""
     if not all(letter.isprintable() or letter in "\n\t" for letter in value):
         return '"'
     lines = value.split("\n")

@@ -402,7 +402,7 @@ def nodes_of(environment: Mapping[str, str]) -> int | None:
 
 
 def check_job(environment: Mapping[str, str], nodes: int | None) -> Iterator[Finding]:
-    """What harms any job of several nodes, whatever its machines are; asked where no machine is given."""
+    """What harms any job of several nodes, whatever its machines are; checked where no machine is named."""
     yield from _unreachable(environment, nodes)
     net = environment.get("NCCL_NET", "")
     if net.lower() == "socket":
