@@ -20,7 +20,7 @@ from collectives.bench.ops import (
 
 pytestmark = pytest.mark.long  # it imports torch
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "busbw.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/bus-bandwidth.md"
 
 
 def rows():
