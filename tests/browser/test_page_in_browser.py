@@ -77,7 +77,7 @@ def fault_is_first(tab: Tab, fault: Fault) -> None:
 
 @each_row("name", NAMES)
 def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
-    """No complaint, no request elsewhere; a fault is read first. Of those without: axe-core and the what-if page too."""
+    """No complaint, no request elsewhere; a fault is read first. Of those without one also axe-core and what-if."""
     address = machines[name]
     with chromium.tab(height=SCREEN) as tab:
         tab.go(address)
