@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # What measures this host or holds its one benchmark lock runs by itself. Ranks, hosts as namespaces, guests, containers,
-# browsers and Prometheus servers wait for half of their time: three files of them at once on two cores, each file's
+# browsers and Prometheus servers wait for half of their time: four files of them at once on two cores, each file's
 # ranks, servers and recorded machines made once; those that take longest begin first (tests/conftest.py).
 ALONE := alone or kube or gpu
 SHARED := ranks or netns or rdma or containers or browser or prometheus or long
@@ -54,7 +54,7 @@ test-short: $(READY)
 test-rest: test-two test-alone docs
 
 test-two: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
+	$(PYTEST) -q $(SPREAD) -n 4 -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
 
 test-alone: $(READY)
 	$(PYTEST) -q -m "($(ALONE)) and not (real or nightly)"

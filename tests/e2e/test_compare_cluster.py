@@ -25,7 +25,7 @@ from finetune.post import write_termination_message
 
 WORDS = [
     "--host", str(path_of()), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
-    "--api", "job", "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "max_steps=100",
+    "--api", "job", "--claim", "shared", "--set", "dataset_name=synthetic:arithmetic", "--set", "max_steps=100",
     "--name", "sft",
     "--over", "eth0,10G", "--over", "net1=training/macvlan,25G", "--over", "rdma=training/macvlan",
 ]  # fmt: skip

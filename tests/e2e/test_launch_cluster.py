@@ -313,13 +313,12 @@ def launched(*words: str) -> Any:
     return CliRunner().invoke(launch, [*WORDS, "--name", "sft", *words])
 
 
-@pytest.mark.parametrize("kind", API_NAMES)
 @pytest.mark.parametrize(
-    ("condition", "code", "told"),
+    ("kind", "condition", "code", "told"),
     [
-        ("Failed", 0, "had failed: deleted"),
-        ("Complete", 1, "is complete: --name"),
-        (None, 1, "is not done; nothing was made"),
+        *((kind, "Failed", 0, "had failed: deleted") for kind in COLLECTIONS),
+        ("trainjob", "Complete", 1, "is complete: --name"),
+        ("job", None, 1, "is not done; nothing was made"),
     ],
 )
 def test_the_same_command_goes_on_after_a_job_that_failed(
