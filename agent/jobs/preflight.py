@@ -331,7 +331,7 @@ def _fly(
         if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)):
             return None, ended
         record = done.record
-    except (launch.LaunchError, OSError) as error:
+    except (InputError, OSError) as error:
         return None, str(error)
     return record, ""
 
