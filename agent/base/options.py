@@ -46,8 +46,8 @@ _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes
 _OWN_MEMBERS = ("shared", "requires", "excludes")  # of a table; the others are click.option's
 
 
-def with_options(verb: str, **types: Any) -> Callable[[Any], Any]:
-    """Return a decorator that adds the options of a verb, in their order; `types` are types that only this verb has.
+def with_options(verb: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds the options of a verb, in their order.
 
     The decorated function is called only with options that go together. An error class of this project that it raises
     ends the verb with one line: a ValueError is wrong usage, a RuntimeError is what this machine or a cluster refuses.
@@ -68,7 +68,7 @@ def with_options(verb: str, **types: Any) -> Callable[[Any], Any]:
 
         decorated: Any = run
         for key, row in reversed(rows.items()):
-            decorated = _option(key, row, types)(decorated)
+            decorated = _option(key, row)(decorated)
         return decorated
 
     return add
@@ -112,13 +112,13 @@ def _table(name: str) -> dict[str, dict[str, Any]]:
     return read_table(__file__, f"verbs/{name}.toml")
 
 
-def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Callable[[Any], Any]:
+def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
     members = {member: value for member, value in row.items() if member not in _OWN_MEMBERS}
     words = (*key.split(), *filter(None, (members.pop("name", None),)))
     if "choices" in members:
         members["type"] = click.Choice(members.pop("choices"))
     elif "type" in members:
-        members["type"] = types.get(str(members["type"])) or _type(members["type"])
+        members["type"] = _type(members["type"])
     if "callback" in members:
         members["callback"] = _CALLBACKS[members["callback"]]
     if "default" in members:

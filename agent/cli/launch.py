@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, waiting
-from agent.base.units import count, seconds
+from agent.base.units import count
 
 if TYPE_CHECKING:
     from agent.cluster.client import Client
@@ -28,26 +27,8 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-class Api(click.Choice[str]):
-    """This host, or an API that jobs are rendered for; the renderers are loaded once one is named."""
-
-    def __init__(self) -> None:
-        self.case_sensitive = True
-
-    @cached_property
-    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Every name."""
-        from agent.jobs.cluster_job import APIS
-
-        return ("local", *APIS)
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name; an error lists all."""
-        return value if value == "local" else super().convert(value, param, ctx)
-
-
 @click.command()
-@with_options("launch", api=Api())
+@with_options("launch")
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
 def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
@@ -352,15 +333,10 @@ def _gate(
 def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
     """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
     from agent.base.hosts import snapshots
-    from agent.base.result_store import keep_bench
     from agent.jobs import benchmark
-    from collectives.bench.run import run
 
     spec = benchmark.preflight_spec(snapshots(()), ranks, benchmark.QUICK_SECONDS, force=False, quick=True)
-    progress.step(f"measure: {', '.join(spec.ops)} with {count(ranks, 'rank')}, up to {seconds(spec.budget_seconds)}")
-    result = run(replace(spec, environment=settings), benchmark.watch(progress), stop)
-    keep_bench(result)
-    return result
+    return benchmark.measure(replace(spec, environment=settings), progress, stop)
 
 
 def _launch_script(

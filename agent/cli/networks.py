@@ -12,7 +12,6 @@ import click
 from agent.base.inputs import require_writable
 from agent.base.options import with_options
 from agent.base.output import Progress, emit, say, waiting
-from agent.cli.launch import Api
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +22,7 @@ DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 
 @click.command("compare-networks")
-@with_options("compare-networks", api=Api())
+@with_options("compare-networks")
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
     """Run the same fine-tune over each network; draw time, money and forecast of each. Makes load.
 

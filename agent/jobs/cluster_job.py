@@ -34,7 +34,6 @@ from planner.kubernetes.manifests import Document
 from planner.nccl_env.texts import Reason, Setting
 from probes.api import Snapshot
 
-APIS = tuple(manifests.APIS)
 # Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
 NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 DEVICES = ("nvidia.com/", *NICS)

@@ -78,8 +78,8 @@ class Launched:
             ending = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
         elif self.after_end:
             ending = self.after_end
-        elif struck := run_record.struck("\n".join(self.last_lines)):
-            ending = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
+        elif (failed := run_record.first_failed_rank("\n".join(self.last_lines))) and failed.signal:
+            ending = f"rank {failed.rank} was ended by {failed.signal}; " + _AGAIN
         else:
             ending = f"the job ended with exit code {self.exit_code}" + (f": {self.raised}" if self.raised else "")
         return f"{self.cut_short}: {ending}" if self.cut_short else ending

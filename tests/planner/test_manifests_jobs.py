@@ -38,6 +38,12 @@ SPEC = JobSpec(
 APIS = sorted(manifests.APIS)
 
 
+def test_launch_offers_every_api() -> None:
+    """The names in verbs/cluster.toml are those of the templates."""
+    (api,) = (param for param in launch.params if param.name == "api")
+    assert tuple(api.type.choices) == ("local", *manifests.APIS)
+
+
 def templates(node: Any) -> Iterator[dict[str, Any]]:
     """Every pod template below `node`."""
     if isinstance(node, dict):
