@@ -108,6 +108,7 @@ class Recorder:
 
     def __init__(self, folder: Path, plan: JobPlan, layout: Layout, device: torch.device) -> None:
         self.folder, self.device = folder, device
+        folder.mkdir(parents=True, exist_ok=True)
         self.writes = int(os.environ.get("RANK", "0")) == 0
         self.baseline_rss = rss_bytes()
         self.seconds: list[float] = []

@@ -79,7 +79,7 @@ def test_each_sick_node_forecasts_what_it_does_beside_what_sound_ones_do(
     assert seconds(advice) >= 0.999 * seconds(SOUND)
 
 
-def test_a_lost_gpu_is_there_again_when_mended() -> None:
+def test_a_lost_gpu_is_there_again_when_repaired() -> None:
     advice = ask(host("sick-h100-gpu-lost"))
     assert advice.chosen is not None and advice.sound is not None
     assert (advice.chosen.layout.world_size, advice.sound.layout.world_size) == (14, 16)
@@ -205,7 +205,7 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     assert not set(RULES) & (ENDS | unbounded)
 
 
-def test_what_the_advised_environment_mends_or_leaves_out_costs_nothing() -> None:
+def test_what_the_advised_environment_repairs_or_leaves_out_costs_nothing() -> None:
     """The interface that a setting names, the path that a level allows, a port that is not in the list."""
     from planner.forecast.faults import counted
 
@@ -233,13 +233,13 @@ def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_n
     found = (Finding(code="imex.channel.missing", status=Status.FAIL, subject="", message=""),)
     train = TrainSpec(method="full", sequence_length=2048, global_batch=64)
     advice = recommend(pair, (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": found, "b": found})
-    assert advice.slowed == ("imex.channel.missing: the network in place of NVLink between nodes",)
+    assert advice.slowed == ("imex.channel.missing: the network instead of NVLink between nodes",)
     assert advice.sound is not None and advice.sound_here is not None
     assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
 
 
 def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
-    """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing to mend beside it."""
+    """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing to repair beside it."""
     sound = host("hgx-h100-8xH100-8hca")
     facts = sound.facts(GpuFacts)
     assert facts is not None

@@ -81,7 +81,7 @@ def test_two_titans_hear_that_they_have_no_bf16() -> None:
 def test_a_lost_gpu_is_left_out_and_named() -> None:
     """The layout is for the GPUs that are left."""
     said = answer("sick-h100-gpu-lost", train=TrainSpec(method="lora", sequence_length=2048))
-    assert any("mend it first" in text for text in said.unknowns)
+    assert any("repair it first" in text for text in said.unknowns)
     assert said.chosen is None or said.chosen.layout.world_size < 8
 
 
