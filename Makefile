@@ -21,7 +21,7 @@ SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-fast test-real test-rest test-two test-alone test-nightly lint docs golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -29,8 +29,9 @@ run: $(RUNS)
 	$(BIN)/topoflight compare-networks --if-possible
 
 # what one runs: everything that starts no ranks, namespaces, guests or browsers nor imports torch, and one test of each
-# that does
-test: lint test-fast test-real
+# that does but for guests. The linters run beside the tests, some of which wait.
+test: $(READY)
+	$(MAKE) --no-print-directory -j 2 lint test-short
 
 test-all: test test-rest
 
@@ -41,13 +42,13 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # schemathesis draws its questions from sets: with one seed of hashes, the same in every run
-test-fast test-real test-two test-alone test-nightly: export PYTHONHASHSEED := 0
+test-fast test-short test-two test-alone test-nightly: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
 	$(PYTEST) -q $(SPREAD) -m "not ($(HEAVY) or nightly)"
 
-test-real: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "real and not nightly"
+test-short: $(READY)
+	$(PYTEST) -q $(SPREAD) -m "(not ($(HEAVY)) or real) and not nightly"
 
 # what failed in one tier hides no other: --keep-going, as CI says, runs them all and fails at the end
 test-rest: test-two test-alone docs
