@@ -184,7 +184,7 @@ def test_a_job_that_is_not_done_in_time_is_unknown(cluster: Cluster, tmp_path: P
     [
         (["--over", "net1=a/b/c"], "--over 'net1=a/b/c': must be INTERFACE"),
         (["--over", "eth0"], "each once"),
-        (["--model", "tiny-llama", "--api", "local", "--dry-run"], "is of jobs on a cluster"),
+        (["--model", "tiny-llama", "--api", "local", "--dry-run"], "requires --api."),
     ],
 )
 def test_what_cannot_be_meant_is_refused(cluster: Cluster, tmp_path: Path, words: list[str], told: str) -> None:

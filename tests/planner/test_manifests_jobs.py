@@ -38,6 +38,12 @@ SPEC = JobSpec(
 APIS = sorted(manifests.APIS)
 
 
+def test_launch_offers_every_api() -> None:
+    """The names in verbs/cluster.toml are those of the templates."""
+    (api,) = (param for param in launch.params if param.name == "api")
+    assert tuple(api.type.choices) == ("local", *manifests.APIS)
+
+
 def command_of(documents: tuple[dict[str, Any], ...]) -> list[str]:
     """What the main container runs; of a TrainJob it stands in the trainer."""
     for document in documents:
