@@ -20,7 +20,7 @@ from collectives.bench.ops import (
 
 torch = pytest.importorskip("torch")
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "busbw.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/bus-bandwidth.md"
 
 
 def rows():
