@@ -89,6 +89,7 @@ def filled(line: str, folder: Path) -> list[str]:
     return [str(folder / "nccl.conf") if word == "/etc/nccl.conf" else given.get(word, word) for word in words]
 
 
+@pytest.mark.long
 @each_row(("page", "line", "piped"), ours)
 def test_a_command_of_the_pages_can_be_typed(
     page: str, line: str, piped: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
