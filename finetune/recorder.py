@@ -259,12 +259,7 @@ class Recorder:
         record.comparison = parts.hold_against(record.forecast, record.measured, record.worst)
         if line := run_record.watched(self.folder):
             self.note(line)
-<<<<<<< HEAD
-        self.folder.mkdir(parents=True, exist_ok=True)
         run_record.save(self.folder / "run.json", record)
-=======
-        run_record.save(self.folder / "run.json", record)
->>>>>>> main
 
     def end(self, status: str, exit_code: int, reason: str | None = None) -> None:
         """The last write."""

@@ -49,20 +49,8 @@ TIERS = (
 # Files that take minutes start first, those that mostly wait before those that compute: one that started last would run
 # while the other workers are idle.
 LONGEST = (
-<<<<<<< HEAD
-    "test_agent_image.py",
-    "test_train.py",
-    "test_softroce.py",
-    "test_short_fuzz.py",
-    "test_finetune_equivalence.py",
-    "test_finetune_pods.py",
-    "test_finetune_hub.py",
-    "test_finetune_traced.py",
-    "test_finetune_compile.py",
-=======
     "test_train.py",
     "test_real_prometheus.py",
->>>>>>> main
     "test_bench_slow_networks.py",
     "test_agent_image.py",
     "test_softroce.py",

@@ -42,13 +42,8 @@ def launch(
     from agent.advice.advise import advise, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
-<<<<<<< HEAD
-    from agent.base.inputs import RequestError
-    from agent.jobs.benchmark import training_request
-=======
     from agent.jobs.benchmark import training_request
     from agent.jobs.launch import storage_rate
->>>>>>> main
     from planner.recommend import ROWS
 
     storage_rate(options["storage_rate"])  # refused before anything starts
@@ -59,16 +54,8 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
     found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
-<<<<<<< HEAD
-    try:
-        settings = explicit_settings(options["config"], options["overrides"])
-        request = for_whole_run(with_rows(training_request(options), settings), settings)
-    except RequestError as error:
-        raise click.UsageError(str(error)) from None
-=======
     settings = explicit_settings(options["config"], options["overrides"])
     request = for_whole_run(with_rows(training_request(options), settings), settings)
->>>>>>> main
     advice = advise(request, lambda: found)
     if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)

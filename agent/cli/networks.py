@@ -54,12 +54,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
     from agent.advice.request import Request
     from agent.base.hosts import snapshots
-<<<<<<< HEAD
-    from agent.base.inputs import RequestError
     from agent.base.result_store import store_run
-=======
-    from agent.base.result_store import store_run
->>>>>>> main
     from agent.jobs import namespaces, networks
     from agent.jobs.benchmark import job_request
     from agent.jobs.launch import sigterm
@@ -119,18 +114,9 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from planner.kubernetes.manifests import render as render_documents
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
-<<<<<<< HEAD
-    try:
-        over = networks.parse(options["networks"])
-        settings = explicit_settings(options["config"], options["overrides"])
-        request = for_whole_run(with_rows(training_request(options), settings), settings)
-    except (RequestError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
-=======
     over = networks.parse(options["networks"])
     settings = explicit_settings(options["config"], options["overrides"])
     request = for_whole_run(with_rows(training_request(options), settings), settings)
->>>>>>> main
     found = snapshots(options["hosts"], root=options["root"])
     bars, jobs = [], []
     advice = answer(request, found)

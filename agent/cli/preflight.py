@@ -42,32 +42,6 @@ def preflight(
         say("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
-<<<<<<< HEAD
-    alone = [
-        name for name in ("quick", "bench_seconds") if options[name] and not (options["measure"] or options["train"])
-    ]
-    if alone:
-        raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --train")
-    from agent.checks.verdict import GateError
-    from agent.jobs.preflight import run, write_folder
-    from agent.pages import render as pages
-
-    folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
-    if not options["train"] and (options["overrides"] or options["config"]):
-        word = "--set" if options["overrides"] else "--config"
-        raise click.UsageError(f"{word} is for the job that --train launches; add --train, or leave {word} out")
-    if options["train"]:
-        require_writable("--report", folder or Path("reports"), folder=True)
-    where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
-    try:
-        if where["nodes"] or where["selector"]:
-            report = _of_cluster(where, options)
-        else:
-            report = run(_options(options, folder), Progress(quiet=quiet))
-            report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
-    except GateError as error:
-        raise click.UsageError(str(error)) from None
-=======
     from agent.jobs.preflight import run, write_folder
     from agent.pages import render as pages
 
@@ -80,7 +54,6 @@ def preflight(
     else:
         report = run(_options(options, folder), Progress(quiet=quiet))
         report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
->>>>>>> main
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     if save is not None:
@@ -110,10 +83,6 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     from agent.cluster.gate import checks_of, fleet, named, records_of
     from agent.jobs.preflight import expectation_of, report_of
 
-<<<<<<< HEAD
-    wrong = [name for name in ("train", "measure", "hosts") if options[name]]
-=======
->>>>>>> main
     expected = expectation_of(options["expect"], options["expect_file"])
     started = time.monotonic()
     with waiting("preflight: asking the cluster"):

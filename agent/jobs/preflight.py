@@ -276,12 +276,7 @@ def _measure(
     except BusyError as error:
         notes.append(f"not measured: {error}")
         return None, None
-<<<<<<< HEAD
-    keep.keep_bench(result)
     if not options.train or result.stopped_by:
-=======
-    if not options.train or result.stopped_by:
->>>>>>> main
         return result, None
     request = _request(options)
     model = request.model or EMBEDDED_MODEL

@@ -20,11 +20,7 @@ from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
-<<<<<<< HEAD
-from agent.jobs.launch import Launched, LaunchError, job_plan, record_of, train
-=======
-from agent.jobs.launch import Launched, fly, job_plan, record_of
->>>>>>> main
+from agent.jobs.launch import Launched, job_plan, record_of
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 
@@ -134,13 +130,8 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     assert untrainable(advice, {"dataset_name": "x"}) == ""
     assert untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
     assert untrainable(replace(advice, model=None), {}) == ""
-<<<<<<< HEAD
-    with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
-        train(advice, tmp_path / "out", timeout_seconds=1)
-=======
     with pytest.raises(RequestError, match="dataset_name: no data set is named"):
         train(advice, tmp_path / "out", timeout_seconds=1)
->>>>>>> main
     assert not (tmp_path / "out").exists()
 
 
