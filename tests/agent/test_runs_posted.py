@@ -257,7 +257,7 @@ def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
     state.start()
     state.stop()
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json*"))
-    assert left == ["runs/.new.json.x", "runs/kept.json", "kept.json"]
+    assert left == ["kept.json", "runs/.new.json.x", "runs/kept.json"]
 
 
 def test_what_is_held_in_memory_is_bounded_in_bytes(
