@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-def rows() -> Mapping[str, dict[str, Any]]:
+def rows() -> dict[str, dict[str, Any]]:
     """Return the table of each field by its option: "--sequence-length"."""
     return read_table(__file__, "question.toml")
 
