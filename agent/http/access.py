@@ -22,7 +22,6 @@ import shlex
 import stat
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,8 +61,7 @@ class Tokens:
     ) -> None:  # fmt: skip
         self._client, self._file, self._audience = client, token_file, audience
         self.reads_open = reads_open
-        self._judged: OrderedDict[tuple[str, str, str], tuple[float, Judgement]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._judged: dict[tuple[str, str, str], tuple[float, Judgement]] = {}  # written by the thread alone
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokens")
         self._waiting = 0
 
@@ -93,10 +91,9 @@ class Tokens:
         judgement = self._remembered(key)
         if judgement is None:
             judgement = self._from_file(token) if self._client is None else self._review(self._client, token, *key[1:])
-            with self._lock:
-                self._judged[key] = time.monotonic(), judgement
-                while len(self._judged) > MOST_REMEMBERED:
-                    self._judged.popitem(last=False)
+            if len(self._judged) >= MOST_REMEMBERED:
+                self._judged.clear()
+            self._judged[key] = time.monotonic(), judgement
         return judgement
 
     def _token(self, authorization: str | None, path: str, verb: str) -> str:
@@ -113,8 +110,7 @@ class Tokens:
         return token
 
     def _remembered(self, key: tuple[str, str, str]) -> Judgement | None:
-        with self._lock:
-            at, judgement = self._judged.get(key, (-math.inf, ""))
+        at, judgement = self._judged.get(key, (-math.inf, ""))
         return judgement if time.monotonic() - at < REMEMBERED_SECONDS else None
 
     def _how_to_get_one(self) -> str:

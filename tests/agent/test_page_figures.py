@@ -199,7 +199,7 @@ def shown_of(records: Iterable[dict[str, object]]) -> tuple[Shown, ...]:
 def record(transports: list[str], step: float, status: str = "complete", **environment: str) -> dict[str, object]:
     return {
         "status": status, "model": {"name": "m"}, "transports": transports, "measured": {"step_seconds": step},
-        "environment": environment,
+        "plan": {"environment": environment},
     }  # fmt: skip
 
 
