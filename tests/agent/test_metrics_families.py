@@ -78,8 +78,8 @@ def bench() -> BenchResult:
 RUN: dict[str, Any] = {
     "status": "complete", "ended_at": "2026-09-01T12:00:00Z", "steps_done": 40,
     "measured": {"step_seconds": 5.0, "memory_bytes": 4e9, "tokens_per_second": 700.0, "mfu": None},
-    "forecast": {"step_seconds": {"low": 1.0, "mid": 2.0, "high": 4.0},
-                 "memory_bytes": {"low": 3e9, "mid": 4e9, "high": 5e9}},
+    "plan": {"forecast": {"step_seconds": {"low": 1.0, "mid": 2.0, "high": 4.0},
+                          "memory_bytes": {"low": 3e9, "mid": 4e9, "high": 5e9}}},
     "loss": {"first": 5.5, "last": 0.5},
     "communication": {"share": 0.2, "exposed_share": 0.1, "seconds_by_kind": {f"kind{n}": n for n in range(30)}},
 }  # fmt: skip
