@@ -51,7 +51,8 @@ def gpu_increases(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator
         if past is not None:
             yield from _xids(past, gpu, seconds)
             yield from _counters(past, gpu, seconds)
-            yield from _nvlinks(past, gpu, seconds)
+            if risen := tuple(_risen_links(past, gpu, seconds)):
+                yield gpu_finding("gpu.nvlink.errors rising", gpu, evidence=risen, seconds=seconds)
 
 
 def _name(gpu: Gpu) -> str | None:
@@ -83,11 +84,6 @@ def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
         )
     if errors := _rise(before.ecc_uncorrected, after.ecc_uncorrected):
         yield gpu_finding("gpu.counters.rising", after, rise=errors, before=before, after=after, seconds=seconds)
-
-
-def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
-    if risen := tuple(_risen_links(before, after, seconds)):
-        yield gpu_finding("gpu.nvlink.errors rising", after, evidence=risen, seconds=seconds)
 
 
 def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
@@ -171,13 +167,10 @@ def risen_since(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     found: dict[tuple[str, str, str], Finding] = {}
     for before in sorted(past, key=lambda snapshot: snapshot.taken_at_seconds):
         for risen in rising(before, now):
-            found.setdefault((risen.code, risen.subject, _trouble(risen)), risen)
+            # what it is about, without its figures: they differ with the time that is looked at
+            trouble = re.sub(r"\d+(\.\d+)?", "", risen.message)
+            found.setdefault((risen.code, risen.subject, trouble), risen)
     return tuple(found.values())
-
-
-def _trouble(risen: Finding) -> str:
-    """What a finding is about, without its figures: they differ with the time that is looked at."""
-    return re.sub(r"\d+(\.\d+)?", "", risen.message)
 
 
 class Past:

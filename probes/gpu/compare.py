@@ -128,14 +128,11 @@ def _unlike(gpu: Gpu, trait: _Trait, own: float, usual: float, *, others: int) -
     cost = f" {trait.cost.format(share=share)}" if own < usual else " One of them is not what it should be."
     made = finding(
         "gpu.device.mixed twin", gpu, by_loss(1.0 - share) if others > 1 and own < usual else Status.WARN,
-        own=trait.shown(own), usual=trait.shown(usual), others=_others(others, gpu), cost=cost,
+        own=trait.shown(own), usual=trait.shown(usual), cost=cost,
+        others=f"{others} other {gpu.name or 'GPU'}{'s have' if others > 1 else ' has'}",
         question=trait.question, remedy=WORDS["twins"][trait.remedy],
     )  # fmt: skip
     return replace(made, code=trait.code)
-
-
-def _others(count: int, gpu: Gpu) -> str:
-    return f"{count} other {gpu.name or 'GPU'}{'s have' if count > 1 else ' has'}"
 
 
 def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:

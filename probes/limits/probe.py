@@ -8,7 +8,7 @@ NCCL_BUFFSIZE, default 4194304; PyTorch multiprocessing, "Sharing CPU tensors", 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
@@ -86,9 +86,10 @@ def read(host: Host) -> LimitsFacts:
     identity = host.identity()
     uid = int(identity.get("uid") or 0)
     status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
-    capabilities = _hexadecimal(status.get("CapEff"))
-    memlock, nofile = _limit(host, "MEMLOCK"), _limit(host, "NOFILE")
-    shm = _shm_bytes(host)
+    rights = status.get("CapEff", "")
+    capabilities = int(rights, 16) if re.fullmatch(r"[0-9a-fA-F]{1,16}", rights) else None
+    memlock, nofile = _numbers(host.limit, "MEMLOCK"), _numbers(host.limit, "NOFILE")
+    shm = _numbers(host.statvfs, SHM)
     where, agent = container(host), of_agent(host)
     whose = f"{where} container" + (" of the agent" if agent else "") if where else "no container"
     return LimitsFacts(
@@ -99,8 +100,8 @@ def read(host: Host) -> LimitsFacts:
         memlock_known=memlock is not None,
         nofile_soft=nofile[0] if nofile else None,
         nofile_hard=nofile[1] if nofile else None,
-        ipc_lock=_bit(capabilities, IPC_LOCK_BIT),
-        sys_nice=_bit(capabilities, SYS_NICE_BIT),
+        ipc_lock=None if capabilities is None else bool(capabilities >> IPC_LOCK_BIT & 1),
+        sys_nice=None if capabilities is None else bool(capabilities >> SYS_NICE_BIT & 1),
         shm_size_bytes=shm[0] if shm else None,
         shm_free_bytes=shm[1] if shm else None,
         hugepages=_hugepages(host),
@@ -113,26 +114,15 @@ def read(host: Host) -> LimitsFacts:
     )
 
 
-def _limit(host: Host, name: str) -> tuple[int | None, int | None] | None:
+_Pair = tuple[int | None, int | None]
+
+
+def _numbers(question: Callable[[str], _Pair], name: str) -> _Pair | None:
+    """The host's answer; None where it has none."""
     try:
-        return host.limit(name)
+        return question(name)
     except OSError:
         return None
-
-
-def _shm_bytes(host: Host) -> tuple[int, int] | None:
-    try:
-        return host.statvfs("/dev/shm")  # noqa: S108 - asked for its size, nothing is put there
-    except OSError:
-        return None
-
-
-def _hexadecimal(value: str | None) -> int | None:
-    return int(value, 16) if value and re.fullmatch(r"[0-9a-fA-F]{1,16}", value) else None
-
-
-def _bit(mask: int | None, bit: int) -> bool | None:
-    return None if mask is None else bool(mask >> bit & 1)
 
 
 def _hugepages(host: Host) -> dict[str, int] | None:
@@ -248,7 +238,7 @@ def _shm(facts: LimitsFacts) -> Iterator[Finding]:
         seen = ("statvfs(/dev/shm) failed", facts.whose)
         yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)
         return
-    seen = (f"statvfs(/dev/shm): {size(total)}, {size(free or 0)} free", facts.whose)
+    seen = (f"statvfs(/dev/shm): {size(total)}, {'unknown' if free is None else size(free)} free", facts.whose)
     values = {"shm": SHM, "size": size(total), "free": size(free), "remedy": remedy}
     gpus = facts.gpus or 0
     if free is not None and free < NCCL_BUFFER_BYTES:

@@ -69,7 +69,12 @@ def read(host: Host) -> PciFacts:
         virtual_tree=virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
         container=container(host),
-        topology_files=_topology_files(host),
+        topology_files=tuple(
+            f"{folder}/{name}"
+            for folder in TOPOLOGY_FOLDERS
+            for name in sysfs.names(host, folder)
+            if name.endswith(".xml")
+        ),
     )
 
 
@@ -175,12 +180,6 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
     if len(roots) == len(ends) and deepest <= 1:
         return f"every device sits on its own root ({hypervisor})"
     return None
-
-
-def _topology_files(host: Host) -> tuple[str, ...]:
-    return tuple(
-        f"{folder}/{name}" for folder in TOPOLOGY_FOLDERS for name in sysfs.names(host, folder) if name.endswith(".xml")
-    )
 
 
 CONFIG_BYTES = 4096

@@ -56,15 +56,10 @@ def read(host: Host) -> RdmaFacts:
 
 
 def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
-    nodes = _uverbs(host)
+    listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
+    nodes = {device: node for device, node in listed if device}  # RDMA device -> its node's name
     found = sorted(sysfs.names(host, DEVICES), key=natural)[:DEVICES_MAX]
     return tuple(_device(host, name, nodes) for name in found)
-
-
-def _uverbs(host: Host) -> dict[str, str]:
-    """RDMA device -> its node's name."""
-    found = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
-    return {device: node for device, node in found if device}
 
 
 def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
