@@ -20,7 +20,6 @@ CODES = codes_of(TEXTS)
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
-_GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
@@ -54,7 +53,7 @@ def farthest_gdr(level: str | None) -> PathClass | None:
     text = level or ""
     if text.isdecimal() and len(text) < 4:
         return _GDR_NUMBERS[min(int(text), len(_GDR_NUMBERS) - 1)]
-    return PathClass[text] if text in _GDR_WORDS else None
+    return PathClass[text] if text in PathClass.__members__ and PathClass[text] <= PathClass.SYS else None
 
 
 def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
@@ -220,17 +219,9 @@ def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     known = Pairs(node.pairs)
     for other in node.nearest_nic:
         joined = known.get(near.gpu, other.gpu)
-        if (
-            joined
-            and joined.nvlinks
-            and other.path is not None
-            and other.path <= PathClass.P2C
-            and _rdma_nics(node, other)
-        ):
-            return (
-                f"{near.gpu} to {other.gpu}: {joined.label}",
-                f"{other.gpu} to {other.nics[0]}: {other.label}",
-            )
+        near_enough = other.path is not None and other.path <= PathClass.P2C
+        if joined and joined.nvlinks and near_enough and _rdma_nics(node, other):
+            return f"{near.gpu} to {other.gpu}: {joined.label}", f"{other.gpu} to {other.nics[0]}: {other.label}"
     return ()
 
 

@@ -89,7 +89,10 @@ def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, .
         group = _reach(left[0], left, known)
         left = [name for name in left if name not in group]
         if len(group) > 1:
-            found.append(_island(tuple(gpu.name for gpu in gpus if gpu.name in group), known))
+            members = tuple(gpu.name for gpu in gpus if gpu.name in group)
+            counts = [known.nvlinks(a, b) for a, b in combinations(members, 2)]
+            labels = tuple(f"NV{count}" for count in sorted(set(counts)) if count)
+            found.append(Island(gpus=members, all_to_all=all(counts), nvlinks_per_pair=labels))
     return tuple(found)
 
 
@@ -102,12 +105,6 @@ def _reach(start: str, names: list[str], known: Pairs) -> set[str]:
                 group.add(name)
                 waiting.append(name)
     return group
-
-
-def _island(gpus: tuple[str, ...], known: Pairs) -> Island:
-    counts = [known.nvlinks(a, b) for a, b in combinations(gpus, 2)]
-    labels = tuple(f"NV{count}" for count in sorted(set(counts)) if count)
-    return Island(gpus=gpus, all_to_all=all(counts), nvlinks_per_pair=labels)
 
 
 def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
@@ -133,16 +130,17 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
     between GPUs of one NUMA node, is such an answer; NODE everywhere is what one real socket looks like.
     """
     known = Pairs(pairs)
-    seen = _pcie_levels(gpus, nics, known)
+    across = [known.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
+    among = [known.label(a.name, b.name) for a, b in combinations(gpus, 2) if not known.nvlinks(a.name, b.name)]
+    seen = {level(label) for label in across + among} - {UNKNOWN}
     if len(seen) != 1 or len(gpus) < 2:
         return None
     (label,) = seen
     affinities = {gpu.numa_affinity for gpu in gpus if gpu.numa_affinity and gpu.numa_affinity != UNKNOWN}
     if label == "PHB" and len(gpus) > 2:
-        return (
-            f"every pair without NVLink is PHB ({_span(affinities)}): a hypervisor hides the PCIe tree, or one "
-            "host bridge carries them all"
-        )
+        span = f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
+        why = "a hypervisor hides the PCIe tree, or one host bridge carries them all"
+        return f"every pair without NVLink is PHB ({span}): {why}"
     # A GPU whose memory is a NUMA node hangs on a Grace CPU by C2C: SYS to every NIC is what those machines show.
     coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
     # NICs nearer to each other than SYS show a tree: then they do stand across the sockets from every GPU.
@@ -151,16 +149,6 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     shared = _same_numa_but_far(gpus, known) if label == "SYS" else None
     return f"{shared} share a NUMA node and yet are SYS apart: the PCIe tree is hidden" if shared else None
-
-
-def _pcie_levels(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs) -> set[str]:
-    across = [known.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
-    among = [known.label(a.name, b.name) for a, b in combinations(gpus, 2) if not known.nvlinks(a.name, b.name)]
-    return {level(label) for label in across + among} - {UNKNOWN}
-
-
-def _span(affinities: set[str]) -> str:
-    return f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
 
 
 def _same_numa_but_far(gpus: tuple[GpuNode, ...], known: Pairs) -> str | None:

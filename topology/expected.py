@@ -185,7 +185,11 @@ def _all_reduce(run: _Run) -> Expected:
     switch = paths.nvls is not False and run.per_group >= NVLS_LEAST_RANKS
     if paths.groups == 1 and not switch:
         return plain
-    other = _nvls(run) if paths.groups == 1 else _tree(run, switch=switch)
+    if paths.groups == 1:
+        slow, fast = (run.ranks * seconds for seconds in run.factors.nvls_rank_seconds)
+        other = _timed(run, [_nvls_bound(run)], "NVLS", (slow, fast))
+    else:
+        other = _tree(run, switch=switch)
     # Two nodes with NVLS: every published pair of Hopper takes its tree; of Blackwell none is known.
     alone = paths.groups == 1 and plain.interval.mid < _CLOSE * other.interval.mid
     sure = alone or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
@@ -276,11 +280,6 @@ def _sockets(wire: Interval, factors: Factors) -> _Bound:
         Interval(low=carried(wire.low, *least), mid=carried(wire.mid, *usual), high=wire.high * most),
         f"sockets: {_rate(wire)} of wire, streams carry {least[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
     )
-
-
-def _nvls(run: _Run) -> Expected:
-    slow, usual = run.factors.nvls_rank_seconds
-    return _timed(run, [_nvls_bound(run)], "NVLS", (run.ranks * slow, run.ranks * usual))
 
 
 def _nvls_bound(run: _Run) -> _Bound:
