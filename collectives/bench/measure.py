@@ -117,7 +117,7 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
     """Run the collective `count` times; returns seconds of the run, and seconds waited for the last to arrive."""
     runs, waits = [], []
     for _ in range(count):
-        arrive(me, name)
+        me.pulse.arrive(name)
         if side is None:
             continue
         came = mark(me)
@@ -128,11 +128,6 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
         waits.append(between(me, came, began))
         runs.append(between(me, began, ended))
     return runs or [0.0] * count, waits or [0.0] * count
-
-
-def arrive(me: Rank, name: str) -> None:
-    """Come to the next meeting."""
-    me.pulse.arrive(name)
 
 
 def meet(me: Rank, side: ops.Side) -> None:
@@ -165,7 +160,7 @@ def between(me: Rank, first: Any, second: Any) -> float:
 def verified_round(me: Rank, op: ops.Op, side: ops.Side | None, name: str) -> tuple[int, ...]:
     """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
     me.turn += 1
-    arrive(me, f"verified round of {name}")
+    me.pulse.arrive(f"verified round of {name}")
     if side is None:
         return ()
     ops.fill(op, side, me.turn)
@@ -323,7 +318,7 @@ def _fitting(wanted: int, one_seconds: float, seconds: float) -> int:
 
 def _calls(me: Rank, op: ops.Op, side: Any, name: str, count: int) -> float:
     """Run the collective `count` times in a row; seconds of this rank."""
-    arrive(me, name)
+    me.pulse.arrive(name)
     if side is None:
         return 0.0
     meet(me, side)
