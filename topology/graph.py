@@ -201,13 +201,6 @@ class NodeTopology:
         """GPUs, then NICs: the order of the matrix."""
         return (*self.gpus, *self.nics)
 
-    def pair(self, a: str, b: str) -> Pair | None:
-        """The pair of two names in either order."""
-        for pair in self.pairs:
-            if {pair.a, pair.b} == {a, b}:
-                return pair
-        return None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTopology:

@@ -20,7 +20,7 @@ from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
-from probes.limits.probe import LimitsFacts
+from probes.limits.probe import LimitsFacts, size
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import ROCE_V2, RdmaFacts, RdmaPort
 from topology.build import build
@@ -29,7 +29,6 @@ from topology.graph import NodeTopology
 FAIL, WARN, INFO = Status.FAIL, Status.WARN, Status.INFO
 WORST_FIRST = tuple(Status)
 HOLDING = ("gpu.thermal.throttling", "gpu.clocks.", "gpu.power.")  # findings on what holds a GPU's clocks down
-UNLIMITED = "unlimited"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +79,9 @@ def _names_by_place(mine: GpuFacts | None, theirs: GpuFacts | None) -> dict[str,
     return {f"GPU{gpu.index}": places.get(gpu.bus_id, f"GPU at {gpu.bus_id}") for gpu in mine.gpus}
 
 
-def size_text(value: float | None) -> str:
-    """Bytes for people, None is no limit."""
-    if value is None:
-        return UNLIMITED
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value:g} B"
-
-
 _FORMS: dict[str, Callable[[Any], object]] = {
     "any": bool,
-    "bytes": size_text,
+    "bytes": size,
     "count": len,
     "generation": lambda number: f"gen {number}" if number else None,
     "lanes": lambda number: f"x{number}" if number else None,
@@ -106,11 +95,11 @@ _FORMS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def _trait(subject: str, what: str, value: object, status: Status, size: float | None = None) -> Iterator[Trait]:
+def _trait(subject: str, what: str, value: object, status: Status, more: float | None = None) -> Iterator[Trait]:
     """One trait; none where the value is unknown, since unknown differs from nothing."""
     if value is not None:
         text = ("yes" if value else "no") if isinstance(value, bool) else str(value)
-        yield Trait(subject=subject, what=what, value=text, status=status, size=size)
+        yield Trait(subject=subject, what=what, value=text, status=status, size=more)
 
 
 def _rows(section: str, facts: object, name: str = "") -> Iterator[Trait]:
@@ -118,9 +107,9 @@ def _rows(section: str, facts: object, name: str = "") -> Iterator[Trait]:
     for row in read_table(__file__, "traits.toml")[section]["rows"]:
         fact = getattr(facts, row["fact"])
         if fact is not None:
-            size = (len(fact) if row.get("form") == "count" else fact) if row.get("size") else None
+            more = (len(fact) if row.get("form") == "count" else fact) if row.get("size") else None
             value = _FORMS[row.get("form", "plain")](fact)
-            yield from _trait(row.get("subject", name), row.get("what", ""), value, Status(row["status"]), size)
+            yield from _trait(row.get("subject", name), row.get("what", ""), value, Status(row["status"]), more)
 
 
 def _probes(snapshot: Snapshot) -> Iterator[Trait]:
@@ -211,8 +200,8 @@ def _limits(snapshot: Snapshot) -> Iterator[Trait]:
         return
     if facts.memlock_known:
         soft, hard = facts.memlock_soft_bytes, facts.memlock_hard_bytes
-        yield from _trait("memlock", "", size_text(soft), FAIL, float("inf") if soft is None else soft)
-        yield from _trait("memlock (hard)", "", size_text(hard), WARN, float("inf") if hard is None else hard)
+        yield from _trait("memlock", "", size(soft), FAIL, float("inf") if soft is None else soft)
+        yield from _trait("memlock (hard)", "", size(hard), WARN, float("inf") if hard is None else hard)
     yield from _rows("limits", facts)
     if not facts.of_agent:  # its own pod's are not a job's
         yield from _rows("job_limits", facts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from probes.api import Sample
+from probes.api import Sample, known_samples
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
@@ -63,15 +63,12 @@ def samples(facts: LimitsFacts) -> Iterator[Sample]:
     if facts.memlock_known:
         for bound, value in (("soft", facts.memlock_soft_bytes), ("hard", facts.memlock_hard_bytes)):
             yield Sample(metric="limits_memlock_bytes", value=float("inf") if value is None else value, labels=(bound,))
-    pairs = (
+    yield from known_samples((
         ("limits_ipc_lock", facts.ipc_lock),
         ("limits_shm_size_bytes", facts.shm_size_bytes),
         ("limits_shm_free_bytes", facts.shm_free_bytes),
         ("limits_open_files", facts.nofile_soft),
-    )
-    for metric, number in pairs:
-        if number is not None:
-            yield Sample(metric=metric, value=float(number))
+    ))  # fmt: skip
 
 
 IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
@@ -189,10 +186,10 @@ REMEDIES = read_table(__file__, "remedies.toml")
 
 
 def size(value: int | None) -> str:
-    """A limit in words."""
+    """A limit in words: bytes, or None where there is none."""
     if value is None:
         return "unlimited"
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value >= scale:
             return f"{value / scale:.4g} {unit}"
     return f"{value} bytes"

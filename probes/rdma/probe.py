@@ -20,7 +20,7 @@ from dataclasses import replace
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
-from probes.api import Sample
+from probes.api import Sample, known_samples
 from probes.rdma.facts import (
     OTHER,
     RAIL,
@@ -366,25 +366,18 @@ def samples(facts: RdmaFacts) -> Iterator[Sample]:
     """What node_exporter's infiniband collector lacks, with its labels: GIDs, MTU, netdev, NUMA node, access."""
     for device in facts.devices:
         known = (("rdma_device_numa_node", device.numa_node), ("rdma_device_usable", device.uverbs_usable))
-        for metric, value in known:
-            if value is not None:
-                yield Sample(metric=metric, value=float(value), labels=(device.name,))
+        yield from known_samples(known, (device.name,))
         for port in device.ports:
             labels = (device.name, str(port.port))
-            yield Sample(
-                metric="rdma_port_info",
-                value=1,
-                labels=(*labels, port.link_layer or "", port.netdev or "", device.kind),
-            )
+            about = (port.link_layer or "", port.netdev or "", device.kind)
+            yield Sample(metric="rdma_port_info", value=1, labels=(*labels, *about))
             numbers = (
                 ("rdma_port_nccl_gid_index", nccl_gid_index(port)),
                 ("rdma_port_rocev2_gid_index", rocev2_gid_index(port)),
                 ("rdma_port_mtu_bytes", port.active_mtu_bytes),
                 ("rdma_port_netdev_mtu_bytes", port.netdev_mtu_bytes),
             )
-            for metric, number in numbers:
-                if number is not None:
-                    yield Sample(metric=metric, value=float(number), labels=labels)
+            yield from known_samples(numbers, labels)
     if facts.memlock_proof:
         proof = facts.memlock_proof
         yield Sample(metric="rdma_registered_bytes", value=float(proof.registered_bytes), labels=(proof.device,))

@@ -86,17 +86,10 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         is_vf=host.exists(f"{folder}/device/physfn") if address else None,
         bond=_bond(host, name, ports),
         uverbs=uverbs,
-        uverbs_usable=_usable(host, uverbs) if uverbs else None,
+        uverbs_usable=sysfs.usable(host, uverbs) if uverbs else None,
         driver=driver,
         ports=ports,
     )
-
-
-def _usable(host: Host, path: str) -> bool | None:
-    try:
-        return host.usable(path)
-    except OSError:
-        return None
 
 
 def _kind(name: str, driver: str | None, description: str | None, *, physical: bool) -> str:

@@ -8,7 +8,7 @@ from topo_samples import FOUR_GPUS_TWO_NICS, LEGEND, NVSWITCH8, OLD_SOC, TITLES,
 
 from topology.formats import TopologyFileError
 from topology.formats.text import parse
-from topology.graph import PathClass
+from topology.graph import Pairs, PathClass
 
 
 def pair_labels(node):
@@ -52,14 +52,15 @@ SAYS = {  # what is shown -> text, what of the node, expected
      ("NODE", ("mlx5_0",), True)),
     "every pair is there once": (FOUR_GPUS_TWO_NICS, lambda node: len(node.pairs), 15),
     "a pair with its class and line": (
-        FOUR_GPUS_TWO_NICS, lambda node: (lambda p: (p.label, p.path, p.evidence))(node.pair("GPU2", "mlx5_0")),
+        FOUR_GPUS_TWO_NICS,
+        lambda node: (lambda p: (p.label, p.path, p.evidence))(Pairs(node.pairs).get("GPU2", "mlx5_0")),
         ("SYS", PathClass.SYS, "line 4 of sample")),
-    "NVLinks of a pair": (FOUR_GPUS_TWO_NICS, lambda node: node.pair("GPU0", "GPU1").nvlinks, 4),
+    "NVLinks of a pair": (FOUR_GPUS_TWO_NICS, lambda node: Pairs(node.pairs).get("GPU0", "GPU1").nvlinks, 4),
     "affinities as printed": (
         FOUR_GPUS_TWO_NICS, lambda node: affinities(node)[1:3], [("0-31", "0", "N/A"), ("32-63", "1", "N/A")]),
     "the number of a NUMA node": (FOUR_GPUS_TWO_NICS, lambda node: [g.numa_node for g in node.gpus], [0, 0, 1, 1]),
     "SOC stays as printed": (OLD_SOC, lambda node: pair_labels(node)["GPU0", "GPU2"], "SOC"),
-    "SOC is SYS": (OLD_SOC, lambda node: node.pair("GPU0", "GPU2").path, PathClass.SYS),
+    "SOC is SYS": (OLD_SOC, lambda node: Pairs(node.pairs).get("GPU0", "GPU2").path, PathClass.SYS),
     "the nearest NIC beyond SOC": (OLD_SOC, lambda node: nearest(node)["GPU0"], ("SYS", ("mlx4_0",), False)),
     "without a legend it is plain -m": (OLD_SOC, lambda node: node.source, "nvidia-smi topo -m"),
     "NVSwitch makes one island": (
@@ -81,7 +82,7 @@ SAYS = {  # what is shown -> text, what of the node, expected
     "without NIC rows the GPU rows suffice": (
         without_rows(FOUR_GPUS_TWO_NICS, "NIC0\t"), lambda node: len(node.pairs), 15),
     "pairs that nobody printed are left out": (
-        without_rows(FOUR_GPUS_TWO_NICS, "NIC"), lambda node: node.pair("NIC0", "NIC1"), None),
+        without_rows(FOUR_GPUS_TWO_NICS, "NIC"), lambda node: Pairs(node.pairs).get("NIC0", "NIC1"), None),
     "an overwritten cell": (OVERWRITTEN, lambda node: pair_labels(node), {("GPU0", "GPU1"): "PHB"}),
     "the words after it": (OVERWRITTEN, lambda node: node.gpus[0].cpu_affinity, "0-115"),
     "the first of several matrices": (
