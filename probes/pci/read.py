@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from hardware.gpus import NVIDIA
 from probes.api import UnavailableError
@@ -125,10 +126,10 @@ def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
 
 def _configured(host: Host, device: PciDevice) -> PciDevice:
     try:
-        config = parse_config(host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES))
+        config = host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES)
     except OSError:
         return device
-    return replace(device, **asdict(config))
+    return replace(device, **parse_config(config))
 
 
 def _transfers(value: str | None) -> float | None:
@@ -193,21 +194,10 @@ _ACS, _ACS_CONTROL, _SOURCE_VALIDATION = 0x000D, 6, 1 << 0
 _REBAR, _REBAR_MAX = 0x0015, 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What was read; None is unknown."""
-
-    lost: bool = False  # every byte reads as ones: the device no longer answers
-    acs_source_validation: bool | None = None
-    relaxed_ordering: bool | None = None
-    resizable_bar: bool | None = None  # the BAR is as large as the device could make it
-    bar_sizes_offered: bool | None = None  # the device offers sizes to choose from
-
-
-def parse_config(config: bytes) -> Config:
-    """Decode as much of the space as was readable."""
+def parse_config(config: bytes) -> dict[str, Any]:
+    """Facts of `PciDevice` from as much of the space as was readable; None is unknown."""
     if len(config) >= 64 and not config[:64].strip(b"\xff"):
-        return Config(lost=True)
+        return {"lost": True}
     extended = dict(_extended(config))
     readable = len(config) > _EXTENDED_START + 4
     # A port without the capability cannot redirect: off, not unknown.
@@ -215,12 +205,12 @@ def parse_config(config: bytes) -> Config:
     if _ACS in extended:
         control = _word(config, extended[_ACS] + _ACS_CONTROL)
         acs = None if control is None else bool(control & _SOURCE_VALIDATION)
-    return Config(
-        acs_source_validation=acs,
-        relaxed_ordering=_relaxed_ordering(config),
-        resizable_bar=_rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
-        bar_sizes_offered=True if _REBAR in extended else (False if readable else None),
-    )
+    return {
+        "acs_source_validation": acs,
+        "relaxed_ordering": _relaxed_ordering(config),
+        "resizable_bar": _rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
+        "bar_sizes_offered": True if _REBAR in extended else (False if readable else None),
+    }
 
 
 def _relaxed_ordering(config: bytes) -> bool | None:
