@@ -92,9 +92,6 @@ def _work(me: Rank) -> None:
     started = time.monotonic()
     if me.plan.search is not None:
         pairing.search(me, me.plan.search)
-    if me.plan.step is not None:
-        measure.replay(me, me.plan.step)
-        started = time.monotonic()  # the replay has a budget of its own
     singles: dict[Case, float] = {}  # seconds of one iteration of what was run, alike on every rank
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):

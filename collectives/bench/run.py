@@ -68,9 +68,8 @@ def run(
 
 def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
     """Make the plan that every rank reads; the ranks write their events to `directory`."""
-    replay = spec.step.budget_seconds if spec.step else 0.0
     work = {one.name: getattr(spec, one.name) for one in fields(Work)} | {"cases": spec.all_cases()}
-    limit_seconds = spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds
+    limit_seconds = spec.startup_seconds + spec.budget_seconds + spec.silence_seconds
     return Plan(directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work)
 
 
@@ -110,12 +109,14 @@ def assemble(
         events[event["event"]].append(event)
     hello: list[Mapping[str, Any]] = next((event["ranks"] for event in events["joined"] if event["ranks"]), [])
     hosts = tuple(row["host"] for row in hello)
-    measured, replayed = events["measured"], events["replayed"]
+    measured = [event for event in events["measured"] if not event["part"]]
+    step = _step([event for event in events["measured"] if event["part"]])
     measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in measured)
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
-    problems = (*outcome.problems, *skipped, *_wrong_data([*measured, *replayed], hosts), *_odd_hosts(hello, backend))
-    verified = all(m.verified for m in measurements) and not any(event["wrong"] for event in replayed)
+    wrong = _wrong_data(events["measured"], hosts)
+    problems = (*outcome.problems, *skipped, *wrong, *_odd_hosts(hello, backend))
+    verified = all(m.verified for m in (*measurements, *(step.parts if step else ())))
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,
@@ -129,7 +130,7 @@ def assemble(
         latencies=_latencies(measurements),
         stragglers=_stragglers(measured, hosts),
         evidence=proof,
-        step=_step(replayed),
+        step=step if step and len(step.parts) == sum(bool(case.part) for case in spec.cases) else None,
         search=_search(next(iter(events["searched"]), None), hosts),
         complete=not outcome.problems and not skipped and verified and bool(hello),
         problems=problems,
@@ -159,14 +160,21 @@ def _measurement(
     )  # fmt: skip
 
 
-def _step(replayed: Sequence[Mapping[str, Any]]) -> StepTime | None:
-    parts = tuple(
-        cattrs.structure(
-            {**event, "median_seconds": median(event["iteration_seconds"]), "verified": not event["wrong"]}, PartTime
-        )
-        for event in replayed
-    )
-    return StepTime(parts=parts, median_seconds=sum(part.median_seconds for part in parts)) if parts else None
+def _step(events: Sequence[Mapping[str, Any]]) -> StepTime | None:
+    """The step of its parts; groups ran at the same time, and the slowest of a part counts."""
+    parts = []
+    for name in dict.fromkeys(event["part"] for event in events):
+        groups = [event for event in events if event["part"] == name]
+        slowest = max(groups, key=lambda event: median(event["iteration_seconds"]))
+        seconds = tuple(slowest["times"] * one for one in slowest["iteration_seconds"])
+        parts.append(
+            PartTime(
+                name=name, op=slowest["op"], bytes=slowest["bytes"], times=slowest["times"],
+                group_ranks=len(slowest["ranks"]), iteration_seconds=seconds, median_seconds=median(seconds),
+                verified=all(event["rounds"] > 0 and not event["wrong"] for event in groups),
+            )
+        )  # fmt: skip
+    return StepTime(parts=tuple(parts), median_seconds=sum(part.median_seconds for part in parts)) if parts else None
 
 
 def _search(event: Mapping[str, Any] | None, hosts: Sequence[str]) -> PairSearch | None:

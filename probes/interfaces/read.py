@@ -41,7 +41,9 @@ def read(host: Host) -> InterfacesFacts:
         links = ()
     if not links:
         raise UnavailableError("rtnetlink lists no interface")
-    names = {link.get("index"): str(link.get("IFLA_IFNAME") or f"index{link.get('index')}") for link in links}
+    names: dict[Any, str] = {
+        link.get("index"): str(link.get("IFLA_IFNAME") or f"index{link.get('index')}") for link in links
+    }
     addresses = _addresses(host)
     default = _default_route_of_proc(host)
     if default not in names.values():  # none, or /proc of another namespace
