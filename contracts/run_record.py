@@ -1,6 +1,6 @@
 """The record of a training run, flight.json: what the job writes, its launcher ends and the agent shows.
 
-Specification: docs/finetune.md, flight.json and metrics.jsonl. What started the ranks, `topoflight launch` on one host
+Specification: flight.json in docs/reference/finetune-job.md. What started the ranks, `topoflight launch` on one host
 or `finetune.pod` in a pod, adds what it saw where the job could not write its own end: killed ranks, a killed launcher,
 a lost node; what the job has told stands.
 """

@@ -156,7 +156,7 @@ def _nccl_logs(output: Path | None) -> list[Path]:
 
 
 def measurement(settings: Settings, address: str, port: int) -> list[str]:
-    """The benchmark that all pods run together, by the verb of the same image (docs/busbw.md): 3 for a failed result.
+    """The benchmark that all pods run together, by the command of the same image: 3 for a failed result.
 
     With the environment as the job has it, and on the ranks that it will have.
     """

@@ -1,6 +1,6 @@
 """Hand on a run record: to the agent of this node, and in short to the kubelet.
 
-POST /flights (docs/http.md), by rank 0 at the end of the job; the container's termination message, by `finetune.pod`.
+Rank 0 sends POST /flights (docs/reference/http-api.md) at its end; `finetune.pod` writes the termination message.
 
 `python -m finetune.post FLIGHT.JSON` uploads the record of a job that was killed before it could upload its own.
 Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, the file of a

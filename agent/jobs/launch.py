@@ -1,6 +1,6 @@
 """Launches the fine-tune job on this host through torchrun, with the recommendation inside.
 
-The job learns everything from plan.json and leaves flight.json (docs/finetune.md). Its process tree dies with this
+The job learns everything from plan.json and leaves flight.json (docs/reference/finetune-job.md). It ends with this
 process, and ends within its time.
 """
 
@@ -53,7 +53,7 @@ class LaunchError(Exception):
 class Launched:
     """A job that ended."""
 
-    exit_code: int  # the job's own (docs/finetune.md) where it could write it, else torchrun's
+    exit_code: int  # the job's own (docs/reference/finetune-job.md) where it could write it, else torchrun's
     seconds: float
     output: Path
     last_lines: tuple[str, ...]  # of its output, without secrets: a report quotes them

@@ -56,6 +56,7 @@ def shape(name: str, method: str = "lora") -> SimpleNamespace:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @each_row("nodes", [1, 2])
 @each_row("name", sorted(path.stem for path in MACHINES.glob("*.json")))
 def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
@@ -86,6 +87,7 @@ def questions(count: int) -> list[tuple[str, str, int, TrainSpec]]:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_whatever_is_recommended_for_the_job_it_accepts() -> None:
     """A model that it does not train has no layout; every family ranked for one that it trains, it would run."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
@@ -118,6 +120,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.long
 @each_row("layout", COMBINED, ids=lambda at: f"{at.family} {at.offload}")
 def test_planner_and_job_allow_the_same_combinations(layout: Layout) -> None:
     """Combinations that the job's equivalence tests cover break no rule of the planner."""

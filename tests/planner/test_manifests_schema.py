@@ -282,7 +282,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
 
 @pytest.mark.corpus
 def test_each_release_takes_what_we_render() -> None:
-    """TOPOFLIGHT_CRDS names a folder of folders of CRDs, one a release; docs/clusters.md says which passed."""
+    """TOPOFLIGHT_CRDS names a folder of folders of CRDs, one a release; the docs say which passed."""
     place = os.environ.get("TOPOFLIGHT_CRDS")
     if not place:
         pytest.skip("TOPOFLIGHT_CRDS names no folder of releases")
