@@ -75,6 +75,7 @@ def test_a_lying_rank_spoils_the_step_and_is_named(tmp_path):
         environment={"TOPOFLIGHT_FAULT": "rank=2:lie"},
     )
     assert not found.complete
+    assert found.step, found.problems
     assert not any(part.verified for part in found.step.parts)
     assert all("rank 2 on" in problem for problem in found.problems)
 
