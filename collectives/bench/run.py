@@ -116,7 +116,7 @@ def assemble(
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     wrong = _wrong_data(events["measured"], hosts)
     problems = (*outcome.problems, *skipped, *wrong, *_odd_hosts(hello, backend))
-    verified = all(m.verified for m in (*measurements, *(step.parts if step else ())))
+    verified = all(m.verified for m in measurements) and (step is None or all(part.verified for part in step.parts))
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,

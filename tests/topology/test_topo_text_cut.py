@@ -13,6 +13,7 @@ from agent.cli.topo import topo
 from topology.check import check
 from topology.formats import TopologyFileError
 from topology.formats.text import parse
+from topology.graph import Pairs
 
 FOUR = """\
 \tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity
@@ -24,7 +25,7 @@ GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t0-31\t0
 @each_row("rest", ["\tN", "\tNV", "\tNV1", "", "\t"])
 def test_a_text_that_ends_within_a_row_keeps_what_is_whole(rest):
     node = parse(FOUR + "GPU2\tNV12\tNV12\t X " + rest)
-    assert node.pair("GPU2", "GPU3") is None
+    assert Pairs(node.pairs).get("GPU2", "GPU3") is None
     assert {pair.label for pair in node.pairs if "NIC" not in pair.b} == {"NV12"}
     assert any("row GPU2 ends after 3 of 6 cells" in warning for warning in node.warnings)
     assert any("row GPU3 is missing" in warning for warning in node.lacking)
@@ -107,7 +108,7 @@ def test_a_header_word_is_a_column_where_the_rows_have_labels_for_it():
         rows = middle if "HSN\tGPU1" in header else f"GPU0\tX\tNV4\t{last}\nGPU1\tNV4\tX\t{last}\n"
         node = parse(f"\t{header}\n{rows}")
         found = [gpu.name for gpu in node.gpus] + [nic.name for nic in node.nics]
-        if found != expected or node.pair("GPU0", "GPU1").label != "NV4":
+        if found != expected or Pairs(node.pairs).get("GPU0", "GPU1").label != "NV4":
             wrong[header] = found
     assert not wrong
 
