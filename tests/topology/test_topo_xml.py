@@ -88,6 +88,10 @@ NARROW = SERVER.replace('link_speed="16.0 GT/s PCIe" link_width="16"', 'link_spe
 C2C = of(gpu("0009:01", '<c2c bw="450000" count="1"/>', dev="0", sm="90"), MLX, cpu='numaid="0" arch="arm64"')
 
 
+def pair(node, a, b):
+    return Pairs(node.pairs).get(a, b)
+
+
 def nics(node):
     return [(nic.name, nic.nets, nic.ports, nic.rate_bytes_per_second) for nic in node.nics]
 
@@ -104,17 +108,17 @@ SAYS = {  # what is shown -> file, what of the node, expected
     "GPUs by dev, with their capability": (
         HGX, lambda node: [(*each, gpu.compute_capability) for each, gpu in zip(bus_ids(node), node.gpus, strict=True)],
         [("GPU0", "0000:8b:00.0", (9, 0)), ("GPU1", "0000:0a:00.0", (9, 0))]),
-    "the fewer links through a switch": (HGX, lambda node: Pairs(node.pairs).get("GPU0", "GPU1").label, "NV16"),
-    "and their plan": (HGX, lambda node: Pairs(node.pairs).get("GPU0", "GPU1").bytes_per_second, pytest.approx(16 * 20.6e9)),
+    "the fewer links through a switch": (HGX, lambda node: pair(node, "GPU0", "GPU1").label, "NV16"),
+    "and their plan": (HGX, lambda node: pair(node, "GPU0", "GPU1").bytes_per_second, pytest.approx(16 * 20.6e9)),
     "which is the island's": (HGX, planned, pytest.approx(16 * 20.6e9)),
     "the nearest NICs": (
         HGX, lambda node: [(n.gpu, n.label, n.nics) for n in node.nearest_nic],
         [("GPU0", "PXB", ("mlx5_1",)), ("GPU1", "PIX", ("mlx5_0",))]),
     "two nets of one function are one NIC with two ports": (
         HGX, lambda node: nics(node)[1], ("mlx5_1", ("mlx5_1", "mlx5_2"), 2, 50e9)),
-    "PCIe 5.0 x16": (HGX, lambda node: Pairs(node.pairs).get("GPU1", "mlx5_0").bytes_per_second, 48e9),
+    "PCIe 5.0 x16": (HGX, lambda node: pair(node, "GPU1", "mlx5_0").bytes_per_second, 48e9),
     "another <cpu> element is another CPU": (
-        HGX.replace('numaid="1"', 'numaid="0"'), lambda node: Pairs(node.pairs).get("GPU0", "mlx5_0").label, "SYS"),
+        HGX.replace('numaid="1"', 'numaid="0"'), lambda node: pair(node, "GPU0", "mlx5_0").label, "SYS"),
     "the same CPU is PHB or NODE": (
         of('<pci busid="0:1:0.0" class="0x030000"/>', card("0000:02"), cpu='numaid="-1"'),
         lambda node: (node.nearest_nic[0].label, node.nearest_nic[0].path), ("PHB/NODE", PathClass.PHB)),
@@ -123,17 +127,17 @@ SAYS = {  # what is shown -> file, what of the node, expected
     "and NICs by theirs": (
         STATIC, lambda node: (node.nics[0].name, node.nics[0].link_layer), ("0101:00:00.0", "InfiniBand")),
     "without classes there is no GPU": (UNCLASSED, lambda node: (node.gpus, node.nics), ((), ())),
-    "direct links name the peer": (DIRECT, lambda node: Pairs(node.pairs).get("GPU0", "GPU1").label, "NV1"),
+    "direct links name the peer": (DIRECT, lambda node: pair(node, "GPU0", "GPU1").label, "NV1"),
     "several GPUs below one function": (
         TWO_BELOW, lambda node: [(g.name, g.compute_capability) for g in node.gpus],
         [("GPU0", (10, 7)), ("GPU1", (10, 7))]),
-    "C2C reaches the NIC through the CPU": (C2C, lambda node: Pairs(node.pairs).get("GPU0", "mlx5_0").path, PathClass.P2C),
+    "C2C reaches the NIC through the CPU": (C2C, lambda node: pair(node, "GPU0", "mlx5_0").path, PathClass.P2C),
     "the first host of a file": (
         f'<system version="1">{TWO_HOSTS}</system>', lambda node: len(node.gpus), 1),
     "NVLinks that lead back join nobody": (LEADS_BACK, lambda node: node.islands, ()),
     "a net outside a NIC gives its name": (STRAY, nics, [("mlx5_0", ("mlx5_0",), 1, 100e9 / 8)]),
     # NCCL's XML leaves out the ports of a switch: two devices below one do not share its way up
-    "a device's link is its own": (NARROW, lambda node: Pairs(node.pairs).get("GPU0", "GPU1").bytes_per_second, 24e9),
+    "a device's link is its own": (NARROW, lambda node: pair(node, "GPU0", "GPU1").bytes_per_second, 24e9),
     "ports that NCCL joined are no NIC": (JOINED, lambda node: node.nics, ()),
     **{f"a class alone is no RDMA card{said}": (of(H100, card("0000:02", said)), lambda node: node.nics[0].kind, kind)
        for said, kind in (("", "unknown"), (' vendor="0x8086"', "ethernet"), (' vendor="0x15b3"', "hca"))},
