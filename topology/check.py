@@ -63,11 +63,6 @@ def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     return near.path is not None and near.path <= farthest
 
 
-def _gpu_pairs(node: NodeTopology) -> list[Pair]:
-    names = {gpu.name for gpu in node.gpus}
-    return [pair for pair in node.pairs if pair.a in names and pair.b in names]
-
-
 def _shown(pairs: Iterable[Pair]) -> tuple[str, ...]:
     """Pairs as evidence."""
     return tuple(f"{pair.a} to {pair.b}: {pair.label}" for pair in pairs)
@@ -75,7 +70,7 @@ def _shown(pairs: Iterable[Pair]) -> tuple[str, ...]:
 
 def _switched(node: NodeTopology) -> int:
     """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
-    linked = [pair for pair in _gpu_pairs(node) if pair.nvlinks]
+    linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
     most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair shows the fewer of two
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
     if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
@@ -89,7 +84,7 @@ def _to_switches(gpu: GpuNode) -> int:
 
 def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     row = reference_of(node)
-    pairs = [pair for pair in _gpu_pairs(node) if pair.label != UNKNOWN]
+    pairs = [pair for pair in node.gpu_pairs() if pair.label != UNKNOWN]
     if not any(pair.nvlinks for pair in pairs) or not (_switched(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
@@ -99,7 +94,7 @@ def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
-    full, pairs = _switched(node), _gpu_pairs(node)
+    full, pairs = _switched(node), node.gpu_pairs()
     if not full:
         yield from _bridges_differ([pair for pair in pairs if pair.nvlinks])
         return
@@ -125,7 +120,7 @@ def _bridges_differ(linked: list[Pair]) -> Iterator[Finding]:
 
 def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     """A board built for NVLink whose GPUs show none: a fault, and no PCIe server."""
-    pairs = _gpu_pairs(node)
+    pairs = node.gpu_pairs()
     labels = {pair.label for pair in pairs}
     if not pairs or not node.nvlink_known or labels - {"SYS", "NODE", "PHB"}:
         return
