@@ -228,9 +228,10 @@ def read(host: Host) -> GpuFacts:
         for gpu in gpus
     )
     confidential, secret = _confidential(host)
+    driver, cuda = (_of_system(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
     return GpuFacts(
-        driver_version=_driver_text(host, "nvmlSystemGetDriverVersion"),
-        cuda_version=_cuda_version(host),
+        driver_version=None if driver is None else str(driver),
+        cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else None,
         gpus=_placed(gpus, addresses or (), xids),
         pairs=_pairs(host, [gpu.index for gpu in gpus if gpu.error is None]),
         pci_gpus=on_bus,
@@ -245,10 +246,10 @@ def read(host: Host) -> GpuFacts:
 def _confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
     """(Whether confidential computing is on, what was left unread)."""
     symbol = "nvmlSystemGetConfComputeState"
-    try:
-        state = host.nvml(symbol)["ccFeature"]
-    except NvmlError as error:
-        return None, () if does_not_apply(error) else (f"{symbol} = {error.name}",)
+    answer, unread = _of_system(host, symbol)
+    if answer is None:
+        return None, unread
+    state = answer["ccFeature"]
     return (bool(state), ()) if state in (0, 1) else (None, (f"{symbol} = {state!s:.24}, which is impossible",))
 
 
@@ -276,19 +277,12 @@ def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[i
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
-def _driver_text(host: Host, symbol: str) -> str | None:
+def _of_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
+    """(The answer, what was left unread)."""
     try:
-        return str(host.nvml(symbol))
-    except NvmlError:
-        return None
-
-
-def _cuda_version(host: Host) -> str | None:
-    try:
-        number = host.nvml("nvmlSystemGetCudaDriverVersion_v2")
-    except NvmlError:
-        return None
-    return f"{number // 1000}.{number % 1000 // 10}" if isinstance(number, int) else None
+        return host.nvml(symbol, *arguments), ()
+    except NvmlError as error:
+        return None, () if does_not_apply(error) else (f"{error.symbol} = {error.name}",)
 
 
 def _xids(host: Host) -> dict[str, list[int]] | None:
@@ -306,10 +300,9 @@ def _xids(host: Host) -> dict[str, list[int]] | None:
 
 def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
     """(Xids by GPU that NVML reported since it was first asked; None where it reports none, what was left unread)."""
-    try:
-        answer = host.nvml(XIDS, count)
-    except NvmlError as error:
-        return None, () if does_not_apply(error) else (f"{error.symbol} = {error.name}",)
+    answer, unread = _of_system(host, XIDS, count)
+    if answer is None:
+        return None, unread
     found: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
     for index, number in answer["xids"]:
         found[index] = (*found.get(index, ()), number)
