@@ -130,14 +130,17 @@ def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> N
     ("words", "told"),
     [
         (["--optimizer", "lion"], "optimizer='lion': allowed are adamw, "),
-        (["--plot", "x.svg"], "--plot x.svg: draws a --sweep"),
+        (["--plot", "x.svg"], "--plot requires --sweep."),
         (["--sweep", "nodes=1,2", "--plot", "/nonexistent/x.svg"], "the folder /nonexistent does not exist"),
-        (["--sweep", "nodes=1,2", "--nodes", "4"], "leave --nodes away"),
-        (["--sweep", "nodes=1,2", "--compare", "tp=8", "dp_shard=8"], "give one of them"),
-        (["--sweep", "nodes=1,2", "--measured-step", "dp_shard=8", "3"], "--measured-step: is of the nodes"),
+        (["--sweep", "nodes=1,2", "--nodes", "4"], "--sweep and --nodes cannot be combined."),
+        (["--sweep", "nodes=1,2", "--compare", "tp=8", "dp_shard=8"], "--sweep and --compare cannot be combined."),
+        (
+            ["--sweep", "nodes=1,2", "--measured-step", "dp_shard=8", "3"],
+            "--measured-step and --sweep cannot be combined.",
+        ),
         (["--measured-step", "dp_shards=8", "3"], "'dp_shards=8': must be NAME=VALUE"),
         (["--measured-step", "dp_shard=8", "0"], "'--measured-step': 0.0"),
-        (["--host", str(path_of("cpu-only-vm"))], "give one of them"),
+        (["--host", str(path_of("cpu-only-vm"))], "--machine and --host cannot be combined."),
     ],
 )
 def test_what_would_not_be_answered_is_refused(words: list[str], told: str) -> None:
@@ -150,7 +153,7 @@ def test_what_would_not_be_answered_is_refused(words: list[str], told: str) -> N
 def test_a_forecast_without_a_model_is_refused(words: list[str]) -> None:
     """There is none to make."""
     done = CliRunner().invoke(recommend, ["--machine", "p5.48xlarge", *words])
-    assert done.exit_code == 2 and f"{words[0]}: is of a forecast" in done.output, done.output
+    assert done.exit_code == 2 and f"{words[0]} requires --model." in done.output, done.output
 
 
 @each_row(("nodes", "networked"), [(1, False), (None, True), (2, True)])
