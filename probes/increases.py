@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -96,27 +95,6 @@ def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
                 yield f"link {link.link} {name}: {start}, then {end}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold:
-    """More than `count` within `seconds`, or within the interval where that is longer, pro rata."""
-
-    counter: str
-    count: float
-    seconds: float
-    status: Status
-    meaning: str
-
-    def exceeded(self, rise: int, seconds: float) -> bool:
-        """A short interval is held to the whole count: one event is no rate."""
-        return rise > self.count * max(seconds / self.seconds, 1.0)
-
-
-THRESHOLDS = tuple(
-    Threshold(counter=counter, **{**row, "status": Status(row["status"])})
-    for counter, row in read_table(rdma.__file__, "counters.toml").items()
-)
-
-
 def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Iterator[Finding]:
     """Findings about counters that rose too fast between two scans of one host, `seconds` apart."""
     earlier = {(d.name, p.port): p for d in before.devices for p in d.ports}
@@ -128,12 +106,14 @@ def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Itera
 
 
 def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> Iterator[Finding]:
-    for threshold in THRESHOLDS:
-        start, end = (port.counters.get(threshold.counter) if port.counters else None for port in (before, after))
-        if threshold.exceeded(rise := _rise(start, end), seconds):
+    for counter, row in read_table(rdma.__file__, "counters.toml").items():
+        start, end = ((port.counters or {}).get(counter) for port in (before, after))
+        rise = _rise(start, end)
+        # a short interval is held to the whole count: one event is no rate
+        if rise > row["count"] * max(seconds / row["seconds"], 1.0):
             yield finding(
-                rdma.TEXTS, "rdma.counters.rising", threshold.status, subject, counter=threshold.counter, rise=rise,
-                seconds=seconds, meaning=threshold.meaning, start=start, end=end,
+                rdma.TEXTS, "rdma.counters.rising", Status(row["status"]), subject, counter=counter, rise=rise,
+                seconds=seconds, meaning=row["meaning"], start=start, end=end,
             )  # fmt: skip
 
 

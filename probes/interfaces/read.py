@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from contracts.tables import read_table
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
@@ -26,11 +27,10 @@ from probes.interfaces.facts import Entry, Interface, InterfacesFacts, NetworkSt
 from probes.rdma.facts import ipv4_of
 from probes.rdma.read import read_gids
 
+NAMES = read_table(__file__, "names.toml")
 NET = "/sys/class/net"
 LINKS_MAX = 4096
 IFF_UP, IFF_RUNNING = 0x1, 0x40
-# Their ethtool speed is a constant of the driver (veth says 10000) or that of nothing: no evidence of a wire.
-SPEEDLESS = {"veth", "bridge", "dummy", "tun", "vxlan", "geneve", "ifb", "wireguard", "ipip", "gre", "sit", "netkit"}
 
 
 def read(host: Host) -> InterfacesFacts:
@@ -111,7 +111,9 @@ def _interface(
     readable = sysfs.NAME.fullmatch(name) is not None
     bus_id = sysfs.bus_id(sysfs.target(host, f"{folder}/device")) if readable else None
     node = sysfs.number(host, f"/sys/bus/pci/devices/{bus_id}/numa_node") if bus_id else None
-    speed = sysfs.number(host, f"{folder}/speed") if readable and kind not in SPEEDLESS and name != "lo" else None
+    speed = (
+        sysfs.number(host, f"{folder}/speed") if readable and kind not in NAMES["speedless"] and name != "lo" else None
+    )
     return Interface(
         name=name,
         role="unknown",
@@ -224,24 +226,14 @@ def _rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[st
     return None
 
 
-# The agent's own manifests mount the annotation at the first place; the others are what people do.
-STATUS_FILES = (
-    "/etc/podinfo/network-status",
-    "/etc/podnetinfo/network-status",
-    "/etc/podnetinfo/annotations",  # what the SR-IOV network resources injector mounts
-    "/etc/podinfo/annotations",
-)
-STATUS_KEYS = (
-    "k8s.v1.cni.cncf.io/network-status",
-    "k8s.v1.cni.cncf.io/networks-status",
-)  # the second is the old spelling
 ENTRIES_MAX = 256
 
 
 def read_network_status(host: Host) -> NetworkStatus | None:
     """The first file that holds the annotation; None where none does."""
     configured = host.environment().get("TOPOFLIGHT_NETWORK_STATUS", "")
-    for path in ((configured,) if configured.startswith("/") and "\0" not in configured else ()) + STATUS_FILES:
+    first = [configured] if configured.startswith("/") and "\0" not in configured else []
+    for path in (*first, *NAMES["status_files"]):
         content = sysfs.text(host, path)
         if content is None:
             continue
@@ -260,7 +252,7 @@ def annotation(content: str) -> str | None:
     """The value in a downward-API file of all annotations: one key="Go-quoted string" a line."""
     for line in content.splitlines():
         key, _, value = line.partition("=")
-        if key in STATUS_KEYS:
+        if key in NAMES["status_keys"]:
             try:
                 found = json.loads(value)  # Go's %q of JSON text is a JSON string
             except (ValueError, RecursionError):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from probes.api import UnavailableError
 from probes.host import sysfs
@@ -22,27 +23,12 @@ from probes.hostinfo import probe as hostinfo
 from probes.hostinfo.container import container
 from probes.pci.facts import PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network
 
+NAMES = read_table(__file__, "names.toml")
 DEVICES = "/sys/bus/pci/devices"
 GROUPS = "/sys/kernel/iommu_groups"
 DEVICES_MAX = 4096
 NVSWITCH = 0x0680
-PEERMEM = (
-    "/sys/module/nvidia_peermem",
-    "/sys/kernel/mm/memory_peers/nv_mem",
-    "/sys/kernel/mm/memory_peers/nv_mem_nc",
-    "/sys/module/efa_nv_peermem",  # the EFA installer's
-)
 DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
-TOPOLOGY_FOLDERS = (
-    "/var/run/nvidia-topologyd",  # NCCL's own default: virtualTopology.xml
-    "/opt/microsoft",  # Azure HPC images: ndv4-topo.xml, ndv5-topo.xml, and links to them by series:
-    "/opt/microsoft/ndv2",
-    "/opt/microsoft/ndv4",
-    "/opt/microsoft/ndv5",
-    "/opt/microsoft/ncv4",
-    "/opt/amazon/ofi-nccl/share/aws-ofi-nccl/xml",  # EFA installer; its plugin sets NCCL_TOPO_FILE itself
-    "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml",
-)
 _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
@@ -64,7 +50,7 @@ def read(host: Host) -> PciFacts:
     return PciFacts(
         devices=devices,
         iommu_mode=_iommu_mode(host, devices),
-        peermem_loaded=any(host.exists(path) for path in PEERMEM) if host.exists("/sys/module") else None,
+        peermem_loaded=any(host.exists(path) for path in NAMES["peermem"]) if host.exists("/sys/module") else None,
         nvidia_open_module=opened,
         dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
         virtual_tree=virtual_tree(devices, hypervisor),
@@ -72,7 +58,7 @@ def read(host: Host) -> PciFacts:
         container=container(host),
         topology_files=tuple(
             f"{folder}/{name}"
-            for folder in TOPOLOGY_FOLDERS
+            for folder in NAMES["topology_folders"]
             for name in sysfs.names(host, folder)
             if name.endswith(".xml")
         ),
