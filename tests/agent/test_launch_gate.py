@@ -20,7 +20,7 @@ from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
-from agent.jobs.launch import Launched, job_plan, record_of
+from agent.jobs.launch import Launched, job_plan, record_of, train
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 

@@ -13,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from api_server import write_kubeconfig
 from rich.console import Console
 from rigs.command import topoflight
 from rigs.recorded import path_of
@@ -28,10 +29,6 @@ from agent.cluster.client import connect
 from agent.terminal import measured
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from api_server import write_kubeconfig
 
 SICK = str(path_of("sick-h100-dead-hca"))
 BAD_LOG = "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n" * 20

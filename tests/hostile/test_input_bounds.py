@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from readers import TARGETS
+from fuzz_targets import targets
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
@@ -234,7 +234,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
     flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file"}
-    assert set(TARGETS) == bounded | flat
+    assert set(targets()) == bounded | flat
 
 
 BOMBS = """

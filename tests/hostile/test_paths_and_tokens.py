@@ -11,19 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import resident
 import urllib3
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
-
-import resident
 from rigs.agents import TOKEN, agent, bearer, token_file
 from rigs.agents import tokens as tokens_in
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
 from agent.base.documents import write_atomic
