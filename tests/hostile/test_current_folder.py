@@ -52,7 +52,7 @@ def test_no_verb_imports_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
     wrong = []
     for name, *words in (
-        ("bench", "--quick", "--ranks", "1", "--wait", "300"),  # beside other tests that measure
+        ("bench", "--quick", "--ranks", "1"),
         ("calibrate", "--model", "tiny-llama", "--budget", "60"),
         ("recommend", *data),
         ("launch", "--no-preflight", "--ranks", "1", *job),
