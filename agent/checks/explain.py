@@ -45,4 +45,5 @@ def section(code: str) -> str:
 
 def point(code: str, name: str) -> str:
     """One point of an entry, such as "Remedy"; empty where no entry has it."""
-    return dict(_POINT.findall(sections().get(code, ""))).get(name, "")
+    found: dict[str, str] = dict(_POINT.findall(sections().get(code, "")))
+    return found.get(name, "")

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +17,11 @@ import yaml
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from test_tutorials import PAGES as TUTORIALS
 
 from agent.cli.main import VERBS, cli
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_tutorials import PAGES as TUTORIALS  # noqa: E402 - found through the line above
 
 FOLLOWED = {ROOT / "docs" / page for page in (*TUTORIALS, "ko/openshift.md", "ko/eks.md")}
 PAGES = sorted(
@@ -95,6 +92,7 @@ def filled(line: str, folder: Path) -> list[str]:
     return [str(folder / "nccl.conf") if word == "/etc/nccl.conf" else given.get(word, word) for word in words]
 
 
+@pytest.mark.long
 @each_row(("page", "line", "piped"), ours)
 def test_a_command_of_the_pages_can_be_typed(
     page: str, line: str, piped: bool, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,14 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from alerts import ALERTS, DOCS
 
 from agent.checks.explain import sections
 from agent.cli.main import VERBS
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "dashboards"))
-
-from alerts import ALERTS, DOCS  # noqa: E402 - found through the line above
 
 
 @pytest.fixture(scope="module")

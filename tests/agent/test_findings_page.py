@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from pathlib import Path
 
+from alerts import ALERTS
 from click.testing import CliRunner
 from rigs.tables import each_row
 
@@ -19,9 +19,6 @@ from planner.lint.tables import CODES as ENV_CODES
 from planner.lint.tables import texts
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "dashboards"))
-
-from alerts import ALERTS  # noqa: E402 - found through the line above
 
 PARTS = ["Meaning", "Cause", "Confirm", "Remedy", "Severity"]
 GATE = {code for code in ALL_CODES if not code.startswith("env.")}
@@ -69,7 +66,7 @@ def test_an_entry_is_whole(name: str) -> None:
 def test_named_codes_exist() -> None:
     """An entry that sends the reader to another code sends it to one that is there."""
     firsts = "|".join(sorted({code.split(".")[0] for code in GATE}))
-    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as flight.json stand in code
+    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json stand in code
     named = set(re.findall(rf"(?<![\w.])(?:{firsts})(?:\.[a-z_0-9]+)+\b", text))
     assert named - sections().keys() == set()
     assert "limits.memlock.low" in named

@@ -20,7 +20,6 @@ from agent.checks.explain import PAGES
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-sys.path.insert(0, str(ROOT / "bench"))
 
 import man_page  # noqa: E402 - found through the line above
 
@@ -51,6 +50,7 @@ def test_what_the_wheel_carries(wheel: Path) -> None:
     assert wheel.name == f"topoflight-{version}-py3-none-any.whl"
 
 
+@pytest.mark.long
 def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> None:
     """As `uvx --from FILE topoflight` has it: in an environment of its own, which sees the packages of this one."""
     venv.create(tmp_path / "own", symlinks=True)
