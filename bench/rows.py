@@ -15,19 +15,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shapes import ShapeError, shape_of
+from shapes import ShapeError, is_mixture, shape_of
 from stacks import Stack, stack_matching
 
-from contracts.layout import EIGHT_BITS, Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
+from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from hardware.gpus import Gpu, gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from planner.forecast.links import (
     ASSUMED_PCIE_BYTES_PER_SECOND,
-    ASSUMED_TCP_BYTES_PER_SECOND,
     NETWORK_SHARE,
     Links,
     Speed,
+    unknown_network,
 )
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from topology.expected import FACTORS
@@ -46,6 +46,8 @@ class Unread:
     row_id: str
     source: str
     why: str
+    timed: bool  # it has a time, which therefore was not forecast
+    mixture: bool  # of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +342,7 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
         tcp = tcp or (machine.nic_kind == "ethernet" and not rdma)
     if (tcp and not re.search(r"tcpx", text)) or (slow and not rdma):
         if rate is None:
-            return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link="TCP"), False
+            return unknown_network("TCP"), False
         share, streams = FACTORS.sockets[1]
         carried = 1.0 / (1.0 / (share * rate / 8.0 * GIGA) + 1.0 / streams)
         return Speed(bytes_per_second=carried, how="derived", link="TCP"), True
@@ -452,19 +454,6 @@ def doubt(raw: Raw) -> str:
     return ""
 
 
-def too_fast(
-    gpu: Gpu, model: ModelSpec, precision: Precision, seconds: float | None, layout: Layout, sequence: int
-) -> bool:
-    """The time would need more FLOP/s than the GPU's best multiplication: it belongs to other settings."""
-    if not seconds:
-        return False
-    count = weights(model)
-    active = count.layers * (count.attention_per_layer + count.active_mlp_per_layer)
-    flops = 4.0 * active * layout.global_batch * sequence  # forward and input gradients: the least any method does
-    best = max(gpu.matmul_bf16, gpu.matmul_fp8 or 0.0 if precision in EIGHT_BITS else 0.0)
-    return flops / (seconds * layout.world_size) > best
-
-
 def read_sequence(raw: Raw, batch: int | None) -> int:
     """The given length, or the mean one that throughput and step time imply."""
     length = number(raw, "seq")
@@ -561,9 +550,6 @@ def read_row(columns: Raw) -> Row:
         share = min(1.0, 3.0 * (hfu / mfu - 1.0))
     seconds, exact = read_seconds(raw, model, world, sequence, layout.global_batch)
     memory, memory_kind = read_memory(raw, gpu, world)
-    aside = doubt(raw)
-    if not aside and too_fast(gpu, model, precisions[-1], seconds, layout, sequence):
-        aside = "more FLOP/s than the GPU reaches"
     printed = words(raw, "mem_kind")
     return Row(
         row_id=raw.get("row_id") or "?", source=raw.get("source") or "?", framework=raw.get("framework") or "?",
@@ -575,8 +561,11 @@ def read_row(columns: Raw) -> Row:
         first_stage="as printed" in printed and not re.search(r"max|last|total|worst|peak", printed),
         out_of_memory=bool(re.search(r"\boom\b|out of memory", words(raw, "mem_gib"))
                            or (not seconds and re.search(r"\boom\b|out of memory", words(raw, "note")))),
-        set_aside=aside, raw=raw,
+        set_aside=doubt(raw), raw=raw,
     )  # fmt: skip
+
+
+_TIMES = ("step_time_s", "step_time_s_derived", "tokens_s_gpu", "tokens_s_gpu_derived", "samples_s", "tflops_gpu")
 
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
@@ -593,6 +582,8 @@ def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
                 try:
                     rows.append(read_row(columns))
                 except UnreadError as error:
-                    unread.append(Unread(row_id=columns.get("row_id") or "?", source=columns.get("source") or "?",
-                                         why=str(error)))  # fmt: skip
+                    unread.append(Unread(
+                        row_id=columns.get("row_id") or "?", source=columns.get("source") or "?", why=str(error),
+                        timed=any(number(columns, name) for name in _TIMES), mixture=is_mixture(columns),
+                    ))  # fmt: skip
     return rows, unread

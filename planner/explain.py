@@ -1,26 +1,20 @@
-"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most; how wide it is.
-
-How wide the interval around a step's time is follows from the kind of job: learned from forecasts of runs that it never
-saw. The numbers are `forecast/intervals.json`, written by `python bench/forecast.py --write`.
-"""
+"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
 
 from contracts.interval import Interval
 from contracts.layout import Layout
-from contracts.plain import loads
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part, RankedLayout
 from planner.forecast.compute import gpu_rates
+from planner.forecast.intervals import SIGMA_LINK_ASSUMED, base_sigma, bytes_that_fit, interval, memory_interval
 from planner.forecast.links import Links, Speed
-from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
 from planner.forecast.step_time import (
     ADAM_RANK_BYTES_PER_SECOND,
@@ -29,14 +23,7 @@ from planner.forecast.step_time import (
     step_parts,
     strides,
 )
-from planner.search import SIGMA_LINK_ASSUMED, Candidate, difference_sigma
-
-# Standard deviations of log(measured / forecast) that no published row tells: the others are planner.forecast's
-# intervals. An 80 % interval is 1.2816 of them to each side.
-SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/decisions/0023
-SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
-SIGMA_MEMORY = 0.06
-Z80 = 1.2816
+from planner.search import Candidate, difference_sigma
 
 COMMUNICATION = (
     "tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send",
@@ -91,85 +78,6 @@ def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     return None
 
 
-# -- how wide
-
-
-FILE = Path(__file__).parent / "forecast" / "intervals.json"
-LONG_CONTEXT_TOKENS = 16384
-UNSEEN_ENGINE, UNSEEN_GPU, MIXTURE, ADAPTERS, LONG = (
-    "engine of no published run", "GPU of no published run", "mixture of experts", "adapters", "long context",
-)  # fmt: skip
-PLAIN = "none of these"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
-    """Standard deviations of log(measured / forecast)."""
-
-    engines: frozenset[str]  # of which published runs were scored
-    capabilities: frozenset[tuple[int, int]]  # CUDA's, of the GPUs they ran on
-    kinds: dict[str, float]  # of jobs that are these and nothing else, names joined by "; "
-    any_with: dict[str, float]  # of jobs that are one of these, whatever else they are
-    calibrated: float  # once a step of the same stack was measured on the machine
-
-    def sigma(self, kinds: tuple[str, ...]) -> float:
-        """By the kind itself, else by the widest of what it is; where that is unknown too, by the widest there is."""
-        exact = self.kinds.get(key_of(kinds))
-        if exact is not None:
-            return exact
-        widest = max(self.any_with.values())
-        return max((self.any_with.get(kind, widest) for kind in kinds), default=widest)
-
-
-def key_of(kinds: tuple[str, ...]) -> str:
-    """The name of a combination."""
-    return "; ".join(kinds) or PLAIN
-
-
-@cache
-def widths() -> Widths:
-    """The table that ships."""
-    data = loads(FILE.read_bytes())
-    return Widths(
-        engines=frozenset(data["engines"]),
-        capabilities=frozenset((major, minor) for major, minor in data["capabilities"]),
-        kinds=data["kinds"],
-        any_with=data["any_with"],
-        calibrated=data["calibrated"],
-    )
-
-
-def kinds_of(job: Job, *, seen_engine: bool, seen_gpu: bool) -> tuple[str, ...]:
-    """What sets a job apart from full training of a dense model, by a stack and on a GPU of published runs."""
-    return tuple(
-        name
-        for name, is_so in (
-            (UNSEEN_ENGINE, not seen_engine), (UNSEEN_GPU, not seen_gpu), (MIXTURE, job.model.experts > 0),
-            (ADAPTERS, job.train.method != "full"), (LONG, job.train.sequence_length >= LONG_CONTEXT_TOKENS),
-        )
-        if is_so
-    )  # fmt: skip
-
-
-def job_kinds(job: Job) -> tuple[str, ...]:
-    """The same by the table that ships."""
-    gpu, table = gpu_named(job.rates.device), widths()
-    return kinds_of(
-        job, seen_engine=job.engine.name in table.engines,
-        seen_gpu=gpu is not None and gpu.compute_capability in table.capabilities,
-    )  # fmt: skip
-
-
-def base_sigma(job: Job, *, calibrated: bool) -> float:
-    """Uncertainty of log step time by the kind of job, all links known."""
-    if job.rates.how == "assumed":
-        return SIGMA_ASSUMED
-    if job.rates.device == "CPU":
-        return SIGMA_CALIBRATED_CPU
-    table = widths()
-    return min(table.calibrated, table.sigma(job_kinds(job))) if calibrated else table.sigma(job_kinds(job))
-
-
 def sigma_of(job: Job, layout: Layout, parts: StepParts, *, calibrated: bool) -> float:
     """Uncertainty of log step time: that of the kind of job, and of links nobody measured by their share."""
     return math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))
@@ -186,23 +94,24 @@ def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
     return math.sqrt(variance)
 
 
-def interval(mid: float, sigma: float) -> Interval:
-    """80 % around the best guess, as a factor to each side."""
-    factor = math.exp(Z80 * sigma)
-    return Interval(low=mid / factor, mid=mid, high=mid * factor)
+def seconds_over_unknown_network(job: Job, layout: Layout) -> tuple[float, float] | None:
+    """Seconds of a step over the fastest and the slowest that an unknown network may be; None: it is known, or idle."""
+    network = job.links.network
+    if network is None or network.within is None or step_parts(job, layout).communication <= 0:
+        return None
+    slow, fast = (
+        step_parts(replace(job, links=replace(job.links, network=replace(network, bytes_per_second=at))), layout).total
+        for at in network.within
+    )  # fmt: skip
+    return fast, slow
 
 
 def _over_unknown_network(job: Job, candidate: Candidate, around: Interval, scale: float) -> Interval:
     """The same interval, out to what the step takes over the slowest and the fastest that an unknown network may be."""
-    network = job.links.network
-    if network is None or network.within is None or candidate.parts.communication <= 0:
+    ends = seconds_over_unknown_network(job, candidate.layout)
+    if ends is None:
         return around
-    slow, fast = (
-        step_parts(replace(job, links=replace(job.links, network=replace(network, bytes_per_second=rate))),
-                   candidate.layout).total * scale
-        for rate in network.within
-    )  # fmt: skip
-    low, high = (around.low / around.mid * fast, around.high / around.mid * slow)
+    low, high = (around.low / around.mid * ends[0] * scale, around.high / around.mid * ends[1] * scale)
     return Interval(low=min(low, around.low), mid=around.mid, high=max(high, around.high))
 
 
@@ -254,7 +163,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         used.add(str(job.links.host))
     return Forecast(
         step_seconds=_over_unknown_network(job, candidate, interval(candidate.seconds, sigma), scale),
-        memory_bytes=interval(memory.total, 0.25 if job.rates.device == "CPU" else SIGMA_MEMORY),
+        memory_bytes=memory_interval(memory.total, job.train.method, on_cpu=job.rates.device == "CPU"),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,
         dominant=dominant_words(parts, job.links, layout),
@@ -305,8 +214,9 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     ideas: list[tuple[float, str]] = []
     double = replace(layout, micro_batch=layout.micro_batch * 2)
     gain = 1.0 - step_parts(job, double).total / double.global_batch / per_sequence
-    needed = memory_parts(job.model, job.train, double, job.engine, on_cpu=job.rates.device == "CPU").total
-    if capacity is None or needed <= DEFAULT_MEMORY.safe_share * capacity:
+    needed = memory_of(job, double).total
+    on_cpu = job.rates.device == "CPU"
+    if capacity is None or needed <= bytes_that_fit(capacity, job.train.method, on_cpu=on_cpu):
         ideas.append((gain, f"micro-batch x2 (global batch {double.global_batch}): {gain:.0%} less time for the same "
                             "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
     network = job.links.network

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from agent.base import inputs, units
 from agent.base.hosts import snapshots
@@ -85,6 +86,11 @@ def _refuse_unused(options: Mapping[str, object]) -> None:
     if options["sweep"] and options["nodes"]:
         raise click.UsageError(
             f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"
+        )
+    source = click.get_current_context().get_parameter_source("lora_rank")
+    if source is ParameterSource.COMMANDLINE and options["method"] == "full":
+        raise click.UsageError(
+            f"--lora-rank {options['lora_rank']}: --method full has no adapters; leave one of the two out"
         )
     if options["model"] is None:
         for name in ("steps", "tokens", "hours", "epochs", "rows", "dataset", "price", "lengths"):
@@ -180,7 +186,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
         shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
-        broken = (ranked.why if ranked.why.startswith("breaks") else "yes" for ranked in (first, second))
+        broken = (ranked.why or "yes" for ranked in (first, second))
         shown.add_row("allowed", *broken)
         out.print(shown)
 

@@ -7,6 +7,7 @@ S (n - 1) / n per ring, however many GPUs stand behind it; groups that cross sid
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,9 +59,12 @@ class Speed:
         )
 
 
-def unknown_network(link: str) -> Speed:
+NO_RATE = "no NIC rate known"
+
+
+def unknown_network(link: str, why: str = NO_RATE) -> Speed:
     """A network that nobody measured and whose rate no probe knows."""
-    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why="no NIC rate known",
+    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why=why,
                  within=(UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND))  # fmt: skip
 
 
@@ -269,6 +273,22 @@ def _carries(gpu: GpuNode) -> float | None:
     return gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second
 
 
+def _domain(cluster: ClusterTopology, per_node: int) -> int:
+    """Ranks of the smallest NVLink domain of several nodes, whose nodes follow each other; 0 without one.
+
+    Of several domains the largest power of two of their nodes, times the ranks of a node: groups of ranks that start at
+    a multiple of their size then never lie across two domains.
+    """
+    if cluster.inter_node_transport == "nvlink":
+        return per_node * len(cluster.nodes)
+    domains = [next((gpu.nvlink_domain for gpu in node.gpus if gpu.usable), None) for node in cluster.nodes]
+    together = [(domain, len(list(nodes))) for domain, nodes in itertools.groupby(domains)]
+    least = min(count for _, count in together)
+    if least < 2 or any(domain is None for domain, _ in together):
+        return 0
+    return per_node * (1 << (least.bit_length() - 1))
+
+
 def _network(cluster: ClusterTopology) -> Speed:
     link = {"efa": "EFA", "tcp": "TCP", "rdma": "RDMA", "nvlink": "NVLink"}.get(
         cluster.inter_node_transport or "", "network"
@@ -281,14 +301,16 @@ def _network(cluster: ClusterTopology) -> Speed:
     derived = _expected(cluster, "cluster")
     if derived:
         return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
-    rates = [
-        sum(n.rate_bytes_per_second or 0.0 for n in node.nics if n.kind in ("hca", "efa")) for node in cluster.nodes
-    ]
-    if rates and min(rates) > 0:
-        kind = "EFA" if any(n.kind == "efa" for n in cluster.nodes[0].nics) else "RDMA"
+    offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
+    common = set.intersection(*offered)
+    rates = [sum(n.rate_bytes_per_second or 0.0 for n in node.nics if n.kind in common) for node in cluster.nodes]
+    if link != "TCP" and min(rates) > 0:
+        kind = "EFA" if "efa" in common else "RDMA"
         return Speed(bytes_per_second=min(rates) * NETWORK_SHARE, how="derived", link=kind,
                      why=f"NIC rates x {NETWORK_SHARE}")  # fmt: skip
-    return unknown_network(link if link != "network" else "TCP")
+    kinds = sorted({"EFA" if kind == "efa" else "RDMA" for each in offered for kind in each})
+    why = f"some nodes have {' and others '.join(kinds)}: all ranks use sockets" if kinds and not common else NO_RATE
+    return unknown_network(link if link != "network" else "TCP", why)
 
 
 def links_of(
@@ -323,8 +345,7 @@ def links_of(
         network = _network(cluster)
         if across:
             network = Speed(bytes_per_second=across[0], how="measured", link=network.link, why=across[1])
-        if cluster.inter_node_transport == "nvlink":  # NVLink domain of several nodes
-            size = per_node * nodes
+        size = _domain(cluster, per_node) or size
     start, across_start = (ALPHA_INTRA_SECONDS, ALPHA_INTER_SECONDS) if first.gpus else (GLOO_ALPHA_SECONDS,) * 2
     return Links(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,

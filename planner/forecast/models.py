@@ -1,7 +1,8 @@
 """Models: from a Hugging Face config.json or a known name to a `ModelSpec`.
 
 Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
-Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4 and GLM4-MoE classes (text models only).
+Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite,
+MiniMax-M2, OLMo2 and OLMo3 classes (text models only).
 Shapes of the known names and what the classes take by default: models.toml.
 """
 
@@ -22,11 +23,27 @@ from planner.forecast.specs import ModelSpec
 
 _MAX_CONFIG_BYTES = 1 << 20
 # What config.json calls a family otherwise: the text part of a multi-modal model, and Kimi K2, which is a DeepSeek-V3.
-_OTHER_TYPES = {"gemma3_text": "gemma3", "llama4_text": "llama4", "kimi_k2": "deepseek_v3"}
-_MOE = {"mixtral", "qwen3_moe", "qwen2_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4", "glm4_moe"}
+_OTHER_TYPES = {
+    "gemma3_text": "gemma3", "llama4_text": "llama4", "kimi_k2": "deepseek_v3", "glm4v_moe_text": "glm4_moe",
+    "ministral3": "mistral", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
+}  # fmt: skip
+# Layers of a state-space model, or of a linear attention that is not forecast, beside those of full attention.
+_HYBRIDS = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "plamo2", "recurrent_gemma", "zamba", "zamba2",
+}  # fmt: skip
 _SHARED = {"deepseek_v3", "glm4_moe"}  # n_shared_experts of the routed ones' width
+_MOE = {"mixtral", "qwen3_moe", "qwen2_moe", "qwen3_next", "gpt_oss", "llama4", "minimax_m2", *_SHARED}
 _BIASED, _UNBIASED = {"gpt2", "qwen2"}, {"mistral", "mixtral", "phi3"}  # whatever config.json says
-_SLIDING = {"mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "phi3"}  # by sliding_window alone; Llama never does
+_SLIDING = {
+    "mistral",
+    "mixtral",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "olmo3",
+    "phi3",
+}  # by sliding_window alone; Llama never does
 _SLIDING_WHERE_ASKED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}  # by use_sliding_window, which is off by default
 
 
@@ -106,6 +123,10 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         config = {"model_type": config.get("model_type", ""), **inner}
     kind = str(config.get("model_type", "")).lower()
     family = _OTHER_TYPES.get(kind, kind)
+    if family in _HYBRIDS:
+        raise ModelError(
+            f"config.json: model_type={kind!r}: has state-space or linear-attention layers that are not forecast"
+        )
     if family not in FAMILIES:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(FAMILIES))}")
     passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
@@ -132,15 +153,22 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         gated_mlp=family != "gpt2",
         attention_bias=_attention_bias(config, family),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
-        mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
+        mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
         max_positions=_positions(config),
         rope_types=_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
+        quantised=_quantised(config),
         **_latent(config, family),
         **_linear(config, family, layers),
         **_mixture(config, family, layers, ffn),
     )
+
+
+def _quantised(config: Mapping[str, Any]) -> str:
+    """How the weights are quantised ("gptq", "mxfp4"); "" where they are not."""
+    kind = config.get("quantization_config")
+    return str(kind.get("quant_method") or "in an unknown way") if isinstance(kind, Mapping) else ""
 
 
 def _latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
@@ -180,7 +208,7 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
         return {}
     width = _whole(config, ("moe_intermediate_size",), default=ffn)
     shared = 0
-    if family in ("llama4", "gpt_oss"):
+    if family in ("llama4", "gpt_oss", "minimax_m2"):
         width = _whole(config, ("intermediate_size",))
     if family in _SHARED:
         shared = width * _whole(config, ("n_shared_experts",), default=0)
@@ -282,6 +310,8 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
         sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
     elif family == "gpt_oss":
         sliding = (layers + 1) // 2  # the first, and every other
+    elif family == "olmo3":
+        sliding = layers - layers // 4
     elif family == "gemma3":
         sliding = layers - layers // _whole(config, ("sliding_window_pattern",))
     elif family == "qwen2_moe" and isinstance(first, int):

@@ -477,9 +477,12 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
     if ranks == 1:
         return _Exchange()
 
+    reduced = share.trained * job.engine.reduced_bytes(job.train, layout)
+    messages = min(step.layers, max(1.0, reduced / job.engine.bucket_bytes_reduced(ranks)))
+
     def one(each: float) -> float:
         ring = job.links.ring_seconds
-        return _over_groups(ring, step, each, share.trained, share.routed_trained, step.layers, ranks=ranks)
+        return _over_groups(ring, step, each, share.trained, share.routed_trained, messages, ranks=ranks)
 
     back_way = one_way = one(job.engine.reduced_bytes(job.train, layout))
     if layout.sharding in ("zero1", "zero2"):
@@ -535,9 +538,8 @@ def _optimizer(step: _Step) -> tuple[float, float]:
         return job.constants.optimizer_bytes * trained / job.rates.hbm, 0.0
     offload = 28.0 * trained / job.host_adam_bytes_per_second
     offload += (wide + 4.0) * trained / job.links.host.bytes_per_second
-    if layout.offload == "all":
-        shard = share.part(
-            share.local, share.routed, sharded=True
-        )  # weights in for both passes, gradients out, each micro-batch
-        offload += (2.0 * wide + wide) * shard * layout.gradient_accumulation / job.links.host.bytes_per_second
+    if layout.offload == "all":  # each micro-batch: weights in for both passes, as they lie, and gradients out
+        moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
+        moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
+        offload += moved * layout.gradient_accumulation / job.links.host.bytes_per_second
     return 0.0, offload
