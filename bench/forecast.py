@@ -34,6 +34,7 @@ from stacks import unknown_stack
 from widths import LEAST_ROWS, Sample, inside, learn, width, write
 
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
+from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.explain import seconds_over_unknown_network, sigma_of_links
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
@@ -41,7 +42,7 @@ from planner.forecast.intervals import FILE as INTERVALS
 from planner.forecast.intervals import Widths, interval, key_of, kinds_of, widths
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
-from planner.forecast.step_time import Job, StepParts, step_parts
+from planner.forecast.step_time import Job, step_parts
 from planner.search import TIGHT_SHARE, degrees_of, search
 from planner.stacks import ENGINES
 
@@ -51,39 +52,18 @@ FILES = ("published.csv", "published2.csv", "published3.csv")
 FOUR_BITS = 2.0
 LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
 
-# Fitted on published rows; all others are read off data sheets, kernels or papers (docs/model.md).
-FITTED = (
-    "sustained_ampere", "sustained_hopper", "sustained_blackwell", "attention_ampere", "attention_hopper",
-    "attention_hopper_3", "attention_blackwell", "attention_flash1", "score_passes", "hidden_passes_fused",
-    "hidden_passes_compiled", "hidden_passes_eager", "tp_hidden", "overlap_loss",
-)  # fmt: skip
-
-# Where a fit starts and what it is drawn to: round figures that rest on no published training run. One sustained share
-# for every GPU; attention as the FlashAttention papers print it over the GPU's best multiplication.
-PRIOR = replace(
-    DEFAULT, sustained_ampere=0.85, sustained_hopper=0.85, sustained_blackwell=0.85,
-    attention_ampere=0.65, attention_hopper=0.43, attention_hopper_3=0.65, attention_blackwell=0.60,
-    attention_flash1=0.5, score_passes=5.0, hidden_passes_fused=10.0, hidden_passes_compiled=14.0,
-    hidden_passes_eager=20.0, tp_hidden=0.5, overlap_loss=0.15,
-)  # fmt: skip
-
-# Read off published rows and not fitted: what each source says by itself, and what was taken without any of them. Left
-# out, a source leaves the geometric mean of the others.
-READ_OFF: dict[str, tuple[dict[str, float], float]] = {
-    "dequantize_share": ({"litgpt": 0.24, "torchtune": 0.16, "Qwen README": 0.10}, 0.25),
-    "misaligned": ({"BLOOM prequel (bigscience)": 1.25}, 1.0),
-    # accounts of an eager operator's way from Python to the GPU sum to 5 to 25 us: the middle
-    "launch_seconds": ({"Qwen README": 12e-6}, 11e-6),
-}
+_TABLE = read_table(__file__, "forecast.toml")
+FITTED: tuple[str, ...] = tuple(_TABLE["start"])
+PRIOR = replace(DEFAULT, **_TABLE["start"])
 
 
 def read_off_without(source: str) -> dict[str, float]:
     """Constants that were read off a source, as they are without it."""
     found = {}
-    for name, (by_source, unseen) in READ_OFF.items():
-        others = [value for of, value in by_source.items() if of != source]
-        if source in by_source:
-            found[name] = statistics.geometric_mean(others) if others else unseen
+    for name, row in _TABLE["read_off"].items():
+        others = [value for of, value in row["sources"].items() if of != source]
+        if source in row["sources"]:
+            found[name] = statistics.geometric_mean(others) if others else row["without"]
     return found
 
 
@@ -223,14 +203,6 @@ def searched(row: Row, constants: Constants = DEFAULT) -> Layout:
     return found.best[0].layout if found.best else row.layout
 
 
-def _parts(job: Job, row: Row, layout: Layout) -> StepParts:
-    if row.recompute_share is None:
-        return step_parts(job, layout)
-    none = step_parts(job, replace(layout, checkpointing="none"))
-    full = step_parts(job, replace(layout, checkpointing="full"))
-    return StepParts(*(a + (b - a) * row.recompute_share for a, b in zip(none, full, strict=True)))
-
-
 def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, float]:
     """Seconds, and what assumed links and a precision that the row leaves open add to sigma."""
     times, links = [], 0.0
@@ -240,13 +212,13 @@ def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, f
     for precision, gpu in variants:
         at = layout if precision == layout.precision else replace(layout, precision=precision)
         job = _job(row, precision, constants, gpu)
-        parts = _parts(job, row, at)
+        parts = step_parts(job, at)
         times.append(parts.total)
         links = max(links, sigma_of_links(job, at, parts))
     return math.sqrt(min(times) * max(times)), math.hypot(links, math.log(max(times) / min(times)) / 2.0)
 
 
-def answer(row: Row, layout: Layout, constants: Constants = DEFAULT, *, seen_gpu: bool = True) -> Answer:
+def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
     engine = row.stack.engine
     seconds, extra = seconds_of(row, layout, constants)
@@ -261,7 +233,7 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT, *, seen_gpu
         row=row,
         seconds=seconds,
         extra=extra,
-        kinds=kinds_of(job, seen_engine=row.stack.known, seen_gpu=seen_gpu),
+        kinds=kinds_of(job, seen_engine=row.stack.known),
         reach=(math.log(min(1.0, ends[0] / seconds)), math.log(max(1.0, ends[1] / seconds))) if ends else (0.0, 0.0),
         memory_bytes=memory,
         least_bytes=min(ways),
@@ -357,43 +329,35 @@ def unknown_to_others(row: Row, engines: Collection[str]) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Every source, and every generation of GPUs, forecast by what never saw it."""
+    """Every source forecast by what never saw it."""
 
     answers: list[Answer]
     engines: dict[str, str]  # of each row, by its name
-    unseen_gpu: list[Answer]  # the same rows again, by constants fitted without any row of such a GPU
-    shipped: list[Answer]  # and by what ships: no memory is fitted, so the traits of its stack are all that is left out
+    shipped: list[
+        Answer
+    ]  # the same rows by what ships: no memory is fitted, so the traits of its stack are all that is left out
 
 
 def left_out(rows: Sequence[Row], say: Callable[[str], None]) -> LeftOut:
-    """Forecast each row by constants and stacks that never saw its source, and again that never saw its GPU."""
+    """Forecast each row by constants and stacks that never saw its source."""
     engines = tied(rows)
     fit = Fit([(row, as_run(row)) for row in rows])
     apart = [unknown_to_others(row, engines.get(row.source, ())) for row in rows]
-
-    def forecast(members: Iterable[Row], constants: Constants, *, seen_gpu: bool) -> list[Answer]:
-        return [
-            answer(row, searched(row, constants) if "layout" in row.assumed else as_run(row), constants,
-                   seen_gpu=seen_gpu)
-            for row in members
-        ]  # fmt: skip
-
     everything = fit.without(())
-    sources: list[Answer] = []
+    answers: list[Answer] = []
     for source in dict.fromkeys(row.source for row in rows):
         constants = everything
         if source in fit.sources:
             constants = fit.without({row.name for row in rows if row.source == source})
         constants = replace(constants, **read_off_without(source))
-        sources += forecast((row for row in apart if row.source == source), constants, seen_gpu=True)
+        answers += [
+            answer(row, searched(row, constants) if "layout" in row.assumed else as_run(row), constants)
+            for row in apart
+            if row.source == source
+        ]
         say(f"left out {source}")
-    gpus: list[Answer] = []
-    for capability in dict.fromkeys(row.gpu.compute_capability for row in rows):
-        constants = fit.without({row.name for row in rows if row.gpu.compute_capability == capability})
-        gpus += forecast((row for row in apart if row.gpu.compute_capability == capability), constants, seen_gpu=False)
-        say(f"left out GPUs of compute capability {capability}")
     engines_of = {row.name: row.stack.engine.name for row in rows}
-    return LeftOut(answers=sources, unseen_gpu=gpus, shipped=as_shipped(rows), engines=engines_of)
+    return LeftOut(answers=answers, shipped=as_shipped(rows), engines=engines_of)
 
 
 def samples_of(answers: Iterable[Answer]) -> list[Sample]:
@@ -404,9 +368,7 @@ def samples_of(answers: Iterable[Answer]) -> list[Sample]:
 def learned(result: LeftOut, without: str | None = None) -> Widths:
     """The widths, of all sources or of all but one."""
     answers = [a for a in result.answers if a.scored and a.row.source != without]
-    again = [a for a in result.unseen_gpu if a.scored and a.row.source != without]
     seen = Counter(result.engines[a.row.name] for a in answers)
-    gpus = Counter(a.row.gpu.compute_capability for a in answers if a.row.gpu.compute_capability)
     known = [a for a in answers if not a.row.assumed_much]
     scaled = [Sample(source=a.row.source, error=math.log(ratio)) for a, ratio in with_scalar(known)]
     held = [a for a in result.shipped if a.row.memory_bytes and a.row.source != without]
@@ -415,21 +377,16 @@ def learned(result: LeftOut, without: str | None = None) -> Widths:
         memory[a.row.train.method].append(Sample(source=a.row.source, error=math.log(a.memory_ratio)))
     pair, same = (spread(found) for found in pairs(answers))
     return learn(
-        samples_of([*answers, *again]),
+        samples_of(answers),
         engines={name for name, count in seen.items() if name in ENGINES and count >= LEAST_OF_A_SOURCE},
-        capabilities={capability for capability, count in gpus.items() if count >= LEAST_OF_A_SOURCE},
         calibrated=width(scaled), memory={method: width(samples) for method, samples in sorted(memory.items())},
         pair=pair, pair_same=same,
     )  # fmt: skip
 
 
 def as_shipped(rows: Sequence[Row]) -> list[Answer]:
-    """Every row by the constants, stacks and widths that the planner ships."""
-    return [
-        answer(row, searched(row) if "layout" in row.assumed else as_run(row),
-               seen_gpu=row.gpu.compute_capability in widths().capabilities)
-        for row in rows
-    ]  # fmt: skip
+    """Every row by the constants and stacks that the planner ships."""
+    return [answer(row, searched(row) if "layout" in row.assumed else as_run(row)) for row in rows]
 
 
 # --- Scores.
@@ -606,7 +563,7 @@ def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread],
 
 def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
     """The table of widths: each combination, and each single mark, of enough rows; and those of memory and pairs."""
-    answers = [a for a in (*result.answers, *result.unseen_gpu) if a.scored and not a.row.assumed_much]
+    answers = [a for a in result.answers if a.scored and not a.row.assumed_much]
     marks = sorted({kind for a in answers for kind in a.kinds})
     groups = {key_of(kinds): [a for a in answers if a.kinds == kinds] for kinds in sorted({a.kinds for a in answers})}
     groups |= {f"any: {mark}": [a for a in answers if mark in a.kinds] for mark in marks}

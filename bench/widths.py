@@ -84,6 +84,5 @@ def write(widths: Widths, file: Path) -> None:
         "written_by": "python bench/forecast.py --write",
         **asdict(widths),
         "engines": sorted(widths.engines),
-        "capabilities": sorted(map(list, widths.capabilities)),
     }
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
