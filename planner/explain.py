@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from contracts.interval import Interval
 from contracts.layout import Layout
@@ -18,16 +19,15 @@ from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
 from planner.forecast.step_time import (
     ADAM_RANK_BYTES_PER_SECOND,
+    COMMUNICATION,
     Job,
     StepParts,
+    sent,
     step_parts,
     strides,
 )
 from planner.search import Candidate, difference_sigma
 
-COMMUNICATION = (
-    "tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send",
-)  # fmt: skip
 _WORDS = read_table(__file__, "explain.toml")
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
@@ -54,33 +54,23 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     return None
 
 
+_TRAFFIC = {
+    "gather": (("dp_shard", "all_gather"),),
+    "reduce": (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")),
+    "tensor_parallel": (("tp", "all_reduce"),),
+}
+
+
 def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     """What one part of the traffic sends per GPU and step, hidden or not; None where it is not counted."""
-    count = weights(job.model)
-    local = count.total / (layout.tp * layout.pp)
-    full = job.train.method == "full"
-    trained = local if full else trained_weights(job.model, job.train) / (layout.tp * layout.pp)
-    wide = 4.0 if layout.precision == "fp32" else 2.0
-    if part == "gather":
-        times = 1.0 + (1.0 if layout.reshard_after_forward else 0.0)
-        return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * job.engine.gathers(layout)
-    if part == "reduce" and layout.dp_shard in (1, layout.data_parallel):
-        n = layout.data_parallel
-        sent = job.engine.reduced_bytes(job.train, layout) * trained * (n - 1) / n
-        if layout.sharding == "zero3" and n > 1:
-            return sent * job.engine.scatters(job.train, layout)
-        return 2.0 * sent
-    if part == "tensor_parallel":
-        rounds = 6.0 if layout.checkpointing == "full" else 4.0
-        tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp * layout.gradient_accumulation
-        each = 2.0 * wide * tokens * job.model.hidden * (layout.tp - 1) / layout.tp
-        return rounds * each * job.model.layers / layout.pp
-    return None
-
-
-def sigma_of(job: Job, layout: Layout, parts: StepParts, *, calibrated: bool) -> float:
-    """Uncertainty of log step time: that of the kind of job, and of links nobody measured by their share."""
-    return math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))
+    found, total = sent(job, layout), 0.0
+    ranks = {"tp": layout.tp, "dp_shard": layout.dp_shard * layout.cp, "dp_replicate": layout.data_parallel * layout.cp}
+    if ("dp_shard", "all_gather") in found:
+        ranks["dp_replicate"] = layout.dp_replicate
+    for dimension, kind in _TRAFFIC.get(part, ()):
+        away = (ranks[dimension] - 1) / ranks[dimension] * (2.0 if kind == "all_reduce" else 1.0)
+        total += away * found.get((dimension, kind), 0.0)
+    return total or None
 
 
 def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
@@ -155,7 +145,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         if value > 0
     )
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
-    sigma = sigma_of(job, layout, parts, calibrated=calibrated)
+    sigma = math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))
     used = {
         str(link) for name in COMMUNICATION if getattr(parts, name) > 0 and (link := link_of(job.links, layout, name))
     }
@@ -209,11 +199,17 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
 
 def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:
     """What would shorten the run for the same tokens, biggest gain first, each computed by the same model."""
-    layout, base = winner.layout, winner.parts.total
-    per_sequence = base / layout.global_batch
+    layout = winner.layout
+    per_sequence = winner.parts.total / layout.global_batch
     ideas: list[tuple[float, str]] = []
+
+    def gain_of(at: Layout = layout, **changed: Any) -> float:
+        """The share of the step that is saved in another layout, or where the job's facts are these."""
+        other = replace(job, _layers={}, _heads={}, **changed) if changed else job
+        return 1.0 - step_parts(other, at).total / at.global_batch / per_sequence
+
     double = replace(layout, micro_batch=layout.micro_batch * 2)
-    gain = 1.0 - step_parts(job, double).total / double.global_batch / per_sequence
+    gain = gain_of(double)
     needed = memory_of(job, double).total
     on_cpu = job.rates.device == "CPU"
     if capacity is None or needed <= bytes_that_fit(capacity, job.train.method, on_cpu=on_cpu):
@@ -223,9 +219,8 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     if network is not None and winner.parts.communication > 0:
         quadruple = max(4 * network.bytes_per_second, SLOWEST_OFFERED)
         faster = replace(job.links, network=replace(network, bytes_per_second=quadruple))
-        quick = replace(job, links=faster, _layers={}, _heads={})
-        parts = step_parts(quick, layout)
-        gain = 1.0 - parts.total / base
+        parts = step_parts(replace(job, links=faster), layout)
+        gain = gain_of(links=faster)
         bound = "; then it is compute-bound" if parts.communication < 0.1 * parts.total else ""
         name = "RDMA" if network.link in ("TCP", "network") else "a network"
         rate = quadruple / GIGA
@@ -239,30 +234,21 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         and winner.parts.communication > 0
         and job.rates.device != "CPU"
     ):
-        quick = replace(
-            job, links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA)), _layers={},
-            _heads={},
-        )  # fmt: skip
-        gain = 1.0 - step_parts(quick, layout).total / base
+        gain = gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA)))
         ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
     gpu = gpu_named(job.rates.device)
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
-        rates = gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)
-        gain = 1.0 - step_parts(replace(job, rates=rates, _layers={}, _heads={}), layout).total / base
+        gain = gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants))
         ideas.append((gain, f"fp8 multiplications: {gain:.0%} less time, if the loss stays what it was"))
     if layout.offload != "none" and job.train.host_threads == 1:
-        gain = (
-            1.0 - step_parts(replace(job, host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND), layout).total / base
-        )
+        gain = gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND)
         ideas.append((gain, f"OMP_NUM_THREADS=4 or more for the optimizer on the CPU: {gain:.0%} less time (torchrun "
                             "sets 1)"))  # fmt: skip
     if layout.checkpointing != "none":
-        lighter = step_parts(job, replace(layout, checkpointing="none"))
-        gain = 1.0 - lighter.total / base
+        gain = gain_of(replace(layout, checkpointing="none"))
         ideas.append((gain, f"memory enough to do without recomputation: {gain:.0%} less time"))
     if winner.parts.bubble > 0:
-        more = replace(layout, gradient_accumulation=layout.gradient_accumulation * 2)
-        gain = 1.0 - step_parts(job, more).total / more.global_batch / per_sequence
+        gain = gain_of(replace(layout, gradient_accumulation=layout.gradient_accumulation * 2))
         ideas.append((gain, f"twice the micro-batches per step: {gain:.0%} less time for the same tokens, by a smaller "
                             "pipeline bubble"))  # fmt: skip
     ideas.sort(key=lambda idea: -idea[0])

@@ -49,13 +49,7 @@ if TYPE_CHECKING:  # a question without measurements does not wait for their rea
     from collectives.nccl_log.transport import Evidence
 
 _RUNNERS_UP = 4
-OPTIMIZERS = (
-    "adamw",
-    "adamw8bit",
-    "paged_adamw8bit",
-    "sgd",
-    "adafactor",
-)  # whose states planner.forecast.memory counts
+_OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # whose states the forecast counts
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Where the user named no batch: a fine-tune's customary one, and what pre-training takes per step by the weights that a
 # token passes through (GPT-3's table 2.1 to 13 B, arXiv 2005.14165; Llama 2's 4 M, 2307.09288; Llama 3 405B's 16 M,
@@ -115,11 +109,9 @@ def _rates(
         )
         rates = gpu_rates(other, train, engine, precision)
         memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
-        return Rates(
-            gemm=rates.gemm, attention=rates.attention, hbm=rates.hbm, memory_bytes=memory,
-            launch_seconds=rates.launch_seconds, how="assumed", device=node.gpus[0].model or "unknown GPU",
-            inputs=(f"GEMM {rates.gemm / 1e12:.4g} TFLOP/s: assumed",),
-        )  # fmt: skip
+        words = f"GEMM {rates.gemm / 1e12:.4g} TFLOP/s: assumed"
+        name = node.gpus[0].model or "unknown GPU"
+        return replace(rates, memory_bytes=memory, how="assumed", device=name, inputs=(words,))
     host = snapshots[0].facts(HostinfoFacts) if snapshots else None
     cores = (host.cores if host else None) or node.cpu_count
     if cores is None:
@@ -231,8 +223,8 @@ def _checked(cluster: ClusterTopology, train: TrainSpec) -> Precision:
     check_histogram(train.length_histogram)
     if train.precision not in _PRECISIONS:
         raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
-    if train.optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(OPTIMIZERS)}")
+    if train.optimizer not in _OPTIMIZERS:
+        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(_OPTIMIZERS)}")
     return next(p for p in _PRECISIONS if p == train.precision)
 
 
@@ -423,21 +415,12 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
 
 
 def recommend(
-    cluster: ClusterTopology,
-    snapshots: Sequence[Snapshot],
-    model: ModelSpec,
-    train: TrainSpec,
-    measurements: Sequence[Measurement] = (),
-    calibration: Calibration | None = None,
-    nccl_version: tuple[int, int, int] | None = None,
-    evidence: Evidence | None = None,
-    *,
-    ranks_per_node: int | None = None,
-    links: Links | None = None,
-    multi_node: bool | None = None,
-    findings: Findings | None = None,
-    measured_step: MeasuredStep | None = None,
-) -> Recommendation:
+    cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
+    measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
+    nccl_version: tuple[int, int, int] | None = None, evidence: Evidence | None = None, *,
+    ranks_per_node: int | None = None, links: Links | None = None, multi_node: bool | None = None,
+    findings: Findings | None = None, measured_step: MeasuredStep | None = None,
+) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster as it is; `multi_node` None: one node may come to be several.
 
     `findings` are what is known to be wrong with the nodes, by hostname; beside the answer stands that of sound ones.
@@ -637,9 +620,7 @@ def nearest(planned: Planned) -> tuple[str, ...]:
 
     One setting at a time; a smaller micro-batch accumulates to the same batch. Then all of them at once.
     """
-    requested, found = dict(planned.requested), []
-    if words := _smaller_batch(planned, requested):
-        found.append(words)
+    requested, found = dict(planned.requested), _smaller_batch(planned)
     for changed in _one_by_one(requested):
         if search_planned(replace(planned, requested={**requested, **changed})).best:
             found.append(spelled(*next(iter(changed.items()))))
@@ -655,23 +636,16 @@ def nearest(planned: Planned) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _smaller_batch(planned: Planned, requested: Mapping[str, Any]) -> str:
+def _smaller_batch(planned: Planned) -> list[str]:
     """The largest micro-batch below the one asked for, which fits with the same batch."""
-    micro = requested.get("micro_batch")
-    if not isinstance(micro, int):
-        return ""
-    rest = {name: value for name, value in requested.items() if name not in ("micro_batch", "gradient_accumulation")}
-    for smaller in range(micro - 1, 0, -1):
-        if micro % smaller:
-            continue
-        best = search_planned(replace(planned, requested={**rest, "micro_batch": smaller})).best
-        if best:
+    micro = planned.requested.get("micro_batch", 1)
+    rest = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
+    for smaller in (n for n in range(micro - 1, 0, -1) if micro % n == 0):
+        if best := search_planned(replace(planned, requested={**rest, "micro_batch": smaller})).best:
             times = best[0].layout.gradient_accumulation
-            return (
-                f"{spelled('micro_batch', smaller)} with {spelled('gradient_accumulation', times)}, for the same batch "
-                f"of {planned.global_batch}"
-            )
-    return ""
+            words = (spelled("micro_batch", smaller), spelled("gradient_accumulation", times))
+            return [f"{' with '.join(words)}, for the same batch of {planned.global_batch}"]
+    return []
 
 
 def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
+from contracts import codec
 from contracts.interval import Interval
 from contracts.plain import loads
 from planner.forecast.memory import DEFAULT_MEMORY
@@ -68,13 +69,7 @@ def key_of(kinds: tuple[str, ...]) -> str:
 @cache
 def widths() -> Widths:
     """The table that ships."""
-    data = loads(FILE.read_bytes())
-    return Widths(
-        engines=frozenset(data["engines"]),
-        kinds=data["kinds"],
-        any_with=data["any_with"],
-        **{name: data[name] for name in ("calibrated", "memory", "pair", "pair_same")},
-    )
+    return codec.read(loads(FILE.read_bytes()), Widths)
 
 
 def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
-from topology.graph import ClusterTopology, GpuNode, NodeTopology
+from topology.graph import ClusterTopology, NodeTopology
 from topology.plan import nvlink_bytes_per_second
 
 if TYPE_CHECKING:  # a question without measurements does not wait for their reader
@@ -244,7 +244,10 @@ def _node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island
 
 def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
     """No faster than the narrowest probed link of a GPU, and a word on one that runs below its slot."""
-    known = [(carries, node, g) for node in cluster.nodes for g in node.gpus if g.usable and (carries := _carries(g))]
+    known = [
+        (carries, node, g) for node in cluster.nodes for g in node.gpus
+        if g.usable and (carries := g.pcie_running_bytes_per_second or g.pcie_bytes_per_second)
+    ]  # fmt: skip
     if not known:
         return speed
     carries, node, gpu = min(known, key=lambda one: one[0])
@@ -266,11 +269,6 @@ def _to_host(cluster: ClusterTopology) -> Speed:
     if math.isinf(whole.bytes_per_second):
         return HOST
     return replace(whole, bytes_per_second=whole.bytes_per_second * HOST_SHARE)
-
-
-def _carries(gpu: GpuNode) -> float | None:
-    """One direction of a GPU's PCIe link, as it runs."""
-    return gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second
 
 
 def _domain(cluster: ClusterTopology, per_node: int) -> int:

@@ -22,29 +22,8 @@ from contracts.tables import read_table
 from planner.forecast.specs import ModelSpec
 
 _MAX_CONFIG_BYTES = 1 << 20
-# What config.json calls a family otherwise: the text part of a multi-modal model, and Kimi K2, which is a DeepSeek-V3.
-_OTHER_TYPES = {
-    "gemma3_text": "gemma3", "llama4_text": "llama4", "kimi_k2": "deepseek_v3", "glm4v_moe_text": "glm4_moe",
-    "ministral3": "mistral", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
-}  # fmt: skip
-# Layers of a state-space model, or of a linear attention that is not forecast, beside those of full attention.
-_HYBRIDS = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-    "mamba2", "minimax", "nemotron_h", "plamo2", "recurrent_gemma", "zamba", "zamba2",
-}  # fmt: skip
-_SHARED = {"deepseek_v3", "glm4_moe"}  # n_shared_experts of the routed ones' width
-_MOE = {"mixtral", "qwen3_moe", "qwen2_moe", "qwen3_next", "gpt_oss", "llama4", "minimax_m2", *_SHARED}
-_BIASED, _UNBIASED = {"gpt2", "qwen2"}, {"mistral", "mixtral", "phi3"}  # whatever config.json says
-_SLIDING = {
-    "mistral",
-    "mixtral",
-    "gemma2",
-    "gemma3",
-    "gpt_oss",
-    "olmo3",
-    "phi3",
-}  # by sliding_window alone; Llama never does
-_SLIDING_WHERE_ASKED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}  # by use_sliding_window, which is off by default
+_TABLES = read_table(__file__, "models.toml")
+_FAMILIES: dict[str, list[str]] = _TABLES["families"]
 
 
 class ModelError(ValueError):
@@ -56,7 +35,6 @@ def _shape(name: str, hub: str = "", also: Sequence[str] = (), **shape: Any) -> 
     return ModelSpec(name=name, **{"head_dim": shape["hidden"] // shape["heads"], **shape})
 
 
-_TABLES = read_table(__file__, "models.toml")
 KNOWN: tuple[ModelSpec, ...] = tuple(_shape(name, **row) for name, row in _TABLES["known"].items())
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -122,8 +100,8 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     if isinstance(inner, Mapping) and "hidden_size" not in config:  # multi-modal wrappers keep the language model here
         config = {"model_type": config.get("model_type", ""), **inner}
     kind = str(config.get("model_type", "")).lower()
-    family = _OTHER_TYPES.get(kind, kind)
-    if family in _HYBRIDS:
+    family = _TABLES["other_types"].get(kind, kind)
+    if family in _FAMILIES["hybrids"]:
         raise ModelError(
             f"config.json: model_type={kind!r}: has state-space or linear-attention layers that are not forecast"
         )
@@ -203,14 +181,14 @@ def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, in
 
 def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, int]:
     """Experts, where any layer has them."""
-    dense = _dense_layers(config, family, layers) if family in _MOE else layers
+    dense = _dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
     if dense >= layers:
         return {}
     width = _whole(config, ("moe_intermediate_size",), default=ffn)
     shared = 0
     if family in ("llama4", "gpt_oss", "minimax_m2"):
         width = _whole(config, ("intermediate_size",))
-    if family in _SHARED:
+    if family in _FAMILIES["shared"]:
         shared = width * _whole(config, ("n_shared_experts",), default=0)
     elif family in ("qwen2_moe", "qwen3_next"):
         shared = _whole(config, ("shared_expert_intermediate_size",))
@@ -243,8 +221,8 @@ def _heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
 
 
 def _attention_bias(config: Mapping[str, Any], family: str) -> bool:
-    if family in _BIASED or family in _UNBIASED:
-        return family in _BIASED
+    if family in _FAMILIES["biased"] or family in _FAMILIES["unbiased"]:
+        return family in _FAMILIES["biased"]
     return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
 
 
@@ -265,7 +243,7 @@ def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _experts(config: Mapping[str, Any], family: str) -> int:
     names: tuple[str, ...] = ("num_local_experts", "num_experts")
-    if family in _SHARED:
+    if family in _FAMILIES["shared"]:
         names = ("n_routed_experts", "num_local_experts")
     elif family in ("qwen2_moe", "qwen3_next", "llama4"):
         names = ("num_local_experts",) if family == "llama4" else ("num_experts",)
@@ -282,7 +260,7 @@ def _indices(config: Mapping[str, Any], name: str) -> list[int]:
 
 def _dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
     """Layers of a mixture without experts: the first ones, or all but every n-th, or those that are named."""
-    if family in _SHARED:
+    if family in _FAMILIES["shared"]:
         return min(layers, _whole(config, ("first_k_dense_replace",), default=0, least=0))
     if family == "llama4":
         step = _whole(config, ("interleave_moe_layer_step",))
@@ -299,7 +277,9 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     """The window, and how many layers slide where those are not all of them (or Gemma 2's half)."""
     if family == "llama4":
         return _chunked(config, layers)
-    enabled = family in _SLIDING or (family in _SLIDING_WHERE_ASKED and bool(config.get("use_sliding_window")))
+    enabled = family in _FAMILIES["sliding"] or (
+        family in _FAMILIES["sliding_where_asked"] and bool(config.get("use_sliding_window"))
+    )
     window = config.get("sliding_window") if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
@@ -316,7 +296,7 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
         sliding = layers - layers // _whole(config, ("sliding_window_pattern",))
     elif family == "qwen2_moe" and isinstance(first, int):
         sliding = (min(first, layers) + 1) // 2  # of the first ones, every other
-    elif family in _SLIDING_WHERE_ASKED and isinstance(first, int):
+    elif family in _FAMILIES["sliding_where_asked"] and isinstance(first, int):
         sliding = max(0, layers - first)
     else:
         return window, None

@@ -17,6 +17,8 @@ from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_
 from planner.forecast.engine import NF4_BYTES, Question, Share, last_stage, share_of
 from planner.forecast.specs import Weights, document_length, expected_longest, mean_length, weights
 
+COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send")
+
 
 class StepParts(NamedTuple):
     """Seconds of one optimizer step by what they are spent on; communication counts only where it is exposed."""
@@ -45,10 +47,7 @@ class StepParts(NamedTuple):
     @property
     def communication(self) -> float:
         """All exposed communication."""
-        return (
-            self.tensor_parallel + self.context_parallel + self.expert_parallel + self.gather + self.reduce
-            + self.pipeline_send
-        )  # fmt: skip
+        return sum(getattr(self, name) for name in COMMUNICATION)
 
 
 # DRAM traffic that a CPU optimizer reaches: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and
@@ -324,7 +323,7 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
     if layout.cp > 1:
         found["cp", "all_to_all"] = m * step.layers * step.exchanges * sum(step.exchanged_bytes)
-    if layout.dp_replicate > 1 or (layout.cp > 1 and not step.sharded):
+    if layout.dp_replicate > 1 or (layout.data_parallel * layout.cp > 1 and not step.sharded):
         trained = share.part(share.trained, share.routed_trained, sharded=step.sharded)
         found["dp_replicate", "all_reduce"] = reduced * trained
     if layout.tp > 1:
