@@ -56,7 +56,8 @@ def test_the_page_has_the_widths_that_ship() -> None:
         assert float(kinds[name][2]) == pytest.approx(sigma, abs=1e-3)
     for name, sigma in table.any_with.items():
         assert float(kinds[f"any: {name}"][2]) == pytest.approx(sigma, abs=1e-3)
-        assert 75 <= float(kinds[f"any: {name}"][3].rstrip("%")) <= 90
+        # no kind is narrower than one that has a part of its marks, so one may cover more than it was learned for
+        assert 75 <= float(kinds[f"any: {name}"][3].rstrip("%")) <= 95
     others = {
         "one step of the stack measured": table.calibrated, "difference of two layouts of one job": table.pair,
         "the same, of the same degrees": table.pair_same,
