@@ -625,7 +625,7 @@ def print_constants(fitted: Constants) -> None:
 def print_summary(
     how: str, answers: Sequence[Answer], known: Sequence[Answer], unread: Sequence[Unread], table: Table
 ) -> None:
-    """The figures that docs/model.md cites: means over the sources of enough rows, and counts."""
+    """The figures that docs/explanation/forecast.md cites: means over the sources of enough rows, and counts."""
     scored = [a for a in answers if a.scored]
     mixtures = [a for a in scored if a.row.model.experts]
     missed, lost = Counter(u.source for u in unread if u.timed), sum(u.mixture for u in unread)

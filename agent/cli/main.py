@@ -1,7 +1,7 @@
 """The command line: `topoflight VERB`. Results go to stdout, everything else to stderr.
 
 Each verb is imported only when it is asked for, so that `--help` answers at once and no verb pays for another's
-libraries. Exit codes: docs/exit-codes.md.
+libraries. Exit codes: docs/reference/exit-codes.md.
 """
 
 from __future__ import annotations

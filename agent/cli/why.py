@@ -49,8 +49,6 @@ def why(
         )  # fmt: skip
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
-        if watch and run is None:
-            raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:
             found = watch_run(run, lambda verdict: emit(verdict, form, lambda out: show(out, verdict)))
         else:

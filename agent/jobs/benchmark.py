@@ -14,11 +14,13 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import RequestError
 from agent.base.output import Progress
+from agent.base.result_store import keep_bench
 from agent.checks import judged
 from agent.jobs.hub import shape_of
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, step_plan, sweep
-from collectives.bench.run import visible_backend
+from collectives.bench.results import BenchResult
+from collectives.bench.run import run, visible_backend
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import ModelError, model_named
 from planner.forecast.specs import weights
@@ -132,6 +134,15 @@ def percent(text: str) -> float:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise SpecError(f"precision: {text!r} is not allowed; allowed: a percentage such as 5%, or a ratio") from None
+
+
+def measure(spec: BenchSpec, progress: Progress, stop: threading.Event) -> BenchResult:
+    """Run a benchmark of this host under a line of progress, and store its result. Raises BusyError and SpecError."""
+    progress.step(f"measure: {', '.join(spec.ops)} with {units.count(spec.ranks_per_host, 'rank')}, up to "
+                  f"{units.seconds(spec.budget_seconds)}")  # fmt: skip
+    result = run(spec, watch(progress), stop)
+    keep_bench(result)
+    return result
 
 
 def watch(progress: Progress) -> Callable[[dict[str, Any]], None]:

@@ -20,7 +20,7 @@ from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
-from agent.jobs.launch import Launched, LaunchError, fly, job_plan, record_of
+from agent.jobs.launch import Launched, fly, job_plan, record_of
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 
@@ -111,7 +111,7 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
     assert "fail bench.run.incomplete" in done.stderr and "not launched: " in done.stderr
     assert not (tmp_path / "out").exists()
     refused = CliRunner().invoke(launch, ["--measure", "--no-preflight"])
-    assert refused.exit_code == 2 and "--measure is the gate's" in refused.output
+    assert refused.exit_code == 2 and "--measure and --no-preflight cannot be combined." in refused.output
 
 
 def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     assert untrainable(advice, {"dataset_name": "x"}) == ""
     assert untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
     assert untrainable(replace(advice, model=None), {}) == ""
-    with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
+    with pytest.raises(RequestError, match="dataset_name: no data set is named"):
         fly(advice, tmp_path / "out", timeout_seconds=1)
     assert not (tmp_path / "out").exists()
 

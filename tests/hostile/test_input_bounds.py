@@ -107,6 +107,7 @@ def test_too_much_is_refused_by_name(
         assert len(str(caught.value)) < 2000, (what, content[:40])
 
 
+@pytest.mark.long
 def test_a_pickle_costs_bounded_time_and_memory() -> None:
     """Whatever stands in it: one byte may make a dict, and asks for 600 MiB in a file of 8 MB."""
     code = """
@@ -263,6 +264,7 @@ for name, data in inputs:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1100)
 def test_bombs_end_soon_in_a_small_process() -> None:
     """Billion laughs in YAML lists, merges and XML, long lines, deep brackets, a gzip bomb: all refused or read."""

@@ -137,6 +137,7 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
 ANY = st.text(max_size=60)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(words=st.lists(ANY, min_size=1, max_size=3), value=ANY, network=ANY, file=ANY)
 def test_manifests_hold_any_text_as_data(words: list[str], value: str, network: str, file: str) -> None:

@@ -19,6 +19,8 @@ sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
 from api_server import write_kubeconfig
 
+pytestmark = pytest.mark.long
+
 GRACE_SECONDS = next(
     document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     for document in yaml.safe_load_all((ROOT / "deploy/daemonset/base/daemonset.yaml").read_text())
