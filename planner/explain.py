@@ -11,7 +11,7 @@ from contracts.layout import Layout
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
-from planner.advice import Forecast, Part, RankedLayout
+from planner.advice import Forecast, Part
 from planner.forecast.compute import gpu_rates
 from planner.forecast.intervals import SIGMA_LINK_ASSUMED, base_sigma, bytes_that_fit, interval, memory_interval
 from planner.forecast.links import Links, Speed
@@ -253,9 +253,3 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
                             "pipeline bubble"))  # fmt: skip
     ideas.sort(key=lambda idea: -idea[0])
     return tuple(text for gain, text in ideas if gain >= 0.02)
-
-
-def ranked(job: Job, candidate: Candidate, forecast: Forecast, winner: Candidate | None) -> RankedLayout:
-    """A candidate as advice."""
-    why = why_not(job, winner, candidate) if winner is not None else ""
-    return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)

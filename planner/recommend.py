@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,7 +15,7 @@ from hardware.gpus import Gpu, gpu_named, of_board, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import Forecast, RankedLayout, Recommendation, Rejected
-from planner.explain import forecast_of, helps_most, ranked
+from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
@@ -89,7 +89,8 @@ class Planned:
 
     def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
         """A layout with its forecast, and what it loses against the winner."""
-        return ranked(self.job, candidate, self.forecast(candidate), winner)
+        why = why_not(self.job, winner, candidate) if winner is not None else ""
+        return RankedLayout(layout=candidate.layout, forecast=self.forecast(candidate), why=why)
 
 
 def _rates(
@@ -455,11 +456,10 @@ def recommend(
         if sound is not None and again.world == planned.world:
             sound_here = forecast_layout(planned, sound.layout)
     found = search_planned(planned)
-    while not found.best and _may_shrink(planned):
-        planned = _with_batch(planned, planned.global_batch // 2)
-        found = search_planned(planned)
-    while not found.best and _may_grow(planned):
-        planned = _with_batch(planned, planned.global_batch * 2)
+    for other in _other_batches(planned):
+        if found.best:
+            break
+        planned = _with_batch(planned, other)
         found = search_planned(planned)
     uncertain = not found.best
     if uncertain:
@@ -584,16 +584,20 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     return replace(found, best=[chosen]), (words,)
 
 
-def _may_shrink(planned: Planned) -> bool:
-    """Whether the batch is this module's own choice, beside accumulation that is given."""
-    accumulates = "gradient_accumulation" in planned.requested and "micro_batch" not in planned.requested
-    return accumulates and planned.job.train.global_batch is None and planned.global_batch % (2 * planned.world) == 0
+def _other_batches(planned: Planned) -> Iterator[int]:
+    """Batches to try in turn where that of this module's own choice fits no layout.
 
-
-def _may_grow(planned: Planned) -> bool:
-    """Whether the batch is this module's own choice, and gives fewer sequences than there are ranks."""
-    free = planned.job.train.global_batch is None and "micro_batch" not in planned.requested
-    return free and planned.global_batch < planned.world
+    Smaller ones where the settings name the accumulation, then larger ones up to a sequence for each rank.
+    """
+    batch, named = planned.global_batch, planned.requested
+    if planned.job.train.global_batch is not None or "micro_batch" in named:
+        return
+    while "gradient_accumulation" in named and batch % (2 * planned.world) == 0:
+        batch //= 2
+        yield batch
+    while batch < planned.world:
+        batch *= 2
+        yield batch
 
 
 def _why_refused(planned: Planned, found: Found) -> Rejected:

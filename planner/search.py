@@ -68,10 +68,8 @@ class Found:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0] if n <= 4096 else [
-        d for d in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 42, 48, 56, 60,
-                    63, 64) if n % d == 0
-    ]  # fmt: skip
+    """Those of a large number only up to the most stages that a pipeline may have."""
+    return [d for d in range(1, (n if n <= 4096 else _MAX_PP) + 1) if n % d == 0]
 
 
 def _powers(limit: int) -> list[int]:

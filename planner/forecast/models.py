@@ -317,12 +317,6 @@ def _chunked(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | 
     return (chunk, None if chunked == layers else chunked) if chunked else (None, None)
 
 
-def load_model(name_or_path: str) -> ModelSpec:
-    """A known name, a config.json, or a folder that holds one."""
-    path = Path(name_or_path)
-    return model_from_file(path) if bounded.exists(path) else model_named(name_or_path)
-
-
 def model_from_file(path: Path) -> ModelSpec:
     """A config.json, or the folder that holds one. Raises ModelError that names the file."""
     path = path / "config.json" if bounded.is_folder(path) else path
