@@ -33,10 +33,11 @@ from rows import Row, Unread, read_rows
 from stacks import unknown_stack
 from widths import LEAST_ROWS, Sample, inside, learn, width, write
 
+from contracts.interval import Interval
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import Gpu
-from planner.explain import seconds_over_unknown_network, sigma_of_links
+from planner.explain import over_unknown_network, sigma_of_links
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
 from planner.forecast.intervals import FILE as INTERVALS
 from planner.forecast.intervals import Widths, interval, key_of, kinds_of, widths
@@ -227,14 +228,14 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     if row.memory_kind == "reserved":
         memory -= printed.context
     job = _job(row, row.precision, constants)
-    ends = seconds_over_unknown_network(job, layout)
+    ends = over_unknown_network(job, layout, Interval(low=1.0, mid=1.0, high=1.0))
     ways = _ways(row, layout)
     return Answer(
         row=row,
         seconds=seconds,
         extra=extra,
         kinds=kinds_of(job, seen_engine=row.stack.known),
-        reach=(math.log(min(1.0, ends[0] / seconds)), math.log(max(1.0, ends[1] / seconds))) if ends else (0.0, 0.0),
+        reach=(math.log(ends.low), math.log(ends.high)),
         memory_bytes=memory,
         least_bytes=min(ways),
         most_bytes=max(ways),

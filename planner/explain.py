@@ -37,21 +37,13 @@ SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less
 def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     """The link that one part of the traffic crosses."""
     cp, shard, replicate, pp = strides(layout)
-    if part == "tensor_parallel":
-        return links.crosses(layout.tp, 1)
-    if part == "context_parallel":
-        return links.crosses(layout.cp, cp)
-    if part == "expert_parallel":
-        return links.crosses(layout.ep, layout.tp)
-    if part == "gather":
-        return links.crosses(layout.dp_shard, shard)
-    if part == "reduce":
-        if layout.dp_replicate > 1 and layout.dp_shard > 1:
-            return links.crosses(layout.dp_replicate, replicate)
-        return links.crosses(layout.data_parallel, shard)
-    if part == "pipeline_send":
-        return links.crosses(layout.pp, pp)
-    return None
+    hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
+    groups = {
+        "tensor_parallel": (layout.tp, 1), "context_parallel": (layout.cp, cp), "pipeline_send": (layout.pp, pp),
+        "expert_parallel": (layout.ep, layout.tp), "gather": (layout.dp_shard, shard),
+        "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel, shard),
+    }  # fmt: skip
+    return links.crosses(*groups[part]) if part in groups else None
 
 
 _TRAFFIC = {
@@ -84,25 +76,14 @@ def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
     return math.sqrt(variance)
 
 
-def seconds_over_unknown_network(job: Job, layout: Layout) -> tuple[float, float] | None:
-    """Seconds of a step over the fastest and the slowest that an unknown network may be; None: it is known, or idle."""
-    network = job.links.network
-    if network is None or network.within is None or step_parts(job, layout).communication <= 0:
-        return None
-    slow, fast = (
-        step_parts(replace(job, links=replace(job.links, network=replace(network, bytes_per_second=at))), layout).total
-        for at in network.within
-    )  # fmt: skip
-    return fast, slow
-
-
-def _over_unknown_network(job: Job, candidate: Candidate, around: Interval, scale: float) -> Interval:
-    """The same interval, out to what the step takes over the slowest and the fastest that an unknown network may be."""
-    ends = seconds_over_unknown_network(job, candidate.layout)
-    if ends is None:
+def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval:
+    """The interval of a step, out to what it takes over the slowest and the fastest that an unknown network may be."""
+    network, parts = job.links.network, step_parts(job, layout)
+    if network is None or network.within is None or parts.communication <= 0:
         return around
-    low, high = (around.low / around.mid * ends[0] * scale, around.high / around.mid * ends[1] * scale)
-    return Interval(low=min(low, around.low), mid=around.mid, high=max(high, around.high))
+    others = (replace(job.links, network=replace(network, bytes_per_second=rate)) for rate in network.within)
+    slow, fast = (step_parts(replace(job, links=links), layout).total / parts.total for links in others)
+    return Interval(low=around.low * min(1.0, fast), mid=around.mid, high=around.high * max(1.0, slow))
 
 
 def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
@@ -152,7 +133,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
     if parts.offload > 0 and job.links.host.how != "assumed":
         used.add(str(job.links.host))
     return Forecast(
-        step_seconds=_over_unknown_network(job, candidate, interval(candidate.seconds, sigma), scale),
+        step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, sigma)),
         memory_bytes=memory_interval(memory.total, job.train.method, on_cpu=job.rates.device == "CPU"),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,

@@ -493,14 +493,9 @@ def recommend(
         helps = nearest(planned)
     elif chosen is None:
         unknowns.append("no layout of this engine fits")
-    elif (
-        planned.capacity
-        and not (assumed or uncertain)
-        and chosen.forecast.memory_bytes.high > TIGHT_SHARE * planned.capacity
-    ):
-        unknowns.append(
-            f"memory is tight: up to {chosen.forecast.memory_bytes.high / GIB:.1f} of {planned.capacity / GIB:.1f} GiB"
-        )
+    elif planned.capacity and not (assumed or uncertain):
+        high, has = chosen.forecast.memory_bytes.high, planned.capacity
+        unknowns += [f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB"] * (high > TIGHT_SHARE * has)
     notes = list(env.notes)
     notes.append(Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit"))
     return Recommendation(

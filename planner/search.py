@@ -84,8 +84,9 @@ def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Shar
         return
     if "ddp" in can:
         yield "ddp", 1, dp, True
-    for zero in ("zero1", "zero2"):
-        if zero in can and (zero == "zero1" or question.engine.has_zero2):  # FSDP's comes below
+    zeros: tuple[Sharding, ...] = ("zero1", "zero2")
+    for zero in zeros:  # FSDP's comes below
+        if zero in can and question.engine.as_run(Layout(world_size=dp, dp_shard=dp, sharding=zero)).sharding == zero:
             yield zero, dp, 1, True
     if "zero3" in can:
         yield "zero3", dp, 1, True

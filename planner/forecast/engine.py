@@ -221,16 +221,12 @@ class Engine:
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
     dp_overlap: bool = True  # gradient reduction runs under the backward pass
     reduce_bucket: float = 25 * GIB / 1024  # bytes of gradients that are reduced at once: torch DDP's bucket_cap_mb
+    reduce_bucket_per_rank: float = 0.0  # so many for each rank that reduces them, where that is more
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
     splits_documents: bool = False  # attention in packed rows stays within each sample, and costs no more than that
     selective_attention: bool = False  # selective recomputation runs attention's core again, not every second product
 
     # What runs.
-
-    @property
-    def has_zero2(self) -> bool:
-        """Whether it can shard gradients and keep the weights whole."""
-        return "zero2" in self.can
 
     def as_run(self, layout: Layout) -> Layout:
         """The layout that runs where this one is requested."""
@@ -408,10 +404,6 @@ class Engine:
             return 4.0
         return float(self.replica_gradient_bytes if layout.sharding == "ddp" else self.gradient_bytes)
 
-    def bucket_bytes_reduced(self, ranks: int) -> float:
-        """Bytes of gradients that one collective reduces over so many ranks, where no unit is sharded by itself."""
-        return self.reduce_bucket
-
     def gathers(self, layout: Layout) -> int:
         """How often one step gathers what it keeps gathered until the backward pass, or until the step is over."""
         return 1 if not layout.reshard_after_forward and layout.pp > 1 else layout.gradient_accumulation
@@ -438,11 +430,6 @@ class Fsdp(Engine):
     states: StateBytes = IN_FP32
     gradient_bytes: int = 4
     replica_gradient_bytes: int = 4
-
-    @property
-    def has_zero2(self) -> bool:
-        """Never: what it has in its place is zero3 that keeps the gathered weights."""
-        return False
 
     def as_run(self, layout: Layout) -> Layout:
         """Asked for ZeRO-2, it shards the weights too, and keeps them gathered until the backward pass."""

@@ -102,19 +102,15 @@ class Links:
         """All-gathers or reduce-scatters of `total_bytes` together, in `messages` pieces, over a group."""
         if size <= 1 or total_bytes <= 0:
             return 0.0
-        share = total_bytes * (size - 1) / size
-        reach = (size - 1) * stride + 1
-        if reach <= self.island_size:
-            return messages * self.alpha_intra_seconds * (size - 1) + share / self.island.bytes_per_second
-        fast, alpha = self.node.bytes_per_second, self.alpha_intra_seconds
-        per_node = self.ranks_per_node
-        if reach <= per_node or self.network is None:
-            return messages * alpha * (size - 1) + share / fast
+        share, alpha = total_bytes * (size - 1) / size, self.alpha_intra_seconds
+        slowest, fast, per_node = self.crosses(size, stride), self.node.bytes_per_second, self.ranks_per_node
+        if slowest is not self.network:
+            return messages * alpha * (size - 1) + share / slowest.bytes_per_second
         if self.island_size > per_node:  # NVLink domain of several nodes: the network joins the domains
             per_node, fast = self.island_size, self.island.bytes_per_second
         members = max(1, min(size, per_node // stride))
         side_by_side = per_node // members  # rings of other groups through the same network
-        network = self.network.bytes_per_second * (per_node / self.ranks_per_node)
+        network = slowest.bytes_per_second * (per_node / self.ranks_per_node)
         seconds = max(share * side_by_side / network, share / fast if members > 1 else 0.0)
         # All-gather and reduce-scatter have no tree: every rank on the ring adds a step (PAT: one GPU per node only).
         across = size / members
@@ -138,12 +134,10 @@ class Links:
 
         All ranks of a stage send at once; those of one node share its network.
         """
-        reach = (stages - 1) * stride
-        if reach < self.island_size:
-            return self.alpha_intra_seconds + size_bytes / self.island.bytes_per_second
-        if reach < self.ranks_per_node or self.network is None:
-            return self.alpha_intra_seconds + size_bytes / self.node.bytes_per_second
-        return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / self.network.bytes_per_second
+        slowest = self.crosses(stages, stride)
+        if slowest is not self.network:
+            return self.alpha_intra_seconds + size_bytes / slowest.bytes_per_second
+        return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / slowest.bytes_per_second
 
     def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int) -> float:
         """Every rank sends (size-1)/size of its bytes away, evenly."""

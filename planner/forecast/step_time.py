@@ -477,7 +477,8 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
         return _Exchange()
 
     reduced = share.trained * job.engine.reduced_bytes(job.train, layout)
-    messages = min(step.layers, max(1.0, reduced / job.engine.bucket_bytes_reduced(ranks)))
+    bucket = max(job.engine.reduce_bucket, job.engine.reduce_bucket_per_rank * ranks)
+    messages = min(step.layers, max(1.0, reduced / bucket))
 
     def one(each: float) -> float:
         ring = job.links.ring_seconds

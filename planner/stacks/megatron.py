@@ -8,16 +8,7 @@ from __future__ import annotations
 from planner.advice import ExportRequest, Formats, from_template, refuse
 from planner.forecast.engine import Engine, StateBytes
 
-
-class Megatron(Engine):
-    """Its buckets of gradients grow with the ranks that reduce them."""
-
-    def bucket_bytes_reduced(self, ranks: int) -> float:
-        """40 million weights, or a million for each rank (DistributedDataParallel of megatron/core/distributed)."""
-        return self.gradient_bytes * max(40e6, 1e6 * ranks)
-
-
-ENGINE = Megatron(
+ENGINE = Engine(
     name="megatron",
     can=frozenset({"ddp", "zero1", "tp", "sp", "pp", "cp", "ep"}),
     methods=frozenset({"full"}),
@@ -28,6 +19,9 @@ ENGINE = Megatron(
     # The arguments below ask for --grad-reduce-in-bf16, as NVIDIA's performance recipes do (ddp.grad_reduce_in_fp32 =
     # False): without it --bf16 sets --accumulate-allreduce-grads-in-fp32 (megatron/training/arguments.py).
     states=StateBytes(2.0, 2.0, 12.0, copy=4.0),
+    # 40 million weights, or a million for each rank (DistributedDataParallel of megatron/core/distributed)
+    reduce_bucket=80e6,
+    reduce_bucket_per_rank=2e6,
     sends_tokens_once=True,  # and for the dispatcher that does: --moe-token-dispatcher-type flex with DeepEP
     logits_bytes=8.0,
     gradient_buffer=True,
