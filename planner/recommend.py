@@ -495,7 +495,8 @@ def recommend(
         unknowns.append("no layout of this engine fits")
     elif planned.capacity and not (assumed or uncertain):
         high, has = chosen.forecast.memory_bytes.high, planned.capacity
-        unknowns += [f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB"] * (high > TIGHT_SHARE * has)
+        if high > TIGHT_SHARE * has:
+            unknowns.append(f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB")
     notes = list(env.notes)
     notes.append(Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit"))
     return Recommendation(

@@ -179,7 +179,7 @@ def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, in
     }  # fmt: skip
 
 
-def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, int]:
+def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
     """Experts, where any layer has them."""
     dense = _dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
     if dense >= layers:
@@ -199,6 +199,7 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
         "experts_per_token": _whole(config, ("num_experts_per_tok",), default=2),
         "expert_ffn": width,
         "shared_expert_ffn": shared,
+        "expert_groups": _whole(config, ("topk_group",), default=1) / _whole(config, ("n_group",), default=1),
         "dense_layers": dense,
     }
 

@@ -325,6 +325,7 @@ class ModelSpec:
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_expert_ffn: int = 0  # of the expert that every token passes through beside the routed ones; 0: none
+    expert_groups: float = 1.0  # of the groups that experts are in, the share that those of one token may lie in
     dense_layers: int = 0  # of a mixture's layers, how many have one MLP of `ffn` in place of experts
     max_positions: int | None = None
     rope_types: tuple[str, ...] = ("default",)  # of rotary positions, as config.json names them

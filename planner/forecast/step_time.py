@@ -413,7 +413,8 @@ def _expert_parallel(step: _Step) -> float:
     links, copies = step.job.links, float(model.experts_per_token)
     if step.job.engine.sends_tokens_once:  # how many of the receivers have one of its k experts, at random
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
-        receivers = domains if domains > 1 else float(layout.ep)
+        # a model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437)
+        receivers = max(1.0, (domains if domains > 1 else float(layout.ep)) * model.expert_groups)
         copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
     sent = step.wide * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)

@@ -119,13 +119,15 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 
 def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
-    """Eight experts at random on 8 ranks are on 8 (1 - (7/8)^8) = 5.25 of them."""
+    """Eight experts at random on 8 ranks are on 8 (1 - (7/8)^8) = 5.25 of them; kept to half of the groups, on 3.6."""
     model = replace(DEEPSEEK_V3, layers=4, dense_layers=0)
     layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
     engine = engine_named("megatron")
     once = parts_on_a_slow_network(model, layout, engine).expert_parallel
     every = parts_on_a_slow_network(model, layout, replace(engine, sends_tokens_once=False)).expert_parallel
     assert once == pytest.approx(every * (1 - (7 / 8) ** 8))
+    half = parts_on_a_slow_network(replace(model, expert_groups=0.5), layout, engine).expert_parallel
+    assert half == pytest.approx(every / 2 * (1 - (3 / 4) ** 8))
 
 
 def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
