@@ -118,7 +118,8 @@ def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
     places = [
         (p, p.seconds.mid / 3600.0, p.cost.mid if priced and p.cost else p.gpu_hours or 0.0) for p in good if p.seconds
     ]
-    right, top = (max((place[i] for place in places), default=0.0) or 1.0 for i in (1, 2))
+    right = max((hours for _, hours, _ in places), default=0.0) or 1.0
+    top = max((spent for *_, spent in places), default=0.0) or 1.0
     marks = []
     for p, hours, spent in sorted(places, key=lambda place: place[1:]):
         name = f"{p.nodes} x {p.machine}{'' if p.network in ('-', 'as sold') else f', {p.network}'}"
