@@ -47,7 +47,7 @@ class StepParts(NamedTuple):
     @property
     def communication(self) -> float:
         """All exposed communication."""
-        return sum(getattr(self, name) for name in COMMUNICATION)
+        return float(sum(getattr(self, name) for name in COMMUNICATION))
 
 
 # DRAM traffic that a CPU optimizer reaches: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and
