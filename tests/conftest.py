@@ -49,7 +49,7 @@ TIERS = (
 # Files that take minutes start first, those that mostly wait before those that compute: one that started last would run
 # while the other workers are idle.
 LONGEST = (
-    "test_fly.py",
+    "test_train.py",
     "test_real_prometheus.py",
     "test_bench_slow_networks.py",
     "test_agent_image.py",

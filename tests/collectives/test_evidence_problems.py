@@ -32,9 +32,7 @@ def test_warnings(line: str, expected: list[str]) -> None:
 
 
 IB = f"{INFO}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>"
-TWO_NODES = f"{INFO}comm 0x1 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0"
 EFA = f"{INFO}NET/OFI Selected provider is efa, fabric is efa (found 4 nics)"
-ONE_NODE = f"{INFO}comm 0x1 rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0"
 P2P = f"{INFO}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
 SHM = f"{INFO}Channel 00 : 1[1] -> 0[0] via SHM/direct/direct"
 
