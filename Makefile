@@ -62,7 +62,7 @@ test-alone: $(READY)
 # the documentation site, into reports/site; a broken link or anchor, or a page outside the navigation, ends it
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 # what takes hours and is no part of CI: long fuzzing, image builds, every drill many times, the page of published runs,
 # every recommended layout, every pair of a machine and an endpoint
