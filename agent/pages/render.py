@@ -48,7 +48,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
 from topology.cluster import join
-from topology.graph import CLASSES, NodeTopology, level, nvlinks
+from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
 from topology.render import columns
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ def _environment() -> Environment:
         passed_ids=passed_ids,
         unknown_ids=unknown_ids,
         columns=columns,
+        pairs=Pairs,
         classes=CLASSES,
         about=told,
         glance=page_nodes.glance,
