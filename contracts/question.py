@@ -7,12 +7,11 @@ and making a model take 0.1 s of a verb that needs neither (docs/decisions/0035)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from contracts.tables import read_table
+from contracts.tables import bounds, read_table
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -32,19 +31,6 @@ def word_of(option: str) -> str:
 def fields() -> Mapping[str, str]:
     """Return the option of each field by the field's name."""
     return {str(row.get("name", word_of(option))): option for option, row in rows().items()}
-
-
-def bounds(text: str) -> tuple[str, float, float | None, bool] | None:
-    """Read "int 1..1024" or "float above 0..1_000_000.0": the type, both ends, and whether the lower one is excluded.
-
-    "int 1.." has no upper end. None for a text that is no range.
-    """
-    found = re.fullmatch(r"(int|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
-    if found is None:
-        return None
-    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
-    assert low is not None  # noqa: S101 - the pattern asks for it
-    return found[1], low, high, bool(found[2])
 
 
 @cache

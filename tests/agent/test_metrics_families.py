@@ -224,16 +224,22 @@ def test_run_stands_beside_its_forecast(full: View) -> None:
     found = samples(full)
     within = {labels["quantity"]: value for labels, value in found["topoflight_run_within_forecast"]}
     assert within == {"step_seconds": 0.0, "memory_bytes": 1.0}
-    assert {labels["bound"]: v for labels, v in found["topoflight_run_forecast_step_seconds"]} == RUN["forecast"][
-        "step_seconds"
-    ]
+    forecast = RUN["plan"]["forecast"]["step_seconds"]
+    assert {labels["bound"]: v for labels, v in found["topoflight_run_forecast_step_seconds"]} == forecast
     assert "topoflight_run_mfu_ratio" not in found
     assert len(found["topoflight_run_communication_seconds"]) == 16
 
 
 def test_a_spoiled_run_record_spoils_no_scrape() -> None:
     """run.json is a file that anybody may have written: wrong kinds are left out."""
-    record = {"status": 7, "forecast": [], "loss": {"first": "x"}, "measured": None, "communication": 3, "ended_at": 5}
+    record = {
+        "status": 7,
+        "plan": {"forecast": []},
+        "loss": {"first": "x"},
+        "measured": None,
+        "communication": 3,
+        "ended_at": 5,
+    }
     found = samples(look((snapshot(),), runs=(record_of(record),)))
     assert found["topoflight_run_success"] == [({}, 0.0)]
     assert "topoflight_run_loss" not in found
