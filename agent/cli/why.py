@@ -31,9 +31,9 @@ def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, watch: bool, form: str, **options: Any,
 ) -> None:  # fmt: skip
-    """Say why a run is stuck, slow or failed: who, where, and what to change.
+    """Diagnose a stuck, slow or failed training run: the rank or link, the cause, and the remedy.
 
-    Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
+    Exit code 0: nothing found. 3: stuck or failed. 4: slow. 5: no source contains any information.
     """
     from agent.advice.request import Request
     from agent.why import diagnosis as gathered
