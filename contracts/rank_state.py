@@ -49,6 +49,10 @@ class RankState:
     phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
+    own: tuple[str, ...] = ()  # of these, the frames of the user's own code
+    usual: tuple[str, ...] = ()  # functions of the user's in which ordinary steps are seen: "train.py step"
+    cpu_share: float | None = None  # of a CPU, that the main thread has used since the last writing
+    moves_bytes: bool = False  # the process has read or written since the last writing
     samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
     calls: int = 0  # collectives called so far, all groups
     marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most

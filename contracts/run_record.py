@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,6 @@ PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_pa
               "idle": "between operators"}  # fmt: skip
 # torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FIRST = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
-_ABORTED = re.compile(rf"^ *rank +: (\d{{1,7}}) [^\n]*\n *exitcode +: -{int(signal.SIGABRT)} ", re.MULTILINE)
 # The last line of a Python traceback, as a rank prints it; torchrun's own error only says that a rank failed.
 _RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
 _STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
@@ -345,11 +343,6 @@ def raised(log: str) -> str:
     """Return the last line of the last traceback that a rank printed, without secrets; "" where there is none."""
     found = _RAISED.findall(log)
     return redact(found[-1])[:300] if found else ""
-
-
-def aborted(log: str) -> set[int]:
-    """The ranks that SIGABRT ended, by torchrun's table."""
-    return {int(found[1]) for found in _ABORTED.finditer(log)}
 
 
 def of_start(path: Path, began: float) -> RunRecord | None:

@@ -14,13 +14,15 @@ from pathlib import Path
 
 from collectives.traces import calls
 from contracts import rank_state, run_record
-from contracts.rank_state import RankState
+from contracts.rank_state import NAME, RankState
 from planner import why
-from planner.why import Seen, Verdict
+from planner.why import RunFacts, Verdict
+from planner.why.facts import SILENT_RUN_SECONDS
 
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
 MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
 SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
+COPIED_SECONDS = 300.0  # by which no clock of a cluster is off that can still train
 _MOST_FILES = 8192
 
 
@@ -61,7 +63,7 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
     return found
 
 
-def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
+def of_run(folder: Path, *, now: float | None = None) -> tuple[RunFacts, list[str]]:
     """What a run's folder holds of its ranks, and what could not be read."""
     ranks = folder / rank_state.RANKS_FOLDER if (folder / rank_state.RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
@@ -72,11 +74,37 @@ def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
         states = {rank: state for rank, state in states.items() if rank < world}
         traces = {rank: trace for rank, trace in traces.items() if rank < world}
     alive = processes(states)
-    # of a run that is over, the end is when its ranks last wrote; of one that goes on, it is now
-    last = max((state.written for state in states.values()), default=0.0)
+    ages, copied = _ages(ranks, states)
     running = any(kind != "gone" for kind in alive.values())
-    at = now or (time.time() if running else last) or newest(traces)
-    return Seen(traces=traces, states=states, processes=alive, world=world or None, now=at), wrong + bad
+    last = max((state.written for state in states.values()), default=0.0)
+    at = now or time.time()
+    # the newest file says when a rank last wrote, unless the folder was copied since
+    heard = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
+    silence = None if running or not states else at - (last if copied or now else heard)
+    if silence is not None and silence < SILENT_RUN_SECONDS:
+        running = True
+    facts = RunFacts(traces=traces, states=states, processes=alive, world=world or None, ages=ages, copied=copied,
+                     silence=silence, now=at if running else last or newest(traces))  # fmt: skip
+    return facts, wrong + bad
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _ages(folder: Path, states: Mapping[int, RankState]) -> tuple[dict[int, float], bool]:
+    """Seconds by which each rank's file is older than the newest, and whether only the ranks' own clocks tell.
+
+    Files have the time of one clock, the file system's, unless they have been copied: then it is not that of writing.
+    """
+    files = {rank: _modified(folder / NAME.format(rank=rank)) for rank in states}
+    copied = any(abs(files[rank] - state.written) > COPIED_SECONDS for rank, state in states.items())
+    times = {rank: state.written for rank, state in states.items()} if copied else files
+    newest_of_all = max(times.values(), default=0.0)
+    return {rank: newest_of_all - at for rank, at in times.items()}, copied
 
 
 def newest(traces: Mapping[int, calls.RankTrace]) -> float:
