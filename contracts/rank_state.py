@@ -1,6 +1,6 @@
 """Where one rank stands: the small file that each rank of a run keeps beside its work, and `topoflight why` reads.
 
-Written every few seconds by a thread that only looks (finetune.beside); plain JSON, so that any job may write it.
+Written every few seconds by a thread that only looks (finetune.rank_monitor); plain JSON, so that any job may write it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RankState:
     own: tuple[str, ...] = ()  # of these, the frames of the user's own code
     usual: tuple[str, ...] = ()  # functions of the user's in which ordinary steps are seen: "train.py step"
     cpu_share: float | None = None  # of a CPU, that the main thread has used since the last writing
-    moves_bytes: bool = False  # the process has read or written since the last writing
+    is_active: bool = False  # since then the process has read or written, or a child of it has computed
     samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
     calls: int = 0  # collectives called so far, all groups
     marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most

@@ -27,8 +27,8 @@ def sections() -> dict[str, str]:
 
 
 def _causes(page: str) -> dict[str, str]:
-    """Causes that `why` names: a line of docs/why.md, under Codes, tells of several."""
-    rows = re.findall(r"^- ((?:`[a-z._]+`(?:, )?)+): (.+)$", page.partition("\n## Codes\n")[2], flags=re.MULTILINE)
+    """Causes that `why` names: a row of the table in docs/why.md tells of several."""
+    rows = re.findall(r"^\| ((?:`[a-z._]+`(?:, )?)+) \| (.+) \|$", page, flags=re.MULTILINE)
     return {
         code: f"{code}\n\n- **Means:** {codes}: {text}"
         for codes, text in rows

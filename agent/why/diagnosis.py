@@ -20,13 +20,14 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
-from collectives.traces import calls, ras, watchdog
+from collectives.traces import calls, ras, stacks, watchdog
 from contracts import bounded, run_record
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from contracts.run_record import RunRecord
 from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
+from planner.why.facts import BUSY_SECONDS
 from probes.api import Snapshot
 from probes.gpu import health
 
@@ -53,10 +54,12 @@ class Asked:
     checks: tuple[Finding, ...] = ()  # of nodes, as their agents publish them
     published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
+    limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
 
 
 def answer(sources: Asked) -> Verdict:
     """The verdict on all that was named. Raises WhyError."""
+    record = _record(sources.run)
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
@@ -68,10 +71,12 @@ def answer(sources: Asked) -> Verdict:
     logs = (*sources.logs, *sources.diagnostics)
     log, found = watchdog.read(_lines(logs)), _evidence(logs)
     reports = [_ras(source) for source in sources.ras]
-    counted = max(seen.world or 0, (found.ranks or 0) if found else 0) or None
-    cut = _cut_short(sources.logs)
+    hosts = {int(row[2]): row[1] for text in _tails(sources.logs) for row in _FAILED.finditer(text)}
+    listed = len(hosts) if set(hosts) == set(range(len(hosts))) else 0  # torchrun lists every rank that it ended
+    counted = max(seen.world or 0, (found.ranks or 0) if found else 0, listed) or None
     seen = replace(
-        seen, first=_first_ended(sources.logs), cut_short=cut,
+        seen, first=_first_ended(sources.logs), cut_short=_cut_short(sources.logs), hosts=hosts, limit=sources.limit,
+        stacks=_stacks(sources.logs, seen),
         world=_world(replace(seen, world=counted)), reported={"watchdog": log.traces} if log.traces else {},
         errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
         joins=log.joins, models=log.models, rendezvous=log.rendezvous,
@@ -91,12 +96,16 @@ def answer(sources: Asked) -> Verdict:
         verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
-    record = _record(sources.run)
     if record is not None:
         verdict = costed(with_record(verdict, record), record, request, seen)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
-    if verdict.state == "fine" and not verdict.sources:
+    done = record is not None and record.status == "complete"
+    if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
+        if sources.run is not None:
+            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks",
+                           command=f"topoflight run --folder {sources.run} -- torchrun train.py")  # fmt: skip
+            verdict = replace(verdict, unknown=(hint, *verdict.unknown))
     whole: Verdict = without_secrets(replace(verdict, unknown=(*verdict.unknown, *unknown)))  # lines of logs are in it
     return whole
 
@@ -178,6 +187,24 @@ def _tails(logs: Sequence[str]) -> Iterator[str]:
         with suppress(OSError), bounded.open_regular(log) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
             yield stream.read().decode("utf-8", errors="replace")
+
+
+# torchrun's table of failures (torch/distributed/elastic/multiprocessing/errors)
+_FAILED = re.compile(r"^ *host +: (\S{1,253})\n *rank +: (\d{1,7}) ", re.MULTILINE)
+_OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
+
+
+def _stacks(logs: Sequence[str], seen: RunFacts) -> dict[int, tuple[str, ...]]:
+    """Python stacks in the logs by rank, as the text, the file's name, or the rank's process number tells it."""
+    by_pid = {state.pid: rank for rank, state in seen.states.items() if state.pid}
+    found = {}
+    for log in logs:
+        named = _OF_RANK.search(Path(log).name)
+        for stack in stacks.read(_lines((log,)), rank=int(named[1]) if named else None):
+            rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
+            if rank is not None:
+                found[rank] = stack.frames
+    return found
 
 
 def _first_ended(logs: Sequence[str]) -> int | None:

@@ -51,7 +51,7 @@ def judge(facts: RunFacts) -> Verdict:
     )
     verdict = verdict or reports.by_peer(facts) or reports.by_timeouts(facts) or slow(facts)
     if verdict is None or verdict.state == "fine":
-        verdict = reports.by_silence(facts) or verdict or _nothing(facts)
+        verdict = reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
     return replace(verdict, disagree=(*verdict.disagree, *_differences(known)), sources=_sources(facts))
 
 

@@ -54,7 +54,7 @@ def activity(rank: int, facts: RunFacts) -> Activity:
     """What a rank does by the process table, else by its own file, else by its stack."""
     state, process = facts.states.get(rank), facts.processes.get(rank)
     if state is not None and state.ended:
-        return Activity("gone", f"ended with {state.error}" if state.error else "has ended by itself")
+        return Activity("gone", f"ended with {headline(state.error)}" if state.error else "has ended by itself")
     if process == "gone" and not outlived(rank, facts):
         return Activity("gone", "its process is gone, without an end of its own")
     if process == "stopped":
@@ -74,14 +74,20 @@ def activity(rank: int, facts: RunFacts) -> Activity:
     return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", grace(state, facts))
 
 
+def headline(error: str) -> str:
+    """The first line of an exception's message, and its last one, which often is the cause."""
+    lines = [line for line in error.splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
+
+
 def _effort(state: RankState) -> str:
     if state.cpu_share is None:
         return ""
-    return " (no CPU time, no reads or writes)" if _is_idle(state) else f" ({state.cpu_share:.0%} of a CPU)"
+    return " (no CPU time, reads or writes)" if _is_idle(state) else f" ({state.cpu_share:.0%} of a CPU)"
 
 
 def _is_idle(state: RankState) -> bool:
-    return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.moves_bytes
+    return state.cpu_share is not None and state.cpu_share < IDLE_SHARE and not state.is_active
 
 
 def grace(state: RankState, facts: RunFacts) -> float:
@@ -156,11 +162,13 @@ def cause_of(rank: int, what: Activity, facts: RunFacts, *evidence: str, share: 
     state, stack = facts.states.get(rank), facts.stacks.get(rank)
     shown = stack or (state.where if state else ())
     rows = [one for one in evidence if one]
+    if what.kind == "gone" and (error := (state.error if state else None) or facts.errors.get(rank)):
+        rows += [error] if len(error.splitlines()) > 1 else []  # the whole message
     if state and state.own:
         rows.append(f"its own code: {' < '.join(state.own[:4])}")
     if shown:
         rows.append(f"its stack: {' < '.join(shown[:4])}")
-    host = state.host if state and state.host else None
+    host = facts.host(rank)
     message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
     if what.words.startswith("its "):
         message = f"rank {rank}{f' on {host}' if host else ''}: {what.words}"

@@ -94,15 +94,16 @@ class RunFacts:
     joins: Mapping[str, Join] = field(default_factory=dict)  # by key: process groups that not all ranks have joined
     rendezvous: Rendezvous | None = None  # how the ranks' first meeting failed
     first: int | None = None  # rank that torchrun saw fail first
+    hosts: Mapping[int, str] = field(default_factory=dict)  # by rank, from torchrun's table of failures
     cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
     world: int | None = None
     now: float = 0.0
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
 
     def host(self, rank: int) -> str | None:
-        """The host of a rank, where its own file names it."""
+        """The host of a rank, where its own file or torchrun names it."""
         state = self.states.get(rank)
-        return state.host if state else None
+        return (state.host if state else None) or self.hosts.get(rank)
 
     def has_moved_on(self, rank: int) -> bool:
         """Whether a rank has called more collectives than its dump holds: its dump is old."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from planner.why.activity import (
     cause_of,
     first_to_end,
     gave_up,
+    headline,
     outlived,
     timeout_too_short,
 )  # fmt: skip
@@ -26,6 +28,7 @@ from planner.why.facts import (
     SILENT_RUN_SECONDS,
     Cause,
     RunFacts,
+    Unknown,
     Verdict,
     open_verdict,
     ranks_of,
@@ -151,7 +154,7 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         return verdict_of("failed", (Cause(code="ranks.gone", message=message, evidence=wait),), facts, (), waiting)
     first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
-    cause = cause_of(first, Activity("gone", f"ended with {own[first]}"), facts, which, *wait)
+    cause = cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), facts, which, *wait)
     return verdict_of("failed", (cause,), facts, (first,), waiting)
 
 
@@ -250,6 +253,24 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
     cause = Cause(code="rank.lost" if errors else "ranks.gone", message=message, evidence=errors[:4], action=action)
     what, how = "which rank ended first", "topoflight why LOG --run DIR, with torchrun's log"
     return open_verdict("failed", cause, facts, (), what, how)
+
+
+def by_stacks(facts: RunFacts) -> Verdict | None:
+    """One stack of each rank shows who is in a collective, but not whether it moves: no rank is named."""
+    if not facts.stacks or facts.states or facts.traces:
+        return None
+    inside = {rank for rank, stack in facts.stacks.items() if any(_IN_CALL.search(frame) for frame in stack)}
+    outside = sorted(set(facts.stacks) - inside)
+    where = "; ".join(f"rank {rank} is in {' < '.join(facts.stacks[rank][:3])}" for rank in outside[:4])
+    line = f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective" if inside else "no rank"
+    line += f"; {where}" if inside and where else " is in a collective" if not inside else ", and every other rank too"
+    hint = Unknown(what="whether the ranks move: one stack of each does not tell", command="take the stacks once more "
+                   "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
+    return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
+
+
+# functions of PyTorch in which a rank waits for the others
+_IN_CALL = re.compile(r"distributed_c10d\.py:|_functional_collectives\.py:|graph\.py:\d+ _engine_run_backward")
 
 
 def by_silence(facts: RunFacts) -> Verdict | None:

@@ -95,7 +95,7 @@ BUSY = {"phase": "compute", "cpu_share": 0.9}
         ({**BUSY, "own": ("train.py:31 step",), "usual": ("train.py step",)}, 20.0, "rank.compute"),
         ({"phase": "compute", "cpu_share": 0.0}, 50.0, ""),
         ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.compute"),
-        ({"phase": "compute", "cpu_share": 0.0, "moves_bytes": True}, 70.0, ""),  # it downloads
+        ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 70.0, ""),  # it downloads
     ],
 )
 def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
@@ -925,7 +925,7 @@ def test_counts_that_move_are_no_stall() -> None:
 
 
 def test_a_stack_says_what_a_rank_does() -> None:
-    from finetune.beside import phase_of  # and with it torch
+    from finetune.rank_monitor import phase_of  # and with it torch
 
     wait = ("/x/torch/distributed/distributed_c10d.py", "all_reduce")
     run = ("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")
