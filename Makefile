@@ -14,23 +14,24 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # What measures this host or holds its one benchmark lock runs by itself. Ranks, hosts as namespaces, guests, containers,
-# browsers and Prometheus servers wait for half of their time: three files of them at once on two cores, each file's
+# browsers and Prometheus servers wait for half of their time: four files of them at once on two cores, each file's
 # ranks, servers and recorded machines made once; those that take longest begin first (tests/conftest.py).
 ALONE := alone or kube or gpu
 SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
-SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+SPREAD := --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-fast test-real test-rest test-two test-alone test-nightly lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
-	$(BIN)/topoflight preflight --fly
+	$(BIN)/topoflight preflight --train
 	$(BIN)/topoflight compare-networks --if-possible
 
 # what one runs: everything that starts no ranks, namespaces, guests or browsers nor imports torch, and one test of each
-# that does
-test: lint test-fast test-real
+# that does but for guests. The linters run beside the tests, some of which wait.
+test: $(READY)
+	$(MAKE) --no-print-directory -j 2 lint test-short
 
 test-all: test test-rest
 
@@ -41,22 +42,27 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # schemathesis draws its questions from sets: with one seed of hashes, the same in every run
-test-fast test-real test-two test-alone test-nightly: export PYTHONHASHSEED := 0
+test-fast test-short test-two test-alone test-nightly: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "not ($(HEAVY) or nightly)"
+	$(PYTEST) -q -n 3 $(SPREAD) -m "not ($(HEAVY) or nightly)"
 
-test-real: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "real and not nightly"
+test-short: $(READY)
+	$(PYTEST) -q -n 3 $(SPREAD) -m "(not ($(HEAVY)) or real) and not nightly"
 
 # what failed in one tier hides no other: --keep-going, as CI says, runs them all and fails at the end
-test-rest: test-two test-alone
+test-rest: test-two test-alone docs
 
 test-two: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
+	$(PYTEST) -q -n 4 $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
 
 test-alone: $(READY)
 	$(PYTEST) -q -m "($(ALONE)) and not (real or nightly)"
+
+# the documentation site, into reports/site; a broken link or anchor, or a page outside the navigation, ends it
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
 
 # what takes hours and is no part of CI: long fuzzing, image builds, every drill many times, the page of published runs,
 # every recommended layout, every pair of a machine and an endpoint
@@ -64,7 +70,7 @@ test-nightly: export TOPOFLIGHT_TRACE := all
 test-nightly: export TOPOFLIGHT_PAIRS := all
 test-nightly: $(READY) drills
 	$(PYTEST) -q -m "nightly"
-	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py
+	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py tests/probes/test_gpu_unread.py
 	$(BIN)/python bench/fuzz.py --seconds 3600
 
 # rewrite every golden file; read the difference before you commit it
@@ -100,7 +106,7 @@ bench: $(READY)
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)
 
-# how right the expected bus bandwidths are, held against published results (docs/busbw.md)
+# how right the expected bus bandwidths are, held against published results (docs/reference/bus-bandwidth.md)
 expect: $(READY)
 	$(BIN)/python bench/expect.py $(ROWS)
 
@@ -112,9 +118,9 @@ lock: .cache/tools/uv/bin/uv
 audit: .cache/tools/pip-audit/bin/pip-audit
 	$< --strict --require-hashes --disable-pip -r locks/dev.txt
 
-# what the agent consists of: CycloneDX at reports/sbom.cdx.json, and the licences at docs/licences.md
+# what the agent consists of: CycloneDX at reports/sbom.cdx.json, and the licences at docs/reference/licences.md
 sbom: $(READY)
-	$(BIN)/python locks/inventory.py --sbom reports/sbom.cdx.json --licences docs/licences.md
+	$(BIN)/python locks/inventory.py --sbom reports/sbom.cdx.json --licences docs/reference/licences.md
 
 # the agent's image, and beside it what it consists of (CycloneDX); BASE names another image with Python 3.11 or newer
 image: VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

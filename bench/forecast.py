@@ -46,7 +46,7 @@ FILES = ("published.csv", "published2.csv")
 FOUR_BITS = 2.0
 LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
 
-# Fitted on published rows; all others are read off data sheets, kernels or papers (docs/model.md).
+# Fitted on published rows; all others are read off data sheets, kernels or papers (docs/explanation/forecast.md).
 FITTED = (
     "sustained_ampere", "sustained_hopper", "sustained_blackwell", "attention_ampere", "attention_hopper",
     "attention_hopper_3", "attention_blackwell", "attention_flash1", "score_passes", "hidden_passes_fused",
@@ -644,7 +644,7 @@ def print_scores(title: str, answers: Sequence[Answer], table: Table) -> None:
 
 
 def print_summary(answers: Sequence[Answer], known: Sequence[Answer], unread: Sequence[Unread], table: Table) -> None:
-    """The figures that docs/model.md cites: means over the sources of enough rows, and counts."""
+    """The figures that docs/explanation/forecast.md cites: means over the sources of enough rows, and counts."""
     scored = [a for a in answers if a.scored]
     found = [regret for regret, _, _ in regrets(scored)]
     oom = [a for a in answers if a.row.out_of_memory]

@@ -75,7 +75,7 @@ class Recommendation:
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # facts that were missing, and what they would change
     slowed: tuple[str, ...] = ()  # what is wrong with these nodes, as the forecast counts it
-    sound: RankedLayout | None = None  # the best layout of the same nodes, mended; None where nothing slows them
+    sound: RankedLayout | None = None  # the best layout of the same nodes, repaired; None where nothing slows them
     sound_here: RankedLayout | None = None  # that layout on the nodes as they are
     total_steps: int | None = None  # of the whole run, where a budget of steps or tokens was given
     total_seconds: Interval | None = None  # of the whole run

@@ -19,7 +19,7 @@ from planner.explain import forecast_of, helps_most, ranked
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
-from planner.forecast.faults import Findings, apart, as_is, counted, mended, mended_links, slowed
+from planner.forecast.faults import Findings, apart, as_is, counted, repaired, repaired_links, slowed
 from planner.forecast.links import Links, links_of
 from planner.forecast.memory import DEFAULT_MEMORY, memory_of
 from planner.forecast.specs import (
@@ -273,7 +273,7 @@ def plan(
     lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
     if lost:
         unknowns.append(
-            f"{', '.join(lost[:8])} cannot be used: mend it first; the layout is for the GPUs that are left"
+            f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the GPUs that are left"
         )
     capability = _capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
@@ -417,8 +417,8 @@ def recommend(
         planned = scaled(planned, measured_step)
     sound = sound_here = None
     if planned.slowed:
-        whole = mended(cluster, against)
-        links = mended_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
+        whole = repaired(cluster, against)
+        links = repaired_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
         again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
         again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
         if again.world == planned.world:
@@ -481,14 +481,14 @@ def cost_of(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec, findings: Findings,
     named: Mapping[str, Any],
 ) -> tuple[float, RankedLayout] | None:  # fmt: skip
-    """Seconds of a step with these findings, and the layout on the nodes mended; None where no rule gives them a cost.
+    """Seconds of a step with these findings, and the layout on the repaired nodes; None: no rule gives them a cost.
 
-    `named` are values of the layout; of none the best on the mended nodes. Raises LayoutError.
+    `named` are values of the layout; of none the best on the repaired nodes. Raises LayoutError.
     """
     against = counted(findings, {})
     now = plan(cluster, snapshots, model, train, findings=against)
-    whole = mended(cluster, against)
-    links = mended_links(whole, links_of(whole), against, snapshots)
+    whole = repaired(cluster, against)
+    links = repaired_links(whole, links_of(whole), against, snapshots)
     if not now.slowed or links is None:
         return None
     sound = replace(plan(whole, snapshots, model, train, links=links), global_batch=now.global_batch)

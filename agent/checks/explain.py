@@ -1,4 +1,4 @@
-"""Explanations of finding codes and of alerts: docs/findings.md, docs/runbook.md and the codes of docs/why.md."""
+"""Entries for finding codes, diagnoses and alerts, read from the reference pages of the documentation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class UnknownCodeError(KeyError):
 @cache
 def sections() -> dict[str, str]:
     """Every code and every alert with its text: the name, then what it Means, its Severity, how to See and Mend it."""
-    return {**_causes(_page("why.md")), **_findings(_page("findings.md")), **_alerts(_page("runbook.md"))}
+    return {**_causes(_page("diagnoses.md")), **_findings(_page("findings.md")), **_alerts(_page("alerts.md"))}
 
 
 def _causes(page: str) -> dict[str, str]:
-    """Causes that `why` names: a row of the table in docs/why.md tells of several."""
+    """Causes that `why` names: a row of the table in docs/reference/diagnoses.md tells of several."""
     rows = re.findall(r"^\| ((?:`[a-z._]+`(?:, )?)+) \| (.+) \|$", page, flags=re.MULTILINE)
     return {
         code: f"{code}\n\n- **Means:** {codes}: {text}"
@@ -55,7 +55,7 @@ def _findings(page: str) -> dict[str, str]:
 
 
 def _alerts(page: str) -> dict[str, str]:
-    parts = re.split(r"^## Alert Name: (\w+)\n", page, flags=re.MULTILINE)
+    parts = re.split(r"^## (Topoflight\w+)\n", page, flags=re.MULTILINE)
     return {name: _explanation(name, body, {}) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
@@ -66,10 +66,10 @@ def _explanation(name: str, body: str, shared: dict[str, str], severities: str =
 
 
 def _page(name: str) -> str:
-    places = (Path(__file__).with_name(name), Path(__file__).parents[2] / "docs" / name)
+    places = (Path(__file__).with_name(name), Path(__file__).parents[2] / "docs" / "reference" / name)
     page = next((place for place in places if place.exists()), None)
     if page is None:
-        raise UnknownCodeError(f"docs/{name} is not packaged with this installation")
+        raise UnknownCodeError(f"docs/reference/{name} is not packaged with this installation")
     return page.read_text(encoding="utf-8")
 
 

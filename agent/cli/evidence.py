@@ -36,14 +36,11 @@ def evidence(
     warn, 5 no evidence.
     """
     from collectives.nccl_log import evidence as reader
-    from collectives.nccl_log.reader import LogFileError
 
     try:
         found = reader.read_files(source or ("-",), ports=ports or None)
     except OSError as error:
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
-    except LogFileError as error:
-        raise InputError(str(error)) from None
     emit(reader.to_json(found), form, lambda out: show(out, found, verbose=verbose))
     sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
 

@@ -42,30 +42,18 @@ def preflight(
         say("\n".join(ALL_CODES))
         return
     targets = [_target(form) for form in forms] or [("table", None)]
-    alone = [
-        name for name in ("quick", "bench_seconds") if options[name] and not (options["measure"] or options["fly"])
-    ]
-    if alone:
-        raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
-    from agent.checks.verdict import GateError
     from agent.jobs.preflight import run, write_folder
     from agent.pages import render as pages
 
-    folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
-    if not options["fly"] and (options["overrides"] or options["config"]):
-        word = "--set" if options["overrides"] else "--config"
-        raise click.UsageError(f"{word} is for the job that --fly launches; add --fly, or leave {word} out")
-    if options["fly"]:
+    folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
+    if options["train"]:
         require_writable("--report", folder or Path("reports"), folder=True)
     where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
-    try:
-        if where["nodes"] or where["selector"]:
-            report = _of_cluster(where, options)
-        else:
-            report = run(_options(options, folder), Progress(quiet=quiet))
-            report = replace(report, notes=(*report.notes, *_not_drawn(options["flights"])))
-    except GateError as error:
-        raise click.UsageError(str(error)) from None
+    if where["nodes"] or where["selector"]:
+        report = _of_cluster(where, options)
+    else:
+        report = run(_options(options, folder), Progress(quiet=quiet))
+        report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     if save is not None:
@@ -79,34 +67,28 @@ def preflight(
     sys.exit(report.verdict.exit_code)
 
 
-def _not_drawn(flights: Sequence[Path]) -> tuple[str, ...]:
+def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     """Which of the earlier runs are in no comparison of networks, each with the reason."""
-    if not flights:
+    if not runs:
         return ()
     from agent.base import result_store
     from agent.pages.runs import not_drawn, shown
 
-    return not_drawn(shown(result_store.flights(flights)))
+    return not_drawn(shown(result_store.read_runs(runs)))
 
 
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     """The gate over other nodes; reads what they publish, and makes no load."""
-    from agent.cluster.client import AccessError, ApiError, connect
+    from agent.cluster.client import connect
     from agent.cluster.gate import checks_of, fleet, named, records_of
     from agent.jobs.preflight import expectation_of, report_of
 
-    wrong = [name for name in ("fly", "measure", "hosts") if options[name]]
     expected = expectation_of(options["expect"], options["expect_file"])
-    if wrong:
-        raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
     started = time.monotonic()
-    try:
-        with waiting("preflight: asking the cluster"):
-            client = connect(where["context"]).brief()
-            names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
-            held = fleet(client)
-    except (AccessError, ApiError) as error:
-        raise click.ClickException(str(error)) from None
+    with waiting("preflight: asking the cluster"):
+        client = connect(where["context"]).brief()
+        names = named(client, [n for n in (where["nodes"] or "").split(",") if n], where["selector"])
+        held = fleet(client)
     report = report_of(
         checks_of(names, held, expected=expected), nodes=records_of(names, held), require=options["require"],
         skip=options["skip"], fail_on=options["fail_on"], baseline=options["baseline"],
@@ -203,9 +185,9 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
         measured.bench(out, whole.bench, verbose=verbose)
     if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
         recommendation(out, whole.recommendation, brief=not verbose)
-    if whole.flight is not None:
-        measured.run(out, whole.flight)
-        measured.comparison(out, whole.flight)
+    if whole.run is not None:
+        measured.run(out, whole.run)
+        measured.comparison(out, whole.run)
     measured.by_network(out, whole)
     if verbose:
         out.print("\n[bold]Findings[/bold]")

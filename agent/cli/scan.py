@@ -18,14 +18,11 @@ def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
 ) -> None:
     """Probe this host and print what was found: reads only, makes no load. NAME: all of one node, device or code."""
-    from agent.checks.view import UnknownNameError, look, named
+    from agent.checks.view import look, named
     from agent.terminal.hosts import scan as show
 
     view = look(snapshots(hosts, root=root, timeout_seconds=timeout))
-    try:
-        view = named(view, name) if name else view
-    except UnknownNameError as error:
-        raise click.UsageError(str(error)) from None
+    view = named(view, name) if name else view
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
     verbose = verbose or everything or bool(name)
     emit(value if len(value) > 1 else value[0], form,

@@ -37,8 +37,6 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
 
     Exit code 5 where a matrix is cut, 0 otherwise.
     """
-    if source and hosts:
-        raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
     if form == "svg":
         from topology.svg import svg

@@ -51,8 +51,6 @@ def why(
         )  # fmt: skip
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
-        if watch and run is None:
-            raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:
             _refuse_unused(click.get_current_context())
             found = watch_run(run, lambda verdict: _tell(verdict, form), lambda text: say(text, err=True), limit=limit)

@@ -11,7 +11,7 @@ import click
 from agent.base import inputs
 from agent.base.documents import difference
 from agent.base.hosts import snapshots
-from agent.base.options import refuse_two_sources, with_options
+from agent.base.options import with_options
 from agent.base.output import say, write_result
 from probes.api import Snapshot
 
@@ -29,13 +29,8 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
     """
     from agent.jobs.wrapped import wrapped
 
-    refuse_two_sources(options)
-    if in_place and (source == "-" or output is not None):
-        raise click.UsageError("--apply: writes over FILE; leave it away with standard input and with -o")
-    if record and (in_place or output):
-        raise click.UsageError("--record: reads a run that was wrapped; leave -o and --apply away")
-    if options["require"] and not options["preflight_image"]:
-        raise click.UsageError(f"--require {options['require'][0]}: no gate runs; --preflight-image IMAGE adds it")
+    if in_place and source == "-":
+        raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
     raw = inputs.read(source, _LIMIT_BYTES, hint="; give the job's manifest alone")
     try:
         text = raw.decode()
@@ -56,14 +51,14 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
 
 
 def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:
-    from agent.base.result_store import keep_flight
+    from agent.base.result_store import store_run
     from agent.jobs.script import left_by
 
     try:
         made = left_by(text, found, options, folder)
     except OSError as error:
         raise click.ClickException(f"{folder}: {error.strerror}") from None
-    keep_flight(made)
-    say(f"{folder / 'flight.json'}: {made.status}")
+    store_run(made)
+    say(f"{folder / 'run.json'}: {made.status}")
     for line in (*made.plan.notes, *made.notes):
         say(f"note: {line}", err=True)

@@ -14,11 +14,13 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import RequestError
 from agent.base.output import Progress
+from agent.base.result_store import keep_bench
 from agent.checks import judged
 from agent.jobs.hub import shape_of
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, step_plan, sweep
-from collectives.bench.run import visible_backend
+from collectives.bench.results import BenchResult
+from collectives.bench.run import run, visible_backend
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import ModelError, model_named
 from planner.forecast.specs import weights
@@ -134,6 +136,15 @@ def percent(text: str) -> float:
         raise SpecError(f"precision: {text!r} is not allowed; allowed: a percentage such as 5%, or a ratio") from None
 
 
+def measure(spec: BenchSpec, progress: Progress, stop: threading.Event) -> BenchResult:
+    """Run a benchmark of this host under a line of progress, and store its result. Raises BusyError and SpecError."""
+    progress.step(f"measure: {', '.join(spec.ops)} with {units.count(spec.ranks_per_host, 'rank')}, up to "
+                  f"{units.seconds(spec.budget_seconds)}")  # fmt: skip
+    result = run(spec, watch(progress), stop)
+    keep_bench(result)
+    return result
+
+
 def watch(progress: Progress) -> Callable[[dict[str, Any]], None]:
     """Turn the ranks' events into words."""
 
@@ -174,7 +185,7 @@ def has_gpu(found: Sequence[Snapshot]) -> bool:
     return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
 
 
-def flight_request(options: Mapping[str, Any]) -> Request:
+def training_request(options: Mapping[str, Any]) -> Request:
     """The question behind `launch`: the named model, or the embedded one."""
     names = ("hosts", "root", "model", "method", "global_batch", "machine", "nodes", "lengths", "rows")
     request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
@@ -184,7 +195,7 @@ def flight_request(options: Mapping[str, Any]) -> Request:
 
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
-    """The job that is to fly: the model named, else the one that its settings name, else the embedded one."""
+    """The job that is to be trained: the model named, else the one that its settings name, else the embedded one."""
     job, explicit, _ = settings(config, overrides)
     if request.model is None:
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)

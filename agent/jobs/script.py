@@ -114,12 +114,12 @@ def _text(name: str) -> str | None:
         return None
 
 
-def fly(
+def train(
     plan: ScriptPlan, folder: Path, timeout_seconds: float, on_line: Callable[[str], None] = lambda _line: None
 ) -> Launched:
-    """Run it to its end; its record is flight.json in `folder`."""
+    """Run it to its end; its record is run.json in `folder`."""
     (folder / "nccl").mkdir(parents=True, exist_ok=True)
-    path = folder / "flight.json"
+    path = folder / "run.json"
     began = time.time()
     layout = plan.document.layout
     record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
@@ -130,9 +130,9 @@ def fly(
         old.unlink()
     variables = monitored({**plan.environment, script_rank.ENDED: str(mark.absolute())}, folder)
     done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
-    struck = run_record.struck("\n".join(done.last_lines))
-    if struck and mark.with_name(f"{mark.name}{struck[0]}").exists():
-        how = f"rank {struck[0]} was ended by {struck[1]} while its Python was ending"
+    failed = run_record.first_failed_rank("\n".join(done.last_lines))
+    if failed and failed.signal and mark.with_name(f"{mark.name}{failed.rank}").exists():
+        how = f"rank {failed.rank} was ended by {failed.signal} while its Python was ending"
         done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     record.reason = None if done.exit_code == 0 else done.fate
@@ -170,7 +170,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     _take_state(record, folder, 0.0)
     if record.measured.step_seconds is not None:
         record.status = "complete"
-    run_record.save(folder / "flight.json", record)
+    run_record.save(folder / "run.json", record)
     return record
 
 

@@ -121,7 +121,7 @@ def _record(folder: Path | None) -> RunRecord | None:
     if folder is None:
         return None
     try:
-        return run_record.read(folder / "flight.json")
+        return run_record.read(folder / "run.json")
     except run_record.RecordError:
         return None
 
@@ -211,8 +211,9 @@ def _first_ended(logs: Sequence[str]) -> int | None:
     """The rank that torchrun saw end first, by the end of a log."""
     for text in _tails(logs):
         # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident
-        if run_record.first_ended(text) != -signal.SIGABRT and (found := run_record.first_rank(text)) is not None:
-            return found
+        first = run_record.first_failed_rank(text)
+        if first and first.exit_code != -signal.SIGABRT:
+            return first.rank
     return None
 
 

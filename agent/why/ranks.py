@@ -1,6 +1,6 @@
 """What a run's folder tells of its ranks: their own files, their calls and their processes; and the verdict beside it.
 
-Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/flight.json. Nothing is asked of a rank but by
+Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. Nothing is asked of a rank but by
 `ask`.
 """
 
@@ -179,7 +179,7 @@ def keep(folder: Path, verdict: Verdict) -> bool:
         draft.replace(folder / run_record.WHY)
         written = True
     with suppress(OSError, run_record.RecordError):
-        record = run_record.read(folder / "flight.json")
+        record = run_record.read(folder / "run.json")
         if (note := run_record.watched(folder)) and note not in record.notes:
-            run_record.save(folder / "flight.json", replace(record, notes=[*record.notes, note]))
+            run_record.save(folder / "run.json", replace(record, notes=[*record.notes, note]))
     return written

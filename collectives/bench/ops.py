@@ -2,7 +2,7 @@
 
 S, algbw and busbw are those of nccl-tests (doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor.
 The data of a verified round is a pattern of source rank, round and position, so that old, misplaced or
-foreign data shows; sums of it are exact in float32 for up to 67,000 ranks. docs/busbw.md has a row for each record.
+foreign data shows; sums of it are exact in float32 for up to 67,000 ranks. docs/reference/bus-bandwidth.md lists them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a benchmark leaves behind.
 
 A result that was not verified element by element is not a measurement. Bandwidths follow nccl-tests
-(doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor; see docs/busbw.md.
+(doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor; see docs/reference/bus-bandwidth.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure collectives with real ranks: `run(BenchSpec(...))` gives a BenchResult, whole or partial.
 
 The ranks are child processes under torchrun; this process imports no torch. Bandwidths are those of nccl-tests,
-see docs/busbw.md.
+see docs/reference/bus-bandwidth.md.
 """
 
 from __future__ import annotations

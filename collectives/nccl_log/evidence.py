@@ -2,7 +2,7 @@
 
 ``read_file`` and ``read_files`` open anybody's logs (``-`` is standard input) and give the verdict; ``environment`` is
 what a run must be started with to leave evidence behind; ``exit_code`` turns a verdict into a gate. Formats and codes:
-docs/evidence.md.
+docs/explanation/evidence.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConstants:
-    """What the allocator and the libraries take beyond the tensors; docs/model.md."""
+    """What the allocator and the libraries take beyond the tensors; docs/explanation/forecast.md."""
 
     fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
     reserved_bytes: float = 0.9 * GIB  # cuBLAS workspaces

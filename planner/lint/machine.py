@@ -98,7 +98,7 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     bare = [
         view
         for view in _roce(environment, node)
-        # Where the driver is told a class of its own, that one stands in the packets.
+        # Where the driver has a traffic class configured, the packets carry that one.
         if view.port.pfc_priorities
         and not view.port.traffic_class
         and not {by_dscp, by_tag} & {*view.port.pfc_priorities}

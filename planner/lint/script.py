@@ -77,7 +77,7 @@ class Script:
 
 NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
 JOB_SIZE = (*NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""Variables that say how large a job is; kept beside those that are judged."""
+"""Variables that say how large a job is; read in addition to those that are judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

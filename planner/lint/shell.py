@@ -196,7 +196,7 @@ class _Reader:
         for name, body in list(self._functions.items()):
             if name not in self._called and self._launches and text.count(name) == 1:
                 self._skip_text(self._text(body), self._line(body), f"the function {name} is not called")
-            elif name not in self._called:  # a library: whoever loads it may call it
+            elif name not in self._called:  # a library: a script that loads it may call it
                 self._inside(f"function {name}", body.children)
         return self.script
 

@@ -165,7 +165,7 @@ def _not_management(node: NodeView) -> Rule:
         for view, rate in zip(ports, rates, strict=True):
             if not 0.0 < rate < fastest:
                 continue
-            # A port of the same model that is slower has trained down: that is a fault to mend, not a port to hide.
+            # A port of the same model that is slower has trained down: that is a fault to repair, not a port to hide.
             other_model = view.device.model is not None and None not in models and view.device.model not in models
             leads_out = view.port.netdev is not None and view.port.netdev == default_route
             if other_model or leads_out:

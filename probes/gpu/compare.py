@@ -233,7 +233,7 @@ def _p2p(facts: GpuFacts) -> Iterator[Finding]:
         remedy = "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
         if reason != "disabled_by_regkey":
             remedy = "Look for IOMMU, ACS and the NVreg P2P settings of the driver."
-        # Host memory in place of a switch or NVLink costs 29 % of a step (docs/findings.md, "Severity"); a pair whose
+        # Host memory in place of a switch or NVLink costs 29 % of a step (docs/decisions/0020); a pair whose
         # way leads through the CPU anyway loses less.
         yield finding(
             "gpu.p2p.refused", "", Status.INFO if why else Status.FAIL if near else Status.WARN, which=which,

@@ -1,4 +1,4 @@
-"""docs/findings.md says of every finding code what it means, where to see it and what mends it."""
+"""docs/reference/findings.md says of every finding code what it means, where to see it and what mends it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.tables import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "findings.md"
+PAGE = ROOT / "docs/reference/findings.md"
 PARTS = ("Means", "Severity", "See", "Mend")
 EVERY_CODE = {*ALL_CODES, *ENV_CODES, *LOG_CODES}
 
@@ -37,7 +37,9 @@ def test_page_and_code_name_the_same_findings() -> None:
 def test_section_has_its_parts(code: str) -> None:
     """Each part is there once, in order, and says something; a code of the gate has its severities."""
     text = sections()[code]
-    gate = code in ALL_CODES and not code.startswith("env.")  # of settings docs/nccl-env.md tells them
+    gate = code in ALL_CODES and not code.startswith(
+        "env."
+    )  # of settings docs/reference/nccl-environment.md tells them
     wanted = [part for part in PARTS if gate or part != "Severity"]
     wanted += ["Once"] if code in AT_ONCE else []
     assert re.findall(r"^- \*\*(\w+):\*\* \S", text, flags=re.MULTILINE) == wanted
@@ -59,7 +61,7 @@ def test_named_codes_exist() -> None:
     """A section that sends the reader to another code sends it to one that is there."""
     text = PAGE.read_text(encoding="utf-8")
     firsts = "|".join(sorted({code.split(".")[0] for code in EVERY_CODE if "." in code}))
-    prose = re.sub(r"`[^`]*`", "", text)  # file names such as flight.json stand in code
+    prose = re.sub(r"`[^`]*`", "", text)  # file names such as run.json stand in code
     named = set(re.findall(rf"\b(?:{firsts})\.[a-z_]+\.?[a-z_0-9]+\b", prose))
     assert named - EVERY_CODE == set()
     assert "limits.memlock.low" in named
@@ -67,7 +69,7 @@ def test_named_codes_exist() -> None:
 
 def test_explain_prints_the_section() -> None:
     """`topoflight explain CODE` answers for every code, and helps with a wrong one."""
-    alerts = re.findall(r"^## Alert Name: (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), flags=re.MULTILINE)
+    alerts = re.findall(r"^## (Topoflight\w+)$", (ROOT / "docs/reference/alerts.md").read_text(), flags=re.MULTILINE)
     assert alerts
     for code in sorted({*EVERY_CODE, *alerts}):
         result = CliRunner().invoke(explain, [code])

@@ -12,6 +12,8 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
+from api_server import write_kubeconfig
 from rich.console import Console
 from rigs.command import topoflight
 from rigs.recorded import path_of
@@ -28,10 +30,6 @@ from agent.terminal import measured
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from api_server import write_kubeconfig
-
 SICK = str(path_of("sick-h100-dead-hca"))
 BAD_LOG = "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n" * 20
 TOPOFLIGHT = [sys.executable, "-m", "agent.cli"]
@@ -45,6 +43,7 @@ def run(words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+@pytest.mark.long
 def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path) -> None:
     """The verdict's own code, or the shell's for a closed pipe, never 0; a report is written all the same."""
     log = tmp_path / "log"
@@ -91,7 +90,7 @@ def test_what_cannot_be_written_is_found_before_any_load(tmp_path: Path) -> None
         f"bench --save {missing}", f"bench --save {tmp_path}", f"calibrate -f {missing}",
         f"preflight --measure --report {file}/r", f"preflight --measure -o json={missing}",
         f"preflight --save {missing}",
-        f"preflight --fly --report {file}", f"launch --output {file}/out", f"compare-networks --report {file}/r",
+        f"preflight --train --report {file}", f"launch --output {file}/out", f"compare-networks --report {file}/r",
         f"capture -f {missing}", f"bundle -f {missing}", f"recommend --plot {missing}",
     ]  # fmt: skip
     found = [(words, topoflight(*words.split())) for words in rows]
@@ -121,12 +120,13 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
 
 def test_options_that_would_do_nothing_or_name_nothing() -> None:
     """Refused before a host is scanned."""
-    rows = [("preflight --set max_steps=5", "--fly"), ("preflight --fly --set no_such=1", "no_such"),
-            ("preflight --fly --set learning_rate", "NAME=VALUE"), ("bench --size 64MiBB", "64MiBB")]  # fmt: skip
+    rows = [("preflight --set max_steps=5", "--train"), ("preflight --train --set no_such=1", "no_such"),
+            ("preflight --train --set learning_rate", "NAME=VALUE"), ("bench --size 64MiBB", "64MiBB")]  # fmt: skip
     found = [(words, topoflight(*words.split()), part) for words, part in rows]
     assert not [(w, done.stderr) for w, done, part in found if done.exit_code != 2 or part not in done.stderr]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     """While modules are imported, while an API server is waited for, and while requests could be answered."""
     with socket.create_server(("127.0.0.1", 0)) as deaf, socket.create_server(("127.0.0.1", 0)) as free:
@@ -201,6 +201,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
         assert judge([Finding(code="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_an_api_server_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
     """It takes connections and never answers: as many as are tried, each at the limit, stay below 15 s together."""
     with socket.create_server(("127.0.0.1", 0)) as server:

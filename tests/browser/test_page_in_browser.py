@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -76,16 +77,17 @@ def fault_is_first(tab: Tab, fault: Fault) -> None:
 
 @each_row("name", NAMES)
 def test_every_machine_has_a_clean_page(chromium: Tabs, axe: str, machines: dict[str, str], name: str) -> None:
-    """Node page and what-if page: no complaint, no request elsewhere, axe-core clean; a fault is read first."""
+    """No complaint, no request elsewhere; a fault is read first. Of those without one also axe-core and what-if."""
     address = machines[name]
     with chromium.tab(height=SCREEN) as tab:
         tab.go(address)
         assert tab.text("h1")
         if name in SICK:
             fault_is_first(tab, SICK[name])
-        accessible(tab, axe)
-        tab.go(address + "what-if?model=Llama-3.1-8B&nodes=")
-        assert "Llama-3.1-8B" in tab.text("#layouts")  # axe-core reads this page in the tests of the form and the dark
+        else:
+            accessible(tab, axe)
+            tab.go(address + "what-if?model=Llama-3.1-8B&nodes=")
+            assert "Llama-3.1-8B" in tab.text("#layouts")  # axe-core reads it in the tests of the form and the dark
         clean(tab, address)
 
 
@@ -279,15 +281,17 @@ def follow(tab: Tab, name: str) -> None:
     tab.follow(tab.page.locator(".nodes").get_by_role("link", name=name, exact=True).first.click)
 
 
-@pytest.fixture
-def console(tmp_path: Path) -> Callable[[int], str]:
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """The console of so many nodes, some of them sick, as a file: no server's time is in what the browser takes."""
+    folder = tmp_path_factory.mktemp("console")
 
+    @cache
     def made(nodes: int) -> str:
         held = Fleet()
         held.replace(resources(nodes, sick=True))
         places = chosen({one["metadata"]["name"]: one["metadata"]["labels"] for one in labelled(nodes)})
-        file = tmp_path / f"{nodes}.html"
+        file = folder / f"{nodes}.html"
         file.write_text(pages.fleet_page(held, source="kubernetes", behind=None, places=places), encoding="utf-8")
         return file.as_uri()
 
@@ -374,17 +378,17 @@ def test_a_measured_run_is_shown_with_what_proves_it(
 def test_one_fine_tune_over_three_networks_is_three_bars(
     chromium: Tabs, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
 ) -> None:
-    """Three flights that were really flown, in page and report.html: one figure, the same numbers."""
-    records = [json.loads(path.read_text()) for path in sorted((MEASURED / "flights").glob("*.json"))]
+    """Three real runs, in page and report.html: one figure, the same numbers."""
+    records = [json.loads(path.read_text()) for path in sorted((MEASURED / "runs").glob("*.json"))]
     steps = sorted((record["measured"]["step_seconds"] for record in records), reverse=True)
-    (tmp_path / "flights").mkdir()
-    for path in (MEASURED / "flights").glob("*.json"):
-        shutil.copy(path, tmp_path / "flights" / path.name)
+    (tmp_path / "runs").mkdir()
+    for path in (MEASURED / "runs").glob("*.json"):
+        shutil.copy(path, tmp_path / "runs" / path.name)
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     seen = state.refresh()
     whole = Report(
         started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=seen.snapshots, checks=seen.checks,
-        topologies=seen.topologies, verdict=seen.verdict, flights=seen.flights,
+        topologies=seen.topologies, verdict=seen.verdict, runs=seen.runs,
     )  # fmt: skip
     (tmp_path / "report.html").write_text(report_page(whole), encoding="utf-8")
     words = [f"{units.seconds(step)} a step" for step in steps]

@@ -105,8 +105,8 @@ def test_what_the_plugin_sets_is_not_the_users() -> None:
 
 
 def test_codes_are_documented() -> None:
-    """docs/evidence.md lists every code under its severity; docs/findings.md explains each."""
-    text = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
+    """docs/explanation/evidence.md lists every code under its severity; docs/reference/findings.md explains each."""
+    text = (Path(__file__).parents[2] / "docs/explanation/evidence.md").read_text()
     listed = {severity: re.findall(r"`(\w+)`", codes) for severity, codes in re.findall(r"- \*\*(\w+):\*\* (.+)", text)}
     assert listed == {
         severity: [code for code, meaning in CODES.items() if meaning.severity == severity] for severity in listed

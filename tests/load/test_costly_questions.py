@@ -25,6 +25,8 @@ from starlette.requests import Request
 
 from agent.http.worker import ProblemError, Worker
 
+pytestmark = pytest.mark.long
+
 MOST_WAITING = 8
 LONGEST_SECONDS = 8.0
 IDLE_SECONDS = 6.0
@@ -243,7 +245,6 @@ def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at
     assert [getattr(error, "status", error) for error in refused] == [503, 503]
 
 
-@pytest.mark.long
 def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
     """p99 of /metrics beside many clients on costly questions: within three times what it is alone, in some round."""
     resident.get(served.port, load.COSTLY.format(1, 1024))

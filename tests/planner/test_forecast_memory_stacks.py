@@ -106,6 +106,7 @@ def test_what_trl_freezes_in_fp32_takes_four_bytes_and_autocasts_copies() -> Non
     assert grown(Layout(world_size=2, dp_shard=2)) == (pytest.approx(count), 0.0)
 
 
+@pytest.mark.long
 @each_row("dtype", ["bfloat16", "float32"])
 def test_autocast_saves_a_frozen_weight_in_two_bytes(dtype: str) -> None:
     """What the copies are: torch's Linear under autocast, whose weight does not train."""

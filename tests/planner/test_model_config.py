@@ -93,6 +93,7 @@ MINIMAL = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "said",

@@ -57,6 +57,7 @@ def odd_configs(family: str, count: int) -> list[dict[str, Any]]:
     return configs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(family: str, tmp_path: Path) -> None:
     """Read from the same config.json, as is; the model is built without memory."""
@@ -82,6 +83,7 @@ def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(fam
         assert by_part.layer in alike[:1] or not alike, said
 
 
+@pytest.mark.long
 @each_row("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"])
 def test_layers_slide_where_transformers_says(family: str) -> None:
     """Qwen2-MoE: every other of the first; Qwen3-MoE: all; gpt-oss: every other; Gemma 3: five of six."""
@@ -114,6 +116,7 @@ def test_mixtures_have_the_published_number_of_weights(name: str, total: int) ->
 ON_THE_HUB = yaml.safe_load(Path(__file__).with_name("models_on_the_hub.yaml").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 @each_row("name", ON_THE_HUB)
 def test_a_known_name_is_what_its_config_json_describes(name: str) -> None:
     """The table's row, the hub's config.json completed by transformers, and the model built of it."""

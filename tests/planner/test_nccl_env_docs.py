@@ -1,4 +1,4 @@
-"""docs/nccl-env.md says what the code does."""
+"""docs/reference/nccl-environment.md says what the code does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from string import Formatter
 from planner.lint.tables import CODES, settings, texts
 from planner.nccl_env.texts import texts as advice_texts
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "nccl-env.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent.parent / "docs/reference/nccl-environment.md").read_text(encoding="utf-8")
 
 
 def test_every_code_has_its_row() -> None:

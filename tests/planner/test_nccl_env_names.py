@@ -196,6 +196,7 @@ def nccl_names() -> ModuleType:
 OLDEST_DAYS = 183
 
 
+@pytest.mark.long
 def test_no_newer_release_is_out_than_the_table_knows() -> None:
     """Asked of pip's index where it answers, else the table's own date decides; `bench/nccl_names.py` mends it."""
     reader = nccl_names()

@@ -26,7 +26,6 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.rdma,
-    pytest.mark.real,  # one boot feeds them all
     pytest.mark.timeout(6000),  # the first run downloads packages and builds the guest
     pytest.mark.skipif(guest_image.obstacle() is not None, reason=str(guest_image.obstacle())),
 ]

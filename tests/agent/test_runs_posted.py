@@ -1,0 +1,277 @@
+"""POST /runs: who may, what is taken, what is kept, and that GET /runs and the page show it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from api_server import ApiServer, configuration
+from kustomization import render
+from rigs.agents import TOKEN, agent, bearer
+from rigs.agents import tokens as tokens_in
+from rigs.tables import each_row
+from starlette.testclient import TestClient
+
+from agent.base import result_store as keep
+from agent.cli.launch import launch
+from agent.cluster.client import Client
+from agent.http.access import AUDIENCE, Tokens
+from agent.http.posted import MOST_VALUES, Record
+from agent.http.state import State
+from contracts.run_record import RECORD_VERSION, record_of
+from planner.kubernetes import job, manifests
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINE = "titan-rtx-2x-nv2"
+USER = "system:serviceaccount:training:trainer"
+HEADERS = bearer()
+AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
+STEPS = Record.model_json_schema()["properties"]["step_seconds"]["maxItems"]
+RECORD: dict[str, Any] = {
+    "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
+    "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z", "model": {"name": "a-model-of-ours"},
+    "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
+    "measured": {"step_seconds": 0.25}, "loss": {"first": 5.0, "last": 2.0}, "step_seconds": [0.25] * 20,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    return tokens_in(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "state"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def http(tokens: Tokens, folder: Path) -> TestClient:
+    return agent(MACHINE, folder, tokens=tokens)
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("runs/*.json"))
+
+
+def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, folder: Path) -> None:
+    """Though the next scan is an hour away; a poster's own word for who posted is not taken."""
+    answer = http.post("/runs", headers=HEADERS, json={**RECORD, "posted_by": "admin", "more": [1]})
+    assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
+    (shown,) = http.get("/runs").json()
+    assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
+    assert "a-model-of-ours" in http.get("/").text
+    assert len(kept(folder)) == 1
+
+
+def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
+    """A job that got no answer sends again; another record of the same start replaces nothing."""
+    assert [http.post("/runs", headers=HEADERS, json=RECORD).status_code for _ in range(3)] == [201, 200, 200]
+    other = http.post("/runs", headers=HEADERS, json={**RECORD, "loss": {"last": 0.0}})
+    assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
+    (shown,) = http.get("/runs").json()
+    assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"})
+    assert len(kept(folder)) == 1
+
+
+def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
+    """The state folder does not grow without end."""
+    for number in range(keep.STORED_RUNS + 5):
+        keep.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
+    assert (
+        agent(MACHINE, folder, tokens=tokens).post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code
+        == 201
+    )
+    assert len(kept(folder)) == keep.STORED_RUNS
+
+
+@each_row(
+    ("change", "named"),
+    [
+        ({"schema_version": 2}, "schema_version: Input should be 1"), ({"status": "<b>"}, "status:"),
+        ({"host": ""}, "host:"), ({"host": "h" * 254}, "host:"), ({"started_at": "yesterday"}, "started_at:"),
+        ({"layout": []}, "layout:"), ({"notes": ["n" * 5000]}, "notes.0:"),
+        ({"step_seconds": ["1"]}, "step_seconds.0:"), ({"step_seconds": [0.1] * (STEPS + 1)}, "step_seconds:"),
+        ({"more": [0] * MOST_VALUES}, f"{MOST_VALUES} are taken"),
+        ({"data": {"name": "é" * 200_000}}, "to keep"),
+    ],
+)  # fmt: skip
+def test_a_wrong_record_is_refused_and_what_is_wrong_named(
+    tokens: Tokens, folder: Path, change: dict[str, Any], named: str
+) -> None:
+    """A problem document, and nothing is kept."""
+    http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
+    answer = http.post("/runs", headers=HEADERS, json={**RECORD, **change})
+    assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
+    assert len(answer.text) < 4000
+    assert kept(folder) == [] and http.get("/runs").json() == []
+
+
+@each_row("body", [b"", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'])
+def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: bytes) -> None:
+    """No JSON, too deep, or not of ours."""
+    answer = http.post("/runs", headers=HEADERS, content=body)
+    assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
+    assert kept(folder) == []
+
+
+def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
+    """A run that diverged: json of Python writes NaN."""
+    text = json.dumps({**RECORD, "status": "failed", "loss": {"first": 5.0, "last": float("nan")}})
+    assert http.post("/runs", headers=HEADERS, content=text).status_code == 201
+    assert http.get("/runs").json()[0]["loss"] == {"first": 5.0, "last": None}
+
+
+def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
+    """As many steps as the recorder keeps."""
+    whole = {**RECORD, "step_seconds": [1234.567891] * STEPS}
+    assert http.post("/runs", headers=HEADERS, json=whole).status_code == 201
+
+
+def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path) -> None:
+    """401 before the record is looked at; 403 where nobody judges tokens."""
+    assert http.post("/runs", content=b"{").status_code == 401
+    closed = agent(MACHINE, folder).post("/runs", headers=HEADERS, json=RECORD)
+    assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
+    assert kept(folder) == []
+
+
+def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
+    """409, and what would help; 507 where the folder takes nothing more."""
+    for missing in (None, tmp_path / "nowhere"):
+        answer = agent(MACHINE, missing, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD)
+        assert answer.status_code == 409 and "--state" in answer.json()["grant"]
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "runs").write_text("a file where the folder would be")
+    assert agent(MACHINE, full, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD).status_code == 507
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    with ApiServer() as server:
+        server.reviewed[TOKEN] = {"authenticated": True, "audiences": [AUDIENCE], "user": {"username": USER}}
+        yield server
+
+
+def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) -> None:
+    """A right to another endpoint is none to this one; what the refusal prints names this endpoint."""
+
+    def asked() -> Any:
+        http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
+        return http.post("/runs", headers=HEADERS, json=RECORD)
+
+    api.allowed.add((USER, "post", "/preflight"))
+    refused = asked()
+    assert refused.status_code == 403 and "--verb=post --non-resource-url=/runs" in refused.json()["grant"]
+    api.allowed.add((USER, "post", "/runs"))
+    assert asked().status_code == 201
+    (record,) = keep.read_runs((folder / "runs",))
+    assert record.posted_by == USER
+
+
+@pytest.mark.long
+def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
+    """Version and number of steps are those of the job and of what is kept."""
+    from finetune.recorder import MAX_STEPS  # and with it torch
+
+    shown = Record.model_json_schema()["properties"]
+    assert shown["schema_version"]["const"] == RECORD_VERSION
+    assert shown["step_seconds"]["maxItems"] == MAX_STEPS
+
+
+def test_what_is_deployed_is_what_a_job_is_told() -> None:
+    """Service on the pod's own node under the name that jobs call, a role for this endpoint alone, one audience."""
+    documents = render(ROOT / "deploy/daemonset/overlays/kubernetes")
+    (service,) = [d for d in documents if d["kind"] == "Service" and d["metadata"]["name"] == "topoflight-node"]
+    (port,) = service["spec"]["ports"]
+    where = service["metadata"]
+    assert f"http://{where['name']}.{where['namespace']}:{port['port']}" == AGENT
+    assert service["spec"]["internalTrafficPolicy"] == "Local"
+    (role,) = [d for d in documents if d["metadata"]["name"] == "topoflight-runs"]
+    assert role["rules"] == [{"nonResourceURLs": ["/runs"], "verbs": ["post"]}]
+    assert "topoflight-runs" not in [d["roleRef"]["name"] for d in documents if d["kind"].endswith("RoleBinding")]
+    assert manifests.AGENT_AUDIENCE == AUDIENCE
+
+
+@each_row("api_name", manifests.APIS)
+def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
+    """URL, token file and the volume that the file is in; none of them without the option, nor beside the gate."""
+    plain = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g")
+    assert "TOPOFLIGHT_AGENT" not in manifests.render(manifests.APIS[api_name](plain))
+    told = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g",
+                       agent=AGENT)  # fmt: skip
+    documents = list(yaml.safe_load_all(manifests.render(manifests.APIS[api_name](told))))
+    pods = list(found(documents, "containers"))
+    assert len(pods) == (2 if api_name == "pytorchjob" else 1)
+    trainer = next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
+    for pod in pods:
+        (container,), (gate,) = pod["containers"], pod["initContainers"]
+        environment = {each["name"]: each.get("value") for each in (trainer or container)["env"]}
+        assert environment["TOPOFLIGHT_AGENT"] == AGENT
+        (mount,) = [m for m in container["volumeMounts"] if m["name"] == "agent-token"]
+        assert mount["readOnly"] and "agent-token" not in str(gate)
+        (volume,) = [v for v in pod["volumes"] if v["name"] == "agent-token"]
+        (source,) = volume["projected"]["sources"]
+        token = source["serviceAccountToken"]
+        assert token["audience"] == AUDIENCE
+        assert environment["TOPOFLIGHT_AGENT_TOKEN_FILE"] == f"{mount['mountPath']}/{token['path']}"
+
+
+def found(node: Any, member: str) -> Iterator[Any]:
+    if isinstance(node, dict):
+        if member in node:
+            yield node
+        else:
+            for value in node.values():
+                yield from found(value, member)
+    elif isinstance(node, list):
+        for value in node:
+            yield from found(value, member)
+
+
+@each_row("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    """Before a pod starts with it."""
+    with pytest.raises(job.JobError, match="agent="):
+        job.JobSpec(name="sft", image="i", nodes=1, processes_per_node=1, command=("true",), agent=url)
+
+
+def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
+    """Temporary files that nobody writes any more; not one that is being written, and no record."""
+    (folder / "runs").mkdir()
+    for path in (folder, folder / "runs"):
+        for name in (".bench.json.a1b2c3d4", "kept.json"):
+            (path / name).write_text("{}")
+            os.utime(path / name, (0, 0))
+    (folder / "runs" / ".new.json.x").write_text("{")
+    state = State(lambda: (), interval_seconds=3600, folder=folder)
+    state.start()
+    state.stop()
+    left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json*"))
+    assert left == ["kept.json", "runs/.new.json.x", "runs/kept.json"]
+
+
+def test_what_is_held_in_memory_is_bounded_in_bytes(
+    tokens: Tokens, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest that the bound has room for are shown, from one rendered copy."""
+    (folder / "runs").mkdir()
+    for number in range(keep.STORED_RUNS):
+        (folder / "runs" / f"{number:03d}.json").write_text(json.dumps({**RECORD, "host": f"pod-{number:03d}"}))
+    monkeypatch.setattr(keep, "MOST_HELD_BYTES", 10 * (folder / "runs" / "000.json").stat().st_size)
+    http = agent(MACHINE, folder, tokens=tokens)
+    first, second = http.get("/runs"), http.get("/runs")
+    shown = {record["host"] for record in first.json()}
+    assert shown == {f"pod-{number:03d}" for number in range(keep.STORED_RUNS - 10, keep.STORED_RUNS)}
+    assert first.content == second.content
+    assert http.post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
+    assert "z" in {record["host"] for record in http.get("/runs").json()}

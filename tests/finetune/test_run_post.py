@@ -1,0 +1,251 @@
+"""The job tells the agent of its node how the run ended: a real agent, and agents that are none."""
+
+import contextlib
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import urllib3
+from rigs.serving import START_SECONDS, port_of
+from rigs.tables import each_row
+
+from contracts.job_plan import JobPlan
+from contracts.layout import Layout
+from finetune import post
+from finetune.recorder import Recorder
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINE = ROOT / "tests/machines/titan-rtx-2x-nv2.json"
+TOKEN = "hunter2-hunter2-hunter2-hunter2"  # noqa: S105 - of this test
+
+
+class Stranger(http.server.ThreadingHTTPServer):
+    """An agent that answers as it is told, and remembers what it was sent."""
+
+    def __init__(self, *answers):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers, self.asked = list(answers), []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One request."""
+
+    def do_POST(self):
+        """Whatever is asked."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, self.headers["Authorization"], body))
+        status, headers, text = self.server.answers.pop(0)
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": len(text)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST  # noqa: N815 - the name that http.server looks for
+
+    def log_message(self, *_):
+        """Quiet."""
+
+
+@pytest.fixture
+def token_file(tmp_path, monkeypatch):
+    """The token as a volume of the pod holds it."""
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    monkeypatch.setenv("TOPOFLIGHT_AGENT_TOKEN_FILE", str(path))
+    monkeypatch.delenv("RANK", raising=False)
+    return path
+
+
+@pytest.fixture
+def told(tmp_path, token_file, monkeypatch, caplog):
+    """End a run and tell the agent at `url`; what the record notes."""
+
+    def end(url, **more):
+        monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
+        recorder = Recorder(tmp_path / "run", JobPlan(), Layout(world_size=1), torch.device("cpu"))
+        recorder.end("complete", 0)
+        post.upload_run_record(recorder, **more)
+        written = json.loads((tmp_path / "run/run.json").read_text())
+        assert TOKEN not in caplog.text + json.dumps(written)
+        assert (written["status"], written["exit_code"]) == ("complete", 0)
+        if written["notes"]:
+            assert "the agent does not have this run's record" in caplog.text
+        return " ".join(written["notes"])
+
+    return end
+
+
+def test_the_record_is_sent_with_the_token(told, tmp_path, monkeypatch):
+    """To /runs, as it stands in the folder; again after a 503, as before the first scan; through no proxy."""
+    with Stranger((201, {}, b"")) as proxy, Stranger((503, {}, b""), (201, {}, b"{}")) as agent:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        assert told(agent.url + "/") == ""
+        assert proxy.asked == []
+        _, (path, authorization, body) = agent.asked
+    assert (path, authorization) == ("/runs", f"Bearer {TOKEN}")
+    assert json.loads(body) == json.loads((tmp_path / "run/run.json").read_text())
+
+
+@each_row("status", [301, 302, 303, 307, 308])
+def test_the_token_follows_no_redirect(told, status):
+    """Neither does the record."""
+    with Stranger((200, {}, b"")) as elsewhere, Stranger((status, {"Location": elsewhere.url}, b"")) as agent:
+        assert f"answered {status}" in told(agent.url)
+        assert elsewhere.asked == []
+
+
+def test_a_refusal_is_told_in_the_agents_words(told):
+    """Cut, on one line, and without the token where an agent gives it back."""
+    detail = json.dumps({"detail": f"{TOKEN} may not\n\x1b[2J" + "x" * 9000}).encode()[:4000]
+    whole = json.dumps({"detail": f"{TOKEN} may not\n\x1b[2J" + "x" * 900}).encode()
+    with Stranger((403, {}, detail), (403, {}, whole), (400, {}, b"<html>page</html>")) as agent:
+        assert told(agent.url).endswith("it answered 403"), "half a document says nothing"
+        note = told(agent.url)
+        assert "it answered 403: TOKEN may not" in note and note.isprintable() and len(note) < 600
+        assert told(agent.url).endswith("it answered 400")
+
+
+@each_row("content", [None, b"", b"a b", b"a\r\nX-Other: b", b"\xff\xfe", b"t" * 20_000])
+def test_a_token_file_that_holds_none_sends_nothing(told, token_file, content):
+    """No header is made of it, and none of it is told."""
+    token_file.unlink(missing_ok=True)
+    if content is not None:
+        token_file.write_bytes(content)
+    with Stranger() as agent:
+        note = told(agent.url)
+        assert "TOPOFLIGHT_AGENT_TOKEN_FILE" in note and "X-Other" not in note
+        assert agent.asked == []
+
+
+NO_ADDRESSES = ("file:///etc/passwd", "agent", "http://", "ftp://a", "http://u:secret@a", "http://[a", "http://a\r\nb")
+NO_PLACES = ("http://127.0.0.1:99999", f"http://{'a' * 70}.b", "http://..:1")
+
+
+@each_row(
+    ("url", "words"),
+    [*((url, "must be http://HOST:PORT or https://HOST:PORT") for url in NO_ADDRESSES),
+     *((url, "the agent does not have this record") for url in NO_PLACES)],
+)  # fmt: skip
+def test_an_address_name_or_port_that_cannot_be_is_a_note(told, url, words):
+    """Whatever the libraries below make of it; without repeating an address, which may hold a password."""
+    note = told(url)
+    assert words in note and "secret" not in note
+
+
+def test_nobody_there_is_a_note(told):
+    """A node without an agent."""
+    with socket.socket() as kept:  # and not listened on: nobody else can take the port meanwhile
+        kept.bind(("127.0.0.1", 0))
+        assert "refused" in told(f"http://127.0.0.1:{kept.getsockname()[1]}")
+
+
+def test_what_is_no_http_is_a_note(told):
+    """Another service on that port, which gives back what it was sent."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def echo():
+            while True:
+                connection, _ = other.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(b" ".join(connection.recv(65536).split()) + b"\n")
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):  # closed over what is still unread, it would be reset
+                        pass
+
+        threading.Thread(target=echo, daemon=True).start()
+        note = told(f"http://127.0.0.1:{other.getsockname()[1]}")
+    assert "POST /runs" in note and "Bearer TOKEN" in note and len(note) < 600
+
+
+def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(told):
+    """It takes the connection and says nothing, or a byte now and then for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        def trickle():
+            connection, _ = silent.accept()
+            with connection:
+                while True:
+                    try:
+                        connection.sendall(b"H")
+                    except OSError:
+                        return
+                    time.sleep(0.2)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert "no answer within 1 s" in told(url, seconds=1.0)
+
+
+def test_only_rank_0_tells(told, monkeypatch):
+    """And nobody where no agent is named."""
+    with Stranger() as agent:
+        assert told("") == ""
+        monkeypatch.setenv("TOPOFLIGHT_AGENT", agent.url)
+        monkeypatch.setenv("RANK", "1")
+        post.upload_run_record(
+            Recorder(Path("nowhere"), JobPlan(), Layout(world_size=2, dp_shard=2), torch.device("cpu"))
+        )
+        assert agent.asked == []
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.timeout(600)
+def test_a_job_s_record_stands_in_the_agents_runs(tmp_path):
+    """A real agent and two real jobs, one with a token that it does not know: that job ends with 0 too."""
+    tokens, other = tmp_path / "tokens", tmp_path / "other"
+    for path, token in ((tokens, TOKEN), (other, TOKEN[::-1])):
+        path.write_text(token + "\n")
+        path.chmod(0o600)
+    (tmp_path / "state").mkdir()
+    words = [sys.executable, "-m", "agent.cli", "serve", f"--host={MACHINE}", "--port=0", "--interval=3600",
+             f"--token-file={tokens}", f"--state={tmp_path / 'state'}"]  # fmt: skip
+    agent = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + START_SECONDS
+        while (port := port_of(agent)) is None:  # the jobs ask three times, whether they or the agent are slower
+            assert time.monotonic() < end, "the agent did not start"
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}"
+        jobs = {path: job_of(tmp_path / f"run-{path.name}", url, path) for path in (tokens, other)}
+        said = {path: job.communicate(timeout=500)[0] for path, job in jobs.items()}
+        assert [job.returncode for job in jobs.values()] == [0, 0], said
+        kept = urllib3.request("GET", f"{url}/runs").json()
+    finally:
+        agent.terminate()
+        agent.wait(60)
+    written = {path: json.loads((tmp_path / f"run-{path.name}/run.json").read_text()) for path in jobs}
+    assert kept == [{**written[tokens], "posted_by": "token-file"}]
+    assert (kept[0]["status"], kept[0]["steps_done"]) == ("complete", 2)
+    assert "does not have" not in said[tokens]
+    assert "WARNING the agent does not have this run's record: it answered 401" in said[other]
+    assert "it answered 401" in " ".join(written[other]["notes"])
+    assert not any(token in text for token in (TOKEN, TOKEN[::-1]) for text in (*said.values(), str(kept)))
+
+
+def job_of(folder, url, token_file):
+    """The built-in job, two steps of one rank."""
+    environment = {**os.environ, "TOPOFLIGHT_AGENT": url, "TOPOFLIGHT_AGENT_TOKEN_FILE": str(token_file),
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    words = [sys.executable, "-m", "finetune.train", "max_steps=2", "dataset_rows=64", "eval_strategy=no",
+             "save_strategy=no", f"output_dir={folder}"]  # fmt: skip
+    return subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )

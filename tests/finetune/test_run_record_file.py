@@ -1,0 +1,164 @@
+"""Records of a run: what the agent makes of run.json, the job's own exit code, the FLOPs behind its MFU."""
+
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from filled import filled_model
+from rigs.tables import each_row
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+from agent.jobs import launch
+from agent.pages.runs import division, shown
+from contracts import run_record
+from contracts.job_config import JobConfig
+from contracts.run_record import compare, own_exit_code, record_of
+from finetune import post
+from finetune.loop import multiplied
+from finetune.recorder import flops_per_token
+
+pytestmark = pytest.mark.long
+
+PARTS = [
+    {"part": "compute", "measured_seconds": 1.2, "share": 0.6, "hidden_seconds": 0.0, "forecast_seconds": 1.1},
+    {"part": "gather", "measured_seconds": 0.62, "share": 0.31, "hidden_seconds": 0.1, "forecast_seconds": None},
+    {"part": "reduce", "measured_seconds": 0.02, "share": 0.01, "hidden_seconds": 0.0, "forecast_seconds": 0.01},
+]
+INTERVAL = {"low": 1.6, "mid": 1.9, "high": 2.3}
+RECORD = {
+    "status": "complete", "measured": {"step_seconds": 2.0}, "parts": PARTS,
+    "comparison": [{"quantity": "step_seconds", "forecast": INTERVAL, "measured": 2.0}],
+    "plan": {"forecast": {"step_seconds": INTERVAL, "memory_bytes": {"low": 1, "mid": 2, "high": 3}}},
+}  # fmt: skip
+
+
+def test_the_parts_stand_beside_the_forecast():
+    """The worst communication is named; a part that was not forecast has no figure."""
+    step, memory = compare(record_of(RECORD))
+    assert (step.verdict, memory.verdict) == ("inside", "unknown")
+    assert division(record_of(RECORD)) == (
+        "all-gather 31 % exposed; compute 1.2 s (forecast 1.1 s), all-gather 620 ms, "
+        "gradient reduction 20 ms (forecast 10 ms)"
+    )
+    profiled = [{**part, "measured_seconds": 1.1 * part["measured_seconds"]} for part in PARTS]
+    slower = record_of({**RECORD, "parts": profiled})
+    assert division(slower) == division(record_of(RECORD)), "the profiler's own time is in no part"
+    over = record_of({**RECORD, "parts": [{**part, "share": 0.6} for part in PARTS]})
+    assert division(over).endswith("these parts overlap")
+    (one,) = shown([record_of(RECORD)])
+    assert "all-gather 31 % exposed" in one.lines[0][-1]
+
+
+@each_row("raw", [None, [], "x", [1, {"part": "gather"}, {"part": 3, "measured_seconds": 1, "share": 1}]])
+def test_records_without_parts_are_read(raw):
+    """Older files, and what is no part, give none."""
+    read = record_of({**RECORD, "parts": raw})
+    assert read.parts == []
+    assert division(read) == ""
+
+
+@pytest.mark.parametrize(
+    ("written", "torchrun", "told"),
+    [({"exit_code": 75}, 1, 75), ({"exit_code": 65}, 1, 65), ({"exit_code": None}, 1, 1), ({}, 1, 1), (None, 1, 1),
+     ({"exit_code": 75}, 0, 0), ({"exit_code": "75"}, 1, 1)],
+)  # fmt: skip
+def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, told):
+    """Torchrun makes 1 of every failure; the record of this start says which."""
+    path = tmp_path / "run.json"
+    began = time.time() - 1
+    if written is not None:
+        path.write_text(json.dumps(written))
+    assert own_exit_code(path, torchrun, began) == told
+
+
+def test_the_record_of_an_earlier_start_says_nothing(tmp_path):
+    """A job that dies before it writes leaves the file of the one before."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"exit_code": 75}))
+    os.utime(path, (1, 1))
+    assert own_exit_code(path, 1, time.time()) == 1
+
+
+def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
+    """The last traceback's last line, not torchrun's own; and pod 0 leaves it where no record was written."""
+    rows = (
+        ("RuntimeError: no peer\ntorch.distributed.errors.ChildFailedError: \n", "RuntimeError: no peer"),
+        ("[rank1]: torch.distributed.DistBackendError: a: b\n", "torch.distributed.DistBackendError: a: b"),
+        ("step 1: loss 2\n  raise ValueError(1)\ntorch.distributed.errors.ChildFailedError:\n", ""),
+    )  # fmt: skip
+    wrong = [(log, run_record.raised(log)) for log, reason in rows if run_record.raised(log) != reason]
+    assert not wrong, wrong
+    post.write_termination_message(
+        tmp_path / "run.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x"
+    )
+    left = json.loads((tmp_path / "word").read_text())
+    assert (left["status"], left["transports"]) == ("failed", []) and left["reason"].endswith("OSError: x")
+    (tmp_path / "run.json").write_text(json.dumps({"status": "complete"}))
+    post.write_termination_message(
+        tmp_path / "run.json", tmp_path / "word", "ended", time.time() + 60
+    )  # of an earlier start
+    assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"
+
+
+def test_a_killed_job_has_no_code_of_its_own(tmp_path):
+    """A status of the process stands where there is no record."""
+    ended = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
+    assert ended.exit_code == 3
+
+
+def model_flops(layers, hidden, ffn, kv, vocabulary, length, frozen):
+    """One sequence through a decoder, product by product, 2 FLOPs for each multiply and add; tokens look back only."""
+    projections = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), (hidden, ffn), (hidden, ffn),
+                   (ffn, hidden)]  # fmt: skip
+    weights = [*projections * layers, (hidden, vocabulary)]
+    forward = sum(2 * inputs * outputs for inputs, outputs in weights) * length
+    backward = forward * (1 if frozen else 2)  # the gradient of the inputs, and of the weights where they train
+    # scores and values, of all tokens up to this one: forward, and both factors' gradients backward
+    attention = sum(2 * 2 * hidden * seen * layers * 3 for seen in range(1, length + 1))
+    return forward + backward + attention, sum(inputs * outputs for inputs, outputs in weights)
+
+
+@each_row("frozen", [False, True])
+def test_flops_per_token_are_those_of_the_products_counted_by_hand(frozen):
+    """All weights train, or none: two layers, grouped heads."""
+    length = 512
+    counted, weights = model_flops(2, 64, 160, 32, 96, length, frozen)
+    shape = SimpleNamespace(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
+    told = flops_per_token(weights, 0 if frozen else weights, shape, length)
+    # a token sees half the length and half itself: 1/512 of the attention's share
+    assert told == pytest.approx(counted / length, rel=1 / length)
+    assert told < counted / length
+
+
+@pytest.mark.parametrize(
+    ("tied", "saved"),
+    [(False, None), (True, None), (False, ()), (True, ()), (False, ("embed_tokens",)), (False, ("lm_head",))],
+)
+def test_what_a_token_is_multiplied_with_is_what_torch_counts(tied, saved, tmp_path):
+    """In full (None), with LoRA, and with modules trained whole: torch's count of the products of a forward pass."""
+    shape = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=259, tie_word_embeddings=tied,
+    )  # fmt: skip
+    shape.save_pretrained(tmp_path)
+    config = JobConfig(
+        model_name_or_path=f"random:{tmp_path}", use_peft=saved is not None, lora_modules_to_save=saved or (),
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    net = filled_model(config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net(input_ids=torch.zeros(1, 10, dtype=torch.long))
+    done = counter.get_flop_counts()["Global"]
+    products = sum(done.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    every, training = multiplied(net)
+    assert products == 2 * 10 * every
+    assert training == (
+        every
+        if saved is None
+        else sum(p.numel() for name, p in net.named_parameters() if p.requires_grad and "embed_tokens" not in name)
+    )
