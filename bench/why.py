@@ -88,7 +88,7 @@ def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", port,
              *script, str(CULPRIT)]  # fmt: skip
     if fault.kind:
-        environment = monitored({**environment, "PYTHONPATH": ""}, folder)
+        environment = monitored({"WHY_AT": "500", **environment, "PYTHONPATH": ""}, folder)
     stack.callback(Tree(words, environment, log).end, 0.0)
 
 
@@ -141,6 +141,8 @@ def one(fault: Fault) -> Result:
             began = time.monotonic()
             result = _ask(fault, folder, began)
             _give_back(folder)
+            if (happened := folder / "happened").exists():
+                result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
         shutil.rmtree(folder / "ranks", ignore_errors=True)
         return result
 

@@ -24,4 +24,4 @@ def run(command: tuple[str, ...], folder: Path) -> None:
     try:
         os.execvpe(command[0], command, monitored(os.environ, folder))  # noqa: S606 - the user's own command
     except OSError as error:
-        raise click.ClickException(f"{command[0]}: {error.strerror}") from None
+        raise click.UsageError(f"{command[0]}: {error.strerror}") from None

@@ -47,7 +47,7 @@ MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one p
 
 def slow(facts: RunFacts) -> Verdict | None:
     """The verdict where ranks wait for one that is always late, or where all have become slower together."""
-    return _late(facts) or _slower(facts) or _slower_by_calls(facts)
+    return _late(facts) or _slower(facts)
 
 
 # One rank that is late ------------------------------------------------------------------------------------------------
@@ -258,40 +258,6 @@ def find_change(pieces: Sequence[tuple[float, int]]) -> Change | None:
         if best is None or off < best[0]:
             best = off, Change(at=at, before=left, since=right)
     return best[1] if best else None
-
-
-def _slower_by_calls(facts: RunFacts) -> Verdict | None:
-    """All ranks call later than before, by the recorder, which does not tell what they do between the calls."""
-    times = [max(row.values()) for row in _arrivals(facts.traces, facts.world)[1:]]
-    size = (len(times) - 1) // BLOCKS  # calls of a block: longer than a step's
-    if size < 2:
-        return None
-    first = range(0, len(times) - size, size)
-    changed = find_change([(times[at + size] - times[at], size) for at in first])
-    if changed is None or changed.since <= LONGER * changed.before:
-        return None
-    times_slower = changed.since / changed.before if changed.before > 0 else 0.0
-    timing = f"flight recorder: {changed.since:.3g} s from call to call, {changed.before:.3g} s before"
-    cost = _cost(changed.before, changed.since)
-    if _all_in_collectives(facts):
-        cause = network(facts, "has become slow", timing, since=times[first[changed.at]])
-        if len(cause.evidence) > 1:
-            return verdict_of("slow", (replace(cause, **cost),), facts)
-    message = f"all ranks alike have become {times_slower:.1f} times slower"
-    return open_verdict("slow", Cause(code="all", message=message, evidence=(timing,), **cost), facts, (),
-                        "what the ranks do longer", "topoflight why --run DIR, of a job with the monitor")  # fmt: skip
-
-
-def _all_in_collectives(facts: RunFacts) -> bool:
-    """Whether every rank's latest looks found it in its collectives, and none waited for a CPU instead."""
-    latest = [_pieces(state)[-MIN_PIECES:] for state in facts.states.values()]
-    for pieces in latest:
-        spent = {kind: sum(piece.spent.get(kind, 0.0) for piece in pieces) for kind in DOING}
-        kind, share = _most(spent)
-        delayed = sum(piece.delayed for piece in pieces)
-        if len(pieces) < MIN_PIECES or kind != "collective" or share < EXPLAINS or delayed > 0.5 * sum(spent.values()):
-            return False
-    return bool(latest)
 
 
 class Piece(NamedTuple):

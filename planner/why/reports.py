@@ -261,9 +261,8 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
         return None
     inside = {rank for rank, stack in facts.stacks.items() if any(_IN_CALL.search(frame) for frame in stack)}
     outside = sorted(set(facts.stacks) - inside)
-    where = "; ".join(f"rank {rank} is in {' < '.join(facts.stacks[rank][:3])}" for rank in outside[:4])
-    line = f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective" if inside else "no rank"
-    line += f"; {where}" if inside and where else " is in a collective" if not inside else ", and every other rank too"
+    who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
+    line = "; ".join([*who, *(f"rank {rank} is in {' < '.join(facts.stacks[rank][:3])}" for rank in outside[:4])])
     hint = Unknown(what="whether the ranks move: one stack of each does not tell", command="take the stacks once more "
                    "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
     return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))

@@ -525,41 +525,10 @@ def test_who_waits_for_a_cpu_is_accused_of_what_the_others_and_the_network_do_no
     assert ("waits for a CPU" in found.line) == (code == "rank.compute")
 
 
-def test_a_network_that_slowed_before_the_first_looks_is_named_where_bytes_wait() -> None:
-    """The recorder shows the change, the states only what all do since: they were not there before it."""
-    slower = {
-        rank: [replace(c, created=NOW - 300 + n + 4 * max(0, n - 30)) for n, c in enumerate(calls)]
-        for rank, calls in history(60).items()
-    }
-    traces = {rank: trace(rank, *calls) for rank, calls in slower.items()}
-    now = marks({"compute": 1, "collective": 9}, {"compute": 1, "collective": 9}, pieces=4)
-    states = {
-        r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, marks=now,
-                     unsent={"10.0.0.2": 9} if r != 2 else {})
-        for r in range(4)
-    }  # fmt: skip
-    found = judge(RunFacts(traces=traces, states=states, world=4, now=NOW))
-    assert (found.state, found.causes[0].code, found.nodes) == ("slow", "link.node", ("h2",))
-    assert found.causes[0].cost is not None
-    unseen = {rank: replace(state, unsent={}) for rank, state in states.items()}
-    assert judge(RunFacts(traces=traces, states=unseen, world=4, now=NOW)).causes[0].code == "all"
-    starved = {rank: replace(state, marks=marks(GREW[0], GREW[0], pieces=4)) for rank, state in states.items()}
-    assert judge(RunFacts(traces=traces, states=starved, world=4, now=NOW)).causes[0].code == "all"
-
-
 def test_an_evaluation_is_no_slower_pace() -> None:
     evaluates = ({"compute": 6, "collective": 4}, {"evaluate": 8, "compute": 1, "collective": 1})
     states = {r: RankState(rank=r, host="a", written=NOW, marks=marks(*evaluates)) for r in range(4)}
     assert judge(RunFacts(states=states, world=4, now=NOW)).state == "fine"
-
-
-@each_row("began", [20, 46])
-def test_calls_that_come_later_and_later_are_told_without_a_reason(began: int) -> None:
-    at = [n + 2.0 * max(0, n - began) for n in range(60)]
-    traces = {r: trace(r, *(call(n + 1, at=NOW - 200 + at[n]) for n in range(60))) for r in range(4)}
-    found = judge(RunFacts(traces=traces, world=4, now=NOW))
-    assert said(found) == ("slow", (), "all")
-    assert found.unknown
 
 
 TIMED_OUT = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
