@@ -135,9 +135,11 @@ DIFFERS = (
 SHAPE = (
     "[rank1]: RuntimeError: [1]: params[0] in this process with sizes [6, 4] appears not to match sizes of the same "
 )
-SOCKET = (
-    "[E socket.cpp:957] [c10d] The client socket has timed out after 60000ms while trying to connect to (n0, 29500)."
+SOCKET = "[E socket.cpp:957] [c10d] The client socket has timed out after 60s while trying to connect to (n0, 29500)."
+JOINED = (
+    "[rank0]: torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 3/4 clients joined."
 )
+IN_USE = "[W socket.cpp:464] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use)."
 GAI = "[W socket.cpp:755] [c10d] The IPv4 network addresses of (m-0, 29500) cannot be retrieved (gai error: -2 - Name)."
 SPOKEN = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType={}, NumelIn={}, NumelOut=1,"
 
