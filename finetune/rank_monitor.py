@@ -262,7 +262,7 @@ class _StartOnImport:
         """Find torch.distributed.distributed_c10d as Python does, to be run with the wrapper; nothing else."""
         if name != "torch.distributed.distributed_c10d":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
@@ -297,7 +297,7 @@ class _StartOnImport:
 def start_on_import(folder: Path) -> None:
     """Start the monitor by itself once this process has initialised torch.distributed."""
     prepare()
-    sys.meta_path.insert(0, _StartOnImport(folder))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _StartOnImport(folder))
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:

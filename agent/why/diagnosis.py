@@ -196,7 +196,7 @@ _OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
 
 def _stacks(logs: Sequence[str], seen: RunFacts) -> dict[int, tuple[str, ...]]:
     """Python stacks in the logs by rank, as the text, the file's name, or the rank's process number tells it."""
-    by_pid = {state.pid: rank for rank, state in seen.states.items() if state.pid}
+    by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
     found = {}
     for log in logs:
         named = _OF_RANK.search(Path(log).name)

@@ -130,11 +130,10 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
 
 
 DIFFERS = (
-    "[rank{0}]: RuntimeError: DDP expects same model across all ranks, but Rank {0} has {1} params, while rank {2} "
+    "[rank{0}]: RuntimeError: DDP expects same model across all ranks, but Rank {0} has {1} params, while rank {2} has "
+    "inconsistent {3} params."
 )
-SHAPE = (
-    "[rank1]: RuntimeError: [1]: params[0] in this process with sizes [6, 4] appears not to match sizes of the same "
-)
+SHAPE = "[rank1]: RuntimeError: [1]: params[0] in this process with sizes [6, 4] appears not to match sizes of the "
 SOCKET = "[E socket.cpp:957] [c10d] The client socket has timed out after 60s while trying to connect to (n0, 29500)."
 JOINED = (
     "[rank0]: torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 3/4 clients joined."
