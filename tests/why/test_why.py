@@ -889,6 +889,7 @@ def test_counts_that_move_are_no_stall() -> None:
     assert (still.state, still.ranks) == ("stuck", (1,))
 
 
+@pytest.mark.long
 def test_a_stack_says_what_a_rank_does() -> None:
     from finetune.rank_monitor import phase_of  # and with it torch
 
