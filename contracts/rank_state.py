@@ -30,7 +30,6 @@ class Mark:
     at: float = 0.0  # Unix seconds
     calls: int = 0
     samples: dict[str, int] = field(default_factory=dict)
-    delayed: float | None = None  # seconds that the main thread has waited for a CPU (proc(5), schedstat)
     unsent: dict[str, int] = field(default_factory=dict)  # as of the state, so far
 
 

@@ -192,7 +192,7 @@ class RankMonitor(threading.Thread):
             self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
         unsent = {address: looks for address, looks in self.unsent.items() if looks}
         now = time.time()
-        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples), "delayed": _delayed(),
+        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples),
                            "unsent": unsent})  # fmt: skip
         if len(self.marks) > MOST_MARKS:
             del self.marks[1::2]
@@ -395,13 +395,6 @@ def _error() -> str | None:
     """The exception that nobody caught, with its whole message."""
     error = getattr(sys, "last_value", None)
     return f"{type(error).__name__}: {str(error)[:MOST_ERROR]}" if error is not None else None
-
-
-def _delayed() -> float | None:
-    """Seconds that the main thread was ready and had no CPU: throttled, or others ran (proc(5), schedstat)."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    return None
 
 
 def _sending() -> list[tuple[str, bool, bool]]:

@@ -266,7 +266,6 @@ class Piece(NamedTuple):
     at: float  # Unix seconds, of the earlier
     calls: int
     spent: dict[str, float]  # seconds by phase
-    delayed: float  # seconds of waiting for a CPU
 
 
 def _pieces(state: RankState) -> list[Piece]:
@@ -277,8 +276,7 @@ def _pieces(state: RankState) -> list[Piece]:
         total = sum(looks.values())
         if new.calls > old.calls and total > 0 and new.at > old.at:
             spent = {kind: n / total * (new.at - old.at) for kind, n in looks.items()}
-            delayed = max(0.0, (new.delayed or 0.0) - (old.delayed or 0.0))
-            found.append(Piece(old.at, new.calls - old.calls, spent, delayed))
+            found.append(Piece(old.at, new.calls - old.calls, spent))
     return found
 
 
@@ -290,11 +288,10 @@ class Growth:
     since: float
     began: float  # Unix seconds
     more: dict[int, dict[str, float]]  # by rank: seconds a call by phase
-    delays: dict[int, float]  # by rank: share of what calls take longer that it waits for a CPU
 
 
 def _growth(facts: RunFacts) -> Growth | None:
-    found = Growth(before=0.0, since=0.0, began=0.0, more={}, delays={})
+    found = Growth(before=0.0, since=0.0, began=0.0, more={})
     changes: list[Change] = []
     for rank, state in facts.states.items():
         pieces = _pieces(state)
@@ -303,9 +300,6 @@ def _growth(facts: RunFacts) -> Growth | None:
             return None
         changes.append(changed)
         found.began = max(found.began, pieces[changed.at].at)
-        late = [one.delayed / one.calls for one in pieces]
-        longer = median(late[changed.at :]) - median(late[: changed.at])
-        found.delays[rank] = longer / max(changed.since - changed.before, 1e-9)
         each = {kind: [one.spent.get(kind, 0.0) / one.calls for one in pieces] for kind in DOING}
         found.more[rank] = {
             kind: max(0.0, median(rows[changed.at :]) - median(rows[: changed.at]))
@@ -317,37 +311,22 @@ def _growth(facts: RunFacts) -> Growth | None:
     return found if found.since > LONGER * found.before > 0 else None
 
 
-_NOT_RUN = "look at its cgroup's cpu.max and cpu.stat, and at what else runs on its CPUs"
-
-
 def _slower(facts: RunFacts) -> Verdict | None:
-    """The ranks take longer from call to call than earlier in this run: by what each does more of since then."""
+    """All ranks take longer from call to call than earlier in this run: by what they do more of since then.
+
+    None where a few ranks do: whether they are late is for _late to say, with its margin.
+    """
     growth = _growth(facts)
     if growth is None:
         return None
-    before, since = growth.before, growth.since
-    timing = f"rank states: {since:.3g} s from call to call, {before:.3g} s before: {since / before:.1f} times slower"
-    slower, cost = network(facts, "has become slow", timing, since=growth.began), _cost(before, since)
-    delays = growth.delays
-    least = EXPLAINS if len(slower.evidence) > 1 else 0.5  # where bytes wait, too, most of it must be the CPU
-    held = [rank for rank, share in sorted(delays.items()) if share - _rest(delays, rank) > least]
-    work = {rank: _most(row) for rank, row in sorted(growth.more.items())}
-    busy = [rank for rank, (kind, share) in work.items() if kind != "collective" and share >= EXPLAINS]
-    named: list[Cause] = []
-    if 0 < len(held) < len(delays) / 2:
-        what = Activity("compute", "is not let run: it waits for a CPU")
-        named = [replace(cause_of(rank, what, facts, timing, share=min(1.0, delays[rank])), **cost, action=_NOT_RUN)
-                 for rank in held]  # fmt: skip
-    elif 0 < len(busy) < len(work) / 2:  # the others wait for these
-        named = [
-            replace(cause_of(rank, Activity(kind, f"{DOING[kind]} longer than earlier in this run"), facts, timing),
-                    **cost)
-            for rank in busy if (kind := work[rank][0])
-        ]  # fmt: skip
-    if named:
-        ranks = tuple(rank for cause in named for rank in cause.ranks)
-        return verdict_of("slow", tuple(named), facts, ranks, tuple(sorted(set(work) - set(ranks))))
-    return _all_alike(growth, facts, slower, timing)
+    timing = (
+        f"rank states: {growth.since:.3g} s from call to call, {growth.before:.3g} s before: {times:.1f} times slower"
+    )
+    work = [_most(row) for row in growth.more.values()]
+    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in work)
+    if 0 < busy < len(work) / 2:
+        return None
+    return _all_alike(growth, facts, network(facts, "has become slow", timing, since=growth.began), timing)
 
 
 def _all_alike(growth: Growth, facts: RunFacts, slower: Cause, timing: str) -> Verdict:
@@ -367,11 +346,6 @@ def _all_alike(growth: Growth, facts: RunFacts, slower: Cause, timing: str) -> V
         cause = Cause(code=f"all.{kind}", message=f"all ranks alike: each {DOING[kind]} longer", share=share,
                       evidence=(timing,), action=ACTIONS.get(kind, ""))  # fmt: skip
     return verdict_of("slow", (replace(cause, **cost),), facts)
-
-
-def _rest(values: Mapping[int, float], rank: int) -> float:
-    """The median of the other ranks; 0 where there are none."""
-    return median([value for other, value in values.items() if other != rank] or [0.0])
 
 
 def _cost(before: float, since: float) -> dict[str, Any]:

@@ -478,7 +478,6 @@ WAITED = ({"compute": 6, "collective": 4}, {"compute": 2, "collective": 8})
     [
         ([GREW] * 4, (), "all.compute"),
         ([WAITED] * 4, (), "all.collective"),
-        ([WAITED, WAITED, GREW, WAITED], (2,), "rank.compute"),
     ],
 )
 def test_a_pace_that_falls_is_told_by_what_grew(rows: list[Any], ranks: tuple[int, ...], code: str) -> None:
@@ -500,29 +499,6 @@ def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
         for n, mark in enumerate(rows[3].marks)))  # fmt: skip
     found = judge(RunFacts(states=rows, world=4, now=NOW))
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
-
-
-@each_row(
-    ("seconds", "of", "unsent", "ranks", "code"),
-    [
-        (9.0, {0}, {}, (0,), "rank.compute"),
-        (4.5, {0}, {}, (0,), "rank.compute"),  # with its share
-        (4.5, {0}, {"10.0.0.2": 30}, (), "link.node"),
-        (4.5, {0, 1, 2, 3}, {}, (), "all.collective"),  # the machine has no more
-        (3.0, {0}, {}, (), "all.collective"),
-    ],
-)
-def test_who_waits_for_a_cpu_is_accused_of_what_the_others_and_the_network_do_not_explain(
-    seconds: float, of: set[int], unsent: dict[str, int], ranks: Any, code: str
-) -> None:
-    late = tuple(replace(mark, delayed=seconds * max(0, n - 9)) for n, mark in enumerate(marks(*WAITED)))
-    states = {
-        r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, unsent=unsent if r != 2 else {},
-                     marks=late if r in of else marks(*WAITED)) for r in range(4)
-    }  # fmt: skip
-    found = judge(RunFacts(states=states, world=4, now=NOW))
-    assert said(found) == ("slow", ranks, code), found
-    assert ("waits for a CPU" in found.line) == (code == "rank.compute")
 
 
 def test_an_evaluation_is_no_slower_pace() -> None:
