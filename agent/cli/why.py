@@ -33,9 +33,9 @@ def why(
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, limit: float, watch: bool, form: str,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Diagnose a stuck, slow or failed training run: which rank, which host, and what to change.
+    """Diagnose a stuck, slow or failed training run: the rank or link, the cause, and the remedy.
 
-    Exit code 0 no fault found, 3 stuck or failed, 4 slow, 5 no source tells anything.
+    Exit code 0: no fault found. 3: stuck or failed. 4: slow. 5: no source contains any information.
     """
     from agent.advice.request import Request
     from agent.why import diagnosis as gathered

@@ -319,9 +319,7 @@ def _slower(facts: RunFacts) -> Verdict | None:
     growth = _growth(facts)
     if growth is None:
         return None
-    timing = (
-        f"rank states: {growth.since:.3g} s from call to call, {growth.before:.3g} s before: {times:.1f} times slower"
-    )
+    timing = f"rank states: {growth.since:.3g} s from call to call, {growth.before:.3g} s before"
     work = [_most(row) for row in growth.more.values()]
     busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in work)
     if 0 < busy < len(work) / 2:
