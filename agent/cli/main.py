@@ -37,16 +37,6 @@ VERBS: dict[str, tuple[str, str]] = {
         "agent.cli.topo:topo",
         "Show how GPUs and NICs are connected.",
     ),
-<<<<<<< HEAD
-    "diff": ("agent.cli.diff:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
-    "bench": ("agent.cli.bench:bench", "Measure collectives with real ranks (makes load)."),
-    "evidence": ("agent.cli.evidence:evidence", "Read an NCCL log and prove which transport every channel takes."),
-    "why": ("agent.cli.why:why", "Diagnose a stuck, slow or failed training run."),
-    "calibrate": ("agent.cli.bench:calibrate", "Measure GEMMs and a layer, to narrow the forecast (makes load)."),
-    "recommend": ("agent.cli.recommend:recommend", "Advise the NCCL environment and the parallel layout."),
-    "lint-env": ("agent.cli.lint_env:lint_env", "Check NCCL variables in a script, manifest or running process."),
-    "preflight": ("agent.cli.preflight:preflight", "Run the gate; --train launches the small fine-tune too."),
-=======
     "diff": ("agent.cli.diff:diff", "Compare two recordings or, with --fleet, many."),
     "bench": ("agent.cli.bench:bench", "Benchmark NCCL or Gloo collectives. Generates load."),
     "evidence": ("agent.cli.evidence:evidence", "Prove from NCCL logs which transport each channel used."),
@@ -58,7 +48,6 @@ VERBS: dict[str, tuple[str, str]] = {
         "Check NCCL environment variables in a script, manifest or running process.",
     ),
     "preflight": ("agent.cli.preflight:preflight", "Run all checks as a gate; the exit code is the verdict."),
->>>>>>> main
     "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
     "run": ("agent.cli.run:run", "Run a training command with the rank monitor, which `why` reads."),
     "compare-networks": (
