@@ -14,18 +14,18 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # What measures this host or holds its one benchmark lock runs by itself. Ranks, hosts as namespaces, guests, containers,
-# browsers and Prometheus servers wait for half of their time: three files of them at once on two cores, each file's
+# browsers and Prometheus servers wait for half of their time: four files of them at once on two cores, each file's
 # ranks, servers and recorded machines made once; those that take longest begin first (tests/conftest.py).
 ALONE := alone or kube or gpu
 SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
-SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+SPREAD := --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
-	$(BIN)/topoflight preflight --fly
+	$(BIN)/topoflight preflight --train
 	$(BIN)/topoflight compare-networks --if-possible
 
 # what one runs: everything that starts no ranks, namespaces, guests or browsers nor imports torch, and one test of each
@@ -45,16 +45,16 @@ lint: $(READY)
 test-fast test-short test-two test-alone test-nightly: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "not ($(HEAVY) or nightly)"
+	$(PYTEST) -q -n 3 $(SPREAD) -m "not ($(HEAVY) or nightly)"
 
 test-short: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "(not ($(HEAVY)) or real) and not nightly"
+	$(PYTEST) -q -n 3 $(SPREAD) -m "(not ($(HEAVY)) or real) and not nightly"
 
 # what failed in one tier hides no other: --keep-going, as CI says, runs them all and fails at the end
 test-rest: test-two test-alone docs
 
 test-two: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
+	$(PYTEST) -q -n 4 $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
 
 test-alone: $(READY)
 	$(PYTEST) -q -m "($(ALONE)) and not (real or nightly)"

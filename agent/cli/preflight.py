@@ -45,15 +45,15 @@ def preflight(
     from agent.jobs.preflight import run, write_folder
     from agent.pages import render as pages
 
-    folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
-    if options["fly"]:
+    folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
+    if options["train"]:
         require_writable("--report", folder or Path("reports"), folder=True)
     where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
     if where["nodes"] or where["selector"]:
         report = _of_cluster(where, options)
     else:
         report = run(_options(options, folder), Progress(quiet=quiet))
-        report = replace(report, notes=(*report.notes, *_not_drawn(options["flights"])))
+        report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     if save is not None:
@@ -67,14 +67,14 @@ def preflight(
     sys.exit(report.verdict.exit_code)
 
 
-def _not_drawn(flights: Sequence[Path]) -> tuple[str, ...]:
+def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     """Which of the earlier runs are in no comparison of networks, each with the reason."""
-    if not flights:
+    if not runs:
         return ()
     from agent.base import result_store
     from agent.pages.runs import not_drawn, shown
 
-    return not_drawn(shown(result_store.flights(flights)))
+    return not_drawn(shown(result_store.read_runs(runs)))
 
 
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
@@ -185,9 +185,9 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
         measured.bench(out, whole.bench, verbose=verbose)
     if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
         recommendation(out, whole.recommendation, brief=not verbose)
-    if whole.flight is not None:
-        measured.run(out, whole.flight)
-        measured.comparison(out, whole.flight)
+    if whole.run is not None:
+        measured.run(out, whole.run)
+        measured.comparison(out, whole.run)
     measured.by_network(out, whole)
     if verbose:
         out.print("\n[bold]Findings[/bold]")

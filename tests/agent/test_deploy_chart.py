@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kubectl_layer import helm
 from kustomization import LOADER, render
 from rigs.tables import each_row

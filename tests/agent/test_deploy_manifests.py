@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kustomization import CLUSTER_SCOPED, render
 from rigs import crds
 from rigs.tables import each_row

@@ -14,7 +14,6 @@ from agent.checks.explain import sections
 from agent.cli.main import VERBS
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "dashboards"))
 
 from alerts import ALERTS, DOCS  # noqa: E402 - found through the line above
 

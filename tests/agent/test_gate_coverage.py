@@ -36,7 +36,6 @@ from probes.scan import scan
 from probes.scanner import Scanner
 
 TESTS = Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS / "fakes" / "nvml"))
 
 import nvml_profile  # noqa: E402 - found through the line above
 

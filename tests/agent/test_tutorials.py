@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +19,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from click.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from api_server import ApiServer, write_kubeconfig
+from click.testing import CliRunner
 from kubectl_layer import helm
 from kustomization import render
 from rigs import crds
@@ -119,8 +114,8 @@ class Cluster(ApiServer):
             plan=JobPlan(forecast=plan.forecast), nccl=NcclChannels(interfaces=[] if network == "rdma" else [network]),
             transports=["NET/IB/0/GDRDMA" if network == "rdma" else "NET/Socket/0"],
         )  # fmt: skip
-        run_record.save(self.folder / "flight.json", record)
-        write_termination_message(self.folder / "flight.json", self.folder / "word")
+        run_record.save(self.folder / "run.json", record)
+        write_termination_message(self.folder / "run.json", self.folder / "word")
         return (self.folder / "word").read_text()
 
 

@@ -18,7 +18,6 @@ from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-sys.path.insert(0, str(ROOT / "bench"))
 
 import man_page  # noqa: E402 - found through the line above
 

@@ -125,7 +125,7 @@ def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_pa
         (["--agent=https://agent.example"], "https://agent.example"),
     ],
 )
-def test_the_job_is_told_whose_flights_it_joins_where_that_is_asked_for(words: list[str], url: str | None) -> None:
+def test_the_job_is_told_whose_runs_it_joins_where_that_is_asked_for(words: list[str], url: str | None) -> None:
     """Without a URL the Service that deploy/daemonset makes; without the option none, and no token either."""
     made = printed(*WORDS, "--api", "job", *words)["Job"]["spec"]["template"]["spec"]
     environment = {each["name"]: each.get("value") for each in made["containers"][0]["env"]}
@@ -313,13 +313,12 @@ def launched(*words: str) -> Any:
     return CliRunner().invoke(launch, [*WORDS, "--name", "sft", *words])
 
 
-@pytest.mark.parametrize("kind", API_NAMES)
 @pytest.mark.parametrize(
-    ("condition", "code", "told"),
+    ("kind", "condition", "code", "told"),
     [
-        ("Failed", 0, "had failed: deleted"),
-        ("Complete", 1, "is complete: --name"),
-        (None, 1, "is not done; nothing was made"),
+        *((kind, "Failed", 0, "had failed: deleted") for kind in COLLECTIONS),
+        ("trainjob", "Complete", 1, "is complete: --name"),
+        ("job", None, 1, "is not done; nothing was made"),
     ],
 )
 def test_the_same_command_goes_on_after_a_job_that_failed(

@@ -177,7 +177,7 @@ def run_in_hosts(rig, folder, places, device, address):
         log = folder / f"rank{rank}.log"
         ranks.append(namespaces.fork_rank("finetune.train", words, environment, rig.pids[host], rig.name(host), log))
     codes = namespaces.wait_for_ranks(ranks, 600, threading.Event())
-    return codes, json.loads((folder / "flight.json").read_text())
+    return codes, json.loads((folder / "run.json").read_text())
 
 
 @needs_namespaces

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from readers import TARGETS
+from fuzz_targets import targets
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
@@ -107,6 +107,7 @@ def test_too_much_is_refused_by_name(
         assert len(str(caught.value)) < 2000, (what, content[:40])
 
 
+@pytest.mark.long
 def test_a_pickle_costs_bounded_time_and_memory() -> None:
     """Whatever stands in it: one byte may make a dict, and asks for 600 MiB in a file of 8 MB."""
     code = """
@@ -227,13 +228,13 @@ print("end")
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
     bounded = {
-        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "machine",
+        "recording", "snapshot", "network_status", "baseline", "run", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
         "topo_xml", "flight_recorder", "ras_answer", "rank_state",
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
     flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file"}
-    assert set(TARGETS) == bounded | flat
+    assert set(targets()) == bounded | flat
 
 
 BOMBS = """
@@ -254,7 +255,7 @@ inputs = [("topo_xml", XML), ("nccl_log", b"NCCL" * (4 << 20)), ("nccl_log", b"\
 for name in ("job_config", "manifest"):
     inputs += [(name, b"\\1" + bomb + tail) for bomb in (lists, merges) for tail in (
         b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
-for name in ("recording", "baseline", "snapshot", "flight", "calibration", "model_config", "bench_result"):
+for name in ("recording", "baseline", "snapshot", "run", "calibration", "model_config", "bench_result"):
     inputs += [(name, b"\\1\\0" + b"[" * 1_000_000), (name, b"\\1\\0" + b"[0," * 300_000 + b"0")]
 inputs.append(("recording", b"\\1\\0" + gzip.compress(b"0" * (256 << 20))))
 for name, data in inputs:
@@ -263,6 +264,7 @@ for name, data in inputs:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1100)
 def test_bombs_end_soon_in_a_small_process() -> None:
     """Billion laughs in YAML lists, merges and XML, long lines, deep brackets, a gzip bomb: all refused or read."""

@@ -11,19 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import resident
 import urllib3
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
-
-import resident
 from rigs.agents import TOKEN, agent, bearer, token_file
 from rigs.agents import tokens as tokens_in
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
 from agent.base.documents import write_atomic
@@ -54,12 +51,12 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
     assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("precious", "new", False)
 
 
-def test_a_kept_flight_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
+def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
     """The agent's state folder: names are made here, from time and process id only."""
-    kept = keep.keep_flight(
+    kept = keep.store_run(
         record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}), tmp_path
     )
-    assert kept is not None and kept.parent == tmp_path / keep.FLIGHTS_FOLDER
+    assert kept is not None and kept.parent == tmp_path / keep.RUNS_FOLDER
     assert re.fullmatch(r"[\w.-]+\.json", kept.name)
 
 
@@ -122,8 +119,8 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
     """Page, metrics, JSON and YAML of a machine that calls itself a script, a metric and a document."""
     content = json.loads(path_of(MACHINE).read_text())
     content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
-    flight = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
-    keep.keep_flight(record_of(flight), tmp_path)
+    record = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
+    keep.store_run(record_of(record), tmp_path)
     running = agent(scan(RecordedHost(content)), tmp_path)
     for door in ("/", "/what-if", "/cluster", "/docs"):
         assert "<script>alert" not in running.get(door).text, door
@@ -137,6 +134,7 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
 ANY = st.text(max_size=60)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(words=st.lists(ANY, min_size=1, max_size=3), value=ANY, network=ANY, file=ANY)
 def test_manifests_hold_any_text_as_data(words: list[str], value: str, network: str, file: str) -> None:
@@ -196,7 +194,7 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
         for token in (TOKEN, wrong):
             for header in (f"Bearer {token}", f"bearer  {token} ", f"Basic {token}", token, f"Bearer {token}\tx"):
                 for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"),
-                                     ("POST", "/flights"), ("PUT", "/x")):  # fmt: skip
+                                     ("POST", "/runs"), ("PUT", "/x")):  # fmt: skip
                     answers.append(pool.request(method, url + door, headers={"Authorization": header}, body=b"{}").data)
             answers.append(pool.request("GET", f"{url}/snapshot?access_token={token}").data)
             headers = {**bearer(), "Content-Type": "application/json", "Cookie": f"t={token}"}

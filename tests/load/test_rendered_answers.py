@@ -80,6 +80,7 @@ def test_stored_answers_are_bounded_and_the_oldest_give_way() -> None:
     assert [number for number in asked if rendered.get(seen, number)] == [*asked[MOST_ANSWERS:]]
 
 
+@pytest.mark.long
 def test_a_hundred_clients_that_ask_the_same_are_all_answered(served: Served) -> None:
     """Scans come every second: none of the hundred is turned away when an answer must be made anew, none errs."""
     for path in ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B"):

@@ -13,7 +13,6 @@ from rigs.tables import each_row
 from planner.forecast.specs import weights
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))  # scripts, not a package
 from forecast import as_run  # noqa: E402
 from rows import Row, read_row  # noqa: E402
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from topology.build import build
 from topology.cluster import join
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "machines"))
 import platform_machines as built  # noqa: E402
 
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))

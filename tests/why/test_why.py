@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import why as table
+from rigs.recorded import path_of, view
+from rigs.tables import each_row
 
 from agent.advice.request import Request
 from agent.cluster.gate import checks_of, readable
@@ -23,12 +25,6 @@ from contracts.run_record import Measured, RunRecord
 from planner.why import Cause, Seen, Verdict, judge
 from probes.api import Ok
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
-
-import why as table
-from rigs.recorded import path_of, view
-from rigs.tables import each_row
 
 NOW = 1000.0
 
