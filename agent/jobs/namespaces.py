@@ -210,9 +210,9 @@ def fork_rank(
 
 
 def wait_for_ranks(ranks: Sequence[ForkServerProcess], seconds: float, stop: threading.Event) -> list[int]:
-    """Wait for all ranks, and kill those left after `seconds` or once `stop` is set; a code below 0 is a signal.
+    """Wait for all ranks, and kill those left after `seconds`; an exit code below 0 is a signal.
 
-    Where one fails, the others have a few seconds, as torchrun gives them.
+    Where one fails, the others have a few seconds, as torchrun gives them. Raises NamespaceError once `stop` is set.
     """
     until = time.monotonic() + seconds
     while left := [rank for rank in ranks if rank.exitcode is None]:
@@ -222,6 +222,8 @@ def wait_for_ranks(ranks: Sequence[ForkServerProcess], seconds: float, stop: thr
             for rank in left:
                 rank.kill()
         multiprocessing.connection.wait([rank.sentinel for rank in left], timeout=processes.POLL_SECONDS)
+    if stop.is_set():
+        raise NamespaceError("stopped by SIGTERM")
     return [rank.exitcode or 0 for rank in ranks]
 
 
@@ -229,7 +231,7 @@ def _run_rank(module: str, words: Sequence[str], environment: dict[str, str], pi
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    processes.die_with_parent()
+    processes.die_with_parent(os.getppid())  # the fork server
     os.environ.update(environment)
     _enter(pid, host)
     sys.exit(importlib.import_module(module).main(words))
