@@ -62,7 +62,7 @@ test-alone: $(READY)
 # the documentation site, into reports/site; a broken link or anchor, or a page outside the navigation, ends it
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 # what takes hours and is no part of CI: long fuzzing, image builds, every drill many times, the page of published runs,
 # every recommended layout, every pair of a machine and an endpoint
@@ -94,7 +94,7 @@ serve: $(RUNS)
 	$(BIN)/topoflight serve
 
 # every figure, each bench in turn (some ten minutes), onto reports/bench.md or PAGE; compare within one run only
-BENCHES := "footprint.py" "speed.py" "forecast.py" "finetune_vs_trl.py --rounds 1 --ranks 1"
+BENCHES := "footprint.py" "speed.py" "forecast.py"
 bench: $(READY)
 	@mkdir -p reports
 	@{ printf '# Figures of one run\n\n%s, %s cores (%s), %s\n' "$$(date -u +%F)" "$$(nproc)" \
@@ -103,6 +103,7 @@ bench: $(READY)
 		$(BIN)/python bench/$$words || echo "Exit code $$?: the benchmark failed, or exceeded one of its own limits."; \
 	done; } | tee $(or $(PAGE),reports/bench.md)
 
+# against published runs: each source left out, or the rows of a file by the model as it ships
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)
 

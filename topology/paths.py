@@ -68,22 +68,26 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
     due = due if due is not None and bar == "as it should be" else Due()
     usable = [gpu for gpu in node.gpus if gpu.usable]
     gpus = tuple(usable[place] for place in places if place < len(usable))
-    capability = gpus[0].compute_capability if gpus else None
-    made = HostLinks(host=node.hostname, capability=capability)
-    if len(places) > 1:
-        if len(gpus) < len(places):
-            why = f"{len(places)} ranks on {len(gpus)} GPUs: two ranks on one GPU have no link between them"
-            made = replace(made, words=(why,))
-        else:
-            inside, link, words = _inside(node, gpus, bar, due)
-            made = replace(made, inside=inside, link=link, words=words)
-    between, wire, words = _network(node, gpus, bar)
+    among: Carried = None, None, ()
+    if len(gpus) < len(places) > 1:
+        why = f"{len(places)} ranks on {len(gpus)} GPUs: two ranks on one GPU have no link between them"
+        among = None, None, (why,)
+    elif len(places) > 1:
+        among = _inside(node, gpus, bar, due)
+    out = _network(node, gpus, bar)
     if due.wire is not None:
-        between, wire = "RDMA", span(due.wire)
-        words = (f"asked for: RDMA devices of {due.wire / GIGA:.4g} GB/s together",)
+        out = "RDMA", span(due.wire), (f"asked for: RDMA devices of {due.wire / GIGA:.4g} GB/s together",)
     domains = {gpu.nvlink_domain for gpu in gpus}
-    domain = domains.pop() if len(domains) == 1 else None
-    return replace(made, between=between, wire=wire, domain=domain, words=(*made.words, *words))
+    return HostLinks(
+        host=node.hostname,
+        inside=among[0],
+        link=among[1],
+        capability=gpus[0].compute_capability if gpus else None,
+        between=out[0],
+        wire=out[1],
+        domain=domains.pop() if len(domains) == 1 else None,
+        words=(*among[2], *out[2]),
+    )
 
 
 def joined(hosts: Sequence[HostLinks], ranks: int, *, nvls: bool | None) -> Paths:
@@ -197,15 +201,13 @@ def _expectations(
 def _inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
     row = reference_of(node) if bar == "as it should be" else None
     names = tuple(gpu.name for gpu in gpus)
-    if due.nvlinks is not None:
-        switched = due.nvlinks * (len(node.gpus) - 1) > most_links()
-        count = due.nvlinks if switched else due.nvlinks * (len(names) - 1)
-        return _nvlink(gpus, count, switched=switched, words=f"asked for: NV{due.nvlinks} on every pair")
-    if row is not None and row.links_per_pair and row.all_to_all:
-        links = max(row.links_per_pair)
-        switched = links * (row.gpus - 1) > most_links()
+    links, of, says = due.nvlinks, len(node.gpus), "asked for:"
+    if links is None and row is not None and row.links_per_pair and row.all_to_all:
+        links, of, says = max(row.links_per_pair), row.gpus, f"{row.called} has"
+    if links is not None:
+        switched = links * (of - 1) > most_links()
         count = links if switched else links * (len(names) - 1)
-        return _nvlink(gpus, count, switched=switched, words=f"{row.called} has NV{links} on every pair")
+        return _nvlink(gpus, count, switched=switched, words=f"{says} NV{links} on every pair")
     if not node.nvlink_known:
         return None, None, ("the source says nothing about NVLink",)
     known = Pairs(node.pairs)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from agent.base import inputs, units
 from agent.base.hosts import snapshots
@@ -37,6 +38,9 @@ def recommend(**options: object) -> None:
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
+    source = click.get_current_context().get_parameter_source("lora_rank")
+    if source is ParameterSource.COMMANDLINE and options["method"] == "full":
+        raise click.UsageError(f"--lora-rank {options['lora_rank']}: --method full has no adapters; leave one out")
     request = Request.of(**options)
     if options["dataset"]:
         from agent.advice import job_settings
@@ -155,7 +159,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
         shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
-        broken = (ranked.why if ranked.why.startswith("breaks") else "yes" for ranked in (first, second))
+        broken = (ranked.why or "yes" for ranked in (first, second))
         shown.add_row("allowed", *broken)
         out.print(shown)
 

@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median, median_low
 
 from collectives.bench import measure, ops
@@ -240,10 +240,7 @@ def search(me: Rank, plan: SearchPlan) -> None:
         me.journal.write(
             "searched",
             slow_ranks=found.slow_nodes,
-            slow_links=found.slow_links,
-            undecided=found.undecided,
-            rounds=found.rounds,
-            tests=found.tests,
+            **asdict(found),
             bytes=ops.moved_bytes(ops.OPS["send_recv"], plan.bytes, 2),
             pair_seconds=median_low(seen),
             rank_seconds=[seconds if seconds < float("inf") else 0.0 for seconds in best],
@@ -253,7 +250,7 @@ def search(me: Rank, plan: SearchPlan) -> None:
 def _round(me: Rank, plan: SearchPlan, pairs: tuple[Pair, ...]) -> dict[Pair, float]:
     """Test all pairs at once; gives the seconds of each pair's slower side."""
     op, mine = ops.OPS["send_recv"], next((pair for pair in pairs if me.rank in pair), None)
-    measure.arrive(me, f"pairs of {plan.bytes} bytes")
+    me.pulse.arrive(f"pairs of {plan.bytes} bytes")
     taken: list[float] = [0.0] * plan.iterations
     if mine is not None:
         group = measure.group_of(me, tuple(range(me.world)))

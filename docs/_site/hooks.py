@@ -10,11 +10,16 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
+
+from agent.checks.explain import PAGES  # noqa: E402 - found by the path above
+
+CODE = re.compile(r"(?<![\w./-])[a-z_]+\.[a-z_0-9.]+[a-z0-9]")  # as in "see pci.acs.on"
 
 
 def on_config(config: Any) -> Any:
@@ -24,9 +29,28 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in what is made from the code."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in what is made from the code, and link each code that an entry names to its own entry."""
+    if page.file.src_uri in (f"reference/{name}.md" for name in PAGES):
+        markdown = re.sub(r"^- \*\*.+$", lambda found: linked(found[0]), markdown, flags=re.MULTILINE)
     return re.sub(r"^<!-- made: ([a-z-]+) -->$", lambda found: MADE[found[1]](), markdown, flags=re.MULTILINE)
+
+
+def linked(text: str) -> str:
+    """A line of an entry with a link to the entry of each code that stands in its prose, not between backticks."""
+    pieces = re.split(r"(`[^`]*`)", text)
+    return "".join(CODE.sub(_link, piece) if not piece.startswith("`") else piece for piece in pieces)
+
+
+def _link(found: re.Match[str]) -> str:
+    page = next((name for name in PAGES if f"### `{found[0]}`\n" in text_of(name)), None)
+    return f"[{found[0]}]({page}.md#{found[0].replace('.', '')})" if page else found[0]
+
+
+@cache
+def text_of(name: str) -> str:
+    """A page of entries."""
+    return (ROOT / "docs" / "reference" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def cli_reference() -> str:

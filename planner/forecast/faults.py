@@ -266,7 +266,7 @@ _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
 def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     """The nodes as their network joins them, where a finding says that their NVLink domain does not."""
     parted = any(one.code in _PART_THE_DOMAIN for found in findings.values() for one in found)
-    if not parted or cluster.inter_node_transport != "nvlink":
+    if not parted or not any(gpu.nvlink_domain for node in cluster.nodes for gpu in node.gpus):
         return cluster
     return join([
         replace(node, gpus=tuple(replace(gpu, nvlink_domain=None) for gpu in node.gpus)) for node in cluster.nodes

@@ -22,7 +22,7 @@ class MemoryConstants:
     nccl_bytes: float = 0.6 * GIB  # NCCL's channels and their buffers, of more than one rank
     # What the fine-tune job takes on a CPU beside its tensors, counted with a model of no size; docs/decisions/0023.
     cpu_bytes: float = 0.02 * GIB  # the model's modules, tokenizer, rows, threads
-    safe_share: float = 0.92  # of the card: above it, a run that fits today fails tomorrow
+    safe_share: float = 0.92  # of a host's memory, and of what the job measured: above it, the next run may fail
 
 
 DEFAULT_MEMORY = MemoryConstants()

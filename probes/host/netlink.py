@@ -150,10 +150,11 @@ def ask_port(name: str) -> dict[str, int | list[int]]:
 
 def _speed_max(name: str) -> dict[str, int]:
     with _socket(_GENERIC) as link:
-        family = dict(pieces(_exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))[4:]))
+        (about,) = _exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
+        family = dict(pieces(about[4:]))
         number = int.from_bytes(family.get(_FAMILY_ID, b""), sys.byteorder)
         header = _attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
-        return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header)))
+        return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header))[0])
 
 
 def parse_modes(body: bytes) -> dict[str, int]:
@@ -171,7 +172,7 @@ def parse_modes(body: bytes) -> dict[str, int]:
 def _pfc(name: str) -> dict[str, int | list[int]]:
     with _socket(_ROUTE) as link:
         body = struct.pack("=BBH", socket.AF_UNSPEC, _IEEE_GET, 0) + _text(_IFNAME, name)
-        return parse_pfc(_exchange(link, _RTM_GETDCB, body))
+        return parse_pfc(_exchange(link, _RTM_GETDCB, body)[0])
 
 
 def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
@@ -190,18 +191,27 @@ def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
 
 def _socket(protocol: int) -> socket.socket:
     link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
+    link.bind((0, 0))
     link.settimeout(_TIMEOUT_SECONDS)
     return link
 
 
-def _exchange(link: socket.socket, kind: int, body: bytes) -> bytes:
-    link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST, 1, 0) + body)
-    for answered, content in messages(link.recv(1 << 16)):
-        if answered == _ERROR:
-            number = -int(struct.unpack_from("=i", content)[0])
-            raise OSError(number, os.strerror(number))
-        return content
-    raise OSError(errno.EBADMSG, "an answer of netlink that is no message")
+def _exchange(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
+    """The bodies of the answer's messages: one, or with _DUMP all that are listed. Raises OSError."""
+    link.send(struct.pack("=IHHII", 16 + len(body), kind, flags, 1, 0) + body)
+    answers: list[bytes] = []
+    while True:
+        for answered, content in messages(link.recv(1 << 16)):
+            if answered == _DONE:
+                return answers
+            if answered == _ERROR:
+                number = -int(struct.unpack_from("=i", content)[0])
+                raise OSError(number, os.strerror(number))
+            answers.append(content)
+        if not flags & _DUMP:
+            if not answers:
+                raise OSError(errno.EBADMSG, "an answer of netlink that is no message")
+            return answers[:1]
 
 
 def _generic(command: int, content: bytes) -> bytes:
@@ -237,37 +247,21 @@ Message = dict[str, int | str]
 
 def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
     """ "devices", "ports" (each with its device's name) or "system"."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_RDMA) as link:
-        link.bind((0, 0))
-        link.settimeout(_TIMEOUT_SECONDS)
+    with _socket(NETLINK_RDMA) as link:
         if what == "system":
-            return tuple(_exchange_rdma(link, _SYS_GET, None, _REQUEST))
-        devices = tuple(_exchange_rdma(link, _GET, None, _REQUEST | _DUMP))
+            return tuple(map(attributes, _exchange(link, _NLDEV | _SYS_GET, b"")))
+        devices = tuple(map(attributes, _exchange(link, _NLDEV | _GET, b"", _REQUEST | _DUMP)))
         if what == "devices":
             return devices
         if what != "ports":
             raise ValueError(f'rdma_netlink answers "devices", "ports" and "system", not {what!r}')
         return tuple(
-            {"name": device["name"], **port}
+            {"name": device["name"], **attributes(port)}
             for device in devices
-            for port in _exchange_rdma(link, _PORT_GET, int(device["device_index"]), _REQUEST | _DUMP)
+            for port in _exchange(
+                link, _NLDEV | _PORT_GET, struct.pack("=HHI", 8, 1, device["device_index"]), _REQUEST | _DUMP
+            )
         )
-
-
-def _exchange_rdma(link: socket.socket, operation: int, device: int | None, flags: int) -> list[Message]:
-    payload = b"" if device is None else struct.pack("=HHI", 8, 1, device)
-    link.send(struct.pack("=IHHII", 16 + len(payload), _NLDEV | operation, flags, 1, 0) + payload)
-    answers: list[Message] = []
-    while True:
-        for kind, body in messages(link.recv(1 << 16)):
-            if kind == _DONE:
-                return answers
-            if kind == _ERROR:
-                number = -int(struct.unpack_from("=i", body)[0])
-                raise OSError(number, f"NETLINK_RDMA: {os.strerror(number)}")
-            answers.append(attributes(body))
-            if not flags & _DUMP:
-                return answers
 
 
 def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
-from probes.api import Sample
+from probes.api import Sample, known_samples
 from probes.pci.facts import (
     INFINIBAND_CLASS,
     PciDevice,
@@ -200,13 +200,8 @@ def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
 
 def samples(facts: PciFacts) -> Iterator[Sample]:
     """The switches, and how much of its possible width each GPU and NIC has."""
-    known = (
-        ("pci_peermem_loaded", facts.peermem_loaded),
-        ("pci_dmabuf_possible", facts.dmabuf_possible),
-    )
-    for metric, value in known:
-        if value is not None:
-            yield Sample(metric=metric, value=float(value))
+    switches = (("pci_peermem_loaded", facts.peermem_loaded), ("pci_dmabuf_possible", facts.dmabuf_possible))
+    yield from known_samples(switches)
     if facts.iommu_mode:
         yield Sample(metric="pci_iommu_info", value=1, labels=(facts.iommu_mode,))
     acs = [d.acs_source_validation for d in facts.devices if d.acs_source_validation is not None]

@@ -17,10 +17,13 @@ import yaml
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from test_tutorials import PAGES as TUTORIALS
 
 from agent.cli.main import VERBS, cli
 
 ROOT = Path(__file__).parent.parent.parent
+
+FOLLOWED = {ROOT / "docs" / page for page in (*TUTORIALS, "ko/openshift.md", "ko/eks.md")}
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "locks").glob("*.md")]
 )
@@ -45,10 +48,10 @@ COPIES = ("node", "good", "A", "B", "HEALTHY", "THIS", "fleet/a", "fleet/b")  # 
 def commands() -> Iterator[tuple[str, str]]:
     """Page and command, for whatever a reader may type."""
     for page in PAGES:
-        followed = page.name in ("tour.md", "openshift.md", "eks.md")  # test_tutorials runs their blocks, in order
-        for found in CODE.finditer(page.read_text(encoding="utf-8")):
-            if followed and found[2]:
-                continue
+        text = page.read_text(encoding="utf-8")
+        if page in FOLLOWED:
+            text = re.sub(r"^ *```console\n.*?^ *```$", "", text, flags=re.M | re.S)  # test_tutorials runs these
+        for found in CODE.finditer(text):
             text = re.sub(r"\s*\\?\n\s*", " ", (found[1] or found[2]).replace("\\|", "|")).strip()
             yield page.relative_to(ROOT).as_posix(), text
 

@@ -9,13 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from alerts import ALERTS, DOCS
 
 from agent.checks.explain import sections
 from agent.cli.main import VERBS
 
 ROOT = Path(__file__).parents[2]
-
-from alerts import ALERTS, DOCS  # noqa: E402 - found through the line above
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,6 @@ def test_the_record_of_a_failed_job_is_its_own(
 
 
 @pytest.mark.ranks
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; /runs serves what the folder holds."""

@@ -152,7 +152,7 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
     for code, (severity, cost) in table().items():
         assert set(re.findall(r"[a-z]+", severity)) <= {"fail", "warn", "info", "unknown", "or"}, code
         assert len(cost) > 15, code
-        assert f"\n- **Severity:** {severity}\n" in sections()[code], (
+        assert f"\n- **Severity:** {severity}. " in sections()[code], (
             f"{code}: docs/reference/findings.md says otherwise"
         )
 

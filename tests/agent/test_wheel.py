@@ -16,6 +16,8 @@ import pytest
 import yaml
 from hatchling.builders.wheel import WheelBuilder
 
+from agent.checks.explain import PAGES
+
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -34,7 +36,7 @@ def test_what_the_wheel_carries(wheel: Path) -> None:
         names = set(inside.namelist())
         definition = yaml.safe_load(inside.read("agent/data/nodetopology-crd.yaml"))
         values = json.loads(inside.read("agent/data/chart-values.schema.json"))
-        pages = {name: inside.read(f"agent/checks/{name}.md") for name in ("findings", "alerts", "diagnoses")}
+        pages = {name: inside.read(f"agent/checks/pages/{name}.md") for name in PAGES}
     assert definition["kind"] == "CustomResourceDefinition" and values["type"] == "object"
     assert pages == {name: (ROOT / f"docs/reference/{name}.md").read_bytes() for name in pages}, "what `explain` reads"
     for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:

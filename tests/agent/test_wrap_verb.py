@@ -234,17 +234,14 @@ trainer.save_state()
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
-    """SFTTrainer under TrlParser in both pods over gloo: script, settings and command as the user wrote them.
-
-    TRL lives in the environment that bench/finetune_vs_trl.py makes for itself.
-    """
+    """SFTTrainer under TrlParser in both pods over gloo: script, settings and command as the user wrote them."""
+    from rigs.trl_python import trl_python
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from bench.finetune_vs_trl import compare_python
     from finetune.rows import load_tokenizer
 
     try:
-        python = compare_python()
+        python = trl_python()
     except (subprocess.CalledProcessError, OSError) as error:
         pytest.skip(f"TRL cannot be installed: {error}")
     LlamaForCausalLM(LlamaConfig(

@@ -152,7 +152,8 @@ def hello(**changes):
 
 
 def measured(**changes):
-    event = {"event": "measured", "op": "all_gather", "bytes": 4096, "ranks": [0, 1, 2, 3], "rounds": 2, "wrong": []}
+    event = {"event": "measured", "op": "all_gather", "bytes": 4096, "ranks": [0, 1, 2, 3], "rounds": 2, "wrong": [],
+             "part": "", "times": 1}  # fmt: skip
     event |= {"iteration_seconds": [1e-3] * 10, "rank_median_seconds": [1e-3] * 4, "wait_seconds": [[1e-4] * 10] * 4}
     return event | changes
 

@@ -301,7 +301,6 @@ def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
     assert asked_nobody.exit_code == 2 and "not asked what the nodes offer" in asked_nobody.output
 
 
-API_NAMES = ["trainjob", "pytorchjob", "job"]
 COLLECTIONS = {
     "trainjob": "/apis/trainer.kubeflow.org/v1alpha1/trainjobs", "pytorchjob": "/apis/kubeflow.org/v1/pytorchjobs",
     "job": "/apis/batch/v1/jobs",
@@ -357,7 +356,7 @@ def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
 PSS = 'pods "sft-0-x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities'
 
 
-@pytest.mark.parametrize("kind", API_NAMES)
+@pytest.mark.parametrize("kind", COLLECTIONS)
 def test_pods_that_admission_refuses_are_told(kubeconfig: ApiServer, kind: str) -> None:
     """Created is not all: exit code 3 and the controller's words, of the child Job of a TrainJob too."""
     kubeconfig.pods_refused = PSS
@@ -404,7 +403,7 @@ def test_no_pod_and_no_event_is_unknown(kubeconfig: ApiServer) -> None:
     kubeconfig.controllers = False
     done = launched("--api", "pytorchjob", "--wait", "0.1")
     assert done.exit_code == 5 and "is its operator running?" in done.stderr
-    for kind in API_NAMES:
+    for kind in COLLECTIONS:
         words = [*WORDS, "--name", "q", "--api", kind, "--queue", "team", "--wait", "0.1", "--no-dra"]
         queued = CliRunner().invoke(launch, words)
         assert queued.exit_code == 0 and "waits for its queue" in queued.stderr, kind

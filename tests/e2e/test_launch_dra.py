@@ -306,20 +306,11 @@ def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
 RACK = ["--machine", "gb200-nvl72", *WORDS]
 
 
-@each_row("kind", ["job", "trainjob", "pytorchjob"])
-def test_a_job_over_nvlink_between_nodes_gets_a_compute_domain(cluster: ApiServer, kind: str) -> None:
-    """The object, and each pod's claim of it; the GPUs stay the device plugin's."""
-    done = CliRunner().invoke(launch, [*RACK, "--api", kind, "--wait", "0", "--dry-run", "-o", "json"])
-    assert done.exit_code == 0, done.output
-    (domain,) = (each for each in yaml.safe_load(done.stdout)["items"] if each["kind"] == "ComputeDomain")
-    claim = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
-    assert f'"resourceClaimTemplateName": "{claim}"' in done.stdout and '"nvidia.com/gpu": "4"' in done.stdout
-
-
 def test_a_job_over_nvlink_is_made_with_its_compute_domain(cluster: ApiServer) -> None:
-    """By the API, before the job."""
+    """By the API, before the job; the GPUs stay the device plugin's."""
     done = CliRunner().invoke(launch, [*RACK, "--wait", "0"])
     assert done.exit_code == 0, done.output
+    assert limits(cluster.of_kind("Job")[0])["nvidia.com/gpu"] == "4"
     assert [each["spec"]["numNodes"] for each in cluster.of_kind("ComputeDomain")] == [0]
     (job,) = cluster.of_kind("Job")
     assert (

@@ -38,7 +38,7 @@ from contracts.plain import loads as plain
 from contracts.rank_state import StateError
 from contracts.rank_state import read as read_state
 from planner.forecast.calibration import CalibrationError, load_calibration
-from planner.forecast.models import ModelError, load_model
+from planner.forecast.models import ModelError, model_from_file
 from planner.lint.sources import EnvironmentTextError, read_environment
 from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
@@ -67,7 +67,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),
-    ("config.json", lambda path: load_model(str(path)), ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
+    ("config.json", model_from_file, ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import build
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -275,43 +273,30 @@ def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def builder() -> Iterator[ModuleType]:
-    """tests/machines/build.py, whose parts make another machine."""
-    sys.path.insert(0, str(MACHINES))
-    described = importlib.util.spec_from_file_location("machines_build", MACHINES / "build.py")
-    assert described and described.loader
-    made = importlib.util.module_from_spec(described)
-    described.loader.exec_module(made)
-    yield made
-    sys.path.remove(str(MACHINES))
-
-
-@pytest.fixture(scope="module")
-def four_rails(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_rails(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recording of a node of four L40S, each with a RoCE port beside it, and Ethernet besides."""
-    made = builder
 
     def rails(tree: Any) -> Any:
-        nets = [made.Netdev(name="eno1", index=2, speed=25000, mac="b8:3f:d2:00:00:0f", addresses=("10.10.4.11/22",))]
+        nets = [build.Netdev(name="eno1", index=2, speed=25000, mac="b8:3f:d2:00:00:0f", addresses=("10.10.4.11/22",))]
         gpus = []
         for i, bus in enumerate((0x20, 0x40, 0xA0, 0xC0)):
-            net = made.Netdev(name=f"ens{i}f0np0", index=3 + i, mtu=9000, speed=200000, mac=f"b8:3f:d2:00:00:0{i}",
+            net = build.Netdev(name=f"ens{i}f0np0", index=3 + i, mtu=9000, speed=200000, mac=f"b8:3f:d2:00:00:0{i}",
                               addresses=(f"192.168.{3 * i}.11/24",))  # fmt: skip
-            card = made.Rdma(
-                name=f"mlx5_{i}", link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", guid=made.guid(80 + i)
+            card = build.Rdma(
+                name=f"mlx5_{i}", link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", guid=build.guid(80 + i)
             )
-            beside = made.hca(f"0000:{bus + 5:02x}:00.0", card, net=net)
-            gpu = made.gpu(f"0000:{bus + 3:02x}:00.0", 0x26B9, generation=4)
-            tree.pci(f"pci0000:{bus:02x}", int(i > 1), made.switch(bus, gpu, beside, generation=4))
-            gpus.append(made.NvmlGpu(board=made.L40S, bus_id=f"0000:{bus + 3:02x}:00.0", numa=int(i > 1)))
+            beside = build.hca(f"0000:{bus + 5:02x}:00.0", card, net=net)
+            gpu = build.gpu(f"0000:{bus + 3:02x}:00.0", 0x26B9, generation=4)
+            tree.pci(f"pci0000:{bus:02x}", int(i > 1), build.switch(bus, gpu, beside, generation=4))
+            gpus.append(build.NvmlGpu(board=build.L40S, bus_id=f"0000:{bus + 3:02x}:00.0", numa=int(i > 1)))
             nets.append(net)
-        return made.Machine(
-            hostname="rails-01", source="Built for a test.", product="four rails", vendor="Supermicro", cpu=made.GENOA,
-            nvml=made.answers(gpus, made.GENOA), netdevs=(made.LOOPBACK, *nets), default_route=2,
+        return build.Machine(
+            hostname="rails-01", source="Built for a test.", product="four rails", vendor="Supermicro", cpu=build.GENOA,
+            nvml=build.answers(gpus, build.GENOA), netdevs=(build.LOOPBACK, *nets), default_route=2,
         )  # fmt: skip
 
     path = tmp_path_factory.mktemp("rails") / "rails-01.json"
-    path.write_text(made.dumps(made.record(rails)), encoding="utf-8")
+    path.write_text(build.dumps(build.record(rails)), encoding="utf-8")
     return path
 
 

@@ -22,7 +22,8 @@ from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2",
-    "gemma3_text", "gpt2", "phi3", "deepseek_v3", "gpt_oss", "llama4_text", "glm4_moe",
+    "gemma3_text", "gpt2", "phi3", "deepseek_v3", "gpt_oss", "llama4_text", "glm", "glm4", "glm4_moe", "granite",
+    "minimax_m2", "olmo2", "olmo3",
 )  # fmt: skip
 # Every key may also be left out, and each family meets keys that only others have.
 CHOICES: dict[str, list[Any]] = {

@@ -992,6 +992,7 @@ def test_counts_that_move_are_no_stall() -> None:
     assert (still.state, still.ranks) == ("stuck", (1,))
 
 
+@pytest.mark.long
 def test_a_stack_says_what_a_rank_does() -> None:
     from finetune.beside import phase_of  # and with it torch
 
