@@ -249,7 +249,7 @@ def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: 
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.jobs import cluster_job
 
-    unnamed, fixed = cluster_job.unnamed(advice, options), cluster_job.fixed(advice, options)
+    unnamed, fixed = cluster_job.unnamed_devices(advice, options)
     if not (unnamed or fixed) or not _may_ask(options, query_cluster=query_cluster):
         return None
     try:

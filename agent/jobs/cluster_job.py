@@ -298,26 +298,22 @@ def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()))
 
 
-def unnamed(advice: Recommendation, options: Mapping[str, Any]) -> bool:
-    """Whether the pods need a device whose name only the cluster, or the user, knows."""
+def unnamed_devices(advice: Recommendation, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The devices that the pods need and the user has not named.
+
+    First families, whose name only the cluster knows ("rdma/*"), then NICs of one name on every cluster, as EFA's.
+    """
     if options["dra"]:
-        return False
+        return [], []
     named = _named_by_user(options)
-    return any(name.endswith("/*") and not family(name, named) for name in _devices(advice))
-
-
-def fixed(advice: Recommendation, options: Mapping[str, Any]) -> list[str]:
-    """NICs that the pods need and that go by one name on every cluster, as EFA's do."""
-    nics = [name for name in _devices(advice) if name.startswith(NICS) and not name.endswith("/*")]
-    return [] if options["dra"] else [name for name in nics if name not in _named_by_user(options)]
+    needed = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
+    families = [name for name in needed if name.endswith("/*")]
+    fixed = [name for name in needed if name.startswith(NICS) and name not in (*families, *named)]
+    return [name for name in families if not family(name, named)], fixed
 
 
 def _named_by_user(options: Mapping[str, Any]) -> list[str]:
     return [word.partition("=")[0] for word in options["resources"]]
-
-
-def _devices(advice: Recommendation) -> list[str]:
-    return [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
 
 
 def offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:
