@@ -34,10 +34,10 @@ def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
     arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """Launch the fine-tune, or your own --script, with the recommended environment and layout, here or on a cluster.
+    """Launch the fine-tune or your own --script with the recommended environment and layout, here or on a cluster.
 
-    Exit code 0 run or created, 3 a check or the run failed, or the job's pods are refused, 5 a required check is
-    unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
+    Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods are refused. 5: a
+    required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
     from agent.advice.advise import advise, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
