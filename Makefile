@@ -21,7 +21,7 @@ SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
 SPREAD := --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -63,6 +63,10 @@ test-alone: $(READY)
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+# the pictures of the pages and of the terminal, drawn anew (needs Debian's chromium)
+pictures: $(READY)
+	TOPOFLIGHT_UPDATE_PICTURES=1 $(BIN)/pytest -q -n 0 tests/browser/test_page_in_browser.py -k test_pictures
 
 # what takes hours and is no part of CI: long fuzzing, image builds, every drill many times, the page of published runs,
 # every recommended layout, every pair of a machine and an endpoint

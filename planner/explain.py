@@ -56,9 +56,8 @@ _TRAFFIC = {
 def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     """What one part of the traffic sends per GPU and step, hidden or not; None where it is not counted."""
     found, total = sent(job, layout), 0.0
-    ranks = {"tp": layout.tp, "dp_shard": layout.dp_shard * layout.cp, "dp_replicate": layout.data_parallel * layout.cp}
-    if ("dp_shard", "all_gather") in found:
-        ranks["dp_replicate"] = layout.dp_replicate
+    copies = layout.dp_replicate if ("dp_shard", "all_gather") in found else layout.data_parallel * layout.cp
+    ranks = {"tp": layout.tp, "dp_shard": layout.dp_shard * layout.cp, "dp_replicate": copies}
     for dimension, kind in _TRAFFIC.get(part, ()):
         away = (ranks[dimension] - 1) / ranks[dimension] * (2.0 if kind == "all_reduce" else 1.0)
         total += away * found.get((dimension, kind), 0.0)

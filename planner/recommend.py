@@ -14,7 +14,7 @@ from contracts.trl import spelled
 from hardware.gpus import Gpu, gpu_named, of_board, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
-from planner.advice import Forecast, RankedLayout, Recommendation, Rejected
+from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
@@ -83,14 +83,11 @@ class Planned:
         train = self.job.train
         return bytes_that_fit(self.capacity, train.method, on_cpu=not self.job.has_gpu) if self.capacity else None
 
-    def forecast(self, candidate: Candidate) -> Forecast:
-        """The forecast of a layout on these numbers."""
-        return forecast_of(self.job, candidate, self.capacity, calibrated=self.calibrated, scale=self.scale)
-
     def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
         """A layout with its forecast, and what it loses against the winner."""
         why = why_not(self.job, winner, candidate) if winner is not None else ""
-        return RankedLayout(layout=candidate.layout, forecast=self.forecast(candidate), why=why)
+        forecast = forecast_of(self.job, candidate, self.capacity, calibrated=self.calibrated, scale=self.scale)
+        return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)
 
 
 def _rates(
@@ -157,8 +154,8 @@ def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> flo
     if probed:
         return float(min(probed))
     sku = cluster.nodes[0].sku
-    rows = [row for row in catalogue() if row.name == sku]
-    return rows[0].host_gib * GIB if rows and rows[0].host_gib else None
+    gib = next((row.host_gib for row in catalogue() if row.name == sku), None)
+    return gib * GIB if gib else None
 
 
 def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknowns: list[str]) -> list[int]:
@@ -412,7 +409,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
             f"breaks memory-fits: {(memory.total - budget) / GIB:.1f} GiB over the {budget / GIB:.1f} GiB "
             "that surely fit"
         )
-    return RankedLayout(layout=layout, forecast=planned.forecast(candidate), why=why)
+    return replace(planned.rank(candidate), why=why)
 
 
 def recommend(
@@ -430,11 +427,13 @@ def recommend(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         evidence=evidence, ranks_per_node=ranks_per_node,
     )  # fmt: skip
+    answer = Recommendation(
+        settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train
+    )
     if env.backend == "rccl":
         reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
-        return Recommendation(
-            settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train,
-            rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,),
+        return replace(
+            answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
         )  # fmt: skip
     set_to = {setting.name: setting.value for setting in env.settings}
     against = counted(findings or {}, set_to)
@@ -497,24 +496,12 @@ def recommend(
         high, has = chosen.forecast.memory_bytes.high, planned.capacity
         if high > TIGHT_SHARE * has:
             unknowns.append(f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB")
-    notes = list(env.notes)
-    notes.append(Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit"))
-    return Recommendation(
-        settings=tuple(env.settings),
-        notes=tuple(notes),
-        needs=tuple(env.needs),
-        backend="nccl" if planned.job.has_gpu else "gloo",
-        model=model,
-        train=train,
-        chosen=chosen,
-        runners_up=tuple(runners),
-        rejected=tuple(found.rejected),
-        helps_most=helps,
-        unknowns=tuple(unknowns),
-        slowed=planned.slowed,
-        sound=sound,
-        sound_here=sound_here,
-    )
+    note = Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit")
+    return replace(
+        answer, notes=(*env.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
+        runners_up=tuple(runners), rejected=tuple(found.rejected), helps_most=helps, unknowns=tuple(unknowns),
+        slowed=planned.slowed, sound=sound, sound_here=sound_here,
+    )  # fmt: skip
 
 
 AS_ASKED = "the settings as they stand"  # what is rejected where the job's own settings cannot run

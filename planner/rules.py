@@ -154,15 +154,8 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
         or _sharding_lacking(engine, at)
         or _combination_lacking(engine, at)
         or engine.refuses(model, train, at)
-        or _memory_savers_lacking(engine, at, has_gpu=has_gpu)
-        or _precision_lacking(engine, at)
+        or _options_lacking(engine, at, has_gpu=has_gpu)
     )
-
-
-def _precision_lacking(engine: Engine, at: Layout) -> str | None:
-    if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
-        return f"{engine.name} has no {at.precision}"
-    return None
 
 
 def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
@@ -192,7 +185,9 @@ def _combination_lacking(engine: Engine, at: Layout) -> str | None:
     return None
 
 
-def _memory_savers_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+def _options_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+    if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
+        return f"{engine.name} has no {at.precision}"
     if at.checkpointing not in engine.checkpointing:
         return f"{engine.name} has no {at.checkpointing} checkpointing"
     if at.offload == "none":

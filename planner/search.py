@@ -362,8 +362,7 @@ class _Search:
         best = sorted((simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
             winner = simplest(self.job, best)
-            best.remove(winner)
-            best.insert(0, winner)
+            best.sort(key=lambda c: c is not winner)
         self.found.best = best
 
 

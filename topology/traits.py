@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 from contracts.finding import Status
 from contracts.tables import read_table
-from hardware.units import GIGA
+from hardware.units import gigabits
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES
@@ -57,11 +57,10 @@ def traits(
     """
     found: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else _names_by_place(snapshot.facts(GpuFacts), like.facts(GpuFacts))
-    links = partial(_links, node=node)
-    for source in (_probes, _gpus, _pci, _rdma, _interfaces, _limits, _host, links):
-        for trait in source(snapshot):
-            named = replace(trait, subject=_GPU_NAME.sub(lambda name: names.get(name[0], name[0]), trait.subject))
-            found.setdefault(named.key, named)
+    of_facts = (traits_of(facts) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)) is not None)
+    for trait in chain(_probes(snapshot), *of_facts, _links(build(snapshot) if node is None else node)):
+        named = replace(trait, subject=_GPU_NAME.sub(lambda name: names.get(name[0], name[0]), trait.subject))
+        found.setdefault(named.key, named)
     return found
 
 
@@ -86,7 +85,7 @@ _FORMS: dict[str, Callable[[Any], object]] = {
     "generation": lambda number: f"gen {number}" if number else None,
     "lanes": lambda number: f"x{number}" if number else None,
     "plain": lambda value: value,
-    "rate": lambda value: f"{value * 8 / GIGA:g} Gb/s" if value else None,
+    "rate": lambda value: gigabits(value) if value else None,
     "some": lambda items: len(items) or None,
     "up": lambda is_up: "up" if is_up else "down",
     "watts": lambda value: f"{value:g} W",
@@ -119,10 +118,7 @@ def _probes(snapshot: Snapshot) -> Iterator[Trait]:
         yield from _trait(f"probe {name}", "", state, FAIL if name in ("gpu", "rdma") else WARN, float(answered))
 
 
-def _gpus(snapshot: Snapshot) -> Iterator[Trait]:
-    facts = snapshot.facts(GpuFacts)
-    if facts is None:
-        return
+def _gpus(facts: GpuFacts) -> Iterator[Trait]:
     yield from _rows("driver", facts)
     yield from _trait("driver", "error", facts.driver_error or "none", FAIL, float(facts.driver_error is None))
     for gpu in facts.gpus:
@@ -146,10 +142,7 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
         yield from _trait(name, "held back by", held, worst, float(WORST_FIRST.index(worst)))
 
 
-def _pci(snapshot: Snapshot) -> Iterator[Trait]:
-    facts = snapshot.facts(PciFacts)
-    if facts is None:
-        return
+def _pci(facts: PciFacts) -> Iterator[Trait]:
     yield from _rows("pci", facts)
     acs = [device.acs_source_validation for device in facts.devices if device.acs_source_validation is not None]
     if acs:
@@ -159,10 +152,7 @@ def _pci(snapshot: Snapshot) -> Iterator[Trait]:
             yield from _rows("pci_device", device, device.bus_id)
 
 
-def _rdma(snapshot: Snapshot) -> Iterator[Trait]:
-    facts = snapshot.facts(RdmaFacts)
-    if facts is None:
-        return
+def _rdma(facts: RdmaFacts) -> Iterator[Trait]:
     yield from _rows("rdma", facts)
     for device in facts.devices:
         yield from _rows("rdma_device", device, device.name)
@@ -184,20 +174,14 @@ def _port(name: str, port: RdmaPort) -> Iterator[Trait]:
         yield from _trait(name, "PFC on", ", ".join(map(str, port.pfc_priorities)) or "no priority", WARN)
 
 
-def _interfaces(snapshot: Snapshot) -> Iterator[Trait]:
-    facts = snapshot.facts(InterfacesFacts)
-    if facts is None:
-        return
+def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
     yield from _rows("interfaces", facts)
     for interface in facts.interfaces:
         if interface.role not in ("loopback", "docker", "bridge", "virtual") and interface.kind not in ("veth", "tun"):
             yield from _rows("interface", interface, interface.name)
 
 
-def _limits(snapshot: Snapshot) -> Iterator[Trait]:
-    facts = snapshot.facts(LimitsFacts)
-    if facts is None:
-        return
+def _limits(facts: LimitsFacts) -> Iterator[Trait]:
     if facts.memlock_known:
         soft, hard = facts.memlock_soft_bytes, facts.memlock_hard_bytes
         yield from _trait("memlock", "", size(soft), FAIL, float("inf") if soft is None else soft)
@@ -207,18 +191,20 @@ def _limits(snapshot: Snapshot) -> Iterator[Trait]:
         yield from _rows("job_limits", facts)
 
 
-def _host(snapshot: Snapshot) -> Iterator[Trait]:
-    facts = snapshot.facts(HostinfoFacts)
-    if facts is None:
-        return
+def _host(facts: HostinfoFacts) -> Iterator[Trait]:
     yield from _rows("host", facts)
     for name, value in sorted(facts.nccl_variables.items()):
         yield from _trait(name, "set to", value, WARN)
 
 
-def _links(snapshot: Snapshot, node: NodeTopology | None) -> Iterator[Trait]:
+_OF_FACTS: tuple[tuple[type, Callable[[Any], Iterator[Trait]]], ...] = (
+    (GpuFacts, _gpus), (PciFacts, _pci), (RdmaFacts, _rdma), (InterfacesFacts, _interfaces), (LimitsFacts, _limits),
+    (HostinfoFacts, _host),
+)  # fmt: skip
+
+
+def _links(node: NodeTopology) -> Iterator[Trait]:
     """Path labels that the topology shows; NVLink counts stand with the GPUs already."""
-    node = build(snapshot) if node is None else node
     gpus = {gpu.name for gpu in node.gpus}
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     for pair in node.pairs:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 @click.command()
 @with_options("bench")
 def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
-    """Measure collectives with real ranks, or with --rdma the RDMA network alone. Makes load: one at a time per host.
+    """Benchmark NCCL or Gloo collectives on this host or across hosts. Generates load; one at a time per host.
 
-    Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry; 130
-    Ctrl-C.
+    --rdma measures only the RDMA network. Exit code 0: measured and verified. 3: wrong data, an incomplete run, or less
+    than half of what the links carry.
     """
     if options["rdma"]:
         sys.exit(_rdma(options, form, save, baseline))
@@ -155,7 +155,7 @@ def calibrate(
     ranks: int | None,
     target: Path | None,
 ) -> None:
-    """Measure GEMMs of the model's shapes and one layer, so that forecasts narrow. Makes load."""
+    """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.base.hosts import snapshots
     from agent.jobs.benchmark import calibration, default_ranks, has_gpu
 

@@ -16,9 +16,9 @@ from agent.base.output import say, waiting, write_result
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Write one file for whoever helps: recording, findings, versions, limits, kubelet's account, logs.
+    """Create a support bundle: recording, findings, versions, limits, devices of the kubelet, and logs.
 
-    Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
+    Values that look like secrets are removed. Every command reads the file with `--host bundle.tgz`. Nothing is sent.
     """
     from agent.base.hosts import bundle_differences, pack_bundle
     from agent.jobs import bundle as making

@@ -24,12 +24,11 @@ DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 @click.command("compare-networks")
 @with_options("compare-networks")
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
-    """Run the same fine-tune over each network; draw time, money and forecast of each. Makes load.
+    """Run the same fine-tune over each network, and compare time, cost and forecast. Generates load.
 
-    Here: two network namespaces, one rank each on the CPU, as root; each network is measured first, which gives the
-    forecast. With --api: a job for each of the cluster's networks, one after another. The ranks' own sockets, or NCCL's
-    log, prove which one a run took. Exit code 0 all were run, 1 it cannot be done here, 3 a run failed, 5 one was not
-    proven.
+    On this host it uses two network namespaces with one CPU rank each, and needs root. With --api it runs one job per
+    network of the cluster, one after another. The sockets of the ranks, or the NCCL log, prove which network a run
+    used. Exit code 0: all were run. 1: it cannot run here. 3: a run failed. 5: the network of a run was not proven.
     """
     from agent.jobs.namespaces import NamespaceError
     from collectives.bench.lock import BusyError

@@ -32,9 +32,10 @@ def preflight(
     list_checks: bool, forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run the gate: 0 pass, 1 tool error, 2 usage, 3 failed check, 4 warnings with --fail-on warn, 5 unknown.
+    """Run all checks of this host, or of nodes of a cluster, as a gate. The exit code is the verdict.
 
-    75 where SIGTERM ended it first: the report holds what was known by then.
+    Exit code 0: pass. 3: a check failed. 4: warnings, with --fail-on warn. 5: a required check is unknown. 75: ended by
+    SIGTERM; the report holds what was known by then. 1: an error of the tool. 2: wrong usage.
     """
     if list_checks:
         from agent.checks.codes import ALL_CODES

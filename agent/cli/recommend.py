@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 @click.command()
 @with_options("recommend")
 def recommend(**options: object) -> None:
-    """Advise the NCCL environment and the parallel layout, each with its reason.
+    """Recommend the NCCL environment and the parallel layout, each with its reason.
 
-    Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
+    Without --model it recommends only the environment. Exit code 3: no layout of the model fits.
     """
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request

@@ -22,10 +22,10 @@ _LIMIT_BYTES = 1 << 20
 @click.argument("source", metavar="FILE|-")
 @with_options("wrap")
 def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
-    """Show, as a diff, what a PyTorchJob, TrainJob, JobSet or Job lacks; -o or --apply writes it.
+    """Add checks, environment and devices to the manifest of a PyTorchJob, TrainJob, JobSet or Job.
 
-    Adds the gate, the recommended environment with reasons, devices, networks, NCCL's log and the forecast, where the
-    command's arguments tell the layout. What is set stays.
+    Prints a diff; -o or --apply writes the manifest. Also adds networks, a place for the NCCL log, and the forecast if
+    the arguments of the command give the layout. Existing settings stay.
     """
     from agent.jobs.wrapped import wrapped
 

@@ -208,15 +208,6 @@ class StepShape:
     pp_activation_bytes: int = 0  # one activation of one micro-batch at a stage's border
     micro_batches: int = 1
 
-    def __post_init__(self) -> None:
-        """Check that all degrees and counts are possible."""
-        for name in (*AXES, "layers", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: at least 1")
-        for name in ("fsdp_layer_bytes", "replica_reduce_bytes", "tp_activation_bytes", "pp_activation_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: 0 or more")
-
     @property
     def world_size(self) -> int:
         """Ranks of the job."""

@@ -33,7 +33,20 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in what is made from the code, and link each code that an entry names to its own entry."""
     if page.file.src_uri in (f"reference/{name}.md" for name in PAGES):
         markdown = re.sub(r"^- \*\*.+$", lambda found: linked(found[0]), markdown, flags=re.MULTILINE)
-    return re.sub(r"^<!-- made: ([a-z-]+) -->$", lambda found: MADE[found[1]](), markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^<!-- made: ([a-z-]+) -->$", lambda found: MADE[found[1]](), markdown, flags=re.MULTILINE)
+    return indented(markdown)
+
+
+def indented(markdown: str) -> str:
+    """Indent the content of list items by four blanks, as Python-Markdown requires; pages indent it by the marker."""
+    lines, more = [], 0  # blanks that the lines of the present item lack
+    for line in markdown.splitlines():
+        if found := re.match(r"(\d+\. |- )", line):
+            more = 4 - len(found[1])
+        elif line and not line.startswith(" "):
+            more = 0
+        lines.append(" " * more + line if line.startswith(" ") else line)
+    return "\n".join(lines) + "\n"
 
 
 def linked(text: str) -> str:

@@ -77,14 +77,11 @@ def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:
 
     Not the GPU: 943 forecasts without any row of its generation erred no more than those with them.
     """
-    return tuple(
-        name
-        for name, is_so in (
-            (UNSEEN_ENGINE, not seen_engine), (MIXTURE, job.model.experts > 0),
-            (ADAPTERS, job.train.method != "full"), (LONG, job.train.sequence_length >= LONG_CONTEXT_TOKENS),
-        )
-        if is_so
-    )  # fmt: skip
+    marks = {
+        UNSEEN_ENGINE: not seen_engine, MIXTURE: job.model.experts > 0, ADAPTERS: job.train.method != "full",
+        LONG: job.train.sequence_length >= LONG_CONTEXT_TOKENS,
+    }  # fmt: skip
+    return tuple(name for name, holds in marks.items() if holds)
 
 
 def memory_interval(mid: float, method: str, *, on_cpu: bool) -> Interval:

@@ -59,10 +59,7 @@ class Speed:
         )
 
 
-NO_RATE = "no NIC rate known"
-
-
-def unknown_network(link: str, why: str = NO_RATE) -> Speed:
+def unknown_network(link: str, why: str = "no NIC rate known") -> Speed:
     """A network that nobody measured and whose rate no probe knows."""
     return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why=why,
                  within=(UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND))  # fmt: skip
@@ -301,8 +298,9 @@ def _network(cluster: ClusterTopology) -> Speed:
         return Speed(bytes_per_second=min(rates) * NETWORK_SHARE, how="derived", link=kind,
                      why=f"NIC rates x {NETWORK_SHARE}")  # fmt: skip
     kinds = sorted({"EFA" if kind == "efa" else "RDMA" for each in offered for kind in each})
-    why = f"some nodes have {' and others '.join(kinds)}: all ranks use sockets" if kinds and not common else NO_RATE
-    return unknown_network(link if link != "network" else "TCP", why)
+    if kinds and not common:
+        return unknown_network("TCP", f"some nodes have {' and others '.join(kinds)}: all ranks use sockets")
+    return unknown_network(link if link != "network" else "TCP")
 
 
 def links_of(

@@ -17,11 +17,13 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from contracts.tables import read_table
 from probes.host.protocol import Json
 
+_TABLE = read_table(__file__, "netlink.toml")
 _TIMEOUT_SECONDS = 3.0
 _REQUEST, _DUMP, _DONE, _ERROR = 0x1, 0x300, 3, 2
 _ATTRIBUTE = struct.Struct("=HH")
@@ -31,27 +33,6 @@ _TYPE, _NESTED = 0x3FFF, 0x8000  # a type without NLA_F_NESTED and NLA_F_NET_BYT
 
 _TRIES = 4  # of a list that changes while it is made
 
-# what -> pyroute2's method, the fields and attributes that a probe reads
-_LISTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "links": (
-        "get_links",
-        ("index", "flags"),
-        (
-            "IFLA_IFNAME", "IFLA_MTU", "IFLA_LINK", "IFLA_MASTER", "IFLA_LINKINFO", "IFLA_LINK_NETNSID",
-        ),
-    ),
-    "addresses": (
-        "get_addr",
-        ("prefixlen", "index"),
-        ("IFA_ADDRESS", "IFA_LOCAL"),
-    ),
-    "routes": (
-        "get_routes",
-        ("family", "dst_len", "table", "type"),
-        ("RTA_DST", "RTA_OIF", "RTA_PRIORITY", "RTA_MULTIPATH", "RTA_TABLE"),
-    ),
-}  # fmt: skip
-
 
 def ask_route(what: str) -> tuple[dict[str, Json], ...]:
     """ "links", "addresses" or "routes" of this network namespace: one flat dict each, under pyroute2's names.
@@ -59,8 +40,8 @@ def ask_route(what: str) -> tuple[dict[str, Json], ...]:
     Each list is asked on a socket of its own, so that one that overran, or was given up, leaves nothing behind. Raises
     OSError where netlink is refused, broken, or gives no answer in time.
     """
-    if what not in _LISTS:
-        raise ValueError(f"netlink answers {sorted(_LISTS)}, not {what!r}")
+    if what not in _TABLE["lists"]:
+        raise ValueError(f"netlink answers {sorted(_TABLE['lists'])}, not {what!r}")
     import asyncio
 
     from pyroute2.netlink.exceptions import NetlinkDecodeError, NetlinkError
@@ -81,19 +62,19 @@ async def _list(what: str) -> tuple[dict[str, Json], ...]:
     from pyroute2 import AsyncIPRoute
     from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
 
-    method, fields, attributes = _LISTS[what]
+    about = _TABLE["lists"][what]
     async with asyncio.timeout(_TIMEOUT_SECONDS):
         for _ in range(_TRIES):
             try:
                 async with AsyncIPRoute() as route:
-                    listed = await getattr(route, method)()
-                    return tuple([_entry(message, fields, attributes) async for message in listed])
+                    listed = await getattr(route, about["method"])()
+                    return tuple([_entry(message, about["fields"], about["attributes"]) async for message in listed])
             except NetlinkDumpInterrupted:
                 continue  # something changed while it was listed
     raise OSError(errno.EINTR, f"rtnetlink: {what} changed during each of {_TRIES} lists")
 
 
-def _entry(message: Any, fields: tuple[str, ...], attributes: tuple[str, ...]) -> dict[str, Json]:
+def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
     """The fields and attributes of one message that are known here; only these are decoded."""
     entry: dict[str, Json] = {name: message[name] for name in fields}
     for slot in message["attrs"]:
@@ -112,11 +93,10 @@ def _about_link(info: Any) -> dict[str, Json]:
     return found
 
 
-def _hops(hops: Any) -> list[Json]:
-    return [_entry(hop, ("oif",), ()) for hop in hops]
-
-
-_INNER: dict[str, Callable[[Any], Json]] = {"IFLA_LINKINFO": _about_link, "RTA_MULTIPATH": _hops}
+_INNER: dict[str, Callable[[Any], Json]] = {
+    "IFLA_LINKINFO": _about_link,
+    "RTA_MULTIPATH": lambda hops: [_entry(hop, ("oif",), ()) for hop in hops],
+}
 
 
 # A port ---------------------------------------------------------------------------------------------------------
@@ -232,16 +212,6 @@ NETLINK_RDMA = 20
 _NLDEV = 5 << 10  # RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, op)
 _GET, _PORT_GET, _SYS_GET = 1, 5, 6
 
-_RDMA_NUMBERS = {
-    1: "device_index",
-    3: "port",
-    12: "state",  # enum ib_port_state: 1 DOWN, 2 INIT, 3 ARMED, 4 ACTIVE
-    13: "physical_state",  # 3 Disabled, 2 Polling, 5 LinkUp
-    14: "node_type",  # 1 CA, 4 RNIC, 5 USNIC, 7 unspecified (EFA)
-    66: "netns_mode",  # 1 shared, 0 exclusive
-}
-_RDMA_TEXTS = {2: "name", 5: "firmware", 51: "netdev"}
-
 Message = dict[str, int | str]
 
 
@@ -288,8 +258,8 @@ def attributes(body: bytes) -> Message:
     """The attributes of one message that are known here, by name."""
     found: Message = {}
     for kind, value in pieces(body):
-        if kind in _RDMA_TEXTS:
-            found[_RDMA_TEXTS[kind]] = value.rstrip(b"\0").decode(errors="replace")
-        elif kind in _RDMA_NUMBERS:
-            found[_RDMA_NUMBERS[kind]] = int.from_bytes(value, sys.byteorder)
+        if text := _TABLE["rdma_texts"].get(str(kind)):
+            found[text] = value.rstrip(b"\0").decode(errors="replace")
+        elif number := _TABLE["rdma_numbers"].get(str(kind)):
+            found[number] = int.from_bytes(value, sys.byteorder)
     return found

@@ -134,6 +134,7 @@ def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> N
     ("words", "told"),
     [
         (["--optimizer", "lion"], "optimizer='lion': allowed are adamw, "),
+        (["--method", "full", "--lora-rank", "16"], "--lora-rank 16: --method full has no adapters"),
         (["--plot", "x.svg"], "--plot requires --sweep."),
         (["--sweep", "nodes=1,2", "--plot", "/nonexistent/x.svg"], "the folder /nonexistent does not exist"),
         (["--sweep", "nodes=1,2", "--nodes", "4"], "--sweep and --nodes cannot be combined."),

@@ -4,7 +4,8 @@ import pytest
 from rigs.benchmarks import measured
 from rigs.tables import each_row
 
-from collectives.bench.plan import Case, StepShape, groups, parts
+from agent.jobs.benchmark import parse_degrees
+from collectives.bench.plan import Case, SpecError, StepShape, groups, parts
 
 SHAPE = StepShape(dp_shard=2, tp=2, layers=3, fsdp_layer_bytes=200_000, tp_activation_bytes=40_000, micro_batches=2)
 
@@ -42,10 +43,10 @@ def test_an_axis_of_one_rank_moves_nothing():
     assert parts(StepShape(fsdp_layer_bytes=100, tp_activation_bytes=100, pp_activation_bytes=100)) == ()
 
 
-@each_row(("setting", "value"), [("tp", 0), ("layers", -1), ("fsdp_layer_bytes", -5)])
-def test_an_impossible_shape_is_refused_by_name(setting, value):
-    with pytest.raises(ValueError, match=f"{setting}: {value} is not allowed"):
-        StepShape(**{setting: value})
+@each_row("word", ["tp=0", "layers=2", "pp=-1", "dp_shard"])
+def test_an_impossible_layout_is_refused_by_name(word):
+    with pytest.raises(SpecError, match=f"'{word}' is not allowed"):
+        parse_degrees(f"cp=2,{word}")
 
 
 @pytest.mark.ranks

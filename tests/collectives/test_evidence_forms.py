@@ -142,13 +142,3 @@ def test_a_log_in_one_json_string_is_read(tmp_path: Path) -> None:
     log.write_text(json.dumps({"logs": "step\n" * 400_000 + "\n".join(SOCKETS)}))
     verdict = evidence.read_file(log)
     assert (verdict.network, verdict.send.total, verdict.transports["SHM"]) == ("Socket", 1, 1)
-
-
-def test_channels_that_end_alike_are_counted_for_every_writer() -> None:
-    """Each process of a host may be met first with a channel end that others printed before."""
-    lines = [
-        f"[default{rank}]:{HEAD}Channel {n:02}/0 : 1[1] -> 2[0] [send] via NET/Socket/0\n"
-        for rank in range(8)
-        for n in range(4)
-    ]
-    assert read(lines).send == ChannelCount(total=32)

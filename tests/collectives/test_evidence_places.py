@@ -67,25 +67,6 @@ def test_the_log_of_some_ranks_is_no_single_node() -> None:
 
 IB = ["n1:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
       "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0"]  # fmt: skip
-USABLE = "n1:1:2 [0] NCCL INFO NET/IB : GPU Direct RDMA {} for HCA 0 'mlx5_0'"
-
-
-def test_the_reason_in_the_log_comes_before_the_module() -> None:
-    """Where the log says that DMA-BUF or peer memory works, nobody is sent to load nvidia_peermem."""
-    far = "n1:1:2 [0] NCCL INFO GPU Direct RDMA Disabled for GPU 0 / HCA 0 (distance 5 > 4)"
-    wrong = []
-    for lines, first in (
-        ([USABLE.format("(DMABUF) enabled")], "ib_without_gdrdma"),
-        (["n1:1:2 [0] NCCL INFO DMA-BUF is available on GPU device 0"], "ib_without_gdrdma"),
-        ([USABLE.format("Enabled"), far], "gdr_distance_too_far"),
-        ([far], "gdr_distance_too_far"),
-        ([USABLE.format("Disabled")], "peermem_missing"),
-    ):
-        problems = read([*lines, *IB]).problems
-        loads = "peermem" in problems[0].action
-        if problems[0].code != first or problems[0].severity != "fail" or loads != (first == "peermem_missing"):
-            wrong.append((lines, problems[0]))
-    assert wrong == []
 
 
 WARN = "h:1:2 [1] src/x.cc:220 NCCL WARN "

@@ -14,6 +14,7 @@ from typing import Any
 from rigs.logs import read
 
 from collectives.nccl_log import evidence
+from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.transport import Evidence
 
 FILE = Path(__file__).parents[1] / "golden" / "evidence.jsonl"
@@ -26,8 +27,16 @@ def told(verdict: Evidence) -> dict[str, Any]:
     plain = evidence.to_json(verdict)
     found = {each.name: plain[each.name] for each in fields(Evidence) if each.name not in TEXTS
              and getattr(verdict, each.name) != getattr(usual, each.name)}  # fmt: skip
-    found["problems"] = [
-        [p.severity, p.code, p.message, p.place, [row.line for row in p.lines]] for p in verdict.problems
+    found["problems"] = [  # with the action where it is not that of the code
+        [
+            p.severity,
+            p.code,
+            p.message,
+            p.place,
+            [row.line for row in p.lines],
+            *([p.action] if p.action != CODES[p.code].action else []),
+        ]
+        for p in verdict.problems
     ]
     found["notes"] = [note.code for note in verdict.notes]
     found["runs"] = [[run.first.line, run.inter_node_transport, run.gdrdma, run.outcome] for run in verdict.runs]
