@@ -29,6 +29,7 @@ from agent.cluster.nodes import Fleet, NodeRecord
 from agent.http import cluster
 from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
+from contracts.tables import bounds
 from planner.advice import Recommendation
 
 FRONTIER_NODES = (1, 2, 4, 8)
@@ -163,7 +164,10 @@ def asked_in(form: Mapping[str, str]) -> Request:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
+        limits = bounds(str(question.rows()[f"--{name.replace('_', '-')}"].get("type", "")))
         allowed = first["msg"].replace("Input should", "must").replace("String should", "must")
+        if limits is not None:
+            allowed = f"must be a {'whole ' * (limits[0] == 'int')}number from {limits[1]:g} to {limits[2]:.0f}"
         raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
 
 

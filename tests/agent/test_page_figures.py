@@ -14,6 +14,7 @@ from rigs.agents import agent
 from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row
 
+from agent.base.inputs import RequestError
 from agent.checks.view import look
 from agent.http.questions import asked_in
 from agent.jobs.preflight import Report
@@ -298,6 +299,6 @@ def test_the_interval_says_whether_the_run_was_inside() -> None:
 )  # fmt: skip
 def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], named: str) -> None:
     """As any user's mistake."""
-    with pytest.raises(Exception, match="must be") as caught:
+    with pytest.raises(RequestError, match="must be") as caught:
         asked_in(asked)
     assert str(caught.value).startswith(named)
