@@ -20,7 +20,7 @@ def bundle(
 
     Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
     """
-    from agent.base.hosts import BundleError, bundle_differences, pack_bundle
+    from agent.base.recordings import BundleError, bundle_differences, pack_bundle
     from agent.jobs import bundle as making
 
     if nodes and not cluster:

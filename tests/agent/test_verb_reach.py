@@ -22,7 +22,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
     "topo": (9_000, 14_000),
-    "lint-env": (9_000, 17_750),
+    "lint-env": (9_000, 17_150),
     "scan": (16_000, 17_750),
     "recommend": (22_000, 28_000),
     "preflight": (28_000, 40_500),
