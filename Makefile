@@ -25,7 +25,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
-	$(BIN)/topoflight preflight --fly
+	$(BIN)/topoflight preflight --train
 	$(BIN)/topoflight compare-networks --if-possible
 
 # what one runs: everything that starts no ranks, namespaces, guests or browsers nor imports torch, and one test of each

@@ -137,11 +137,11 @@ def fly_ours(ranks: int, job: dict[str, object], folder: Path) -> dict[str, floa
     config.write_text(json.dumps(settings))
     subprocess.run(["rm", "-rf", str(out)], check=True)
     launch(sys.executable, ranks, ["-m", "finetune.train", "--config", str(config)])
-    flight = json.loads((out / "flight.json").read_text())
-    found = flight["measured"]
+    record = json.loads((out / "run.json").read_text())
+    found = record["measured"]
     # Resident as TRL's is, with what the allocator keeps: memory_bytes is without.
     memory = found["memory_bytes"] if found["memory_counts"] == "cuda" else found["rss_growth_bytes"]
-    return summary(flight["step_seconds"][WARM_UP:], memory, flight["loss"]["last"])
+    return summary(record["step_seconds"][WARM_UP:], memory, record["loss"]["last"])
 
 
 def interval(theirs: list[float], ours: list[float], draws: int = 10_000) -> tuple[float, float]:

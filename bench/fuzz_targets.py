@@ -402,7 +402,7 @@ def _served(**more: Any) -> object:
     view = with_bench(look(_view().snapshots, **more), bench, at_seconds)
     metrics.exposition(view, "")
     pages.node_page(view, None, "", trouble=None)
-    return document({"bench": view.bench, "flights": view.flights, "checks": view.checks})
+    return document({"bench": view.bench, "runs": view.runs, "checks": view.checks})
 
 
 @reads(b"{}", errors=(ValueError,), stepped=True)
@@ -420,10 +420,10 @@ def calibration(data: bytes) -> object:
 
 
 @reads(b"{}", errors=(records.RecordError,), stepped=True)
-def flight(data: bytes) -> object:
+def run(data: bytes) -> object:
     """A fine-tune job's record, as launch and the agent read and show it."""
-    record = records.read(_scratch().file("flight.json", _json(lambda: document_of("flight"), data)))
-    return record.placements, records.compare(record), _served(flights=(record,))
+    record = records.read(_scratch().file("run.json", _json(lambda: document_of("run"), data)))
+    return record.placements, records.compare(record), _served(runs=(record,))
 
 
 @reads(b"\0dp_shard=4,tp=2", b"\x012.27.7+cuda12", b"\x0264:9,512:1", b"\x0312", errors=LAYOUT_ERRORS)

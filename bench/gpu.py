@@ -195,7 +195,7 @@ class Tier:
             str(config_file(self.folder, more, cpu=self.cpu)), "--output", str(out), most=150,
         )  # fmt: skip
         try:
-            record = run_record.read(out / "flight.json")
+            record = run_record.read(out / "run.json")
         except run_record.RecordError:
             yield "step", f"failed: {_last(done.stderr or done.stdout)}"
             return

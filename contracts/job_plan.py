@@ -1,7 +1,7 @@
 """What a training job is to run: the one document that its launcher writes, every rank reads and its record keeps.
 
 plan.json: the settings as a file or the planner gave them, the layout, its forecast, the environment, and what NCCL is
-to take between hosts. In a ConfigMap, in the run's folder and in flight.json's `plan` it is the same.
+to take between hosts. In a ConfigMap, in the run's folder and in run.json's `plan` it is the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The record of a training run, flight.json: what the job writes, its launcher ends and the agent shows.
+"""The record of a training run, run.json: what the job writes, its launcher ends and the agent shows.
 
-Specification: docs/finetune.md, flight.json and metrics.jsonl. What started the ranks, `topoflight launch` on one host
+Specification: docs/finetune.md, run.json and metrics.jsonl. What started the ranks, `topoflight launch` on one host
 or `finetune.pod` in a pod, adds what it saw where the job could not write its own end: killed ranks, a killed launcher,
 a lost node; what the job has told stands.
 """
@@ -204,7 +204,7 @@ class NcclChannels:
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """flight.json. None and empty mean "not reported"."""
+    """run.json. None and empty mean "not reported"."""
 
     schema_version: int = RECORD_VERSION
     status: str = "unknown"  # "running", "complete", "mismatch", "out_of_memory", ...
@@ -353,7 +353,7 @@ def aborted(log: str) -> set[int]:
 
 
 def of_start(path: Path, began: float) -> RunRecord | None:
-    """flight.json, unless it cannot be read or an earlier start left it."""
+    """run.json, unless it cannot be read or an earlier start left it."""
     try:
         return read(path) if path.stat().st_mtime >= began else None
     except (OSError, RecordError):
@@ -402,7 +402,7 @@ def watched(folder: Path) -> str:
 
 
 def save(path: Path, record: RunRecord) -> None:
-    """Replace flight.json as a whole."""
+    """Replace run.json as a whole."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(dumps(record))
     draft.replace(path)

@@ -22,7 +22,7 @@ class EndedError(Exception):
     """The job ends before its last step, in order; the exit codes are those of sysexits.h."""
 
     code = 1
-    status = "failed"  # in flight.json
+    status = "failed"  # in run.json
 
 
 class ConfigError(EndedError, ValueError):

@@ -1,4 +1,4 @@
-"""The three dashboards: Cluster, Node, Preflight and Flights, as Grafana reads them.
+"""The three dashboards: Cluster, Node, Preflight and Runs, as Grafana reads them.
 
 What each panel shows, and what it must tell, is data: boards.yaml beside this module.
 """

@@ -173,7 +173,7 @@ def channels(found: Evidence) -> dict[str, int]:
 
 
 def record(ranks: Sequence[Seen], plan: Asked, *, hosts: int) -> NcclChannels:
-    """What flight.json keeps of it."""
+    """What run.json keeps of it."""
     counts: Counter[str] = Counter()
     for seen in ranks:
         counts.update(seen.channels)

@@ -119,7 +119,7 @@ class Pod:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # tells a pod from the one that was made in its place
     measured: frozenset[tuple[int, str]] = frozenset()  # by pod 0: those that have been measured together
     why: str = ""  # why the job ended, in pod 0; "" while it runs and where it is done
-    before: float = 0.0  # when flight.json of an earlier start was written, by the file system's own clock
+    before: float = 0.0  # when run.json of an earlier start was written, by the file system's own clock
 
     def run(self) -> int:
         """Run the job until it is done or cannot go on. Return the pod's exit code."""
@@ -375,7 +375,7 @@ class Pod:
         """End the record that its ranks could not end, and upload it."""
         if self.settings.output is None or not code:
             return
-        path = self.settings.output / "flight.json"
+        path = self.settings.output / "run.json"
         before = run_record.of_start(path, began)
         record = run_record.ended(path, status=status, exit_code=code, reason=why, began=began)
         if record is None or before is None or before.status != "running":
@@ -452,7 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)  # process 1 of a container has no default for it
     code = pod.run()
     if settings.index == 0 and settings.output is not None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        post.write_termination_message(settings.output / "flight.json", post.TERMINATION_LOG, pod.why, pod.before)
+        post.write_termination_message(settings.output / "run.json", post.TERMINATION_LOG, pod.why, pod.before)
     return code
 
 

@@ -1,8 +1,8 @@
 """Hand on a run record: to the agent of this node, and in short to the kubelet.
 
-POST /flights (docs/http.md), by rank 0 at the end of the job; the container's termination message, by `finetune.pod`.
+POST /runs (docs/http.md), by rank 0 at the end of the job; the container's termination message, by `finetune.pod`.
 
-`python -m finetune.post FLIGHT.JSON` uploads the record of a job that was killed before it could upload its own.
+`python -m finetune.post RUN.JSON` uploads the record of a job that was killed before it could upload its own.
 Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, the file of a
 bearer token, read at the end because the kubelet renews it. The record is in the output folder in any case, so a failed
 upload is a line of the log and a note of the record, and changes no exit code. The token is sent to that URL only:
@@ -94,7 +94,7 @@ def main(path: str) -> int:
 def written_at(output: Path | None) -> float:
     """A moment after the record that lies there was written, by the clock that wrote it; 0.0: there is none."""
     try:
-        return (output / "flight.json").stat().st_mtime + 1e-6 if output else 0.0
+        return (output / "run.json").stat().st_mtime + 1e-6 if output else 0.0
     except OSError:
         return 0.0
 
@@ -128,7 +128,7 @@ def _send(url: str, body: bytes) -> None:
         try:
             # urllib3's own retries log what the peer answered, in which a peer may repeat the token
             answer = urllib3.PoolManager().request(
-                "POST", f"{url.rstrip('/')}/flights", body=body, headers=headers, timeout=ONE_SECONDS, retries=False,
+                "POST", f"{url.rstrip('/')}/runs", body=body, headers=headers, timeout=ONE_SECONDS, retries=False,
                 preload_content=False,
             )  # fmt: skip
             if answer.status < 300:

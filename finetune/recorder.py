@@ -1,4 +1,4 @@
-"""Records the run: what was requested, what ran, what the forecast said; `<output_dir>/flight.json`.
+"""Records the run: what was requested, what ran, what the forecast said; `<output_dir>/run.json`.
 
 Surface: a `contracts.run_record.RunRecord`, replaced as a whole at every write; `metrics.jsonl` beside it, one line per
 logged step; tensorboard where requested.
@@ -240,7 +240,7 @@ class Recorder:
         )  # fmt: skip
 
     def write(self) -> None:
-        """Replace flight.json."""
+        """Replace run.json."""
         if not self.writes:
             return
         record = self.record
@@ -251,14 +251,14 @@ class Recorder:
         if line := run_record.watched(self.folder):
             self.note(line)
         self.folder.mkdir(parents=True, exist_ok=True)
-        run_record.save(self.folder / "flight.json", record)
+        run_record.save(self.folder / "run.json", record)
 
     def end(self, status: str, exit_code: int, reason: str | None = None) -> None:
         """The last write."""
         record = self.record
         record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, _now()
         self.write()
-        for compared in record.comparison:  # for a reader of the log who has no access to flight.json
+        for compared in record.comparison:  # for a reader of the log who has no access to run.json
             say(f"{compared.line}: {'inside' if compared.within else 'outside'} the forecast")
         if self._metrics is not None:
             self._metrics.close()

@@ -1,7 +1,7 @@
 """The fine-tune job: `torchrun ... -m finetune.train --config job.yaml | --plan plan.json [key=value ...]`.
 
 The command: settings, ranks, `loop.Trainer`, exports, and with which code and record it ends. torchrun turns every
-failure into 1; flight.json keeps the job's own.
+failure into 1; run.json keeps the job's own.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ TIERS = (
 # Files that take minutes start first: one that started last would run while the other workers are idle.
 LONGEST = (
     "test_agent_image.py",
-    "test_fly.py",
+    "test_train.py",
     "test_softroce.py",
     "test_short_fuzz.py",
     "test_finetune_equivalence.py",

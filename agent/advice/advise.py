@@ -208,7 +208,7 @@ def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequ
 def with_fsdp(advice: Recommendation) -> Recommendation:
     """The same advice with the best FSDP layout chosen.
 
-    The embedded job is small enough for any layout; it flies FSDP because that is the job users ship, and what the
+    The embedded job is small enough for any layout; it runs under FSDP because that is the job users ship, and what the
     measured all-gather and reduce-scatter stand for.
     """
     fitting = [r for r in (advice.chosen, *advice.runners_up) if r is not None]
@@ -217,7 +217,7 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
         return advice
     note = Note(
         topic="embedded job",
-        text=f"flies {sharded.layout.family}, the layout of the shipped fine-tune, although "
+        text=f"trains with {sharded.layout.family}, the layout of the shipped fine-tune, although "
         f"{fitting[0].layout.family} would be faster for a model this small",
     )
     others = tuple(r for r in fitting if r is not sharded)

@@ -1,4 +1,4 @@
-"""What benchmarks and flights leave for the agent to serve: files in its state folder, where that exists.
+"""What benchmarks and runs leave for the agent to serve: files in its state folder, where that exists.
 
 The folder is TOPOFLIGHT_STATE, by default /var/lib/topoflight. Where it is missing or not writable nothing is kept:
 a run by hand on a workstation has its own report.
@@ -31,8 +31,8 @@ _logged: set[str] = set()
 
 DEFAULT_FOLDER = Path("/var/lib/topoflight")
 BENCH_FILE = "bench.json"
-FLIGHTS_FOLDER = "flights"
-KEPT_FLIGHTS = 50
+RUNS_FOLDER = "runs"
+STORED_RUNS = 50
 MOST_HELD_BYTES = 4 << 20  # as text, of which a byte takes up to twenty of memory; 50 records of 4096 steps take 3 MiB
 WRITTEN_WITHIN_SECONDS = 600.0  # however slow the disk
 
@@ -57,31 +57,31 @@ def keep_bench(result: BenchResult, place: Path | None = None) -> Path | None:
     return _write(where / BENCH_FILE, result_to_json(result))
 
 
-def keep_flight(record: RunRecord, place: Path | None = None) -> Path | None:
-    """Leave the record of a flight; the oldest beyond KEPT_FLIGHTS go."""
+def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
+    """Leave the record of a run; the oldest beyond STORED_RUNS go."""
     where = place or folder()
     if where is None:
         return None
-    flights = where / FLIGHTS_FOLDER
+    runs = where / RUNS_FOLDER
     data = codec.write(record)
     content = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]  # several may come within one second
-    kept = _write(flights / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
-    others = [path for path in flights.glob("*.json") if path != kept]  # a clock set back makes the new one look old
-    for old in sorted(others, reverse=True)[KEPT_FLIGHTS - 1 :]:
+    kept = _write(runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
+    others = [path for path in runs.glob("*.json") if path != kept]  # a clock set back makes the new one look old
+    for old in sorted(others, reverse=True)[STORED_RUNS - 1 :]:
         old.unlink(missing_ok=True)
     return kept
 
 
-def flights(places: Iterable[Path]) -> tuple[RunRecord, ...]:
-    """Records of flights, newest first and each once; a folder stands for those in it and one level below.
+def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
+    """Records of runs, newest first and each once; a folder stands for those in it and one level below.
 
     All of them are held in memory: the oldest beyond MOST_HELD_BYTES are not read.
     """
     found: dict[tuple[str, str], RunRecord] = {}
     held = 0
     for place in places:
-        files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/flight.json")]
-        for path in sorted(files, reverse=True)[:KEPT_FLIGHTS]:
+        files = [place] if place.is_file() else [*place.glob("*.json"), *place.glob("*/run.json")]
+        for path in sorted(files, reverse=True)[:STORED_RUNS]:
             with contextlib.suppress(OSError):  # whoever reads it says why
                 held += path.stat().st_size
             if held > MOST_HELD_BYTES and found:
@@ -90,7 +90,7 @@ def flights(places: Iterable[Path]) -> tuple[RunRecord, ...]:
             if record is not None:
                 found.setdefault(start_of(record, path), record)
     newest = sorted(found.values(), key=lambda record: record.started_at or "", reverse=True)
-    return tuple(newest[:KEPT_FLIGHTS])
+    return tuple(newest[:STORED_RUNS])
 
 
 def start_of(record: RunRecord, path: Path | None = None) -> tuple[str, str]:
@@ -113,7 +113,7 @@ def _record(path: Path) -> RunRecord | None:
 
 def sweep(place: Path) -> None:
     """Remove what a killed writer left: temporary files (agent.base.documents.write_atomic) that nobody writes now."""
-    for path in (*place.glob(".*.json.*"), *(place / FLIGHTS_FOLDER).glob(".*.json.*")):
+    for path in (*place.glob(".*.json.*"), *(place / RUNS_FOLDER).glob(".*.json.*")):
         with contextlib.suppress(OSError):  # another agent may be quicker, or the folder not ours
             if time.time() - path.stat().st_mtime > WRITTEN_WITHIN_SECONDS:
                 path.unlink()

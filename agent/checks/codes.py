@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.checks.expect_checks import EXPECT_CODES
-from agent.checks.measured import BENCH_CODES, FLIGHT_CODES
+from agent.checks.measured import BENCH_CODES, RUN_CODES
 from agent.checks.rdma_bars import RDMA_BENCH_CODES
 from planner.lint.tables import CODES as ENVIRONMENT_CODES
 from probes.registry import ALL
@@ -19,6 +19,6 @@ HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as 
     *ENVIRONMENT_CODES,
     *EXPECT_CODES,
     *BENCH_CODES,
-    *FLIGHT_CODES,
+    *RUN_CODES,
 )
 ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *CLUSTER_CODES)

@@ -20,8 +20,8 @@ BENCH_CODES = (
     "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",
     "bench.rank.slow", "evidence.gdrdma.off", "evidence.log.problem",
 )  # fmt: skip
-FLIGHT_CODES = (
-    "flight.run.failed", "flight.layout.mismatch", "flight.loss.not_falling", "forecast.step_time.outside",
+RUN_CODES = (
+    "run.failed", "run.layout.mismatch", "run.loss.not_falling", "forecast.step_time.outside",
     "forecast.memory.outside",
 )  # fmt: skip
 
@@ -144,8 +144,8 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
 def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
     """What the run established; `why` says why there is no record."""
     if record is None:
-        failed = Finding(code="flight.run.failed", status=Status.FAIL, node=node, message=why)
-        return (failed, *unmeasured(FLIGHT_CODES[1:], why))
+        failed = Finding(code="run.failed", status=Status.FAIL, node=node, message=why)
+        return (failed, *unmeasured(RUN_CODES[1:], why))
     return (
         _ended(record, node),
         _layout(record, node),
@@ -155,7 +155,7 @@ def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Findin
 
 
 def _ended(record: RunRecord, node: str) -> Finding:
-    finding = partial(Finding, code="flight.run.failed", node=node)
+    finding = partial(Finding, code="run.failed", node=node)
     if record.status == "complete":
         return finding(status=Status.PASS, message=f"{record.steps_done} steps trained")
     message = f"the job ended as {record.status!r}: {record.reason or 'no reason given'}"
@@ -163,7 +163,7 @@ def _ended(record: RunRecord, node: str) -> Finding:
 
 
 def _layout(record: RunRecord, node: str) -> Finding:
-    code = "flight.layout.mismatch"
+    code = "run.layout.mismatch"
     if record.status == "mismatch":
         message = f"what runs is not what was requested: {record.reason}"
         remedy = "Use an engine that can run the layout."
@@ -174,7 +174,7 @@ def _layout(record: RunRecord, node: str) -> Finding:
 
 
 def _loss(record: RunRecord, node: str) -> Finding:
-    code = "flight.loss.not_falling"
+    code = "run.loss.not_falling"
     if record.loss.first is None or record.loss.last is None:
         return Finding(code=code, status=Status.UNKNOWN, node=node, message="no loss was reported")
     falls = record.loss.last < record.loss.first

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Snapshots, what follows from them, and the last results of benchmark and flights."""
+    """Snapshots, what follows from them, and the last results of benchmark and runs."""
 
     snapshots: tuple[Snapshot, ...]
     topologies: tuple[NodeTopology, ...]
@@ -53,7 +53,7 @@ class View:
     bench: BenchResult | None = None
     bench_at_seconds: float | None = None
     benches: tuple[Line, ...] = ()  # a line of each benchmark that is remembered, newest first
-    flights: tuple[RunRecord, ...] = ()  # newest first
+    runs: tuple[RunRecord, ...] = ()  # newest first
     events: tuple[Event, ...] = ()  # the newest, oldest first; of the resident agent's own host
     since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
 
@@ -62,7 +62,7 @@ def look(
     snapshots: Sequence[Snapshot],
     *,
     benches: tuple[Line, ...] = (),
-    flights: tuple[RunRecord, ...] = (),
+    runs: tuple[RunRecord, ...] = (),
     earlier: Sequence[Snapshot] = (),
     expected: Expectation | str | None = None,
 ) -> View:
@@ -84,7 +84,7 @@ def look(
         verdict=judge(checks),
         made_at_seconds=time.time(),
         benches=benches,
-        flights=flights,
+        runs=runs,
     )
 
 
@@ -107,7 +107,7 @@ def _expected(expected: Expectation | str, snapshot: Snapshot, node: NodeTopolog
 
 
 def only(view: View, hostname: str) -> View:
-    """The same view of one node; measurements and flights are of the whole run and stay."""
+    """The same view of one node; measurements and runs are of the whole run and stay."""
     others = {snapshot.hostname for snapshot in view.snapshots} - {hostname}
     checks = tuple(check for check in view.checks if hostname in _nodes(check) or not others & _nodes(check))
     return _part(view, {hostname}, checks)

@@ -75,7 +75,7 @@ def launch(
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
-    from agent.jobs.benchmark import flight_request
+    from agent.jobs.benchmark import training_request
     from planner.recommend import ROWS
 
     if options["measure"] and options["no_preflight"]:
@@ -94,7 +94,7 @@ def launch(
     found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
     try:
         settings = explicit_settings(options["config"], options["overrides"])
-        request = for_whole_run(with_rows(flight_request(options), settings), settings)
+        request = for_whole_run(with_rows(training_request(options), settings), settings)
     except RequestError as error:
         raise click.UsageError(str(error)) from None
     advice = advise(request, lambda: found)
@@ -374,7 +374,7 @@ def _pass_gate(
 def _gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], result: BenchResult | None = None
 ) -> None:  # fmt: skip
-    """Judge the host that is to fly as the job meets it, with its settings; what is unknown and required stops it."""
+    """Judge the host that is to train as the job meets it, with its settings; what is unknown and required stops it."""
     from agent.base.hosts import snapshots
     from agent.checks.codes import ALL_CODES
     from agent.checks.measured import must_be_measured, with_bench
@@ -423,7 +423,7 @@ def _launch_script(
 ) -> None:  # fmt: skip
     """The user's own trainer on this host: the gate, torchrun with the recommended environment, and the record."""
     from agent.base.hosts import snapshots
-    from agent.base.result_store import keep_flight
+    from agent.base.result_store import store_run
     from agent.jobs import script as trainer
     from agent.terminal import measured
     from contracts import codec
@@ -451,17 +451,17 @@ def _launch_script(
     _pass_gate(found, options, plan.document.environment, plan.ranks, progress)
     progress.step(f"launch: {script.name} on {count(plan.ranks, 'rank')}")
     try:
-        done = trainer.fly(plan, folder, timeout, progress.note)
+        done = trainer.train(plan, folder, timeout, progress.note)
     finally:
         progress.done()
-    assert done.record is not None  # noqa: S101 - `fly` writes it
-    keep_flight(done.record)
+    assert done.record is not None  # noqa: S101 - `train` writes it
+    store_run(done.record)
     if done.exit_code != 0:
         say("\n".join(done.last_lines), err=True)
-        say(f"{done.fate} (whole log: {done.output}; record: {folder / 'flight.json'})", err=True)
+        say(f"{done.fate} (whole log: {done.output}; record: {folder / 'run.json'})", err=True)
         sys.exit(EXIT_FAILED)
     measured.comparison(console(), done.record)
-    say(f"record: {folder / 'flight.json'}", err=True)
+    say(f"record: {folder / 'run.json'}", err=True)
 
 
 def _storage_rate(options: Mapping[str, Any]) -> float | None:
@@ -477,7 +477,7 @@ def _storage_rate(options: Mapping[str, Any]) -> float | None:
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
-    from agent.base.result_store import keep_flight
+    from agent.base.result_store import store_run
     from agent.jobs import launch as launcher
     from agent.terminal import measured
 
@@ -492,7 +492,7 @@ def _launch_here(
     if notice := launcher.grace_notice(advice, "the ranks", grace, launcher.GRACE_SECONDS, bytes_per_second):
         say(f"note: {notice}", err=True)
     try:
-        done = launcher.fly(
+        done = launcher.train(
             advice, folder, config=options["config"], overrides=options["overrides"], timeout_seconds=timeout,
             bytes_per_second=bytes_per_second, on_line=progress.note,
         )  # fmt: skip
@@ -501,7 +501,7 @@ def _launch_here(
     finally:
         progress.done()
     if done.record is not None:
-        keep_flight(done.record)
+        store_run(done.record)
     if done.exit_code != 0 or done.record is None:
         say("\n".join(done.last_lines), err=True)
         say(f"{done.fate} (whole log: {done.output})", err=True)

@@ -41,7 +41,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "calibrate": ("agent.cli.bench:calibrate", "Measure GEMMs and a layer, to narrow the forecast (makes load)."),
     "recommend": ("agent.cli.recommend:recommend", "Advise the NCCL environment and the parallel layout."),
     "lint-env": ("agent.cli.lint_env:lint_env", "Check NCCL variables in a script, manifest or running process."),
-    "preflight": ("agent.cli.preflight:preflight", "Run the gate; --fly launches the small fine-tune too."),
+    "preflight": ("agent.cli.preflight:preflight", "Run the gate; --train launches the small fine-tune too."),
     "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
     "compare-networks": (
         "agent.cli.networks:compare_networks",
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
     """A group that imports a verb when it is run, not when it is listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """The verbs, in the order of a flight."""
+        """The verbs, in the order of a run."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
@@ -102,7 +102,7 @@ def cli(verbose: int) -> None:
     """Topology-aware preflight for GPU training.
 
     Probes a node as NCCL will see it, measures what the wires do, recommends the environment and the layout, and
-    flies: launches the fine-tune and compares it with the forecast.
+    trains: launches the fine-tune and compares it with the forecast.
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     streams.log_to_stderr(level)

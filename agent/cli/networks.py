@@ -61,7 +61,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.request import Request
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
-    from agent.base.result_store import keep_flight
+    from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
     from agent.jobs.benchmark import job_request
     from agent.jobs.launch import LaunchError, sigterm
@@ -104,7 +104,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
             progress.done()
     records = [read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
-        keep_flight(record)
+        store_run(record)
     done = max((record.steps_done or 0 for record in records), default=0)
     model = "a tiny Llama" if request.model == EMBEDDED_MODEL else request.model
     family = job.layout.family if job.layout else ""
@@ -123,7 +123,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.base.inputs import RequestError
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.jobs import cluster_job, networks, submission
-    from agent.jobs.benchmark import flight_request
+    from agent.jobs.benchmark import training_request
     from agent.jobs.launch import transport
     from planner.advice import ExportError
     from planner.kubernetes.job import JobError
@@ -133,7 +133,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     try:
         over = networks.parse(options["networks"])
         settings = explicit_settings(options["config"], options["overrides"])
-        request = for_whole_run(with_rows(flight_request(options), settings), settings)
+        request = for_whole_run(with_rows(training_request(options), settings), settings)
     except (RequestError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     found = snapshots(options["hosts"], root=options["root"])

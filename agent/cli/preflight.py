@@ -43,19 +43,19 @@ def preflight(
         return
     targets = [_target(form) for form in forms] or [("table", None)]
     alone = [
-        name for name in ("quick", "bench_seconds") if options[name] and not (options["measure"] or options["fly"])
+        name for name in ("quick", "bench_seconds") if options[name] and not (options["measure"] or options["train"])
     ]
     if alone:
-        raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --fly")
+        raise click.UsageError(f"--{alone[0].replace('bench_seconds', 'budget')} goes with --measure or --train")
     from agent.checks.verdict import GateError
     from agent.jobs.preflight import run, write_folder
     from agent.pages import render as pages
 
-    folder: Path | None = options.pop("folder") or (Path("reports") if options["fly"] else None)
-    if not options["fly"] and (options["overrides"] or options["config"]):
+    folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
+    if not options["train"] and (options["overrides"] or options["config"]):
         word = "--set" if options["overrides"] else "--config"
-        raise click.UsageError(f"{word} is for the job that --fly launches; add --fly, or leave {word} out")
-    if options["fly"]:
+        raise click.UsageError(f"{word} is for the job that --train launches; add --train, or leave {word} out")
+    if options["train"]:
         require_writable("--report", folder or Path("reports"), folder=True)
     where = {name: options.pop(name) for name in ("nodes", "selector", "context")}
     try:
@@ -63,7 +63,7 @@ def preflight(
             report = _of_cluster(where, options)
         else:
             report = run(_options(options, folder), Progress(quiet=quiet))
-            report = replace(report, notes=(*report.notes, *_not_drawn(options["flights"])))
+            report = replace(report, notes=(*report.notes, *_not_drawn(options["runs"])))
     except GateError as error:
         raise click.UsageError(str(error)) from None
     for form, path in targets:
@@ -79,14 +79,14 @@ def preflight(
     sys.exit(report.verdict.exit_code)
 
 
-def _not_drawn(flights: Sequence[Path]) -> tuple[str, ...]:
+def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     """Which of the earlier runs are in no comparison of networks, each with the reason."""
-    if not flights:
+    if not runs:
         return ()
     from agent.base import result_store
     from agent.pages.runs import not_drawn, shown
 
-    return not_drawn(shown(result_store.flights(flights)))
+    return not_drawn(shown(result_store.read_runs(runs)))
 
 
 def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
@@ -95,7 +95,7 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
     from agent.cluster.gate import checks_of, fleet, named, records_of
     from agent.jobs.preflight import expectation_of, report_of
 
-    wrong = [name for name in ("fly", "measure", "hosts") if options[name]]
+    wrong = [name for name in ("train", "measure", "hosts") if options[name]]
     expected = expectation_of(options["expect"], options["expect_file"])
     if wrong:
         raise click.UsageError(f"--nodes and --selector judge other nodes: they do not go with --{wrong[0]}")
@@ -203,9 +203,9 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
         measured.bench(out, whole.bench, verbose=verbose)
     if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
         recommendation(out, whole.recommendation, brief=not verbose)
-    if whole.flight is not None:
-        measured.run(out, whole.flight)
-        measured.comparison(out, whole.flight)
+    if whole.run is not None:
+        measured.run(out, whole.run)
+        measured.comparison(out, whole.run)
     measured.by_network(out, whole)
     if verbose:
         out.print("\n[bold]Findings[/bold]")

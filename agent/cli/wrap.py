@@ -56,14 +56,14 @@ def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, 
 
 
 def _record(text: str, found: Sequence[Snapshot], options: dict[str, Any], folder: Path) -> None:
-    from agent.base.result_store import keep_flight
+    from agent.base.result_store import store_run
     from agent.jobs.script import left_by
 
     try:
         made = left_by(text, found, options, folder)
     except OSError as error:
         raise click.ClickException(f"{folder}: {error.strerror}") from None
-    keep_flight(made)
-    say(f"{folder / 'flight.json'}: {made.status}")
+    store_run(made)
+    say(f"{folder / 'run.json'}: {made.status}")
     for line in (*made.plan.notes, *made.notes):
         say(f"note: {line}", err=True)

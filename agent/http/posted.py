@@ -1,6 +1,6 @@
 """Endpoints that take POST: store the record of a run, judge the sources of a run, and run the gate on a new scan.
 
-Specifications: flight.json of docs/finetune.md, and docs/why.md. A record is posted by a job's service account, not by
+Specifications: run.json of docs/finetune.md, and docs/why.md. A record is posted by a job's service account, not by
 the administrator. It is bounded in bytes and in values, because all stored records are held in memory and open to every
 reader. The sources of a verdict are passed unread to the worker process, which reads them within the bounds of the
 readers and does not store them. Nothing in them names a file, a host or a port that the agent would open.
@@ -49,7 +49,7 @@ _Members = dict[str, Any]
 
 
 class Record(BaseModel):
-    """What POST /flights takes: a job's flight.json. Of other members those are kept that RunRecord has."""
+    """What POST /runs takes: a job's run.json. Of other members those are kept that RunRecord has."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -80,7 +80,7 @@ def read_record(body: bytes) -> RunRecord:
     try:
         record = plain.loads(body, unknown_numbers=True)  # a loss may be NaN
     except (plain.PlainError, UnicodeDecodeError) as error:
-        raise ProblemError(400, f"the body is no record of a flight: {error}") from None
+        raise ProblemError(400, f"the body is no record of a run: {error}") from None
     try:
         Record.model_validate(record)
     except ValidationError as error:
@@ -124,17 +124,17 @@ class Keeper:
             raise ProblemError(409, "this agent keeps nothing: it has no state folder",
                                grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
         with self._lock:
-            for known in result_store.flights((folder / result_store.FLIGHTS_FOLDER,)):
+            for known in result_store.read_runs((folder / result_store.RUNS_FOLDER,)):
                 if result_store.start_of(known) == result_store.start_of(record):
                     if replace(known, posted_by=None) == replace(record, posted_by=None):
                         return False
                     raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
                                             f"{record.started_at}, is kept here")  # fmt: skip
-            if result_store.keep_flight(replace(record, posted_by=who), folder) is None:
+            if result_store.store_run(replace(record, posted_by=who), folder) is None:
                 raise ProblemError(
                     507, "the record could not be written into the state folder; the agent's log says why"
                 )
-        self._state.reread_flights()
+        self._state.reread_runs()
         return True
 
 
@@ -202,7 +202,7 @@ def judged(body: bytes) -> Verdict:
             (ranks / f"posted_trace_rank_{rank}").write_text(json.dumps(trace), encoding="utf-8")
         recordings = _written(folder, "recordings", [json.dumps(one) for one in sources.recordings], ".json")
         if sources.record:
-            (folder / "run" / "flight.json").write_text(json.dumps(sources.record), encoding="utf-8")
+            (folder / "run" / "run.json").write_text(json.dumps(sources.record), encoding="utf-8")
         try:
             return answer(Asked(
                 logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
@@ -226,18 +226,18 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
     """Add the endpoints."""
     keeper, records, verdicts, scans = Keeper(state), *(Bucket.of_posts() for _ in range(3))
 
-    @app.post("/flights", tags=["facts"], operation_id="flight_keep", status_code=201, max_body_size=MOST_RECORD_BYTES,
+    @app.post("/runs", tags=["facts"], operation_id="post_run", status_code=201, max_body_size=MOST_RECORD_BYTES,
               openapi_extra=body_of(Record), dependencies=TOKEN, response_model=Kept,
               responses={200: {"model": Kept, "description": "It was kept before."}, **problems(409, 413, 507)},
               )  # fmt: skip
-    async def flight(request: Request) -> JSONResponse:
-        """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /flights shows it."""
+    async def post_run(request: Request) -> JSONResponse:
+        """Keep the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user
         records.admit()
         body = await read_body(request)
         new = await run_in_threadpool(lambda: keeper.keep(read_record(body), who))
-        log.info("POST /flights by %s: kept %s", who, "now" if new else "before")
-        headers = {"Location": "/flights", "Cache-Control": "no-store"}
+        log.info("POST /runs by %s: kept %s", who, "now" if new else "before")
+        headers = {"Location": "/runs", "Cache-Control": "no-store"}
         return JSONResponse({"kept": "now" if new else "before"}, status_code=201 if new else 200, headers=headers)
 
     @app.post("/why", tags=["facts"], operation_id="why_judge", max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,

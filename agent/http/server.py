@@ -188,7 +188,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
         = None,
     ) -> Response:  # fmt: skip
-        """The page: verdict, findings with remedies, topology, measurements, recommendation, flights."""
+        """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
         view, trouble = _current(state), state.error
         names = [snapshot.hostname for snapshot in view.snapshots]
         if node is not None and node not in names:
@@ -305,11 +305,11 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
         return await of_view(request, form, lambda view: view.bench)
 
-    @app.get("/flights", tags=["facts"], operation_id="flights", response_model=list[dict[str, Any]],
+    @app.get("/runs", tags=["facts"], operation_id="runs", response_model=list[dict[str, Any]],
              responses={**problems(), **YAML})  # fmt: skip
-    async def flights(request: Request, form: Format = None) -> Response:
+    async def runs(request: Request, form: Format = None) -> Response:
         """Records of fine-tune jobs, newest first: forecast against measurement."""
-        return await of_view(request, form, lambda view: list(view.flights))
+        return await of_view(request, form, lambda view: list(view.runs))
 
     @app.get("/nodes", tags=["facts"], operation_id="nodes",
              responses={**problems(), **YAML})  # fmt: skip

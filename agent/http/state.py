@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.base import result_store
-from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class State:
     """Scans in a thread of its own every `interval_seconds`, and hands out the newest view.
 
-    `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and flights left.
+    `scan` returns the snapshots: of this host, or of recordings. `folder` holds what benchmarks and runs left.
     `expected` says what each host must have, None for nothing; `history` which findings hold, None for each at once.
     """
 
@@ -66,7 +66,7 @@ class State:
             bench, bench_at = self._last_bench()
             benches = result_store.bench_history(self.folder) if self.folder else ()
             scanned = look(
-                self._scan(), benches=benches, flights=self._flights(), earlier=self._past.snapshots,
+                self._scan(), benches=benches, runs=self._runs(), earlier=self._past.snapshots,
                 expected=self._asked(),
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
@@ -90,11 +90,11 @@ class State:
         except GateError as error:
             return str(error)
 
-    def reread_flights(self) -> None:
-        """Hand out what was scanned last beside the flights that are kept by now."""
+    def reread_runs(self) -> None:
+        """Hand out what was scanned last beside the runs that are kept by now."""
         with self._handing:
             if self.view is not None:
-                self.view = replace(self.view, flights=self._flights())
+                self.view = replace(self.view, runs=self._runs())
 
     def _loop(self) -> None:
         while not self._stop.is_set():
@@ -119,10 +119,10 @@ class State:
             result_store.left_out(path, error)
             return None, None
 
-    def _flights(self) -> tuple[RunRecord, ...]:
+    def _runs(self) -> tuple[RunRecord, ...]:
         if self.folder is None:
             return ()
-        return result_store.flights((self.folder / FLIGHTS_FOLDER,))
+        return result_store.read_runs((self.folder / RUNS_FOLDER,))
 
 
 def age_seconds(view: View) -> float:

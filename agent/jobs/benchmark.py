@@ -174,7 +174,7 @@ def has_gpu(found: Sequence[Snapshot]) -> bool:
     return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
 
 
-def flight_request(options: Mapping[str, Any]) -> Request:
+def training_request(options: Mapping[str, Any]) -> Request:
     """The question behind `launch`: the named model, or the embedded one."""
     names = ("hosts", "root", "model", "method", "global_batch", "machine", "nodes", "lengths", "rows")
     request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
@@ -184,7 +184,7 @@ def flight_request(options: Mapping[str, Any]) -> Request:
 
 
 def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
-    """The job that is to fly: the model named, else the one that its settings name, else the embedded one."""
+    """The job that is to be trained: the model named, else the one that its settings name, else the embedded one."""
     job, explicit, _ = settings(config, overrides)
     if request.model is None:
         name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)

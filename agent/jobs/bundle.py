@@ -98,8 +98,8 @@ def _text(path: Path) -> str:
 
 
 def _kept(state: Path) -> Iterator[tuple[str, bytes]]:
-    """What the agent keeps: last benchmark, flights; whatever is no JSON is left out and named."""
-    for path in sorted([*state.glob("*.json"), *state.glob("flights/*.json")])[:128]:
+    """What the agent keeps: last benchmark, runs; whatever is no JSON is left out and named."""
+    for path in sorted([*state.glob("*.json"), *state.glob("runs/*.json")])[:128]:
         name = f"state/{path.relative_to(state).as_posix()}"
         try:
             yield name, _json(loads(bounded.read_text(path, MOST_FILE_BYTES), unknown_numbers=True))

@@ -1,6 +1,6 @@
 """Launches the fine-tune job on this host through torchrun, with the recommendation inside.
 
-The job learns everything from plan.json and leaves flight.json (docs/finetune.md). Its process tree dies with this
+The job learns everything from plan.json and leaves run.json (docs/finetune.md). Its process tree dies with this
 process, and ends within its time.
 """
 
@@ -62,7 +62,7 @@ class Launched:
     grace_seconds: int = GRACE_SECONDS  # that it had to end
     raised: str = ""  # the last error that a rank printed
     after_end: str = ""  # how a rank ended that had done all its work, where it ended by a signal
-    record: RunRecord | None = None  # flight.json of this start, where the job came to write it
+    record: RunRecord | None = None  # run.json of this start, where the job came to write it
 
     @property
     def wrote_its_end(self) -> bool:
@@ -165,7 +165,7 @@ def command(plan: Path, ranks: int) -> list[str]:
     return [*words, "--no-python", *processes.tethered(job, parent=0)]
 
 
-def fly(
+def train(
     advice: Recommendation,
     output: Path,
     *,
@@ -188,9 +188,9 @@ def fly(
     began = time.time()
     ended = run(words, environment(advice), output, timeout_seconds, on_line, stop,
                 grace_seconds=grace(advice, bytes_per_second))  # fmt: skip
-    own = run_record.own_exit_code(output / "flight.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
+    own = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
-    return replace(ended, record=record_of(output / "flight.json", ended, began))
+    return replace(ended, record=record_of(output / "run.json", ended, began))
 
 
 def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:

@@ -85,7 +85,7 @@ class Bar:
     run_seconds: float | None = None  # of the whole run
     run_forecast: Interval | None = None
     cost: float | None = None
-    record: str = ""  # where the run's flight.json is
+    record: str = ""  # where the run's record, run.json, is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class Local:
             network, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
             seconds=self.timeout_seconds,
         )  # fmt: skip
-        path = output / "flight.json"
+        path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
             why = f"{_how_ended(codes, output)}; whole log: {output / 'rank0.log'}"

@@ -60,7 +60,7 @@ class Options:
     hosts: tuple[Path, ...] = ()
     root: str = "/"
     measure: bool = False
-    fly: bool = False
+    train: bool = False
     ranks: int | None = None
     request: Request = field(default_factory=Request)
     require: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Options:
     baseline: Path | None = None
     expect: tuple[str, ...] = ()  # KEY=VALUE,...
     expect_file: Path | None = None
-    flights: tuple[Path, ...] = ()  # records of earlier flights to set beside this one
+    runs: tuple[Path, ...] = ()  # records of earlier runs to set beside this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class Report:
     verdict: Verdict
     bench: BenchResult | None = None
     recommendation: Recommendation | None = None
-    flight: RunRecord | None = None
-    flights: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
+    run: RunRecord | None = None
+    runs: tuple[RunRecord, ...] = ()  # of this and earlier runs, newest first
     notes: tuple[str, ...] = ()  # steps that were left out, and why
     nodes: tuple[NodeRecord, ...] = ()  # judged by what their agents published, without their graphs
     schema_version: int = REPORT_VERSION
@@ -101,7 +101,7 @@ class Report:
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
         """Step time and memory of the run beside its forecast; empty without a run."""
-        return compare(self.flight) if self.flight else ()
+        return compare(self.run) if self.run else ()
 
     @property
     def subject(self) -> str:
@@ -111,17 +111,17 @@ class Report:
 
 
 def run(options: Options, progress: Progress) -> Report:
-    """Scan, build, measure, recommend, fly, compare, judge. After SIGTERM: what was known by then."""
+    """Scan, build, measure, recommend, train, compare, judge. After SIGTERM: what was known by then."""
     started, clock = time.time(), time.monotonic()
     expected = expectation_of(options.expect, options.expect_file)  # first: a wrong word costs no run
     with launch.sigterm() as stop:
         # first: a wrong file costs no run
-        needs = ("statuses", "busbw") if options.measure or options.fly else ("statuses",)
+        needs = ("statuses", "busbw") if options.measure or options.train else ("statuses",)
         before = read_baseline(options.baseline, needs)
         settings(options.config, options.overrides)
-        for place in options.flights:
-            if not keep.flights([place]):
-                raise InputError(f"--flights {place}: no record of a run in it (flight.json, or *.json of records)")
+        for place in options.runs:
+            if not keep.read_runs([place]):
+                raise InputError(f"--runs {place}: no record of a run in it (run.json, or *.json of records)")
         progress.step("scan: asking this host" if not options.hosts else "scan: replaying recordings")
         found = read_snapshots(options.hosts, root=options.root, quiet=True, stop=stop)
         report = (
@@ -138,7 +138,7 @@ def _unscanned(options: Options, progress: Progress) -> Report:
     checks = measured.unmeasured(HOST_CODES, "not scanned: stopped by SIGTERM before that")
     checks = select(checks, require=options.require, skip=options.skip)
     return Report(
-        checks=checks, verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), flights=_flights(options),
+        checks=checks, verdict=judge(checks, fail_on=options.fail_on, stopped="SIGTERM"), runs=_runs(options),
         notes=("stopped by SIGTERM before the scan was done: nothing is known",),
     )  # fmt: skip
 
@@ -163,21 +163,23 @@ def _judged(
     advice = _recommend(options, found, result, calibration)
 
     record: RunRecord | None = None
-    if options.fly and (signal := _stopped_by(result, stop)):
-        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: stopped by {signal} before that")
+    if options.train and (signal := _stopped_by(result, stop)):
+        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: stopped by {signal} before that")
     elif (
-        options.fly and not options.hosts and (failed := _stopping(options, _as_flown(view, advice, expected), before))
+        options.train
+        and not options.hosts
+        and (failed := _stopping(options, _as_trained(view, advice, expected), before))
     ):
-        extra += measured.unmeasured(measured.FLIGHT_CODES, f"not flown: {failed}; --force flies all the same")
-        notes.append(f"not flown: {failed}")
-    elif options.fly and not options.hosts:
-        record, why = _fly(options, advice, progress, stop)
+        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains all the same")
+        notes.append(f"not trained: {failed}")
+    elif options.train and not options.hosts:
+        record, why = _train(options, advice, progress, stop)
         if stop.is_set() and record is None:  # what became of the job then says nothing of the machine
-            extra += measured.unmeasured(measured.FLIGHT_CODES, why)
+            extra += measured.unmeasured(measured.RUN_CODES, why)
         else:
             extra += measured.checks_of_run(record, found[0].hostname, why)
     else:
-        extra += measured.unmeasured(measured.FLIGHT_CODES, "not asked for: --fly")
+        extra += measured.unmeasured(measured.RUN_CODES, "not asked for: --train")
     progress.done()
 
     stopped = "" if record is not None else _stopped_by(result, stop)
@@ -188,8 +190,8 @@ def _judged(
     checks = select((*scanned, *extra), require=options.require, skip=options.skip)
     checks = _against(before, checks, stopped)
     return Report(
-        snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice, flight=record,
-        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped), flights=_flights(options), notes=tuple(notes),
+        snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice, run=record,
+        verdict=judge(checks, fail_on=options.fail_on, stopped=stopped), runs=_runs(options), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -200,31 +202,31 @@ def _stopped_by(result: BenchResult | None, stop: threading.Event) -> str:
 
 def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
     """The checks against the baseline; what a stopped run could not measure is no regression."""
-    cut = {*measured.BENCH_CODES, *measured.FLIGHT_CODES} if stopped else set()
+    cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
     unmeasured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
     return (*regressions([check for check in checks if check not in unmeasured], before.statuses), *unmeasured)
 
 
-def _as_flown(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
-    """The checks as the flight meets them: what its own environment mends does not stop it."""
+def _as_trained(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
+    """The checks as the run meets them: what its own environment mends does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
     return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
 
 
 def _stopping(options: Options, found: Sequence[Finding], before: Baseline) -> str:
-    """What failed before the flight and so stops it; nothing where it may fly. What is unknown stops nothing."""
+    """What failed before training and so stops it; nothing where it may start. What is unknown stops nothing."""
     checks = select(measured.must_be_measured(found), skip=options.skip, known=ALL_CODES)
     checks = regressions(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options.force or not failed else f"{', '.join(failed)} failed"
 
 
-def _flights(options: Options) -> tuple[RunRecord, ...]:
-    """This flight and the earlier ones: those named, those below the report's folder, those the agent keeps."""
+def _runs(options: Options) -> tuple[RunRecord, ...]:
+    """This run and the earlier ones: those named, those below the report's folder, those the agent keeps."""
     kept = keep.folder()
-    places = [*options.flights, options.output / "flights", *([kept / keep.FLIGHTS_FOLDER] if kept else [])]
-    return keep.flights(places) if options.fly or options.flights else ()
+    places = [*options.runs, options.output / "runs", *([kept / keep.RUNS_FOLDER] if kept else [])]
+    return keep.read_runs(places) if options.train or options.runs else ()
 
 
 def report_of(
@@ -262,8 +264,8 @@ def _measure(
     options: Options, found: Sequence[Snapshot], progress: Progress, notes: list[str], stop: threading.Event,
     due: Due | None,
 ) -> tuple[BenchResult | None, Calibration | None]:  # fmt: skip
-    """Collectives with real ranks, then GEMMs where there is to be a flight."""
-    if not (options.measure or options.fly):
+    """Collectives with real ranks, then GEMMs where there is to be a run."""
+    if not (options.measure or options.train):
         return None, None
     if options.hosts:
         notes.append("not measured: recorded hosts cannot be measured")
@@ -278,7 +280,7 @@ def _measure(
         notes.append(f"not measured: {error}")
         return None, None
     keep.keep_bench(result)
-    if not options.fly or result.stopped_by:
+    if not options.train or result.stopped_by:
         return result, None
     request = _request(options)
     model = request.model or EMBEDDED_MODEL
@@ -296,8 +298,8 @@ def _measure(
 
 
 def _request(options: Options) -> Request:
-    """The question to the planner; a flight without a named model flies the embedded job."""
-    if options.fly:
+    """The question to the planner; a run without a named model trains the embedded job."""
+    if options.train:
         return benchmark.job_request(options.request, options.config, options.overrides)
     return options.request
 
@@ -309,25 +311,25 @@ def _recommend(
     verified = tuple(m for m in result.measurements if m.verified) if result else ()
     advice = answer(request, found, measured=verified, calibrated=calibration, ranks=options.ranks)
     embedded = options.request.model is None and request.model == EMBEDDED_MODEL
-    return with_fsdp(advice) if options.fly and embedded else advice
+    return with_fsdp(advice) if options.train and embedded else advice
 
 
-def _fly(
+def _train(
     options: Options, advice: Recommendation, progress: Progress, stop: threading.Event
 ) -> tuple[RunRecord | None, str]:
     """Launch the job with exactly the recommended environment and layout."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
-    # a folder of its own for every flight: the job would resume what it finds, and a finished run has no step left
-    output = options.output / "flights" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    # a folder of its own for every run: the job would resume what it finds, and a finished run has no step left
+    output = options.output / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
-        done = launch.fly(
+        done = launch.train(
             advice, output, config=options.config, overrides=options.overrides,
             timeout_seconds=options.timeout_seconds, on_line=progress.note, stop=stop,
         )  # fmt: skip
         tail = " | ".join(done.last_lines[-3:])
         ended = f"{done.fate}: {tail} (whole log: {done.output})"
         if done.record is not None:
-            keep.keep_flight(done.record)
+            keep.store_run(done.record)
         if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)):
             return None, ended
         record = done.record

@@ -106,12 +106,12 @@ def _text(name: str) -> str | None:
         return None
 
 
-def fly(
+def train(
     plan: ScriptPlan, folder: Path, timeout_seconds: float, on_line: Callable[[str], None] = lambda _line: None
 ) -> Launched:
-    """Run it to its end; its record is flight.json in `folder`."""
+    """Run it to its end; its record is run.json in `folder`."""
     (folder / "nccl").mkdir(parents=True, exist_ok=True)
-    path = folder / "flight.json"
+    path = folder / "run.json"
     began = time.time()
     layout = plan.document.layout
     record = RunRecord(status="running", host=os.uname().nodename, started_at=_now(), plan=plan.document,
@@ -162,7 +162,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     _take_state(record, folder, 0.0)
     if record.measured.step_seconds is not None:
         record.status = "complete"
-    run_record.save(folder / "flight.json", record)
+    run_record.save(folder / "run.json", record)
     return record
 
 

@@ -158,7 +158,7 @@ def agent_values(view: View) -> Iterator[tuple[str, Values]]:
         yield from _bench_values(view.bench)
         if view.bench.evidence is not None:
             yield from _evidence_values(view.bench.evidence)
-    if view.flights:
+    if view.runs:
         yield from _run_values(view)
 
 
@@ -199,8 +199,8 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
                 times[name] = min(times.get(name, snapshot.taken_at_seconds), snapshot.taken_at_seconds)
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
-    if view.flights and (ended := _unix_time(view.flights[0].ended_at or view.flights[0].started_at)):
-        times["flight"] = ended
+    if view.runs and (ended := _unix_time(view.runs[0].ended_at or view.runs[0].started_at)):
+        times["run"] = ended
     for name, seconds in times.items():
         yield (name,), seconds
 
@@ -301,34 +301,34 @@ def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
 
 
 def _run_values(view: View) -> Iterator[tuple[str, Values]]:
-    ends = Counter(record.status for record in view.flights)
-    yield "flights", [((status,), float(count)) for status, count in ends.most_common(8)]
-    last = view.flights[0]
+    ends = Counter(record.status for record in view.runs)
+    yield "runs", [((status,), float(count)) for status, count in ends.most_common(8)]
+    last = view.runs[0]
     measured, communication = last.measured, last.communication or Communication()
-    yield "flight_success", [((), float(last.status == "complete"))]
+    yield "run_success", [((), float(last.status == "complete"))]
     for name, number in (
-        ("flight_steps", last.steps_done),
-        ("flight_step_seconds", measured.step_seconds),
-        ("flight_memory_bytes", measured.memory_bytes),
-        ("flight_tokens_per_second", measured.tokens_per_second),
-        ("flight_mfu_ratio", measured.mfu),
-        ("flight_communication_ratio", communication.share),
-        ("flight_exposed_communication_ratio", communication.exposed_share),
+        ("run_steps", last.steps_done),
+        ("run_step_seconds", measured.step_seconds),
+        ("run_memory_bytes", measured.memory_bytes),
+        ("run_tokens_per_second", measured.tokens_per_second),
+        ("run_mfu_ratio", measured.mfu),
+        ("run_communication_ratio", communication.share),
+        ("run_exposed_communication_ratio", communication.exposed_share),
     ):
         if number is not None:
             yield name, [((), float(number))]
-    yield "flight_forecast_step_seconds", _bounds(last, "step_seconds")
-    yield "flight_forecast_memory_bytes", _bounds(last, "memory_bytes")
+    yield "run_forecast_step_seconds", _bounds(last, "step_seconds")
+    yield "run_forecast_memory_bytes", _bounds(last, "memory_bytes")
     within: Values = []
     for quantity in ("step_seconds", "memory_bytes"):
         limits, value = getattr(last.forecast, quantity), getattr(measured, quantity)
         if value is not None and limits is not None:
             within.append(((quantity,), float(limits.low <= value <= limits.high)))
-    yield "flight_within_forecast", within
+    yield "run_within_forecast", within
     losses = (("first", last.loss.first), ("last", last.loss.last))
-    yield "flight_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
+    yield "run_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
     largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:KEPT_COLLECTIVES]
-    yield "flight_communication_seconds", [((name[:64],), seconds) for name, seconds in largest]
+    yield "run_communication_seconds", [((name[:64],), seconds) for name, seconds in largest]
 
 
 def _bounds(record: RunRecord, quantity: str) -> Values:

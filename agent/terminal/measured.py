@@ -101,7 +101,7 @@ def comparison(out: Console, record: RunRecord) -> None:
     """Print the forecast and the measurement of step time and memory, and the parts of the step."""
     from agent.pages.runs import division
 
-    out.print("\n[bold]Forecast against flight[/bold]")
+    out.print("\n[bold]Forecast against run[/bold]")
     for line in compare(record):
         show = units.seconds if line.unit == "s" else units.size
         out.print(
@@ -114,7 +114,7 @@ def comparison(out: Console, record: RunRecord) -> None:
 
 def run(out: Console, record: RunRecord) -> None:
     """What the job says of itself."""
-    out.print(f"\n[bold]Flight[/bold] {escape(record.placements)}")
+    out.print(f"\n[bold]Run[/bold] {escape(record.placements)}")
     loss, measured = "loss unknown", record.measured
     if record.loss.first is not None and record.loss.last is not None:
         loss = f"loss {record.loss.first:.3f} -> {record.loss.last:.3f}"
@@ -127,10 +127,10 @@ def run(out: Console, record: RunRecord) -> None:
 
 
 def by_network(out: Console, whole: Report) -> None:
-    """Flights of one job over different networks, a bar each."""
+    """Runs of one job over different networks, a bar each."""
     from agent.pages import charts, runs
 
-    for bars in runs.by_network(runs.shown(whole.flights)):
+    for bars in runs.by_network(runs.shown(whole.runs)):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = grid(2, 3)
         for label, bar, shown in charts.blocks(bars.runs, 20):

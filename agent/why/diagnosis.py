@@ -123,7 +123,7 @@ def _record(folder: Path | None) -> RunRecord | None:
     if folder is None:
         return None
     try:
-        return run_record.read(folder / "flight.json")
+        return run_record.read(folder / "run.json")
     except run_record.RecordError:
         return None
 

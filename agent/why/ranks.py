@@ -1,6 +1,6 @@
 """What a run's folder tells of its ranks: their own files, their calls and their processes; and the verdict beside it.
 
-Surface: DIR/ranks (finetune.beside), /proc of this host, DIR/flight.json. Nothing is asked of a rank but by `ask`.
+Surface: DIR/ranks (finetune.beside), /proc of this host, DIR/run.json. Nothing is asked of a rank but by `ask`.
 """
 
 from __future__ import annotations
@@ -130,6 +130,6 @@ def keep(folder: Path, verdict: Verdict) -> None:
         draft.write_text(render(verdict, "json"), encoding="utf-8")
         draft.replace(folder / run_record.WHY)
     with suppress(OSError, run_record.RecordError):
-        record = run_record.read(folder / "flight.json")
+        record = run_record.read(folder / "run.json")
         if (note := run_record.watched(folder)) and note not in record.notes:
-            run_record.save(folder / "flight.json", replace(record, notes=[*record.notes, note]))
+            run_record.save(folder / "run.json", replace(record, notes=[*record.notes, note]))

@@ -51,10 +51,10 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
     root, state = tmp_path / "root", tmp_path / "state"
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/limits").write_text(SEEDED)
-    (state / "flights").mkdir(parents=True)
+    (state / "runs").mkdir(parents=True)
     told = {"log": SEEDED, "nested": [{"api_key": SECRETS["pair"], "note": f"x {SECRETS['jwt']}"}]}
     (state / "bench.json").write_text(json.dumps(told))
-    (state / "flights" / "f.json").write_text(json.dumps(told))
+    (state / "runs" / "f.json").write_text(json.dumps(told))
     checkpoint(root, {}, [])
     recording = json.loads(SOUND.read_text())
     recording["answers"]["read_text"]["/proc/cmdline"] = SEEDED
@@ -65,7 +65,7 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
         assert secret not in whole, name
     assert whole.count("a harmless line") >= 4
     assert {"recording.json", "findings.json", "versions.json", "limits.txt", "devices.json", "differences.txt",
-            "state/bench.json", "state/flights/f.json"} == set(files)  # fmt: skip
+            "state/bench.json", "state/runs/f.json"} == set(files)  # fmt: skip
 
 
 def told(root: Path, machine: Path = SOUND) -> list[str]:

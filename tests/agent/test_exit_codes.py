@@ -216,12 +216,12 @@ def test_a_wildcard_after_host_means_every_file(tmp_path: Path) -> None:
     assert expand_hosts(words) == ["diff", a, b, "--host", a, "--host", b, "-o", "json"]
 
 
-def test_flights_prints_its_bars_or_why_there_are_none(tmp_path: Path) -> None:
+def test_runs_prints_its_bars_or_why_there_are_none(tmp_path: Path) -> None:
     """In the terminal: real records of one job over two networks; a folder without records is bad input."""
-    measured = ROOT / "tests" / "browser" / "measured" / "flights"
-    done = topoflight("preflight", "--host", SOUND, "--flights", measured)
+    measured = ROOT / "tests" / "browser" / "measured" / "runs"
+    done = topoflight("preflight", "--host", SOUND, "--runs", measured)
     assert "step time by network, measured" in done.stdout and "TCP over net1 (gloo)" in done.stdout
-    done = topoflight("preflight", "--host", SOUND, "--flights", measured / "net1.json")
+    done = topoflight("preflight", "--host", SOUND, "--runs", measured / "net1.json")
     assert "a comparison needs two" in " ".join(done.stdout.split())
-    done = topoflight("preflight", "--host", SOUND, "--flights", tmp_path)
+    done = topoflight("preflight", "--host", SOUND, "--runs", tmp_path)
     assert done.exit_code == 2 and "no record of a run" in done.stderr

@@ -59,7 +59,7 @@ def test_named_codes_exist() -> None:
     """A section that sends the reader to another code sends it to one that is there."""
     text = PAGE.read_text(encoding="utf-8")
     firsts = "|".join(sorted({code.split(".")[0] for code in EVERY_CODE if "." in code}))
-    prose = re.sub(r"`[^`]*`", "", text)  # file names such as flight.json stand in code
+    prose = re.sub(r"`[^`]*`", "", text)  # file names such as run.json stand in code
     named = set(re.findall(rf"\b(?:{firsts})\.[a-z_]+\.?[a-z_0-9]+\b", prose))
     assert named - EVERY_CODE == set()
     assert "limits.memlock.low" in named

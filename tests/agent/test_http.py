@@ -41,7 +41,7 @@ def client() -> Iterator[TestClient]:
         yield ready(running)
 
 
-ENDPOINTS = ("/", "/metrics", "/findings", "/snapshot", "/topology", "/recommendations", "/preflight", "/flights")
+ENDPOINTS = ("/", "/metrics", "/findings", "/snapshot", "/topology", "/recommendations", "/preflight", "/runs")
 WHOLE = ("hgx-h100-8xH100-8hca", "cpu-only-vm", "sick-h100-gpu-lost")  # TOPOFLIGHT_PAIRS=all: every machine
 
 
@@ -149,7 +149,7 @@ def test_whatever_needs_a_token_is_closed_unless_somebody_judges_tokens(client: 
     """Every endpoint but reading answers 403, with or without a token, and says how to open it."""
     paths = client.get("/openapi.json").json()["paths"]
     endpoints = {(method, path) for path, methods in paths.items() for method in methods if method != "get"}
-    assert endpoints == {("post", "/preflight"), ("post", "/flights"), ("post", "/why")}
+    assert endpoints == {("post", "/preflight"), ("post", "/runs"), ("post", "/why")}
     for method, path in endpoints:
         for headers in ({}, {"Authorization": "Bearer anything"}):
             response = client.request(method, path, headers=headers)

@@ -20,7 +20,7 @@ from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
-from agent.jobs.launch import Launched, LaunchError, fly, job_plan, record_of
+from agent.jobs.launch import LaunchError, train,, job_plan, record_of
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 
@@ -47,15 +47,15 @@ def test_a_required_check_that_is_unknown_stops_it_and_others_do_not(tmp_path: P
 
 
 def test_preflight_flies_only_what_it_found_sound() -> None:
-    """What failed before the flight stops it; --skip of that check and --force do not, nor does what is unknown."""
+    """What failed before the run stops it; --skip of that check and --force do not, nor does what is unknown."""
     checks = view(SICK).checks
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in _stopping(Options(fly=True), checks, Baseline()) for code in failed)
-    assert _stopping(Options(fly=True, force=True), checks, Baseline()) == ""
-    assert _stopping(Options(fly=True, skip=tuple(failed)), checks, Baseline()) == ""
+    assert all(code in _stopping(Options(train=True), checks, Baseline()) for code in failed)
+    assert _stopping(Options(train=True, force=True), checks, Baseline()) == ""
+    assert _stopping(Options(train=True, skip=tuple(failed)), checks, Baseline()) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert _stopping(Options(fly=True), checks, Baseline(statuses=everywhere_the_same)) == ""
+    assert _stopping(Options(train=True), checks, Baseline(statuses=everywhere_the_same)) == ""
 
 
 @each_row(
@@ -71,7 +71,7 @@ def test_the_record_of_a_failed_job_is_its_own(
     tmp_path: Path, written: dict[str, object], kept: dict[str, object]
 ) -> None:
     """Of this start only; the end of a job that was killed is told by what was seen."""
-    path = tmp_path / "flight.json"
+    path = tmp_path / "run.json"
     code = written["exit_code"] or -9
     assert isinstance(code, int)
     done = Launched(exit_code=code, seconds=1.0, output=tmp_path / "job.log", last_lines=())
@@ -85,13 +85,13 @@ def test_the_record_of_a_failed_job_is_its_own(
 @pytest.mark.ranks
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_a_launch_that_fails_leaves_its_flight_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that is not finite ends with 65 for the job and 3 for the verb; /flights serves what the folder holds."""
+def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that is not finite ends with 65 for the job and 3 for the verb; /runs serves what the folder holds."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
     words = ["--output", str(tmp_path / "out"), "--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5"]
     done = CliRunner().invoke(launch, [*words, "--set", "max_grad_norm=0"])
     assert done.exit_code == 3, done.output
-    (kept,) = (tmp_path / "flights").glob("*.json")
+    (kept,) = (tmp_path / "runs").glob("*.json")
     record = json.loads(kept.read_text())
     assert (record["exit_code"], record["status"]) == (65, "failed"), record["reason"]
 
@@ -131,7 +131,7 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     assert untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
     assert untrainable(replace(advice, model=None), {}) == ""
     with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
-        fly(advice, tmp_path / "out", timeout_seconds=1)
+        train(advice, tmp_path / "out", timeout_seconds=1)
     assert not (tmp_path / "out").exists()
 
 
@@ -152,7 +152,7 @@ def test_the_embedded_job_needs_no_yaml() -> None:
 
 
 def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
-    """--config and --set say what flies; a model that is named beside them stands, and nothing else is guessed."""
+    """--config and --set say what is trained; a model that is named beside them stands, and nothing else is guessed."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
     asked = job_request(Request(), job, ["packing=true", "load_in_4bit=true"])

@@ -49,7 +49,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
 
 def ended(folder: Path, **changed: Any) -> RunRecord:
     """The record after torchrun has ended with 1 because a rank was struck."""
-    path = folder / "flight.json"
+    path = folder / "run.json"
     path.write_text(json.dumps({**RECORD, **changed}))
     done = Launched(exit_code=1, seconds=9.0, output=folder / "job.log", last_lines=tuple(STRUCK.splitlines()))
     record = record_of(path, done, path.stat().st_mtime)
@@ -58,14 +58,14 @@ def ended(folder: Path, **changed: Any) -> RunRecord:
 
 
 def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[Asked]) -> None:
-    """In flight.json and to the agent, which takes it; the last step on the record stands."""
+    """In run.json and to the agent, which takes it; the last step on the record stands."""
     record = ended(tmp_path)
     expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record.ended_at}
     assert record == run_record.record_of(expected)
     assert record.ended_at
-    assert run_record.read(tmp_path / "flight.json") == record
+    assert run_record.read(tmp_path / "run.json") == record
     (sent,) = posted
-    assert (sent.path, read(sent.body)) == ("/flights", record)
+    assert (sent.path, read(sent.body)) == ("/runs", record)
 
 
 def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
 def test_what_told_its_end_itself_is_told_once(tmp_path: Path, posted: list[Asked], status: str) -> None:
     """The agent has it from the job: another record of the same start would be refused."""
     assert ended(tmp_path, status=status).status == "failed"
-    assert json.loads((tmp_path / "flight.json").read_text())["status"] == status
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == status
     assert posted == []
 
 
@@ -94,13 +94,13 @@ def test_an_agent_that_is_away_costs_a_line(
 ) -> None:
     """The record is written all the same."""
     monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
-    assert ended(tmp_path) == run_record.read(tmp_path / "flight.json")
+    assert ended(tmp_path) == run_record.read(tmp_path / "run.json")
     assert "does not have this run's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
 
 
 def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> None:
     """The agent takes 0 to 255."""
-    path = tmp_path / "flight.json"
+    path = tmp_path / "run.json"
     path.write_text(json.dumps(RECORD))
     done = Launched(exit_code=-9, seconds=9.0, output=tmp_path / "job.log", last_lines=())
     record = record_of(path, done, path.stat().st_mtime)

@@ -76,7 +76,7 @@ def bench() -> BenchResult:
     )  # fmt: skip
 
 
-FLIGHT: dict[str, Any] = {
+RUN: dict[str, Any] = {
     "status": "complete", "ended_at": "2026-09-01T12:00:00Z", "steps_done": 40,
     "measured": {"step_seconds": 5.0, "memory_bytes": 4e9, "tokens_per_second": 700.0, "mfu": None},
     "forecast": {"step_seconds": {"low": 1.0, "mid": 2.0, "high": 4.0},
@@ -88,7 +88,7 @@ FLIGHT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def full() -> View:
-    return with_bench(look((snapshot(),), flights=(record_of(FLIGHT),)), bench())
+    return with_bench(look((snapshot(),), runs=(record_of(RUN),)), bench())
 
 
 def samples(view: View, more: metrics.More = ()) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -165,7 +165,7 @@ def test_probes_export_what_they_declare() -> None:
 @each_row("machine", NAMES)
 def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
     """Every series is declared, appears once, and stays within the bound that docs/metrics.md states."""
-    view = with_bench(look((snapshot(machine),), flights=(record_of(FLIGHT),)), bench())
+    view = with_bench(look((snapshot(machine),), runs=(record_of(RUN),)), bench())
     node = view.topologies[0]
     pci, gpu = view.snapshots[0].facts(PciFacts), view.snapshots[0].facts(GpuFacts)
     size = {
@@ -183,7 +183,7 @@ def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
 
 
 def test_whole_catalogue_can_appear(full: View) -> None:
-    """No family is dead: with a benchmark, a flight and a cluster one machine shows all of the agent's own."""
+    """No family is dead: with a benchmark, a run and a cluster one machine shows all of the agent's own."""
     publish, watch = PublishTally(interval_seconds=300.0), WatchTally(lists=1, heard_at_seconds=1.0)
     publish.failed(403)
     publish.succeeded()
@@ -193,7 +193,7 @@ def test_whole_catalogue_can_appear(full: View) -> None:
     since = {(check.code, check.subject): 1.0 for check in full.checks}
     dated = replace(full, since=since, events=changed)
     shown = set(samples(dated, tallies(publish, watch)))
-    assert names - shown <= {"topoflight_flight_mfu_ratio"}  # not known on this record
+    assert names - shown <= {"topoflight_run_mfu_ratio"}  # not known on this record
 
 
 def test_reasons_of_failures_are_a_closed_set() -> None:
@@ -220,24 +220,24 @@ def test_last_benchmark_is_bounded_and_per_direction(full: View) -> None:
     assert found["topoflight_bench_slow_ranks"] == [({}, 12.0)]
 
 
-def test_flight_stands_beside_its_forecast(full: View) -> None:
+def test_run_stands_beside_its_forecast(full: View) -> None:
     """Step time above the interval, memory inside; what the record does not say has no sample."""
     found = samples(full)
-    within = {labels["quantity"]: value for labels, value in found["topoflight_flight_within_forecast"]}
+    within = {labels["quantity"]: value for labels, value in found["topoflight_run_within_forecast"]}
     assert within == {"step_seconds": 0.0, "memory_bytes": 1.0}
-    assert {labels["bound"]: v for labels, v in found["topoflight_flight_forecast_step_seconds"]} == FLIGHT["forecast"][
+    assert {labels["bound"]: v for labels, v in found["topoflight_run_forecast_step_seconds"]} == RUN["forecast"][
         "step_seconds"
     ]
-    assert "topoflight_flight_mfu_ratio" not in found
-    assert len(found["topoflight_flight_communication_seconds"]) == 16
+    assert "topoflight_run_mfu_ratio" not in found
+    assert len(found["topoflight_run_communication_seconds"]) == 16
 
 
-def test_a_spoiled_flight_record_spoils_no_scrape() -> None:
-    """flight.json is a file that anybody may have written: wrong kinds are left out."""
+def test_a_spoiled_run_record_spoils_no_scrape() -> None:
+    """run.json is a file that anybody may have written: wrong kinds are left out."""
     record = {"status": 7, "forecast": [], "loss": {"first": "x"}, "measured": None, "communication": 3, "ended_at": 5}
-    found = samples(look((snapshot(),), flights=(record_of(record),)))
-    assert found["topoflight_flight_success"] == [({}, 0.0)]
-    assert "topoflight_flight_loss" not in found
+    found = samples(look((snapshot(),), runs=(record_of(record),)))
+    assert found["topoflight_run_success"] == [({}, 0.0)]
+    assert "topoflight_run_loss" not in found
 
 
 def test_several_recordings_do_not_collide() -> None:
@@ -255,5 +255,5 @@ def test_facts_keep_the_time_at_which_they_were_read(full: View) -> None:
     times = {labels["fact"]: value for labels, value in found["topoflight_fact_timestamp_seconds"]}
     assert times["gpu"] == full.snapshots[0].taken_at_seconds
     assert times["bench"] == 1_790_000_030.0
-    assert times["flight"] == 1_788_264_000.0  # 2026-09-01T12:00:00Z
+    assert times["run"] == 1_788_264_000.0  # 2026-09-01T12:00:00Z
     assert found["topoflight_scan_timestamp_seconds"] == [({}, full.snapshots[0].taken_at_seconds)]

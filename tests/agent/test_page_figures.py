@@ -203,7 +203,7 @@ def record(transports: list[str], step: float, status: str = "complete", **envir
     }  # fmt: skip
 
 
-def test_flights_are_compared_by_the_network_they_logged() -> None:
+def test_runs_are_compared_by_the_network_they_logged() -> None:
     """The newest complete one of each counts; device numbers do not make networks; one network is no comparison."""
     found = shown_of(
         [
@@ -285,7 +285,7 @@ def test_a_strange_record_is_shown_for_what_it_has(bad: dict[str, object]) -> No
     assert shown_of([bad])[0].lines == ()
 
 
-def test_the_interval_says_whether_the_flight_was_inside() -> None:
+def test_the_interval_says_whether_the_run_was_inside() -> None:
     """In words as well as by place."""
     forecast = Interval(low=0.8, mid=1.0, high=1.3)
     assert "inside it" in charts.interval(forecast, 1.2) and "outside it" in charts.interval(forecast, 1.4)

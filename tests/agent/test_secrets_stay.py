@@ -74,15 +74,15 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     """Every output by name."""
     host, state_folder = machine(), tmp_path / "state"
     state_folder.mkdir()
-    (state_folder / keep.FLIGHTS_FOLDER).mkdir()
-    (state_folder / keep.FLIGHTS_FOLDER / "20261101T100000-0.json").write_text(json.dumps(RECORD))  # of another writer
+    (state_folder / keep.RUNS_FOLDER).mkdir()
+    (state_folder / keep.RUNS_FOLDER / "20261101T100000-0.json").write_text(json.dumps(RECORD))  # of another writer
     snapshot = scan(host)
     found = {"record as read": run_record.dumps(run_record.record_of(RECORD)), "last error": run_record.raised(LOG)}
     state = State(lambda: (snapshot,), interval_seconds=3600, folder=state_folder)
     client = TestClient(create(state, tokens=tokens(tmp_path)))
     with client:
         eventually(lambda: client.get("/readyz").status_code == 200, "the first scan is done")
-        for path in ("/", "/flights", "/snapshot", "/snapshot?format=yaml", "/findings", "/topology", "/metrics",
+        for path in ("/", "/runs", "/snapshot", "/snapshot?format=yaml", "/findings", "/topology", "/metrics",
                      "/nodes", "/topology?scope=cluster", "/cluster", "/recommendations",
                      "/recommendations?format=shell", "/preflight", "/what-if", "/openapi.json"):  # fmt: skip
             answer = client.get(path)
@@ -90,8 +90,8 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
             found[path] = answer.text
         for name, path, body in (
             ("why", "/why", {"logs": [LOG], "record": RECORD}), ("why of a wrong body", "/why", {"model": [PLANTED]}),
-            ("record", "/flights", {**RECORD, "started_at": "2026-11-01T10:00:01Z"}),
-            ("wrong record", "/flights", {**RECORD, "status": PLANTED}),
+            ("record", "/runs", {**RECORD, "started_at": "2026-11-01T10:00:01Z"}),
+            ("wrong record", "/runs", {**RECORD, "status": PLANTED}),
             ("gate", "/preflight", {"require": [PLANTED[:128]]}),
         ):  # fmt: skip
             found[name] = client.post(path, json=body, headers=bearer()).text
@@ -101,7 +101,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
             ("format", {"format": FORMS["npm"][:32]}),
         ):
             found[f"error: {name}"] = client.get("/recommendations", params=params).text
-        found["flights posted"] = client.get("/flights").text
+        found["runs posted"] = client.get("/runs").text
     assert state.view is not None
     record = records_of(state.view, name="node-a")[0]
     found["NodeTopology"] = json.dumps([to_resource(record), node_feature(record, "ns")])
@@ -116,7 +116,7 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     (tmp_path / "log").write_text(LOG)
     (tmp_path / "host.json").write_text(dumps(machine().content))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/flight.json").write_text(json.dumps(RECORD))
+    (tmp_path / "run/run.json").write_text(json.dumps(RECORD))
     for words in ("why LOG", "why RUN", "evidence LOG", "lint-env LOG", "scan -v --host HOST", "preflight --host HOST",
                   "preflight -o json --host HOST", "recommend --host HOST"):  # fmt: skip
         places = {"LOG": tmp_path / "log", "RUN": tmp_path / "run", "HOST": tmp_path / "host.json"}

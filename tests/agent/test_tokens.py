@@ -104,12 +104,12 @@ def test_the_api_server_judges(api: ApiServer) -> None:
     assert "--non-resource-url=/preflight" in refused.json()["grant"]
     api.allowed.add((USER, "post", "/preflight"))
     assert reviewing(api).post("/preflight", headers=bearer()).status_code == 200
-    assert reviewing(api).post("/flights", headers=bearer()).status_code == 403, "each endpoint by itself"
+    assert reviewing(api).post("/runs", headers=bearer()).status_code == 403, "each endpoint by itself"
 
 
 def test_no_two_hints_make_an_object_of_one_name() -> None:
     """A second user, or a second path, would else end in AlreadyExists; so would the name that the docs use."""
-    users, paths = ("system:serviceaccount:ci:gate", "ann@example"), ("/preflight", "/flights")
+    users, paths = ("system:serviceaccount:ci:gate", "ann@example"), ("/preflight", "/runs")
     made = [grant(user, "post", path) for user in users for path in paths]
     names = [re.findall(r"create clusterrole(?:binding)? (\S+)", text) for text in made]
     assert all(role == binding for role, binding in names)
@@ -172,7 +172,7 @@ def test_guessing_tokens_is_slowed(api: ApiServer) -> None:
 
 def test_the_token_is_judged_before_the_body_is_read(tmp_path: Path) -> None:
     """A body that is announced and never comes keeps nobody busy."""
-    for method, path in (("POST", "/preflight"), ("POST", "/flights")):
+    for method, path in (("POST", "/preflight"), ("POST", "/runs")):
         app = agent(tokens=tokens(tmp_path)).app
         statuses: list[int] = []
 
@@ -217,8 +217,8 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
 def test_no_token_reaches_the_log(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
     """At level DEBUG, whether the API server refuses the token, grants it or does not answer."""
     caplog.set_level(logging.DEBUG)
-    api.allowed.add((USER, "post", "/flights"))
-    statuses = [reviewing(api).post(path, headers=bearer(), json={}).status_code for path in ("/preflight", "/flights")]
+    api.allowed.add((USER, "post", "/runs"))
+    statuses = [reviewing(api).post(path, headers=bearer(), json={}).status_code for path in ("/preflight", "/runs")]
     api.down()
     statuses.append(reviewing(api).post("/preflight", headers=bearer()).status_code)
     assert statuses == [403, 422, 503] and caplog.text
@@ -235,7 +235,7 @@ def test_nothing_makes_load_from_afar(http: TestClient) -> None:
     ("path", "most", "judged"),
     [
         ("/preflight", MOST_BODY_BYTES, b'{"skip": ["no.such"]}'),
-        ("/flights", posted.MOST_RECORD_BYTES, b"{}"),
+        ("/runs", posted.MOST_RECORD_BYTES, b"{}"),
         ("/why", posted.MOST_SOURCES_BYTES, b'{"log": []}'),
     ],
 )

@@ -119,8 +119,8 @@ class Cluster(ApiServer):
             plan=JobPlan(forecast=plan.forecast), nccl=NcclChannels(interfaces=[] if network == "rdma" else [network]),
             transports=["NET/IB/0/GDRDMA" if network == "rdma" else "NET/Socket/0"],
         )  # fmt: skip
-        run_record.save(self.folder / "flight.json", record)
-        write_termination_message(self.folder / "flight.json", self.folder / "word")
+        run_record.save(self.folder / "run.json", record)
+        write_termination_message(self.folder / "run.json", self.folder / "word")
         return (self.folder / "word").read_text()
 
 

@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_found_before_any_load(tmp_path: Path) -> None
         f"bench --save {missing}", f"bench --save {tmp_path}", f"calibrate -f {missing}",
         f"preflight --measure --report {file}/r", f"preflight --measure -o json={missing}",
         f"preflight --save {missing}",
-        f"preflight --fly --report {file}", f"launch --output {file}/out", f"compare-networks --report {file}/r",
+        f"preflight --train --report {file}", f"launch --output {file}/out", f"compare-networks --report {file}/r",
         f"capture -f {missing}", f"bundle -f {missing}", f"recommend --plot {missing}",
     ]  # fmt: skip
     found = [(words, topoflight(*words.split())) for words in rows]
@@ -121,8 +121,8 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
 
 def test_options_that_would_do_nothing_or_name_nothing() -> None:
     """Refused before a host is scanned."""
-    rows = [("preflight --set max_steps=5", "--fly"), ("preflight --fly --set no_such=1", "no_such"),
-            ("preflight --fly --set learning_rate", "NAME=VALUE"), ("bench --size 64MiBB", "64MiBB")]  # fmt: skip
+    rows = [("preflight --set max_steps=5", "--train"), ("preflight --train --set no_such=1", "no_such"),
+            ("preflight --train --set learning_rate", "NAME=VALUE"), ("bench --size 64MiBB", "64MiBB")]  # fmt: skip
     found = [(words, topoflight(*words.split()), part) for words, part in rows]
     assert not [(w, done.stderr) for w, done, part in found if done.exit_code != 2 or part not in done.stderr]
 

@@ -198,18 +198,18 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path, monkeypatch: pytest.Monk
     shared = tmp_path / "shared"
     read = CliRunner().invoke(wrap, [str(path), "--host", H100, "--record", str(shared)])
     assert read.exit_code == 0, read.output
-    record = json.loads((shared / "flight.json").read_text())
+    record = json.loads((shared / "run.json").read_text())
     assert (record["status"], record["steps_done"], record["exit_code"]) == ("complete", 3, None)
     assert record["measured"]["step_seconds"] > 0 and record["plan"]["forecast"]["step_seconds"]
     assert record["nccl"] is None and "transports: unknown: no nccl-sft.*.log" in read.stderr
     assert "made now" not in read.stderr
-    (kept,) = (tmp_path / "state" / "flights").glob("*.json")
+    (kept,) = (tmp_path / "state" / "runs").glob("*.json")
     assert json.loads(kept.read_text())["plan"]["forecast"] == record["plan"]["forecast"]
     log = "pod-0:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA\n"
     (shared / "nccl-sft.pod-0.7.log").write_text(log)
     (shared / "out" / "trainer_state.json").unlink()
     read = CliRunner().invoke(wrap, [str(path), "--host", H100, "--record", str(shared)])
-    record = json.loads((shared / "flight.json").read_text())
+    record = json.loads((shared / "run.json").read_text())
     assert record["status"] == "unknown" and record["steps_done"] is None and "not measured" in read.stderr
     assert record["nccl"]["channels"]
 
@@ -288,20 +288,20 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     words = ["--no-preflight", "--script", str(tmp_path / "sft.py"), "--output", str(tmp_path / "run"), "--"]
     done = CliRunner().invoke(launch, [*words, "--config", str(tmp_path / "config.yaml"), "--max_steps", "4"])
     assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "run" / "flight.json").read_text())
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], record["steps_done"], record["exit_code"]) == ("complete", 4, 0)
     assert record["measured"]["step_seconds"] > 0 and record["nccl"] is None
     assert json.loads((tmp_path / "out" / "seen.json").read_text())["world"] == 2
-    (kept,) = (tmp_path / "state" / "flights").glob("*.json")
+    (kept,) = (tmp_path / "state" / "runs").glob("*.json")
     assert json.loads(kept.read_text())["steps_done"] == 4
     (tmp_path / "sft.py").write_text("raise SystemExit(5)")
     failed = CliRunner().invoke(launch, words)
     assert failed.exit_code == 3 and "exit code 1" in failed.stderr
-    record = json.loads((tmp_path / "run" / "flight.json").read_text())
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "failed" and record["steps_done"] is None
     (tmp_path / "sft.py").write_text("import atexit, os\natexit.register(os.abort)\nprint(__name__, __file__)")
     aborted = CliRunner().invoke(launch, words)  # after its work
-    record = json.loads((tmp_path / "run" / "flight.json").read_text())
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert aborted.exit_code == 3 and "SIGABRT" in record["reason"] and "had run to its end" in record["reason"], record
     assert record["reason"] in aborted.stderr
     assert f"__main__ {tmp_path}/sft.py" in (tmp_path / "run" / "job.log").read_text()

@@ -374,17 +374,17 @@ def test_a_measured_run_is_shown_with_what_proves_it(
 def test_one_fine_tune_over_three_networks_is_three_bars(
     chromium: Tabs, axe: str, agent: Callable[..., tuple[str, State]], tmp_path: Path
 ) -> None:
-    """Three flights that were really flown, in page and report.html: one figure, the same numbers."""
-    records = [json.loads(path.read_text()) for path in sorted((MEASURED / "flights").glob("*.json"))]
+    """Three real runs, in page and report.html: one figure, the same numbers."""
+    records = [json.loads(path.read_text()) for path in sorted((MEASURED / "runs").glob("*.json"))]
     steps = sorted((record["measured"]["step_seconds"] for record in records), reverse=True)
-    (tmp_path / "flights").mkdir()
-    for path in (MEASURED / "flights").glob("*.json"):
-        shutil.copy(path, tmp_path / "flights" / path.name)
+    (tmp_path / "runs").mkdir()
+    for path in (MEASURED / "runs").glob("*.json"):
+        shutil.copy(path, tmp_path / "runs" / path.name)
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     seen = state.refresh()
     whole = Report(
         started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=seen.snapshots, checks=seen.checks,
-        topologies=seen.topologies, verdict=seen.verdict, flights=seen.flights,
+        topologies=seen.topologies, verdict=seen.verdict, runs=seen.runs,
     )  # fmt: skip
     (tmp_path / "report.html").write_text(report_page(whole), encoding="utf-8")
     words = [f"{units.seconds(step)} a step" for step in steps]

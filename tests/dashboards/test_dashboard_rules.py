@@ -52,7 +52,7 @@ def test_there_are_three_with_stable_names() -> None:
     assert found == {
         ("topoflight-cluster", "Topoflight / Cluster"),
         ("topoflight-node", "Topoflight / Node"),
-        ("topoflight-flights", "Topoflight / Preflight and Flights"),
+        ("topoflight-runs", "Topoflight / Preflight and Runs"),
     }
 
 

@@ -75,7 +75,7 @@ def bench(machine: str) -> BenchResult:
     )  # fmt: skip
 
 
-def flight(machine: str) -> RunRecord:
+def run(machine: str) -> RunRecord:
     """The record of a fine-tune; a hot GPU makes its steps slower than the forecast allows."""
     slow = 3.0 if machine == HOT else 1.0
     return record_of({
@@ -145,7 +145,7 @@ def port_in_time(process: subprocess.Popen[bytes], log: Path) -> int:
 
 @pytest.fixture(scope="module")
 def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Agents on loopback, each with what benchmark and flight left, and a Prometheus that scrapes them all the time.
+    """Agents on loopback, each with what benchmark and run left, and a Prometheus that scrapes them all the time.
 
     The healthy machine's is `topoflight serve` itself, a process of its own.
     """
@@ -156,9 +156,9 @@ def prometheus(programs: dict[str, str], tmp_path_factory: pytest.TempPathFactor
         stack.callback(end, running)
         for machine in AGENTS:
             state = folder / machine
-            (state / "flights").mkdir(parents=True)
+            (state / "runs").mkdir(parents=True)
             (state / "bench.json").write_text(json.dumps(result_to_json(bench(machine))))
-            (state / "flights" / "1.json").write_text(dumps(flight(machine)))
+            (state / "runs" / "1.json").write_text(dumps(run(machine)))
         command = [str(Path(sys.executable).with_name("topoflight")), "serve", "--port", "0"]
         command += ["--host", str(path_of(HEALTHY)), "--interval", "3600", "--state", str(folder / HEALTHY)]
         running[HEALTHY] = start(command, folder / f"{HEALTHY}.log")
@@ -259,7 +259,7 @@ def test_a_slow_job_has_its_alerts_and_a_healthy_machine_none(prometheus: Promet
         names[machine] = {row["metric"]["alertname"] for row in found} - {"TopoflightFactTooOld"}
     assert names[HEALTHY] == set()
     assert "TopoflightBusbwLow" in names[NO_PEERMEM]
-    assert {"TopoflightSlowRank", "TopoflightBusbwLow", "TopoflightFlightFarFromForecast"} <= names[HOT]
+    assert {"TopoflightSlowRank", "TopoflightBusbwLow", "TopoflightRunFarFromForecast"} <= names[HOT]
 
 
 @each_row("fault", FAULTS, ids=lambda fault: fault.machine)

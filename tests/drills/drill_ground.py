@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
 from collectives.bench import lock, processes
 from collectives.bench.results import BenchResult, result_to_json
@@ -295,15 +295,15 @@ KEPT = BenchResult(
     measurements=(), world_size=2, backend="gloo", hosts=("kept",), environment={}, versions={},
     started_at_seconds=1.0, seconds=1.0,
 )  # fmt: skip
-FLIGHT = {"schema_version": 1, "status": "complete", "reason": "kept"}
+RUN = {"schema_version": 1, "status": "complete", "reason": "kept"}
 
 
 def keep_something(ground: Ground) -> None:
     """What earlier runs left in the state folder."""
-    flights = ground.state / FLIGHTS_FOLDER
-    flights.mkdir(exist_ok=True)
+    runs = ground.state / RUNS_FOLDER
+    runs.mkdir(exist_ok=True)
     (ground.state / BENCH_FILE).write_text(json.dumps(result_to_json(KEPT)))
-    (flights / "20260101T000000-1.json").write_text(json.dumps(FLIGHT))
+    (runs / "20260101T000000-1.json").write_text(json.dumps(RUN))
 
 
 def state_lost(folder: Path) -> list[str]:
@@ -311,4 +311,4 @@ def state_lost(folder: Path) -> list[str]:
     snapshot = scan(load(MACHINES / "hgx-h100-8xH100-8hca.json"))
     view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
     lost = [] if view.bench is not None else ["the last benchmark's result is gone"]
-    return lost if record_of(FLIGHT) in view.flights else [*lost, "the record of an earlier flight is gone"]
+    return lost if record_of(RUN) in view.runs else [*lost, "the record of an earlier run is gone"]

@@ -122,7 +122,7 @@ def test_sigterm_of_a_launch(ground: Ground) -> list[str]:
     _, err = process.communicate(timeout=240)
     if begun is None:
         return [f"no step: {err[-800:]}", *ground.after(out)]
-    record = json.loads((out / "flight.json").read_text())
+    record = json.loads((out / "run.json").read_text())
     lost = [] if record["status"] == "interrupted" else [f"the record says {record['status']}: {record['reason']}"]
     if not list(out.glob("checkpoint-*")):
         lost.append("no checkpoint was saved")

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drill_ground import FLIGHT, ROOT, SMALL_BENCH, Ground, drill, eventually, keep_something, state_lost
+from drill_ground import ROOT, RUN, SMALL_BENCH, Ground, drill, eventually, keep_something, state_lost
 
-from agent.base.result_store import FLIGHTS_FOLDER, KEPT_FLIGHTS
+from agent.base.result_store import RUNS_FOLDER, STORED_RUNS
 from contracts.run_record import record_of
 
 pytestmark = pytest.mark.long
@@ -60,10 +60,8 @@ def _no_room(ground: Ground, *, full: bool) -> list[str]:
             lost += _refused(report, "report", "is full" if full else "cannot be written to")
         with ground.agent() as agent:
             lost += [] if agent.ready() else [f"the agent is not ready: {agent.words()[-300:]}"]
-            status, told = agent.ask("/flights")
-            lost += (
-                [] if status == 200 and record_of(FLIGHT) in map(record_of, told) else [f"/flights: {status} {told}"]
-            )
+            status, told = agent.ask("/runs")
+            lost += [] if status == 200 and record_of(RUN) in map(record_of, told) else [f"/runs: {status} {told}"]
         lost += state_lost(ground.state)
         lost += [f"left on the disk: {name}" for name in _files(ground.state) - before]
     return [*lost, *ground.after()]
@@ -167,22 +165,22 @@ def test_clock_of_a_benchmark(ground: Ground) -> list[str]:
 def test_clock_of_a_record(ground: Ground) -> list[str]:
     """The folder is full of records that look newer: the new one stays."""
     file, shifted = _clock(ground)
-    flights = ground.state / FLIGHTS_FOLDER
-    flights.mkdir()
-    for number in range(KEPT_FLIGHTS):
-        (flights / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{number}.json").write_text(json.dumps(FLIGHT))
+    runs = ground.state / RUNS_FOLDER
+    runs.mkdir()
+    for number in range(STORED_RUNS):
+        (runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{number}.json").write_text(json.dumps(RUN))
     file.write_text(str(-DAY_SECONDS))
     code = (
         "import sys, json\nfrom contracts.run_record import record_of\n"
-        "from agent.base.result_store import keep_flight\n"
-        "print(keep_flight(record_of(json.loads(sys.argv[1]))))"
+        "from agent.base.result_store import store_run\n"
+        "print(store_run(record_of(json.loads(sys.argv[1]))))"
     )
-    record = {**FLIGHT, "reason": "the new one", "started_at": "2026-01-01T00:00:00Z"}
+    record = {**RUN, "reason": "the new one", "started_at": "2026-01-01T00:00:00Z"}
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(record)], env=ground.environment(shifted), cwd=ROOT,
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     kept = Path(done.stdout.strip())
     lost = [] if kept.is_file() else [f"the new record is gone: {done.stdout} {done.stderr[-300:]}"]
-    left = len(list(flights.glob("*.json")))
-    return lost if left == KEPT_FLIGHTS else [*lost, f"{left} records are kept"]
+    left = len(list(runs.glob("*.json")))
+    return lost if left == STORED_RUNS else [*lost, f"{left} records are kept"]

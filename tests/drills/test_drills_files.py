@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from drill_ground import FLIGHT, MACHINES, Ground, drill, keep_something
+from drill_ground import MACHINES, RUN, Ground, drill, keep_something
 
-from agent.base.result_store import BENCH_FILE, FLIGHTS_FOLDER
+from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
 from contracts.run_record import record_of
 from probes.api import Failed, Probe
@@ -91,21 +91,21 @@ def test_state_corrupt(ground: Ground) -> list[str]:
     """Each bad file is named in the log, the good record is served."""
     keep_something(ground)
     whole, lost = (ground.state / BENCH_FILE).read_bytes(), []
-    record = json.dumps({**FLIGHT, "layout": {"family": "fsdp"}, "measured": {"step_seconds": 1.0}}).encode()
+    record = json.dumps({**RUN, "layout": {"family": "fsdp"}, "measured": {"step_seconds": 1.0}}).encode()
     snapshot = scan(load(MACHINE))
     for number in range(CORRUPTIONS):
         folder = ground.folder / f"state-{number}"
         shutil.copytree(ground.state, folder)
-        bench, flights = folder / BENCH_FILE, folder / FLIGHTS_FOLDER
+        bench, runs = folder / BENCH_FILE, folder / RUNS_FOLDER
         bench.write_bytes(_newer(whole) if number == 0 else _corrupt(ground, whole))
-        bad = flights / "20260102T000001-2.json"
+        bad = runs / "20260102T000001-2.json"
         bad.write_bytes(_newer(record) if number == 0 else _corrupt(ground, record))
         with _log() as lines:
             view = State(lambda: (snapshot,), interval_seconds=3600, folder=folder).refresh()
         told = "\n".join(lines)
-        lost += [] if record_of(FLIGHT) in view.flights else ["the good flight is gone"]
+        lost += [] if record_of(RUN) in view.runs else ["the good run is gone"]
         lost += [] if view.bench is not None or BENCH_FILE in told else [f"{BENCH_FILE} is not named: {told}"]
-        lost += [] if len(view.flights) > 1 or bad.name in told else [f"{bad.name} is not named: {told}"]
+        lost += [] if len(view.runs) > 1 or bad.name in told else [f"{bad.name} is not named: {told}"]
     return lost
 
 
@@ -114,16 +114,16 @@ def test_state_corrupt_at_start(ground: Ground) -> list[str]:
     """It is ready, serves the good part on page and in JSON, and names the bad files in its log."""
     keep_something(ground)
     (ground.state / BENCH_FILE).write_text("[" * 100_000)
-    flights = ground.state / FLIGHTS_FOLDER
-    (flights / "20260102T000000-1.json").write_bytes(_newer(json.dumps(FLIGHT).encode()))
+    runs = ground.state / RUNS_FOLDER
+    (runs / "20260102T000000-1.json").write_bytes(_newer(json.dumps(RUN).encode()))
     odd = {"schema_version": 1, "layout": 7, "comparison": [3, {"forecast": {"low": "x"}}], "model": [], "loss": "no"}
-    (flights / "20260103T000000-1.json").write_text(json.dumps(odd))
+    (runs / "20260103T000000-1.json").write_text(json.dumps(odd))
     with ground.agent() as agent:
         lost = [] if agent.ready() else [f"not ready: {agent.words()[-500:]}"]
-        served = agent.ask("/flights")
+        served = agent.ask("/runs")
         page = agent.ask("/", Accept="text/html")[0]
         words = agent.words()
-    lost += [] if served[0] == 200 and record_of(FLIGHT) in map(record_of, served[1]) else [f"/flights: {served}"]
+    lost += [] if served[0] == 200 and record_of(RUN) in map(record_of, served[1]) else [f"/runs: {served}"]
     lost += [] if page == 200 else [f"the page: {page}"]
     lost += [f"{name} is not named" for name in (BENCH_FILE, "20260102T000000-1.json") if name not in words]
     return [*lost, *ground.orphans()]

@@ -115,7 +115,7 @@ def test_kill_during_a_preflight(ground: Ground) -> list[str]:
     """Scan, benchmark, calibration, launch and report."""
     keep_something(ground)
     reports = ground.folder / "reports"
-    _kill_at_random(ground, "preflight", "preflight", "--fly", "-q", f"--report={reports}", *SMALL_JOB)
+    _kill_at_random(ground, "preflight", "preflight", "--train", "-q", f"--report={reports}", *SMALL_JOB)
     return [*ground.after(reports), *state_lost(ground.state)]
 
 
@@ -124,7 +124,7 @@ def test_sigterm_of_a_preflight(ground: Ground) -> list[str]:
     """The report holds the scan and the benchmark; verdict and exit code say that it was stopped."""
     keep_something(ground)
     reports = ground.folder / "reports"
-    process = ground.start("preflight", "--fly", "-q", f"--report={reports}", "-o", "json", *SMALL_JOB, "--ranks=1")
+    process = ground.start("preflight", "--train", "-q", f"--report={reports}", "-o", "json", *SMALL_JOB, "--ranks=1")
     eventually(lambda: process.poll() is not None or _stage(ground) == "calibration" or None, seconds=240)
     time.sleep(ground.random.uniform(0.0, 1.0))
     process.send_signal(signal.SIGTERM)
@@ -139,8 +139,8 @@ def test_sigterm_of_a_preflight(ground: Ground) -> list[str]:
     lost += [] if (word, why) == ("unknown", "stopped by SIGTERM before it was done") else [f"{word}: {why}"]
     lost += [] if "not calibrated: stopped before it was done" in found["notes"] else [f"{found['notes']}"]
     lost += [f"no {name}" for name in ("snapshots", "bench", "recommendation") if not found[name]]
-    flown = {check["status"] for check in found["checks"] if check["code"].startswith(("flight.", "forecast."))}
-    lost += [] if flown == {"unknown"} else [f"the flight that was none is {flown}"]
+    judged = {check["status"] for check in found["checks"] if check["code"].startswith(("run.", "forecast."))}
+    lost += [] if judged == {"unknown"} else [f"the run that was none is {judged}"]
     return [*lost, *ground.after(reports), *state_lost(ground.state)]
 
 

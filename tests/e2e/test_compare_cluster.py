@@ -59,8 +59,8 @@ def said(network: str, taken: str) -> str:
         plan=JobPlan(forecast=RunForecast(step_seconds=Interval(low=1.0, mid=2.0, high=5.0))), **seen,
     )  # fmt: skip
     folder = Path(said_in[-1])
-    run_record.save(folder / "flight.json", made)
-    write_termination_message(folder / "flight.json", folder / "word")
+    run_record.save(folder / "run.json", made)
+    write_termination_message(folder / "run.json", folder / "word")
     text = (folder / "word").read_text()
     assert len(text.encode()) <= 4096
     return text

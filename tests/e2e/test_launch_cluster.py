@@ -125,7 +125,7 @@ def test_the_job_that_is_printed_trains_the_model_named_on_the_data_named(tmp_pa
         (["--agent=https://agent.example"], "https://agent.example"),
     ],
 )
-def test_the_job_is_told_whose_flights_it_joins_where_that_is_asked_for(words: list[str], url: str | None) -> None:
+def test_the_job_is_told_whose_runs_it_joins_where_that_is_asked_for(words: list[str], url: str | None) -> None:
     """Without a URL the Service that deploy/daemonset makes; without the option none, and no token either."""
     made = printed(*WORDS, "--api", "job", *words)["Job"]["spec"]["template"]["spec"]
     environment = {each["name"]: each.get("value") for each in made["containers"][0]["env"]}

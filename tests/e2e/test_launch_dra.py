@@ -63,7 +63,7 @@ DRA = ("--dra", "gpu=gpu.nvidia.com", "--dra", "nic=dranet.net")
 EIGHT = [f"pci0000:{number:02x}" for number in range(8)]
 
 
-def fly(*words: str, host: Path | None = None) -> Result:
+def run_job(*words: str, host: Path | None = None) -> Result:
     done = CliRunner().invoke(launch, ["--host", str(host or path_of()), *WORDS, "--wait", "0", *words])
     assert done.exit_code == 0, done.output
     return done
@@ -83,7 +83,7 @@ def of_dra(stderr: str) -> list[str]:
 def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does(cluster: ApiServer) -> None:
     """A request of GPU and NIC for each rank, one PCIe root for each pair; the GPUs are not asked for twice."""
     two_nodes(cluster, EIGHT, EIGHT[::-1])
-    done = fly()
+    done = run_job()
     assert done.stderr == ("DRA: used: 2 nodes with 8 GPUs each with a NIC under its PCIe root; --no-dra leaves it\n")
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     devices = template["spec"]["spec"]["devices"]
@@ -100,7 +100,7 @@ def test_where_the_cluster_can_the_claim_takes_the_devices_and_nothing_else_does
 def test_what_was_said_comes_before_what_the_cluster_can(cluster: ApiServer, words: tuple[str, ...]) -> None:
     """--no-dra asks nothing and says nothing; a device by name and a queue are the device plugins'."""
     two_nodes(cluster, EIGHT, EIGHT)
-    done = fly(*words)
+    done = run_job(*words)
     assert len(of_dra(done.stderr)) == (words != ("--no-dra",))
     assert cluster.of_kind("ResourceClaimTemplate") == []
     assert limits(cluster.of_kind("Job")[0])["nvidia.com/gpu"] == "8"
@@ -162,7 +162,7 @@ NO_ATTRIBUTE = "no device of class {} on these nodes has the attribute"
 def test_where_the_cluster_cannot_the_device_plugins_are_asked(cluster: ApiServer, made: Any, told: str) -> None:
     """One line says why; the job is made as ever."""
     made(cluster)
-    done = fly()
+    done = run_job()
     (line,) = of_dra(done.stderr)
     assert line.startswith(f"DRA: not used: {told}")
     assert limits(cluster.of_kind("Job")[0])["nvidia.com/gpu"] == "8"
@@ -173,7 +173,7 @@ def test_what_may_not_be_read_is_unknown_and_not_used(cluster: ApiServer, what: 
     """403: in the server's words."""
     two_nodes(cluster, EIGHT, EIGHT)
     cluster.forbidden.add(f"{API}/{what}")
-    done = fly()
+    done = run_job()
     assert re.match(f"DRA: not used: unknown whether the cluster can: .*{what} is forbidden", done.stderr)
     assert cluster.of_kind("ResourceClaimTemplate") == []
 
@@ -185,7 +185,7 @@ def test_the_nodes_that_are_selected_are_those_that_count(cluster: ApiServer) ->
         node_of(cluster, node, EIGHT, EIGHT)
         if node != "c":
             cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node, "labels": {"pool": "h100"}}})
-    assert "DRA: used: 2 nodes with" in fly("--node-selector", "pool=h100").stderr
+    assert "DRA: used: 2 nodes with" in run_job("--node-selector", "pool=h100").stderr
 
 
 def test_a_dry_run_asks_a_cluster_that_is_named_and_no_other(
@@ -193,19 +193,19 @@ def test_a_dry_run_asks_a_cluster_that_is_named_and_no_other(
 ) -> None:
     """Without one DRA is off, unless it is asked for; then GPU and NIC are the claim's alone."""
     two_nodes(cluster, EIGHT, EIGHT)
-    asked = fly("--dry-run")
+    asked = run_job("--dry-run")
     assert "DRA: used" in asked.stderr and "ResourceClaimTemplate" in asked.stdout
     monkeypatch.delenv("KUBECONFIG")
-    quiet = fly("--dry-run")
+    quiet = run_job("--dry-run")
     assert of_dra(quiet.stderr) == [] and "ResourceClaimTemplate" not in quiet.stdout
-    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", *DRA).stdout)}
+    forced = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", *DRA).stdout)}
     assert "ResourceClaimTemplate" in forced and limits(forced["Job"]) == {}
 
 
 def test_the_claim_names_the_classes_that_were_named(cluster: ApiServer) -> None:
     """A class of another name is taken at the user's word: no device is counted, and nothing more is said."""
     class_of(cluster, "team-gpu")
-    done = fly("--dra", "gpu=team-gpu")
+    done = run_job("--dra", "gpu=team-gpu")
     assert of_dra(done.stderr) == []
     (template,) = cluster.of_kind("ResourceClaimTemplate")
     requests = template["spec"]["spec"]["devices"]["requests"]
@@ -220,7 +220,7 @@ def test_of_dranet_s_nics_the_claim_takes_those_with_rdma(cluster: ApiServer) ->
         ((), 'device.attributes["dra.net"].rdma == true'),
         (("--dra", "nic=efa.networking.k8s.aws"), None),
     ):
-        done = fly("--dra", "gpu=gpu.nvidia.com", *words, "--dry-run", "-o", "json")
+        done = run_job("--dra", "gpu=gpu.nvidia.com", *words, "--dry-run", "-o", "json")
         (template,) = (each for each in yaml.safe_load(done.stdout)["items"] if each["kind"] == "ResourceClaimTemplate")
         kubernetes_validate.validate(template, "1.34", strict=True)
         for each in template["spec"]["spec"]["devices"]["requests"]:
@@ -266,7 +266,7 @@ def test_a_class_that_is_not_there_is_refused_with_those_that_are(cluster: ApiSe
 def test_a_class_that_may_not_be_read_is_taken_as_named(cluster: ApiServer) -> None:
     """403: whether it is there is unknown, and said so."""
     cluster.forbidden.add(f"{API}/deviceclasses")
-    (line,) = of_dra(fly(*DRA).stderr)
+    (line,) = of_dra(run_job(*DRA).stderr)
     assert line.startswith("DRA: used, as --dra says: unknown whether the cluster can:")
     assert len(cluster.of_kind("ResourceClaimTemplate")) == 1
 
@@ -292,11 +292,11 @@ def test_a_pod_s_own_network_stays_multus(cluster: ApiServer) -> None:
     for node in ("a", "b"):
         status = {"allocatable": {"rdma/shared_eth": "1k"}}
         cluster.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": node}, "status": status})
-    done = fly("--dry-run", host=roce)
+    done = run_job("--dry-run", host=roce)
     assert re.fullmatch(r"DRA: not used: the plan's environment is for \S+, which Multus attaches\n", done.stderr)
     made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
     assert limits(made["Job"])["rdma/shared_eth"] == "1"
-    forced = {each["kind"]: each for each in yaml.safe_load_all(fly("--dry-run", *DRA, host=roce).stdout)}
+    forced = {each["kind"]: each for each in yaml.safe_load_all(run_job("--dry-run", *DRA, host=roce).stdout)}
     assert limits(forced["Job"]) == {}
     both = CliRunner().invoke(launch, ["--host", str(roce), *WORDS, "--dry-run", *DRA, "--resource", "rdma/x=1"])
     assert both.exit_code == 2

@@ -181,7 +181,7 @@ def forked_ranks_in_hosts(rig):
         } for rank, host in enumerate(places)]  # fmt: skip
         server.stdin.write(json.dumps({"ranks": ranks, "seconds": 600}) + "\n")
         server.stdin.flush()
-        return json.loads(server.stdout.readline()), json.loads((folder / "flight.json").read_text())
+        return json.loads(server.stdout.readline()), json.loads((folder / "run.json").read_text())
 
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
         yield run

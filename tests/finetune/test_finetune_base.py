@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(base, tmp_path, c
     def run(steps):
         path = tmp_path / "job.yaml"
         path.write_text(json.dumps({**job, "max_steps": steps}))
-        return train.main(["--config", str(path)]), json.loads((out / "flight.json").read_text())
+        return train.main(["--config", str(path)]), json.loads((out / "run.json").read_text())
 
     assert run(2)[0] == 0
     train_on(first(base), 1e-3)
@@ -90,6 +90,6 @@ def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(base, tmp_path, c
     told = json.loads(about.read_text())
     del told["identity"]["base"]
     about.write_text(json.dumps(told))
-    code, flight = run(3)
-    assert (code, flight["steps_done"]) == (0, 3)
-    assert any("does not say which weights" in note for note in flight["notes"])
+    code, record = run(3)
+    assert (code, record["steps_done"]) == (0, 3)
+    assert any("does not say which weights" in note for note in record["notes"])

@@ -273,9 +273,9 @@ def test_a_job_over_gloo_asks_nccl_nothing(tmp_path):
     words = [f"output_dir={tmp_path}/out", "model_name_or_path=random:micro-llama", "max_steps=2", "profile_steps=0",
              "eval_strategy=no", "dataset_rows=16", "save_strategy=no"]  # fmt: skip
     assert train.main(["--plan", str(tmp_path / "plan.json"), *words]) == 0
-    flight = json.loads((tmp_path / "out/flight.json").read_text())
-    assert (flight["status"], flight["transports"]) == ("complete", [])
-    assert flight["nccl"] is None
+    record = json.loads((tmp_path / "out/run.json").read_text())
+    assert (record["status"], record["transports"]) == ("complete", [])
+    assert record["nccl"] is None
     assert not (tmp_path / "out/nccl").exists()
 
 
@@ -298,11 +298,11 @@ def test_two_ranks_that_nccl_takes_for_two_hosts_are_held_to_the_plan(tmp_path, 
     env = {**given, "PYTHONPATH": str(ROOT), "NCCL_IB_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
     subprocess.run([*argv, "sh", str(tmp_path / "rank.sh")], env=env, check=False, timeout=280)
-    flight = json.loads((tmp_path / "out/flight.json").read_text())
-    assert flight["exit_code"] == code, flight["reason"]
-    assert flight["nccl"]["hosts"] == 2
-    assert any(name.startswith("NET/Socket/") for name in flight["transports"])
-    assert Path(flight["nccl"]["log"]).is_file()
+    record = json.loads((tmp_path / "out/run.json").read_text())
+    assert record["exit_code"] == code, record["reason"]
+    assert record["nccl"]["hosts"] == 2
+    assert any(name.startswith("NET/Socket/") for name in record["transports"])
+    assert Path(record["nccl"]["log"]).is_file()
     if code:
-        assert flight["steps_done"] == 1
-        assert "the plan's network IB: " in flight["reason"] and "via NET/Socket/" in flight["reason"]
+        assert record["steps_done"] == 1
+        assert "the plan's network IB: " in record["reason"] and "via NET/Socket/" in record["reason"]

@@ -56,7 +56,7 @@ def job(folder, compiled):
     rows.write_text("".join(json.dumps({"text": f"What is {a} + 10? It is {a + 10}."}) + "\n" for a in range(10, 58)))
     written = folder / f"{compiled}.yaml"
     written.write_text(json.dumps({**JOB, "dataset_name": str(rows), "compile": compiled, "output_dir": str(out)}))
-    return ["--config", str(written)], out / "flight.json"
+    return ["--config", str(written)], out / "run.json"
 
 
 def test_the_job_alone_compiles(kernels, tmp_path):
@@ -64,9 +64,9 @@ def test_the_job_alone_compiles(kernels, tmp_path):
     losses = []
     for compiled in (False, True):
         before = counters["stats"]["unique_graphs"]
-        argv, flight = job(tmp_path, compiled)
+        argv, record = job(tmp_path, compiled)
         assert train.main(argv) == 0
-        told = json.loads(flight.read_text())
+        told = json.loads(record.read_text())
         losses.append(told["loss"])
         assert told["layout"]["effective"]["compiled_layers"] == (4 if compiled else 0)
         assert (counters["stats"]["unique_graphs"] > before) == compiled
@@ -77,7 +77,7 @@ def test_the_job_alone_compiles(kernels, tmp_path):
 @pytest.mark.usefixtures("forked_ranks")
 def test_without_a_compiler_the_job_is_refused(tmp_path):
     """Before the first step, in one line that says what to install or to set."""
-    argv, flight = job(tmp_path, True)
+    argv, record = job(tmp_path, True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tmp_path)}
     env.pop("CXX", None)
     command = [sys.executable, "-m", "finetune.train", *argv]
@@ -87,4 +87,4 @@ def test_without_a_compiler_the_job_is_refused(tmp_path):
         "finetune: refused: compile=true: torch.compile needs a C++ compiler"
     )
     assert "Traceback" not in done.stderr
-    assert json.loads(flight.read_text())["status"] == "refused"
+    assert json.loads(record.read_text())["status"] == "refused"

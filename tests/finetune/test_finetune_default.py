@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def flown(tmp_path_factory):
-    """FSDP over two gloo ranks: folder and flight."""
+def trained(tmp_path_factory):
+    """FSDP over two gloo ranks: folder and run."""
     folder = tmp_path_factory.mktemp("built-in")
     layout = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 8}
     said = {"step_seconds": {"low": 0.0, "mid": 1.0, "high": 1e9}}
@@ -37,51 +37,51 @@ def flown(tmp_path_factory):
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-2000:]
     (folder / "out" / "stderr").write_text(done.stderr)
-    return folder / "out", json.loads((folder / "out" / "flight.json").read_text())
+    return folder / "out", json.loads((folder / "out" / "run.json").read_text())
 
 
-def test_the_built_in_job_learns_under_the_plan(flown):
+def test_the_built_in_job_learns_under_the_plan(trained):
     """Asked is got, each rank holds half, the loss falls, the adapter is saved."""
-    _, flight = flown
-    effective = flight["layout"]["effective"]
-    assert flight["status"] == "complete"
+    _, record = trained
+    effective = record["layout"]["effective"]
+    assert record["status"] == "complete"
     assert (effective["wrapper"], effective["dp_shard"], effective["backend"]) == ("FSDP", 2, "gloo")
     assert effective["local_parameter_bytes"] == pytest.approx(effective["parameter_bytes"] / 2, rel=0.01)
-    assert flight["loss"]["last"] < MARGIN * flight["loss"]["first"]
-    assert (Path(flight["adapter"]) / "adapter_model.safetensors").is_file()
-    assert (Path(flight["checkpoint"]) / "trainer.json").is_file()
-    assert 0 < flight["communication"]["exposed_share"] <= flight["communication"]["share"] <= 1
-    assert flight["comparison"][0]["within"]
+    assert record["loss"]["last"] < MARGIN * record["loss"]["first"]
+    assert (Path(record["adapter"]) / "adapter_model.safetensors").is_file()
+    assert (Path(record["checkpoint"]) / "trainer.json").is_file()
+    assert 0 < record["communication"]["exposed_share"] <= record["communication"]["share"] <= 1
+    assert record["comparison"][0]["within"]
 
 
-def test_nothing_warns(flown):
+def test_nothing_warns(trained):
     """Neither torch nor what it comes with: a run that is as it should be says only how it goes."""
-    folder, _ = flown
+    folder, _ = trained
     assert [line for line in (folder / "stderr").read_text().splitlines() if "warning" in line.lower()] == []
 
 
-def test_logged_steps_tell_memory_and_communication(flown):
+def test_logged_steps_tell_memory_and_communication(trained):
     """In metrics.jsonl and in tensorboard; the share once the profiler has ended; no MFU: a CPU's peak is unknown."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder, flight = flown
+    folder, record = trained
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines if "loss" in line}
     assert all(line["memory_bytes"] > 0 and line["mfu"] is None for line in steps.values())
     assert steps[1]["communication_share"] is None
-    assert steps[20]["communication_share"] == flight["communication"]["share"]
+    assert steps[20]["communication_share"] == record["communication"]["share"]
     board = EventAccumulator(str(folder / "runs")).Reload()
     (shown, *_) = [one.value for one in board.Scalars("communication_share") if one.step == 20]
-    assert shown == pytest.approx(flight["communication"]["share"], rel=1e-5)
+    assert shown == pytest.approx(record["communication"]["share"], rel=1e-5)
     assert [one.step for one in board.Scalars("memory_bytes")] == list(steps)
 
 
-def test_the_adapter_in_plain_transformers_has_the_loss_of_the_trained_engine(flown):
+def test_the_adapter_in_plain_transformers_has_the_loss_of_the_trained_engine(trained):
     """Base and adapter, loaded without a line of this project: the test split's loss is the one that the ranks told."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    _, flight = flown
+    _, record = trained
     config, _, _ = read_config(None, [ROWS])
     examples, _ = data.prepare(config, config.dataset_test_split, load_tokenizer(config))
 
@@ -98,11 +98,11 @@ def test_the_adapter_in_plain_transformers_has_the_loss_of_the_trained_engine(fl
             counted += int((labels != IGNORED).sum())
         return total / counted
 
-    told = flight["eval_loss"][-1]
-    assert told["step"] == flight["steps_done"]
+    told = record["eval_loss"][-1]
+    assert told["step"] == record["steps_done"]
     with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(flight["base"]).eval()
+        plain = AutoModelForCausalLM.from_pretrained(record["base"]).eval()
         bare = loss(plain, examples[:32])
-        adapted = loss(PeftModel.from_pretrained(plain, flight["adapter"]).eval(), examples)
+        adapted = loss(PeftModel.from_pretrained(plain, record["adapter"]).eval(), examples)
     assert adapted == pytest.approx(told["loss"], rel=1e-4)
     assert bare > 1.2 * told["loss"]

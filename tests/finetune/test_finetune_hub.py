@@ -1,4 +1,4 @@
-"""Models and data sets by hub id, from a stand-in hub on loopback: flown, gated, moved, offline, gone, silent."""
+"""Models and data sets by hub id, from a stand-in hub on loopback: trained, gated, moved, offline, gone, silent."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ JOB = {
     "use_peft": True, "lora_r": 4, "learning_rate": 1e-2, "max_length": 96, "per_device_train_batch_size": 4,
     "max_steps": 2, "save_strategy": "no", "profile_steps": 0, "logging_steps": 1, "completion_only_loss": True,
 }  # fmt: skip
-# Several jobs in one interpreter: to import torch and transformers takes longer than to fly.
+# Several jobs in one interpreter: to import torch and transformers takes longer than the training itself.
 DRIVER = """
 import json, os, sys, time
 from finetune import train
@@ -167,8 +167,8 @@ def hub(tmp_path_factory):
     made.close()
 
 
-def fly(home, url, jobs, **environment):
-    """Name -> (settings, environment) in one interpreter; returns name -> code, words, seconds, flight."""
+def run_job(home, url, jobs, **environment):
+    """Name -> (settings, environment) in one interpreter; returns name -> code, words, seconds, run."""
     listed = []
     for name, (settings, env) in jobs.items():
         config = home / f"{name}.yaml"
@@ -188,8 +188,8 @@ def fly(home, url, jobs, **environment):
     for line in done.stdout.splitlines():
         if line.startswith("DONE "):
             name, code, seconds = json.loads(line.removeprefix("DONE "))
-            flight = home / "out" / name / "flight.json"
-            told = json.loads(flight.read_text()) if flight.exists() else None
+            record = home / "out" / name / "run.json"
+            told = json.loads(record.read_text()) if record.exists() else None
             found[name] = (code, words[name].partition("finetune: ")[2] or words[name], seconds, told)
     assert len(found) == len(jobs), done.stderr[-3000:]
     return found
@@ -218,19 +218,19 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def online(hub, home):
     """All that reach the hub; who may not read the gated one comes before its files are in the cache."""
-    return fly(home, hub.url, {**{name: one[:2] for name, one in BAD.items()}, **GOOD})
+    return run_job(home, hub.url, {**{name: one[:2] for name, one in BAD.items()}, **GOOD})
 
 
 @each_row("name", GOOD)
 def test_models_and_data_sets_of_a_hub_fly(online, name):
     """Every family, every shape of row, gated with its token, a moved name, a branch, parts, a CSV table."""
-    code, words, _, flight = online[name]
+    code, words, _, record = online[name]
     assert code == 0, words[-3000:]
-    assert (flight["status"], flight["steps_done"]) == ("complete", 2)
+    assert (record["status"], record["steps_done"]) == ("complete", 2)
     rows = {"llama": 32}.get(name, 12)
-    assert (flight["data"]["rows"], flight["data"]["dropped_rows"]) == (rows, 0)
+    assert (record["data"]["rows"], record["data"]["dropped_rows"]) == (rows, 0)
     if name == "llama":
-        assert len(flight["eval_loss"]) == 1
+        assert len(record["eval_loss"]) == 1
 
 
 def test_the_adapter_names_the_hub_s_model_and_keeps_its_template(online):
@@ -259,9 +259,9 @@ def test_code_of_a_model_never_runs(online, hub):
 
 
 def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home, hub):
-    """HF_HUB_OFFLINE=1 after a run: the same flight without one request; what was never fetched is refused."""
+    """HF_HUB_OFFLINE=1 after a run: the same run without one request; what was never fetched is refused."""
     before = len(hub.asked)
-    found = fly(home, hub.url, {
+    found = run_job(home, hub.url, {
         "llama-offline": GOOD["llama"],
         "qwen2-offline": GOOD["qwen2"],
         "pairs-offline": GOOD["pairs"],
@@ -271,9 +271,9 @@ def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home,
     }, HF_HUB_OFFLINE="1")  # fmt: skip
     assert len(hub.asked) == before
     for name in ("llama", "qwen2", "pairs"):
-        code, words, _, flight = found[f"{name}-offline"]
+        code, words, _, record = found[f"{name}-offline"]
         assert code == 0, words[-3000:]
-        assert flight["loss"] == online[name][3]["loss"]
+        assert record["loss"] == online[name][3]["loss"]
     for name, word in (("never", "own/pictures"), ("socratic", "openai/gsm8k"), ("no model", "meta/unseen")):
         code, words, _, _ = found[name]
         assert code == 2, words[-3000:]
@@ -297,8 +297,8 @@ def test_two_ranks_take_the_commit_that_the_first_was_told(online, home, hub):
              "HF_HOME": str(home / "cache"), "HF_HUB_OFFLINE": "0", "no_proxy": "*"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    flight = json.loads((home / "ranks/flight.json").read_text())
-    assert flight["loss"] == pytest.approx(online["llama"][3]["loss"], rel=1e-5)
+    record = json.loads((home / "ranks/run.json").read_text())
+    assert record["loss"] == pytest.approx(online["llama"][3]["loss"], rel=1e-5)
     named = [path for path in hub.asked[before:] if path.endswith("/revision/main")]
     # whether it is there at all, the model, and the data under the old name and today's: one rank's questions
     asked = [path.removeprefix("GET /api/").removesuffix("/revision/main") for path in named]
@@ -314,7 +314,7 @@ def test_a_model_that_moved_is_not_mixed_into_a_checkpoint(online, home, hub):
     assert before["identity"]["base"] == f"commit {was}"
     repository.folder, folder = repository.branches["v2"], repository.folder
     try:
-        found = fly(home, hub.url, {"moving": (settings, {}), "named": ({**settings, "model_revision": was}, {})})
+        found = run_job(home, hub.url, {"moving": (settings, {}), "named": ({**settings, "model_revision": was}, {})})
         refused = found["moving"]
         assert refused[0] == 2, refused[1][-3000:]
         line = refused[1].splitlines()[0]
@@ -323,7 +323,7 @@ def test_a_model_that_moved_is_not_mixed_into_a_checkpoint(online, home, hub):
         repository.folder = folder
     code, words, *_ = found["named"]
     assert code == 0, words[-3000:]
-    assert json.loads((home / "out/moving/flight.json").read_text())["steps_done"] == 3
+    assert json.loads((home / "out/moving/run.json").read_text())["steps_done"] == 3
 
 
 def test_no_token_is_written_anywhere(hub, tmp_path):
@@ -336,7 +336,7 @@ def test_no_token_is_written_anywhere(hub, tmp_path):
     settings = {"model_name_or_path": "meta/tiny-llama", **GSM, "log_level": "debug"}
     try:
         jobs = {name: (settings, {"HF_TOKEN": token}) for name, token in tokens.items()}
-        found = fly(tmp_path, hub.url, jobs, HF_DEBUG="1")
+        found = run_job(tmp_path, hub.url, jobs, HF_DEBUG="1")
     finally:
         gated.tokens = before
         del hub.refused[tokens["401"]]
@@ -346,13 +346,13 @@ def test_no_token_is_written_anywhere(hub, tmp_path):
     log = (tmp_path / "log").read_text()
     assert "/api/models/meta/tiny-llama" in log  # the requests themselves are in it
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert tmp_path / "out/opened/flight.json" in files
+    assert tmp_path / "out/opened/run.json" in files
     for name, token in tokens.items():
         assert [path for path in files if token.encode() in path.read_bytes()] == [], name
 
 
 def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(online, home, hub, tmp_path):
-    """What the cache holds flies; what it does not hold is refused, naming the hub, and nothing waits without end."""
+    """What the cache holds is trained; what it does not hold is refused, naming the hub; nothing waits without end."""
     listening, mute = silent()
     gone = "http://127.0.0.1:9"  # discard: nobody listens on a test machine
     hub.failing = 503
@@ -360,16 +360,16 @@ def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(o
         for url, word, seconds in (
             (mute, "cannot be reached", "1"), (gone, "cannot be reached", "1"), (hub.url, "answered 503", "60"),
         ):  # fmt: skip
-            found = fly(tmp_path, url, {"new": ({**QWEN, **GSM}, {})}, HF_HUB_ETAG_TIMEOUT=seconds)
+            found = run_job(tmp_path, url, {"new": ({**QWEN, **GSM}, {})}, HF_HUB_ETAG_TIMEOUT=seconds)
             code, words, _, _ = found["new"]
             assert code == 2, words[-3000:]
             assert word in words.splitlines()[0]
             assert url in words.splitlines()[0]
             print(word, found["new"][2])
-        code, words, _, flight = fly(home, hub.url, {"llama-gone": GOOD["llama"]})["llama-gone"]
+        code, words, _, record = run_job(home, hub.url, {"llama-gone": GOOD["llama"]})["llama-gone"]
     finally:
         hub.failing = None
         listening.close()
     assert code == 0, words[-3000:]
-    assert flight["loss"] == online["llama"][3]["loss"]
-    assert "answered 503: models and data come from the cache" in flight["notes"][-1]
+    assert record["loss"] == online["llama"][3]["loss"]
+    assert "answered 503: models and data come from the cache" in record["notes"][-1]

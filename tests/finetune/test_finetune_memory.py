@@ -59,7 +59,7 @@ def job(tmp_path):
         argv = [sys.executable, "-c", CODE, "--config", str(tmp_path / "job.json")]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=500)
-        return done, json.loads((tmp_path / "out/flight.json").read_text())
+        return done, json.loads((tmp_path / "out/run.json").read_text())
 
     return run
 
@@ -67,10 +67,10 @@ def job(tmp_path):
 @pytest.mark.timeout(600)
 def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_runs(job):
     """torch's allocator fails under a limit of the system: exit code, record, words; the layout named fits."""
-    done, flight = job()
+    done, record = job()
     assert done.returncode == 71, done.stderr[-3000:]
-    assert (flight["status"], flight["exit_code"]) == ("out_of_memory", 71)
-    reason = flight["reason"]
+    assert (record["status"], record["exit_code"]) == ("out_of_memory", 71)
+    reason = record["reason"]
     assert re.search(
         r"rank 0, step 1: .*can't allocate memory.*; [\d.]+ GiB resident beside the program, of 0\.\d+ GiB", reason
     )
@@ -79,9 +79,9 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_run
     named = re.search(r"nearest layout that fits: (.*) \([\d.]+ GiB\)", reason)
     assert named, reason
     words = dict(word.split(": ") for word in named[1].split("; "))
-    done, flight = job(**{name: json.loads(value) for name, value in words.items()})
+    done, record = job(**{name: json.loads(value) for name, value in words.items()})
     assert done.returncode == 0, (words, done.stderr[-3000:])
-    ran = flight["plan"]["layout"]
+    ran = record["plan"]["layout"]
     assert ran["micro_batch"] * ran["gradient_accumulation"] == 128
 
 

@@ -71,14 +71,14 @@ def test_adapters_and_the_merged_model_load_plainly(tmp_path, family):
             "dataset_rows": 64, "export_merged": True, "output_dir": str(out), **ALONE}  # fmt: skip
     (tmp_path / "job.yaml").write_text(json.dumps(told))
     assert train.main(["--config", str(tmp_path / "job.yaml")]) == 0
-    flight = json.loads((out / "flight.json").read_text())
-    assert flight["loss"]["last"] < flight["loss"]["first"]
+    record = json.loads((out / "run.json").read_text())
+    assert record["loss"]["last"] < record["loss"]["first"]
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         bare = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         before = bare(tokens).logits
-        adapted = PeftModel.from_pretrained(bare, flight["adapter"]).eval()(tokens).logits
-        merged = AutoModelForCausalLM.from_pretrained(flight["merged"], dtype=torch.float32).eval()(tokens).logits
+        adapted = PeftModel.from_pretrained(bare, record["adapter"]).eval()(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(record["merged"], dtype=torch.float32).eval()(tokens).logits
     assert (adapted - before).abs().max() > 0.1
     torch.testing.assert_close(merged, adapted, rtol=1e-3, atol=1e-3)
 

@@ -104,7 +104,7 @@ def rig(tmp_path):
 def scripted(rig, tmp_path):
     """Two pods whose ranks end as they are told, with the record that rank 0 would have."""
     (tmp_path / "rank.py").write_text(RANK)
-    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
 
     def make(**options):
         return rig("torchrun", str(tmp_path / "rank.py"), str(tmp_path), f"output_dir={tmp_path}", **options)
@@ -113,7 +113,7 @@ def scripted(rig, tmp_path):
 
 
 def record(folder):
-    return json.loads((folder / "flight.json").read_text())
+    return json.loads((folder / "run.json").read_text())
 
 
 def both_up(rig, times=1):
@@ -166,7 +166,7 @@ def test_another_exit_code_ends_all_pods_at_once_and_keeps_the_logs(scripted, tm
     log = job.start(0)
     job.start(1)
     both_up(job)
-    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
     (tmp_path / "end-1").write_text(str(code))
     (tmp_path / "end-0").write_text("1")
     assert job.ended(0) == code
@@ -189,7 +189,7 @@ def test_a_pod_that_is_lost_comes_back_and_all_start_again(scripted, tmp_path, s
     job.start(0)
     job.start(1)
     both_up(job)
-    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
     if sign == signal.SIGTERM:  # in the job all ranks save together; these do not speak with each other
         (tmp_path / "end-1").write_text("75")
     job.pods[0].send_signal(sign)
@@ -212,7 +212,7 @@ def test_restarts_are_counted_and_used_up(scripted, tmp_path):
     job.start(1)
     for times in (1, 2):
         both_up(job, times)
-        (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+        (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
         job.pods[1].kill()
         job.ended(1)
         if times == 1:
@@ -249,7 +249,7 @@ def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wa
     job = scripted(nodes=1, once=None)
     log = job.start(0, TOPOFLIGHT_RESTARTS="2")
     eventually(lambda: job.ups(0) == 1, "the rank is up", 300)
-    (tmp_path / "flight.json").write_text(json.dumps({"status": "running", "exit_code": None}))
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
     if code in (None, "done"):
         if code:  # the last step was over as SIGTERM came
             (tmp_path / "done").touch()

@@ -75,16 +75,16 @@ def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
     """Loss falls; stopped half-way it ends at the same loss; adapter on 4-bit base and merged model load plainly."""
     whole = tmp_path / "whole"
     assert train.main(job(base, whole)) == 0
-    flight = json.loads((whole / "flight.json").read_text())
-    assert flight["loss"]["last"] < 0.8 * flight["loss"]["first"]
-    assert any("load_in_4bit" in note for note in flight["notes"])
+    record = json.loads((whole / "run.json").read_text())
+    assert record["loss"]["last"] < 0.8 * record["loss"]["first"]
+    assert any("load_in_4bit" in note for note in record["notes"])
     parts = tmp_path / "parts"
     assert train.main(job(base, parts, max_steps=6)) == 0
     assert train.main(job(base, parts, export_merged=True)) == 0
-    resumed = json.loads((parts / "flight.json").read_text())
-    assert resumed["loss"]["last"] == pytest.approx(flight["loss"]["last"], rel=1e-5)
+    resumed = json.loads((parts / "run.json").read_text())
+    assert resumed["loss"]["last"] == pytest.approx(record["loss"]["last"], rel=1e-5)
 
-    tokens = AutoTokenizer.from_pretrained(flight["adapter"])("What is 7 + 5?", return_tensors="pt")["input_ids"]
+    tokens = AutoTokenizer.from_pretrained(record["adapter"])("What is 7 + 5?", return_tensors="pt")["input_ids"]
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
     def logits(adapter=None, **how):
@@ -92,7 +92,7 @@ def test_the_job_trains_saves_resumes_and_loads(base, tmp_path):
         with torch.no_grad():
             return (PeftModel.from_pretrained(model, adapter) if adapter else model)(tokens).logits.float()
 
-    bare, adapted = logits(quantization_config=four), logits(flight["adapter"], quantization_config=four)
+    bare, adapted = logits(quantization_config=four), logits(record["adapter"], quantization_config=four)
     again, merged = logits(resumed["adapter"]), AutoModelForCausalLM.from_pretrained(resumed["merged"])
     assert (adapted - bare).abs().max() > 0.1
     with torch.no_grad():

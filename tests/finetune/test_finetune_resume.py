@@ -106,8 +106,8 @@ def test_killed_ranks_and_other_layouts_end_on_the_same_curve(tmp_path):
     wait_for(job, folder, before, second + 2)
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=400)
-    flight = json.loads((folder / "flight.json").read_text())
-    assert (flight["status"], flight["exit_code"]) == ("interrupted", 75)
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["status"], record["exit_code"]) == ("interrupted", 75)
     third = int(list_checkpoints(folder)[-1].name.removeprefix("checkpoint-"))
     assert second < third < STEPS
 

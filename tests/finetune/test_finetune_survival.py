@@ -42,8 +42,8 @@ profile_steps: 0
 """
 
 
-def fly(folder, *overrides, plan=None):
-    """Run the job in this process; returns exit code and flight."""
+def run_job(folder, *overrides, plan=None):
+    """Run the job in this process; returns exit code and run."""
     folder.mkdir(exist_ok=True, parents=True)
     config = folder.parent / "job.yaml"
     config.write_text(JOB)
@@ -52,8 +52,8 @@ def fly(folder, *overrides, plan=None):
         (folder.parent / "plan.json").write_text(json.dumps({**plan, "config": read_mapping(config)}))
         argv = ["--plan", str(folder.parent / "plan.json")]
     code = train.main([*argv, f"output_dir={folder}", *overrides])
-    flight = folder / "flight.json"
-    return code, json.loads(flight.read_text()) if flight.exists() else None
+    record = folder / "run.json"
+    return code, json.loads(record.read_text()) if record.exists() else None
 
 
 def curve(folder):
@@ -66,20 +66,20 @@ def curve(folder):
 def whole(tmp_path_factory):
     """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    code, flight = fly(folder, "export_merged=true", "eval_strategy=epoch")
-    return folder, code, flight
+    code, record = run_job(folder, "export_merged=true", "eval_strategy=epoch")
+    return folder, code, record
 
 
 def test_a_run_ends_with_everything_written(whole):
-    """Loss fell, flight complete, checkpoints limited, evaluation each epoch."""
-    folder, code, flight = whole
+    """Loss fell, run complete, checkpoints limited, evaluation each epoch."""
+    folder, code, record = whole
     assert code == 0
-    assert (flight["schema_version"], flight["status"], flight["exit_code"]) == (1, "complete", 0)
-    assert flight["loss"]["last"] < 0.8 * flight["loss"]["first"]
-    assert flight["steps_done"] == 14
-    assert len(flight["step_seconds"]) == 14
+    assert (record["schema_version"], record["status"], record["exit_code"]) == (1, "complete", 0)
+    assert record["loss"]["last"] < 0.8 * record["loss"]["first"]
+    assert record["steps_done"] == 14
+    assert len(record["step_seconds"]) == 14
     assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-12", "checkpoint-14"]
-    assert [one["step"] for one in flight["eval_loss"]] == [6, 12, 14]
+    assert [one["step"] for one in record["eval_loss"]] == [6, 12, 14]
     assert not list(folder.glob(".checkpoint-*"))
     assert len(curve(folder)) == 14
 
@@ -87,10 +87,10 @@ def test_a_run_ends_with_everything_written(whole):
 def test_left_away_or_null_are_what_transformers_makes_of_them(tmp_path):
     """No limit keeps every checkpoint; an evaluation by steps without a number of them comes with the log."""
     few = ["max_steps=6", "save_steps=2", "save_total_limit=null", "eval_strategy=steps", "logging_steps=3"]
-    code, flight = fly(tmp_path / "out", *few)
+    code, record = run_job(tmp_path / "out", *few)
     assert code == 0
     assert [p.name for p in list_checkpoints(tmp_path / "out")] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert [one["step"] for one in flight["eval_loss"]] == [3, 6]
+    assert [one["step"] for one in record["eval_loss"]] == [3, 6]
 
 
 def test_adapter_and_merged_model_load_in_plain_transformers(whole):
@@ -98,13 +98,13 @@ def test_adapter_and_merged_model_load_in_plain_transformers(whole):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _, _, flight = whole
-    tokens = AutoTokenizer.from_pretrained(flight["adapter"])("What is 7 + 5?", return_tensors="pt")["input_ids"]
+    _, _, record = whole
+    tokens = AutoTokenizer.from_pretrained(record["adapter"])("What is 7 + 5?", return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(flight["base"]).eval()
+        plain = AutoModelForCausalLM.from_pretrained(record["base"]).eval()
         bare = plain(tokens).logits
-        adapted = PeftModel.from_pretrained(plain, flight["adapter"]).eval()(tokens).logits
-        merged = AutoModelForCausalLM.from_pretrained(flight["merged"]).eval()(tokens).logits
+        adapted = PeftModel.from_pretrained(plain, record["adapter"]).eval()(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(record["merged"]).eval()(tokens).logits
     torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
     assert (adapted - bare).abs().max() > 0.1
 
@@ -123,26 +123,26 @@ def test_sigterm_saves_and_the_next_run_ends_on_the_same_curve(whole, tmp_path):
     """Exit code 75, a checkpoint of the very step, and no difference to the uninterrupted run (dropout is on)."""
     folder = tmp_path / "out"
     with contextlib.redirect_stderr(StopsAtStep6()):
-        code, flight = fly(folder)
+        code, record = run_job(folder)
     assert code == loop.RESUMABLE == 75
-    assert (flight["status"], flight["exit_code"]) == ("interrupted", 75)
+    assert (record["status"], record["exit_code"]) == ("interrupted", 75)
     assert list_checkpoints(folder)[-1].name == "checkpoint-7", "the ranks agree on it in the step that comes then"
-    code, flight = fly(folder)
+    code, record = run_job(folder)
     assert code == 0
-    assert "resumed from checkpoint-7" in "".join(flight["notes"])
+    assert "resumed from checkpoint-7" in "".join(record["notes"])
     assert curve(folder) == pytest.approx(curve(whole[0]), rel=1e-6)
 
 
 def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, tmp_path):
     """Exit code 65; the checkpoint before still resumes."""
     folder = tmp_path / "out"
-    assert fly(folder, "max_steps=4")[0] == 0
-    code, flight = fly(folder, "max_steps=12", "learning_rate=1e29", "save_steps=100")
+    assert run_job(folder, "max_steps=4")[0] == 0
+    code, record = run_job(folder, "max_steps=12", "learning_rate=1e29", "save_steps=100")
     assert code == loop.DIVERGED
-    assert flight["status"] == "failed"
-    assert "nan" in flight["reason"] or "inf" in flight["reason"]
+    assert record["status"] == "failed"
+    assert "nan" in record["reason"] or "inf" in record["reason"]
     assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-4"]
-    assert fly(folder, "max_steps=6")[0] == 0
+    assert run_job(folder, "max_steps=6")[0] == 0
     expected = {step: loss for step, loss in curve(whole[0]).items() if step in (5, 6)}
     assert {s: v for s, v in curve(folder).items() if s in (5, 6)} == pytest.approx(expected, rel=1e-6)
 
@@ -156,9 +156,9 @@ def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_pat
             "max_steps=4", "profile_steps=9", "save_strategy=no"]  # fmt: skip
     done = subprocess.run(argv, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    flight = json.loads((tmp_path / "out" / "flight.json").read_text())
-    assert flight["exit_code"] == 0
-    assert [part["part"] for part in flight["parts"]]
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["exit_code"] == 0
+    assert [part["part"] for part in record["parts"]]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
@@ -171,18 +171,18 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
         pytest.skip(f"mount is not allowed here: {mounted.stderr.decode().strip()}")
     try:
         whole_model = ("use_peft=false", "lora_modules_to_save=[]", "save_total_limit=1")
-        code, _ = fly(disk / "out", *whole_model)
+        code, _ = run_job(disk / "out", *whole_model)
         assert code == SaveError.code
         assert [p.name for p in list_checkpoints(disk / "out")] == ["checkpoint-4"]
         assert not list((disk / "out").glob(".checkpoint-*"))
         shutil.copytree(disk / "out", tmp_path / "roomy")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-    code, flight = fly(tmp_path / "roomy", *whole_model)
+    code, record = run_job(tmp_path / "roomy", *whole_model)
     assert code == 0
-    assert (Path(flight["saved_model"]) / "model.safetensors").is_file()
-    assert flight["model"]["trainable"] == flight["model"]["parameters"]
-    assert "resumed from checkpoint-4" in "".join(flight["notes"])
+    assert (Path(record["saved_model"]) / "model.safetensors").is_file()
+    assert record["model"]["trainable"] == record["model"]["parameters"]
+    assert "resumed from checkpoint-4" in "".join(record["notes"])
 
 
 def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkeypatch):
@@ -192,11 +192,11 @@ def test_what_the_plan_sets_and_the_process_lacks_stops_the_job(tmp_path, monkey
         "layout": {"world_size": 1, "micro_batch": 16, "precision": "fp32"},
         "environment": {"GLOO_SOCKET_IFNAME": "net1"},
     }
-    code, flight = fly(tmp_path / "out", plan=plan)
+    code, record = run_job(tmp_path / "out", plan=plan)
     assert code == MismatchError.code
-    assert flight["status"] == "mismatch"
-    assert "GLOO_SOCKET_IFNAME=net1" in flight["reason"]
-    assert flight["loss"]["first"] is None
+    assert record["status"] == "mismatch"
+    assert "GLOO_SOCKET_IFNAME=net1" in record["reason"]
+    assert record["loss"]["first"] is None
 
 
 def test_forecast_and_measurement_stand_side_by_side(tmp_path):
@@ -208,9 +208,9 @@ def test_forecast_and_measurement_stand_side_by_side(tmp_path):
             "memory_bytes": {"low": 2**60, "mid": 2**61, "high": 2**62},
         },
     }
-    code, flight = fly(tmp_path / "out", "max_steps=4", plan=plan)
+    code, record = run_job(tmp_path / "out", "max_steps=4", plan=plan)
     assert code == 0
-    by_name = {one["quantity"]: one for one in flight["comparison"]}
+    by_name = {one["quantity"]: one for one in record["comparison"]}
     assert by_name["step_seconds"]["within"] is True
     assert by_name["memory_bytes"]["within"] is False
     assert by_name["step_seconds"]["line"].startswith("step seconds: forecast 1 s (1e-06-1e+06), measured ")
@@ -229,14 +229,14 @@ def test_what_cannot_run_is_refused_with_its_reason(tmp_path, overrides, word):
     """Exit code 2 and the setting's name."""
     if word == "GPU" and torch.cuda.is_available():
         pytest.skip("this host has a GPU")
-    code, flight = fly(tmp_path / "out", *overrides)
+    code, record = run_job(tmp_path / "out", *overrides)
     assert code == ConfigError.code
-    assert word in flight["reason"]
+    assert word in record["reason"]
 
 
 def test_a_second_run_does_not_mix_with_the_first(tmp_path):
     """Another model, or a fresh start, in a folder with checkpoints is refused."""
     folder = tmp_path / "out"
-    assert fly(folder, "max_steps=2")[0] == 0
-    assert fly(folder, "lora_r=8")[0] == ConfigError.code
-    assert fly(folder, "resume_from_checkpoint=false")[0] == ConfigError.code
+    assert run_job(folder, "max_steps=2")[0] == 0
+    assert run_job(folder, "lora_r=8")[0] == ConfigError.code
+    assert run_job(folder, "resume_from_checkpoint=false")[0] == ConfigError.code

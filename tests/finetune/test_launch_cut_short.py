@@ -35,7 +35,7 @@ RECORDS = {
 
 def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
     """A job that ends as torchrun does, with 1; SIGTERM comes once it is ready."""
-    ready, record = folder / "ready", folder / "flight.json"
+    ready, record = folder / "ready", folder / "run.json"
     text = JOB.format(stop=RECORDS[does].format(record=record), ready=ready)
 
     def stop():
@@ -101,7 +101,7 @@ SLOW = "time.sleep(1.5); pathlib.Path('{record}').write_text('{{\"exit_code\": 7
 @pytest.mark.parametrize("grace_seconds", [20, 1])
 def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
     """Their launcher is not told to end while they do, and after the time all of it is ended, which is said."""
-    ready, record = tmp_path / "ready", tmp_path / "flight.json"
+    ready, record = tmp_path / "ready", tmp_path / "run.json"
     job = JOB.format(stop=SLOW.format(record=record), ready=ready)
 
     def stop():

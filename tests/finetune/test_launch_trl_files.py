@@ -54,7 +54,7 @@ def test_the_user_s_file_flies_on_two_ranks_as_it_stands(hub: Hub, tmp_path: Pat
     out = tmp_path / "out"
     done = launched(hub, tmp_path, "--ranks", "2", "--no-preflight", "--output", str(out))
     assert done.returncode == 0, done.stderr[-4000:]
-    record, plan = run_record.read(out / "flight.json"), job_plan.read(out / "plan.json")
+    record, plan = run_record.read(out / "run.json"), job_plan.read(out / "plan.json")
     assert (record.status, record.exit_code) == ("complete", 0)
     assert record.steps_done == 10  # 10 epochs of one step: 64 rows, 2 ranks x 32
     assert record.plan == plan and plan.config is not None and plan.layout is not None

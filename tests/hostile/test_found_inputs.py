@@ -74,9 +74,9 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "a benchmark of 10^30 bytes": ("bench_result", bench(world_size=10**30)),
     "a benchmark that took NaN": ("bench_result", bench(seconds="nan")),
     "a loss that is NaN": (
-        "flight", plain({**fuzz_targets.document_of("flight"), "loss": {"first": float("nan"), "last": 1e400}})
+        "run", plain({**fuzz_targets.document_of("run"), "loss": {"first": float("nan"), "last": 1e400}})
     ),
-    "steps without end": ("flight", b'\1{"steps_done": 1e999, "status": "\\ud800"}'),
+    "steps without end": ("run", b'\1{"steps_done": 1e999, "status": "\\ud800"}'),
     "a memory limit in words": ("recording", recording(limit={"memlock": ["x", "y"], "nofile": "z"})),
     "half a surrogate in a file": ("recording", b'\1\0{"kind": "topoflight-recording", "hostname": "\\ud800"}'),
     "a host that is a list": ("recording", recording(identity={"": {"hostname": ["x"], "time": 1}})),

@@ -227,7 +227,7 @@ print("end")
 def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     """A new target is thought about."""
     bounded = {
-        "recording", "snapshot", "network_status", "baseline", "flight", "bench_result", "machine",
+        "recording", "snapshot", "network_status", "baseline", "run", "bench_result", "machine",
         "model_config", "job_config", "job_plan", "calibration", "environment", "manifest", "topo_text",
         "topo_xml", "flight_recorder", "ras_answer", "rank_state",
     }  # fmt: skip
@@ -254,7 +254,7 @@ inputs = [("topo_xml", XML), ("nccl_log", b"NCCL" * (4 << 20)), ("nccl_log", b"\
 for name in ("job_config", "manifest"):
     inputs += [(name, b"\\1" + bomb + tail) for bomb in (lists, merges) for tail in (
         b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
-for name in ("recording", "baseline", "snapshot", "flight", "calibration", "model_config", "bench_result"):
+for name in ("recording", "baseline", "snapshot", "run", "calibration", "model_config", "bench_result"):
     inputs += [(name, b"\\1\\0" + b"[" * 1_000_000), (name, b"\\1\\0" + b"[0," * 300_000 + b"0")]
 inputs.append(("recording", b"\\1\\0" + gzip.compress(b"0" * (256 << 20))))
 for name, data in inputs:

@@ -30,7 +30,7 @@ EXAMPLES = int(os.environ.get("TOPOFLIGHT_DOORS_EXAMPLES", "12"))
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Addresses of two agents, each with a folder to keep flights in: with open reads, and closed without a token."""
+    """Addresses of two agents, each with a folder to keep runs in: with open reads, and closed without a token."""
     with contextlib.ExitStack() as running:
         found = {}
         for name, of in (("open", Tokens()), ("closed", tokens(tmp_path_factory.mktemp("tokens"), reads_open=False))):

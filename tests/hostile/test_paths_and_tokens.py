@@ -54,12 +54,12 @@ def test_a_report_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
     assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("precious", "new", False)
 
 
-def test_a_kept_flight_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
+def test_a_kept_run_replaces_a_link_and_never_follows_it(tmp_path: Path) -> None:
     """The agent's state folder: names are made here, from time and process id only."""
-    kept = keep.keep_flight(
+    kept = keep.store_run(
         record_of({"status": "../../../x", "host": "../../etc", "started_at": "/etc/passwd"}), tmp_path
     )
-    assert kept is not None and kept.parent == tmp_path / keep.FLIGHTS_FOLDER
+    assert kept is not None and kept.parent == tmp_path / keep.RUNS_FOLDER
     assert re.fullmatch(r"[\w.-]+\.json", kept.name)
 
 
@@ -122,8 +122,8 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
     """Page, metrics, JSON and YAML of a machine that calls itself a script, a metric and a document."""
     content = json.loads(path_of(MACHINE).read_text())
     content["hostname"] = content["answers"].setdefault("identity", {}).setdefault("", {})["hostname"] = EVIL
-    flight = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
-    keep.keep_flight(record_of(flight), tmp_path)
+    record = {"status": EVIL, "model": {"name": EVIL}, "reason": EVIL, "layout": {"family": EVIL}, "host": EVIL}
+    keep.store_run(record_of(record), tmp_path)
     running = agent(scan(RecordedHost(content)), tmp_path)
     for door in ("/", "/what-if", "/cluster", "/docs"):
         assert "<script>alert" not in running.get(door).text, door
@@ -196,7 +196,7 @@ def test_no_token_leaves_the_agent(tmp_path: Path) -> None:
         for token in (TOKEN, wrong):
             for header in (f"Bearer {token}", f"bearer  {token} ", f"Basic {token}", token, f"Bearer {token}\tx"):
                 for method, door in (("GET", "/snapshot"), ("GET", "/metrics"), ("POST", "/preflight"),
-                                     ("POST", "/flights"), ("PUT", "/x")):  # fmt: skip
+                                     ("POST", "/runs"), ("PUT", "/x")):  # fmt: skip
                     answers.append(pool.request(method, url + door, headers={"Authorization": header}, body=b"{}").data)
             answers.append(pool.request("GET", f"{url}/snapshot?access_token={token}").data)
             headers = {**bearer(), "Content-Type": "application/json", "Cookie": f"t={token}"}

@@ -1,4 +1,4 @@
-"""Memory on a CPU: what a layer keeps as torch counts it, and real flights inside their forecast."""
+"""Memory on a CPU: what a layer keeps as torch counts it, and real runs inside their forecast."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_on_a_cpu_everything_is_fp32_and_nothing_else_is_moved() -> None:
     [("lora", {"world_size": 1}), ("full", {"world_size": 2, "dp_shard": 2})],
     ids=["LoRA, one rank", "full, FSDP"],
 )
-def test_a_flight_of_a_larger_model_needs_what_was_forecast(
+def test_a_run_of_a_larger_model_needs_what_was_forecast(
     tmp_path: Path, method: Method, degrees: dict[str, Any]
 ) -> None:
     """The peak of the fullest rank lies inside the interval; the model is not the one the constants were counted on."""
@@ -118,5 +118,5 @@ def test_a_flight_of_a_larger_model_needs_what_was_forecast(
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-2000:]
-    measured = json.loads((tmp_path / "out" / "flight.json").read_text())["measured"]
+    measured = json.loads((tmp_path / "out" / "run.json").read_text())["measured"]
     assert said.memory_bytes.low < measured["memory_bytes"] < said.memory_bytes.high

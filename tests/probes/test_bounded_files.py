@@ -41,7 +41,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "kept record": keep.read,
-    "flight": run_record.read,
+    "run": run_record.read,
     "baseline": baseline.read,
     "config.json": lambda path: load_model(str(path)),
     "recording": load,

@@ -18,7 +18,7 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     """The rank that failed first is named; the record's notes and why.json hold the same line."""
     ranks = tmp_path / RANKS_FOLDER
     ranks.mkdir()
-    run_record.save(tmp_path / "flight.json", RunRecord(status="failed", host="trainer-0"))
+    run_record.save(tmp_path / "run.json", RunRecord(status="failed", host="trainer-0"))
     for rank in range(3):
         error = "ValueError: bad row" if rank == 2 else "RuntimeError: Connection closed by peer [10.0.0.2]:4"
         state = RankState(rank=rank, world_size=3, written=time.time(), ended=True, error=error, host=f"trainer-{rank}")
@@ -28,4 +28,4 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / run_record.WHY).read_text())
     assert (kept["state"], kept["ranks"]) == ("failed", [2])
     assert kept["line"] in ended.output
-    assert run_record.read(tmp_path / "flight.json").notes == [f"why: {kept['line']}"]
+    assert run_record.read(tmp_path / "run.json").notes == [f"why: {kept['line']}"]

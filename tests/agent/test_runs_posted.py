@@ -1,4 +1,4 @@
-"""POST /flights: who may, what is taken, what is kept, and that GET /flights and the page show it at once."""
+"""POST /runs: who may, what is taken, what is kept, and that GET /runs and the page show it at once."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def http(tokens: Tokens, folder: Path) -> TestClient:
 
 
 def kept(folder: Path) -> list[Path]:
-    return sorted(folder.glob("flights/*.json"))
+    return sorted(folder.glob("runs/*.json"))
 
 
 def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, folder: Path) -> None:
     """Though the next scan is an hour away; a poster's own word for who posted is not taken."""
-    answer = http.post("/flights", headers=HEADERS, json={**RECORD, "posted_by": "admin", "more": [1]})
+    answer = http.post("/runs", headers=HEADERS, json={**RECORD, "posted_by": "admin", "more": [1]})
     assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
-    (shown,) = http.get("/flights").json()
+    (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
     assert "a-model-of-ours" in http.get("/").text
     assert len(kept(folder)) == 1
@@ -79,25 +79,23 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
     """A job that got no answer sends again; another record of the same start replaces nothing."""
-    assert [http.post("/flights", headers=HEADERS, json=RECORD).status_code for _ in range(3)] == [201, 200, 200]
-    other = http.post("/flights", headers=HEADERS, json={**RECORD, "loss": {"last": 0.0}})
+    assert [http.post("/runs", headers=HEADERS, json=RECORD).status_code for _ in range(3)] == [201, 200, 200]
+    other = http.post("/runs", headers=HEADERS, json={**RECORD, "loss": {"last": 0.0}})
     assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
-    (shown,) = http.get("/flights").json()
+    (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"})
     assert len(kept(folder)) == 1
 
 
 def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
     """The state folder does not grow without end."""
-    for number in range(keep.KEPT_FLIGHTS + 5):
-        keep.keep_flight(record_of({**RECORD, "host": f"pod-{number}"}), folder)
+    for number in range(keep.STORED_RUNS + 5):
+        keep.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
     assert (
-        agent(MACHINE, folder, tokens=tokens)
-        .post("/flights", headers=HEADERS, json={**RECORD, "host": "z"})
-        .status_code
+        agent(MACHINE, folder, tokens=tokens).post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code
         == 201
     )
-    assert len(kept(folder)) == keep.KEPT_FLIGHTS
+    assert len(kept(folder)) == keep.STORED_RUNS
 
 
 @each_row(
@@ -116,16 +114,16 @@ def test_a_wrong_record_is_refused_and_what_is_wrong_named(
 ) -> None:
     """A problem document, and nothing is kept."""
     http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
-    answer = http.post("/flights", headers=HEADERS, json={**RECORD, **change})
+    answer = http.post("/runs", headers=HEADERS, json={**RECORD, **change})
     assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
     assert len(answer.text) < 4000
-    assert kept(folder) == [] and http.get("/flights").json() == []
+    assert kept(folder) == [] and http.get("/runs").json() == []
 
 
 @each_row("body", [b"", b"[]", b"7", b"\xff", b'{"schema_version": 1}', b"[" * 10_000, b'{"a": 1e999, "b": "\\ud800"}'])
 def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: bytes) -> None:
     """No JSON, too deep, or not of ours."""
-    answer = http.post("/flights", headers=HEADERS, content=body)
+    answer = http.post("/runs", headers=HEADERS, content=body)
     assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
     assert kept(folder) == []
 
@@ -133,20 +131,20 @@ def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: byte
 def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
     """A run that diverged: json of Python writes NaN."""
     text = json.dumps({**RECORD, "status": "failed", "loss": {"first": 5.0, "last": float("nan")}})
-    assert http.post("/flights", headers=HEADERS, content=text).status_code == 201
-    assert http.get("/flights").json()[0]["loss"] == {"first": 5.0, "last": None}
+    assert http.post("/runs", headers=HEADERS, content=text).status_code == 201
+    assert http.get("/runs").json()[0]["loss"] == {"first": 5.0, "last": None}
 
 
 def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
     """As many steps as the recorder keeps."""
     whole = {**RECORD, "step_seconds": [1234.567891] * STEPS}
-    assert http.post("/flights", headers=HEADERS, json=whole).status_code == 201
+    assert http.post("/runs", headers=HEADERS, json=whole).status_code == 201
 
 
 def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path) -> None:
     """401 before the record is looked at; 403 where nobody judges tokens."""
-    assert http.post("/flights", content=b"{").status_code == 401
-    closed = agent(MACHINE, folder).post("/flights", headers=HEADERS, json=RECORD)
+    assert http.post("/runs", content=b"{").status_code == 401
+    closed = agent(MACHINE, folder).post("/runs", headers=HEADERS, json=RECORD)
     assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
     assert kept(folder) == []
 
@@ -154,12 +152,12 @@ def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path)
 def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
     """409, and what would help; 507 where the folder takes nothing more."""
     for missing in (None, tmp_path / "nowhere"):
-        answer = agent(MACHINE, missing, tokens=tokens).post("/flights", headers=HEADERS, json=RECORD)
+        answer = agent(MACHINE, missing, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD)
         assert answer.status_code == 409 and "--state" in answer.json()["grant"]
     full = tmp_path / "full"
     full.mkdir()
-    (full / "flights").write_text("a file where the folder would be")
-    assert agent(MACHINE, full, tokens=tokens).post("/flights", headers=HEADERS, json=RECORD).status_code == 507
+    (full / "runs").write_text("a file where the folder would be")
+    assert agent(MACHINE, full, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD).status_code == 507
 
 
 @pytest.fixture
@@ -174,14 +172,14 @@ def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) ->
 
     def asked() -> Any:
         http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
-        return http.post("/flights", headers=HEADERS, json=RECORD)
+        return http.post("/runs", headers=HEADERS, json=RECORD)
 
     api.allowed.add((USER, "post", "/preflight"))
     refused = asked()
-    assert refused.status_code == 403 and "--verb=post --non-resource-url=/flights" in refused.json()["grant"]
-    api.allowed.add((USER, "post", "/flights"))
+    assert refused.status_code == 403 and "--verb=post --non-resource-url=/runs" in refused.json()["grant"]
+    api.allowed.add((USER, "post", "/runs"))
     assert asked().status_code == 201
-    (record,) = keep.flights((folder / "flights",))
+    (record,) = keep.read_runs((folder / "runs",))
     assert record.posted_by == USER
 
 
@@ -203,9 +201,9 @@ def test_what_is_deployed_is_what_a_job_is_told() -> None:
     where = service["metadata"]
     assert f"http://{where['name']}.{where['namespace']}:{port['port']}" == AGENT
     assert service["spec"]["internalTrafficPolicy"] == "Local"
-    (role,) = [d for d in documents if d["metadata"]["name"] == "topoflight-flights"]
-    assert role["rules"] == [{"nonResourceURLs": ["/flights"], "verbs": ["post"]}]
-    assert "topoflight-flights" not in [d["roleRef"]["name"] for d in documents if d["kind"].endswith("RoleBinding")]
+    (role,) = [d for d in documents if d["metadata"]["name"] == "topoflight-runs"]
+    assert role["rules"] == [{"nonResourceURLs": ["/runs"], "verbs": ["post"]}]
+    assert "topoflight-runs" not in [d["roleRef"]["name"] for d in documents if d["kind"].endswith("RoleBinding")]
     assert manifests.AGENT_AUDIENCE == AUDIENCE
 
 
@@ -254,31 +252,31 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
     """Temporary files that nobody writes any more; not one that is being written, and no record."""
-    (folder / "flights").mkdir()
-    for path in (folder, folder / "flights"):
+    (folder / "runs").mkdir()
+    for path in (folder, folder / "runs"):
         for name in (".bench.json.a1b2c3d4", "kept.json"):
             (path / name).write_text("{}")
             os.utime(path / name, (0, 0))
-    (folder / "flights" / ".new.json.x").write_text("{")
+    (folder / "runs" / ".new.json.x").write_text("{")
     state = State(lambda: (), interval_seconds=3600, folder=folder)
     state.start()
     state.stop()
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json*"))
-    assert left == ["flights/.new.json.x", "flights/kept.json", "kept.json"]
+    assert left == ["runs/.new.json.x", "runs/kept.json", "kept.json"]
 
 
 def test_what_is_held_in_memory_is_bounded_in_bytes(
     tokens: Tokens, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest that the bound has room for are shown, from one rendered copy."""
-    (folder / "flights").mkdir()
-    for number in range(keep.KEPT_FLIGHTS):
-        (folder / "flights" / f"{number:03d}.json").write_text(json.dumps({**RECORD, "host": f"pod-{number:03d}"}))
-    monkeypatch.setattr(keep, "MOST_HELD_BYTES", 10 * (folder / "flights" / "000.json").stat().st_size)
+    (folder / "runs").mkdir()
+    for number in range(keep.STORED_RUNS):
+        (folder / "runs" / f"{number:03d}.json").write_text(json.dumps({**RECORD, "host": f"pod-{number:03d}"}))
+    monkeypatch.setattr(keep, "MOST_HELD_BYTES", 10 * (folder / "runs" / "000.json").stat().st_size)
     http = agent(MACHINE, folder, tokens=tokens)
-    first, second = http.get("/flights"), http.get("/flights")
+    first, second = http.get("/runs"), http.get("/runs")
     shown = {record["host"] for record in first.json()}
-    assert shown == {f"pod-{number:03d}" for number in range(keep.KEPT_FLIGHTS - 10, keep.KEPT_FLIGHTS)}
+    assert shown == {f"pod-{number:03d}" for number in range(keep.STORED_RUNS - 10, keep.STORED_RUNS)}
     assert first.content == second.content
-    assert http.post("/flights", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
-    assert "z" in {record["host"] for record in http.get("/flights").json()}
+    assert http.post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
+    assert "z" in {record["host"] for record in http.get("/runs").json()}

@@ -1,4 +1,4 @@
-"""`topoflight preflight --fly` on this host: two real ranks, a fine-tune that learns, a report that says so."""
+"""`topoflight preflight --train` on this host: two real ranks, a fine-tune that learns, a report that says so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_whole_command_measures_trains_and_reports(tmp_path: Path) -> None:
     """Verified collectives, a run that is what was asked for, its forecast beside it, and no pass without a GPU."""
     folder = tmp_path / "reports"
     done = subprocess.run(
-        [sys.executable, "-m", "agent.cli", "preflight", "--fly", "--report", str(folder)],
+        [sys.executable, "-m", "agent.cli", "preflight", "--train", "--report", str(folder)],
         capture_output=True, text=True, timeout=800, check=False, env={**os.environ, "COLUMNS": "80"},
     )  # fmt: skip
     assert (folder / "report.json").exists(), done.stderr
@@ -41,17 +41,17 @@ def test_the_whole_command_measures_trains_and_reports(tmp_path: Path) -> None:
         factor = (2 if m["op"] == "all_reduce" else 1) * (n - 1) / n
         assert m["verified"] and m["busbw_bytes_per_second"] == pytest.approx(m["algbw_bytes_per_second"] * factor)
 
-    flight = report["flight"]
-    assert flight["status"] == "complete"
-    assert flight["loss"]["last"] < LOSS_RATIO * flight["loss"]["first"]
-    assert (Path(flight["adapter"]) / "adapter_config.json").exists() and Path(flight["checkpoint"]).is_dir()
+    record = report["run"]
+    assert record["status"] == "complete"
+    assert record["loss"]["last"] < LOSS_RATIO * record["loss"]["first"]
+    assert (Path(record["adapter"]) / "adapter_config.json").exists() and Path(record["checkpoint"]).is_dir()
     # FSDP over two ranks, sharded as DTensors: neither DDP nor a single process
-    effective = flight["layout"]["effective"]
+    effective = record["layout"]["effective"]
     assert report["recommendation"]["chosen"]["layout"]["dp_shard"] == effective["world_size"] == 2
     assert effective["wrapper"] == "FSDP" and effective["unsharded_parameters"] == 0
     assert effective["local_parameter_bytes"] < 0.6 * effective["parameter_bytes"]
-    assert [c["quantity"] for c in flight["comparison"]][:2] == ["step_seconds", "memory_bytes"]
-    for line in flight["comparison"][:2]:
+    assert [c["quantity"] for c in record["comparison"]][:2] == ["step_seconds", "memory_bytes"]
+    for line in record["comparison"][:2]:
         assert line["forecast"]["low"] < line["forecast"]["high"] and line["measured"] > 0
     assert "step time: forecast" in done.stdout
 

@@ -1,4 +1,4 @@
-"""Records of a run: what the agent makes of flight.json, the job's own exit code, the FLOPs behind its MFU."""
+"""Records of a run: what the agent makes of run.json, the job's own exit code, the FLOPs behind its MFU."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_records_without_parts_are_read(raw):
 )  # fmt: skip
 def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, told):
     """Torchrun makes 1 of every failure; the record of this start says which."""
-    path = tmp_path / "flight.json"
+    path = tmp_path / "run.json"
     began = time.time() - 1
     if written is not None:
         path.write_text(json.dumps(written))
@@ -78,7 +78,7 @@ def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, told):
 
 def test_the_record_of_an_earlier_start_says_nothing(tmp_path):
     """A job that dies before it writes leaves the file of the one before."""
-    path = tmp_path / "flight.json"
+    path = tmp_path / "run.json"
     path.write_text(json.dumps({"exit_code": 75}))
     os.utime(path, (1, 1))
     assert own_exit_code(path, 1, time.time()) == 1
@@ -94,13 +94,13 @@ def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):
     wrong = [(log, run_record.raised(log)) for log, reason in rows if run_record.raised(log) != reason]
     assert not wrong, wrong
     post.write_termination_message(
-        tmp_path / "flight.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x"
+        tmp_path / "run.json", tmp_path / "word", "the ranks of pod 1 ended with exit code 1: OSError: x"
     )
     left = json.loads((tmp_path / "word").read_text())
     assert (left["status"], left["transports"]) == ("failed", []) and left["reason"].endswith("OSError: x")
-    (tmp_path / "flight.json").write_text(json.dumps({"status": "complete"}))
+    (tmp_path / "run.json").write_text(json.dumps({"status": "complete"}))
     post.write_termination_message(
-        tmp_path / "flight.json", tmp_path / "word", "ended", time.time() + 60
+        tmp_path / "run.json", tmp_path / "word", "ended", time.time() + 60
     )  # of an earlier start
     assert json.loads((tmp_path / "word").read_text())["reason"] == "ended"
 

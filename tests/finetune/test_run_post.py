@@ -1,4 +1,4 @@
-"""The job tells the agent of its node how it flew: a real agent, and agents that are none."""
+"""The job tells the agent of its node how the run ended: a real agent, and agents that are none."""
 
 import contextlib
 import http.server
@@ -75,14 +75,14 @@ def token_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def told(tmp_path, token_file, monkeypatch, caplog):
-    """End a flight and tell the agent at `url`; what the record notes."""
+    """End a run and tell the agent at `url`; what the record notes."""
 
     def end(url, **more):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
         recorder = Recorder(tmp_path / "run", JobPlan(), Layout(world_size=1), torch.device("cpu"))
         recorder.end("complete", 0)
         post.upload_run_record(recorder, **more)
-        written = json.loads((tmp_path / "run/flight.json").read_text())
+        written = json.loads((tmp_path / "run/run.json").read_text())
         assert TOKEN not in caplog.text + json.dumps(written)
         assert (written["status"], written["exit_code"]) == ("complete", 0)
         if written["notes"]:
@@ -93,15 +93,15 @@ def told(tmp_path, token_file, monkeypatch, caplog):
 
 
 def test_the_record_is_sent_with_the_token(told, tmp_path, monkeypatch):
-    """To /flights, as it stands in the folder; again after a 503, as before the first scan; through no proxy."""
+    """To /runs, as it stands in the folder; again after a 503, as before the first scan; through no proxy."""
     with Stranger((201, {}, b"")) as proxy, Stranger((503, {}, b""), (201, {}, b"{}")) as agent:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy.url)
         assert told(agent.url + "/") == ""
         assert proxy.asked == []
         _, (path, authorization, body) = agent.asked
-    assert (path, authorization) == ("/flights", f"Bearer {TOKEN}")
-    assert json.loads(body) == json.loads((tmp_path / "run/flight.json").read_text())
+    assert (path, authorization) == ("/runs", f"Bearer {TOKEN}")
+    assert json.loads(body) == json.loads((tmp_path / "run/run.json").read_text())
 
 
 @each_row("status", [301, 302, 303, 307, 308])
@@ -172,7 +172,7 @@ def test_what_is_no_http_is_a_note(told):
 
         threading.Thread(target=echo, daemon=True).start()
         note = told(f"http://127.0.0.1:{other.getsockname()[1]}")
-    assert "POST /flights" in note and "Bearer TOKEN" in note and len(note) < 600
+    assert "POST /runs" in note and "Bearer TOKEN" in note and len(note) < 600
 
 
 def test_an_agent_that_never_answers_holds_the_job_up_for_a_bounded_time(told):
@@ -208,7 +208,7 @@ def test_only_rank_0_tells(told, monkeypatch):
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
-def test_a_job_s_record_stands_in_the_agents_flights(tmp_path):
+def test_a_job_s_record_stands_in_the_agents_runs(tmp_path):
     """A real agent and two real jobs, one with a token that it does not know: that job ends with 0 too."""
     tokens, other = tmp_path / "tokens", tmp_path / "other"
     for path, token in ((tokens, TOKEN), (other, TOKEN[::-1])):
@@ -227,11 +227,11 @@ def test_a_job_s_record_stands_in_the_agents_flights(tmp_path):
         jobs = {path: job_of(tmp_path / f"run-{path.name}", url, path) for path in (tokens, other)}
         said = {path: job.communicate(timeout=500)[0] for path, job in jobs.items()}
         assert [job.returncode for job in jobs.values()] == [0, 0], said
-        kept = urllib3.request("GET", f"{url}/flights").json()
+        kept = urllib3.request("GET", f"{url}/runs").json()
     finally:
         agent.terminate()
         agent.wait(60)
-    written = {path: json.loads((tmp_path / f"run-{path.name}/flight.json").read_text()) for path in jobs}
+    written = {path: json.loads((tmp_path / f"run-{path.name}/run.json").read_text()) for path in jobs}
     assert kept == [{**written[tokens], "posted_by": "token-file"}]
     assert (kept[0]["status"], kept[0]["steps_done"]) == ("complete", 2)
     assert "does not have" not in said[tokens]
