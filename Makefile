@@ -14,14 +14,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # What measures this host or holds its one benchmark lock runs by itself. Ranks, hosts as namespaces, guests, containers,
-# browsers and Prometheus servers wait for half of their time: three files of them at once on two cores, each file's
+# browsers and Prometheus servers wait for half of their time: four files of them at once on two cores, each file's
 # ranks, servers and recorded machines made once; those that take longest begin first (tests/conftest.py).
 ALONE := alone or kube or gpu
 SHARED := ranks or netns or rdma or containers or browser or prometheus or long
 HEAVY := $(ALONE) or $(SHARED)
-SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+SPREAD := --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-all test-fast test-real test-rest test-two test-alone test-nightly lint golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
+.PHONY: run test test-all test-fast test-short test-rest test-two test-alone test-nightly lint docs pictures golden golden-documents serve bench forecast expect e2e drills clean lock audit sbom image fuzz gpu gpu-wheels gpu-older
 
 # compare-networks needs root and Linux; where it cannot, it says why
 run: $(RUNS)
@@ -29,8 +29,9 @@ run: $(RUNS)
 	$(BIN)/topoflight compare-networks --if-possible
 
 # what one runs: everything that starts no ranks, namespaces, guests or browsers nor imports torch, and one test of each
-# that does
-test: lint test-fast test-real
+# that does but for guests. The linters run beside the tests, some of which wait.
+test: $(READY)
+	$(MAKE) --no-print-directory -j 2 lint test-short
 
 test-all: test test-rest
 
@@ -41,22 +42,31 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # schemathesis draws its questions from sets: with one seed of hashes, the same in every run
-test-fast test-real test-two test-alone test-nightly: export PYTHONHASHSEED := 0
+test-fast test-short test-two test-alone test-nightly: export PYTHONHASHSEED := 0
 
 test-fast: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "not ($(HEAVY) or nightly)"
+	$(PYTEST) -q -n 3 $(SPREAD) -m "not ($(HEAVY) or nightly)"
 
-test-real: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "real and not nightly"
+test-short: $(READY)
+	$(PYTEST) -q -n 3 $(SPREAD) -m "(not ($(HEAVY)) or real) and not nightly"
 
 # what failed in one tier hides no other: --keep-going, as CI says, runs them all and fails at the end
-test-rest: test-two test-alone
+test-rest: test-two test-alone docs
 
 test-two: $(READY)
-	$(PYTEST) -q $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
+	$(PYTEST) -q -n 4 $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
 
 test-alone: $(READY)
 	$(PYTEST) -q -m "($(ALONE)) and not (real or nightly)"
+
+# the documentation site, into reports/site; a broken link or anchor, or a page outside the navigation, ends it
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
+# the pictures of the pages and of the terminal, drawn anew (needs Debian's chromium)
+pictures: $(READY)
+	TOPOFLIGHT_UPDATE_PICTURES=1 $(BIN)/pytest -q -n 0 tests/browser/test_page_in_browser.py -k test_pictures
 
 # what takes hours and is no part of CI: long fuzzing, image builds, every drill many times, the page of published runs,
 # every recommended layout, every pair of a machine and an endpoint
@@ -64,7 +74,7 @@ test-nightly: export TOPOFLIGHT_TRACE := all
 test-nightly: export TOPOFLIGHT_PAIRS := all
 test-nightly: $(READY) drills
 	$(PYTEST) -q -m "nightly"
-	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py
+	$(PYTEST) -q tests/finetune/test_finetune_traced.py tests/agent/test_http.py tests/probes/test_gpu_unread.py
 	$(BIN)/python bench/fuzz.py --seconds 3600
 
 # rewrite every golden file; read the difference before you commit it
@@ -88,7 +98,7 @@ serve: $(RUNS)
 	$(BIN)/topoflight serve
 
 # every figure, each bench in turn (some ten minutes), onto reports/bench.md or PAGE; compare within one run only
-BENCHES := "footprint.py" "speed.py" "forecast.py" "finetune_vs_trl.py --rounds 1 --ranks 1"
+BENCHES := "footprint.py" "speed.py" "forecast.py"
 bench: $(READY)
 	@mkdir -p reports
 	@{ printf '# Figures of one run\n\n%s, %s cores (%s), %s\n' "$$(date -u +%F)" "$$(nproc)" \
@@ -97,10 +107,11 @@ bench: $(READY)
 		$(BIN)/python bench/$$words || echo "Exit code $$?: the benchmark failed, or exceeded one of its own limits."; \
 	done; } | tee $(or $(PAGE),reports/bench.md)
 
+# against published runs: each source left out, or the rows of a file by the model as it ships
 forecast: $(READY)
 	$(BIN)/python bench/forecast.py $(ROWS)
 
-# how right the expected bus bandwidths are, held against published results (docs/busbw.md)
+# how right the expected bus bandwidths are, held against published results (docs/reference/bus-bandwidth.md)
 expect: $(READY)
 	$(BIN)/python bench/expect.py $(ROWS)
 
@@ -112,9 +123,9 @@ lock: .cache/tools/uv/bin/uv
 audit: .cache/tools/pip-audit/bin/pip-audit
 	$< --strict --require-hashes --disable-pip -r locks/dev.txt
 
-# what the agent consists of: CycloneDX at reports/sbom.cdx.json, and the licences at docs/licences.md
+# what the agent consists of: CycloneDX at reports/sbom.cdx.json, and the licences at docs/reference/licences.md
 sbom: $(READY)
-	$(BIN)/python locks/inventory.py --sbom reports/sbom.cdx.json --licences docs/licences.md
+	$(BIN)/python locks/inventory.py --sbom reports/sbom.cdx.json --licences docs/reference/licences.md
 
 # the agent's image, and beside it what it consists of (CycloneDX); BASE names another image with Python 3.11 or newer
 image: VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

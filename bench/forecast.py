@@ -1,11 +1,14 @@
-"""Score the forecast against published training runs, `make forecast` or `python bench/forecast.py [ROWS.csv ...]`.
+"""Score the forecast against published training runs.
 
-Every source is forecast with itself left out: the fitted constants are fitted on the other sources alone, a stack of
-which no other source has rows is a stack nobody knows, and the interval's width comes from the other sources' errors.
-Printed per source and in total: rows that the reader could not place, the error of the step time without and with one
-measured scalar per (framework, GPU, precision), how many measured times lie in the 80 % interval, how much slower the
-layout ranked first is than the best one published, the error of the memory by method, out-of-memory rows that were
-called safe, and rows that ran and were refused.
+    make forecast                 the shared corpus, each source left out of all that is learned from the others
+    make forecast ROWS=FILE.csv   the rows of a file by the model as it ships: nothing is fitted or learned on them
+
+Left out, a source is forecast by constants that were fitted on the other sources alone; a stack of which no other
+source has rows is a stack nobody knows, and the interval's width comes from the other sources' errors. Printed per
+source and in total: rows that the reader could not place, the error of the step time without and with one measured
+scalar per (framework, GPU, precision), how many measured times lie in the 80 % interval (a row that was not placed lies
+in none), how much slower the layout ranked first is than the best one published, the error of the memory by method,
+out-of-memory rows that were called safe, and rows that ran and were refused.
 """
 
 from __future__ import annotations
@@ -18,67 +21,50 @@ import re
 import statistics
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 
 from rows import Row, Unread, read_rows
 from stacks import unknown_stack
-from widths import LEAST_ROWS, Sample, inside, learn, write
+from widths import LEAST_ROWS, Sample, inside, learn, width, write
 
+from contracts.interval import Interval
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
+from contracts.tables import read_table
 from hardware.gpus import Gpu
-from planner.explain import FILE as INTERVALS
-from planner.explain import SIGMA_MEMORY, Widths, interval, key_of, kinds_of, sigma_of_links, widths
+from planner.explain import over_unknown_network, sigma_of_links
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
+from planner.forecast.intervals import FILE as INTERVALS
+from planner.forecast.intervals import Widths, interval, key_of, kinds_of, widths
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
-from planner.forecast.step_time import Job, StepParts, step_parts
-from planner.search import SIGMA_PAIR, SIGMA_PAIR_SAME, TIGHT_SHARE, degrees_of, search
+from planner.forecast.step_time import Job, step_parts
+from planner.search import TIGHT_SHARE, degrees_of, search
 from planner.stacks import ENGINES
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
-FILES = ("published.csv", "published2.csv")
+FILES = ("published.csv", "published2.csv", "published3.csv")
 # Multiplications in four bits are in no table: no faster than in eight, or as much as Blackwell's data sheet says.
 FOUR_BITS = 2.0
 LEAST_OF_A_SOURCE = 10  # rows, for its error to count in the mean of sources
 
-# Fitted on published rows; all others are read off data sheets, kernels or papers (docs/model.md).
-FITTED = (
-    "sustained_ampere", "sustained_hopper", "sustained_blackwell", "attention_ampere", "attention_hopper",
-    "attention_hopper_3", "attention_blackwell", "attention_flash1", "score_passes", "hidden_passes_fused",
-    "hidden_passes_compiled", "hidden_passes_eager", "tp_hidden", "overlap_loss",
-)  # fmt: skip
-
-# Where a fit starts and what it is drawn to: round figures that rest on no published training run. One sustained share
-# for every GPU; attention as the FlashAttention papers print it over the GPU's best multiplication.
-PRIOR = replace(
-    DEFAULT, sustained_ampere=0.85, sustained_hopper=0.85, sustained_blackwell=0.85,
-    attention_ampere=0.65, attention_hopper=0.43, attention_hopper_3=0.65, attention_blackwell=0.60,
-    attention_flash1=0.5, score_passes=5.0, hidden_passes_fused=10.0, hidden_passes_compiled=14.0,
-    hidden_passes_eager=20.0, tp_hidden=0.5, overlap_loss=0.15,
-)  # fmt: skip
-
-# Read off published rows and not fitted: what each source says by itself, and what was taken without any of them. Left
-# out, a source leaves the geometric mean of the others.
-READ_OFF: dict[str, tuple[dict[str, float], float]] = {
-    "dequantize_share": ({"litgpt": 0.24, "torchtune": 0.16, "Qwen README": 0.10}, 0.25),
-    "misaligned": ({"BLOOM prequel (bigscience)": 1.25}, 1.0),
-    # accounts of an eager operator's way from Python to the GPU sum to 5 to 25 us: the middle
-    "launch_seconds": ({"Qwen README": 12e-6}, 11e-6),
-}
+_TABLE = read_table(__file__, "forecast.toml")
+FITTED: tuple[str, ...] = tuple(_TABLE["start"])
+PRIOR = replace(DEFAULT, **_TABLE["start"])
 
 
 def read_off_without(source: str) -> dict[str, float]:
     """Constants that were read off a source, as they are without it."""
     found = {}
-    for name, (by_source, unseen) in READ_OFF.items():
-        others = [value for of, value in by_source.items() if of != source]
-        if source in by_source:
-            found[name] = statistics.geometric_mean(others) if others else unseen
+    for name, row in _TABLE["read_off"].items():
+        others = [value for of, value in row["sources"].items() if of != source]
+        if source in row["sources"]:
+            found[name] = statistics.geometric_mean(others) if others else row["without"]
     return found
 
 
@@ -90,9 +76,10 @@ class Answer:
     seconds: float
     extra: float  # standard deviation of log time by what nobody measured and the row leaves open
     kinds: tuple[str, ...]  # what its width goes by
+    reach: tuple[float, float]  # log time over the fastest and over the slowest network that the row leaves open
     memory_bytes: float
-    safe: bool  # it fits in every way that the row leaves open, and nothing is said of tight memory
-    refused: bool  # it would not fit in any
+    least_bytes: float  # on the device, of the ways that the row leaves open
+    most_bytes: float
 
     @property
     def ratio(self) -> float:
@@ -102,12 +89,34 @@ class Answer:
     @property
     def sample(self) -> Sample:
         """What a width is learned from."""
-        return Sample(source=self.row.source, kinds=self.kinds, error=math.log(self.ratio), extra=self.extra)
+        return Sample(
+            source=self.row.source, kinds=self.kinds, error=math.log(self.ratio), extra=self.extra, reach=self.reach
+        )
 
     @property
     def scored(self) -> bool:
         """Whether its time can be scored."""
         return bool(self.row.seconds) and not self.row.set_aside
+
+    @property
+    def ran(self) -> bool:
+        """Whether its layout is known to have fitted."""
+        return not (self.row.out_of_memory or self.row.set_aside or "layout" in self.row.assumed)
+
+    @property
+    def memory_ratio(self) -> float:
+        """Forecast over measured memory."""
+        return self.memory_bytes / (self.row.memory_bytes or math.nan)
+
+    def is_safe(self, table: Widths) -> bool:
+        """Whether it fits in every way that the row leaves open, and nothing would be said of tight memory."""
+        high = interval(self.most_bytes, table.memory[self.row.train.method]).high
+        return high <= TIGHT_SHARE * self.row.gpu.memory_bytes
+
+    def is_refused(self, table: Widths) -> bool:
+        """Whether it would not fit in any."""
+        low = interval(self.least_bytes, table.memory[self.row.train.method]).low
+        return low > self.row.gpu.memory_bytes
 
 
 # --- One row.
@@ -133,14 +142,23 @@ def _ways(row: Row, layout: Layout) -> list[float]:
     layouts = _heavier(row, layout)
     if row.stack.known:
         found = [_needed(row, each) for each in layouts]
-        if row.precision in EIGHT_BITS and row.train.method == "lora":
-            frozen = memory_parts(row.model, row.train, layout, row.stack.engine).weights
-            found += [needed - DEFAULT_MEMORY.fragmentation * frozen / 2.0 for needed in found]
-        return found
+        return found + [needed - _saved_by_few_bits(row, layout) for needed in found]
     whole = 2.0 * weights(row.model).total / (layout.tp * layout.pp)
     loading = whole + memory_parts(row.model, row.train, layout, row.stack.engine).weights
     fused = [_needed(row, replace(each, fused_cross_entropy=True)) for each in layouts]
     return fused + [max(loading, _needed(row, replace(each, fused_cross_entropy=False))) for each in layouts]
+
+
+def _saved_by_few_bits(row: Row, layout: Layout) -> float:
+    """Bytes that frozen weights take less where they lie in the eight or four bits that they are multiplied in.
+
+    Transformer Engine's fp8_model_init keeps no other copy; NVFP4 has a byte of scale for 16 weights.
+    """
+    if row.train.method != "lora" or not (row.four_bits or set(EIGHT_BITS) & set(row.precisions)):
+        return 0.0
+    frozen = memory_parts(row.model, row.train, layout, row.stack.engine).weights
+    kept = (0.5 + 1.0 / 16.0) / 2.0 if row.four_bits else 0.5
+    return DEFAULT_MEMORY.fragmentation * frozen * (1.0 - kept)
 
 
 # A row that ran did not recompute more than its memory asked for; what is forecast to be this much larger than the card
@@ -164,7 +182,9 @@ def as_run(row: Row) -> Layout:
         choice = "none" if _needed(row, light) <= row.gpu.memory_bytes else choice
     options = _heavier(row, replace(row.layout, checkpointing=choice))
     most = CERTAINLY_TOO_LARGE * row.gpu.memory_bytes
-    return next((option for option in options if _needed(row, option) <= most), options[-1])
+    return next(
+        (option for option in options if _needed(row, option) - _saved_by_few_bits(row, option) <= most), options[-1]
+    )
 
 
 def _job(row: Row, precision: Precision, constants: Constants, gpu: Gpu | None = None) -> Job:
@@ -184,14 +204,6 @@ def searched(row: Row, constants: Constants = DEFAULT) -> Layout:
     return found.best[0].layout if found.best else row.layout
 
 
-def _parts(job: Job, row: Row, layout: Layout) -> StepParts:
-    if row.recompute_share is None:
-        return step_parts(job, layout)
-    none = step_parts(job, replace(layout, checkpointing="none"))
-    full = step_parts(job, replace(layout, checkpointing="full"))
-    return StepParts(*(a + (b - a) * row.recompute_share for a, b in zip(none, full, strict=True)))
-
-
 def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, float]:
     """Seconds, and what assumed links and a precision that the row leaves open add to sigma."""
     times, links = [], 0.0
@@ -201,13 +213,13 @@ def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, f
     for precision, gpu in variants:
         at = layout if precision == layout.precision else replace(layout, precision=precision)
         job = _job(row, precision, constants, gpu)
-        parts = _parts(job, row, at)
+        parts = step_parts(job, at)
         times.append(parts.total)
         links = max(links, sigma_of_links(job, at, parts))
     return math.sqrt(min(times) * max(times)), math.hypot(links, math.log(max(times) / min(times)) / 2.0)
 
 
-def answer(row: Row, layout: Layout, constants: Constants = DEFAULT, *, seen_gpu: bool = True) -> Answer:
+def answer(row: Row, layout: Layout, constants: Constants = DEFAULT) -> Answer:
     """Forecast one row."""
     engine = row.stack.engine
     seconds, extra = seconds_of(row, layout, constants)
@@ -215,15 +227,18 @@ def answer(row: Row, layout: Layout, constants: Constants = DEFAULT, *, seen_gpu
     memory = printed.tensors if row.memory_kind == "tensors" else printed.total
     if row.memory_kind == "reserved":
         memory -= printed.context
-    ways, card = _ways(row, layout), row.gpu.memory_bytes
+    job = _job(row, row.precision, constants)
+    ends = over_unknown_network(job, layout, Interval(low=1.0, mid=1.0, high=1.0))
+    ways = _ways(row, layout)
     return Answer(
         row=row,
         seconds=seconds,
         extra=extra,
-        kinds=kinds_of(_job(row, row.precision, constants), seen_engine=row.stack.known, seen_gpu=seen_gpu),
+        kinds=kinds_of(job, seen_engine=row.stack.known),
+        reach=(math.log(ends.low), math.log(ends.high)),
         memory_bytes=memory,
-        safe=interval(max(ways), SIGMA_MEMORY).high <= TIGHT_SHARE * card,
-        refused=min(ways) > DEFAULT_MEMORY.safe_share * card,
+        least_bytes=min(ways),
+        most_bytes=max(ways),
     )
 
 
@@ -315,41 +330,35 @@ def unknown_to_others(row: Row, engines: Collection[str]) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Every source, and every generation of GPUs, forecast by what never saw it."""
+    """Every source forecast by what never saw it."""
 
     answers: list[Answer]
     engines: dict[str, str]  # of each row, by its name
-    unseen_gpu: list[Answer]  # the same rows again, by constants fitted without any row of such a GPU
+    shipped: list[
+        Answer
+    ]  # the same rows by what ships: no memory is fitted, so the traits of its stack are all that is left out
 
 
 def left_out(rows: Sequence[Row], say: Callable[[str], None]) -> LeftOut:
-    """Forecast each row by constants and stacks that never saw its source, and again that never saw its GPU."""
+    """Forecast each row by constants and stacks that never saw its source."""
     engines = tied(rows)
     fit = Fit([(row, as_run(row)) for row in rows])
     apart = [unknown_to_others(row, engines.get(row.source, ())) for row in rows]
-
-    def forecast(members: Iterable[Row], constants: Constants, *, seen_gpu: bool) -> list[Answer]:
-        return [
-            answer(row, searched(row, constants) if "layout" in row.assumed else as_run(row), constants,
-                   seen_gpu=seen_gpu)
-            for row in members
-        ]  # fmt: skip
-
     everything = fit.without(())
-    sources: list[Answer] = []
+    answers: list[Answer] = []
     for source in dict.fromkeys(row.source for row in rows):
         constants = everything
         if source in fit.sources:
             constants = fit.without({row.name for row in rows if row.source == source})
         constants = replace(constants, **read_off_without(source))
-        sources += forecast((row for row in apart if row.source == source), constants, seen_gpu=True)
+        answers += [
+            answer(row, searched(row, constants) if "layout" in row.assumed else as_run(row), constants)
+            for row in apart
+            if row.source == source
+        ]
         say(f"left out {source}")
-    gpus: list[Answer] = []
-    for capability in dict.fromkeys(row.gpu.compute_capability for row in rows):
-        constants = fit.without({row.name for row in rows if row.gpu.compute_capability == capability})
-        gpus += forecast((row for row in apart if row.gpu.compute_capability == capability), constants, seen_gpu=False)
-        say(f"left out GPUs of compute capability {capability}")
-    return LeftOut(answers=sources, unseen_gpu=gpus, engines={row.name: row.stack.engine.name for row in rows})
+    engines_of = {row.name: row.stack.engine.name for row in rows}
+    return LeftOut(answers=answers, shipped=as_shipped(rows), engines=engines_of)
 
 
 def samples_of(answers: Iterable[Answer]) -> list[Sample]:
@@ -360,17 +369,19 @@ def samples_of(answers: Iterable[Answer]) -> list[Sample]:
 def learned(result: LeftOut, without: str | None = None) -> Widths:
     """The widths, of all sources or of all but one."""
     answers = [a for a in result.answers if a.scored and a.row.source != without]
-    again = [a for a in result.unseen_gpu if a.scored and a.row.source != without]
     seen = Counter(result.engines[a.row.name] for a in answers)
-    gpus = Counter(a.row.gpu.compute_capability for a in answers if a.row.gpu.compute_capability)
     known = [a for a in answers if not a.row.assumed_much]
-    scaled = [
-        Sample(source=a.row.source, kinds=(), error=math.log(ratio), extra=0.0) for a, ratio in with_scalar(known)
-    ]
+    scaled = [Sample(source=a.row.source, error=math.log(ratio)) for a, ratio in with_scalar(known)]
+    held = [a for a in result.shipped if a.row.memory_bytes and a.row.source != without]
+    memory: dict[str, list[Sample]] = defaultdict(list)
+    for a in held:
+        memory[a.row.train.method].append(Sample(source=a.row.source, error=math.log(a.memory_ratio)))
+    pair, same = (spread(found) for found in pairs(answers))
     return learn(
-        samples_of([*answers, *again]), scaled,
+        samples_of(answers),
         engines={name for name, count in seen.items() if name in ENGINES and count >= LEAST_OF_A_SOURCE},
-        capabilities={capability for capability, count in gpus.items() if count >= LEAST_OF_A_SOURCE},
+        calibrated=width(scaled), memory={method: width(samples) for method, samples in sorted(memory.items())},
+        pair=pair, pair_same=same,
     )  # fmt: skip
 
 
@@ -414,18 +425,10 @@ def covers(one: Answer, table: Table) -> bool:
     return inside(one.sample, table(one.row.source).sigma(one.kinds))
 
 
-def coverage(answers: Sequence[Answer], table: Table) -> float:
-    """Share of measured times inside the 80 % interval."""
-    return statistics.mean(covers(a, table) for a in answers) if answers else math.nan
-
-
-def coverage_with_scalar(scaled: Sequence[tuple[Answer, float]], table: Table) -> float:
-    """The same for the calibrated interval."""
-    held = [
-        inside(Sample(source="", kinds=(), error=math.log(r), extra=0.0), table(a.row.source).calibrated)
-        for a, r in scaled
-    ]
-    return statistics.mean(held) if held else math.nan
+def coverage(answers: Sequence[Answer], table: Table, missed: int = 0) -> float:
+    """Share of measured times inside the 80 % interval, where those of `missed` further rows lie outside."""
+    found = len(answers) + missed
+    return sum(covers(a, table) for a in answers) / found if found else math.nan
 
 
 _SAME = ("source", "framework", "model", "params_b", "kind", "seq", "gpu", "world", "gbs", "precision", "compile",
@@ -454,16 +457,42 @@ def regrets(answers: Sequence[Answer]) -> list[tuple[float, str, int]]:
     return out
 
 
+NORMAL_MEDIAN = 0.6745  # median of |x| over its standard deviation
+
+
+def pairs(answers: Iterable[Answer]) -> tuple[list[Sample], list[Sample]]:
+    """Errors in the difference of two forecasts of one job: of layouts of other degrees, and of the same degrees."""
+    groups: dict[tuple[str, ...], list[Answer]] = defaultdict(list)
+    for one in answers:
+        groups[same_job(one.row)].append(one)
+    found: tuple[list[Sample], list[Sample]] = ([], [])
+    for a, b in (pair for members in groups.values() for pair in combinations(members, 2)):
+        if a.row.layout != b.row.layout:
+            same = degrees_of(a.row.layout) == degrees_of(b.row.layout)
+            found[same].append(Sample(source=a.row.source, error=abs(math.log(a.ratio / b.ratio))))
+    return found
+
+
+def spread(found: Sequence[Sample]) -> float:
+    """Standard deviation by the median, each source weighing by the root of its pairs."""
+    if not found:
+        return math.nan
+    count = Counter(sample.source for sample in found)
+    ordered = sorted((sample.error, 1.0 / math.sqrt(count[sample.source])) for sample in found)
+    below = list(accumulate(weight for _, weight in ordered))
+    return round(ordered[bisect_left(below, below[-1] / 2.0)][0] / NORMAL_MEDIAN, 3)
+
+
 # --- Tables.
 
 
 def _print_table(title: str, lines: Sequence[tuple[str, ...]]) -> None:
     print(f"\n## {title}\n")
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    widest = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for n, line in enumerate(lines):
-        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |")
+        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widest, strict=True)) + " |")
         if n == 0:
-            print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
+            print("|" + "|".join("-" * (w + 2) for w in widest) + "|")
 
 
 def _percent(value: float) -> str:
@@ -507,31 +536,35 @@ def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
         print(f"- assumed in {count}: {gap}")
 
 
-def _ratios(members: Sequence[Answer]) -> list[float]:
-    return [m.ratio for m in members]
+def _time_error(members: Sequence[Answer]) -> float:
+    return error([m.ratio for m in members])
 
 
-def print_times(title: str, answers: Sequence[Answer], table: Table) -> None:
+def _scaled_error(members: Sequence[Answer]) -> float:
+    return error([ratio for _, ratio in with_scalar(members)])
+
+
+def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread], table: Table) -> None:
     """The table of step times."""
-    groups = _by_source(answers)
-    lines = [("source", "rows", "error", "median ratio", "in 80 %", "error, one scalar", "in 80 %, one scalar")]
-    scores: list[Callable[[Sequence[Answer]], float]] = [
-        lambda m: error(_ratios(m)), lambda m: coverage(m, table), lambda m: error([r for _, r in with_scalar(m)]),
-        lambda m: coverage_with_scalar(with_scalar(m), table),
-    ]  # fmt: skip
+    groups, missed = _by_source(answers), Counter(u.source for u in unread)
+    lines = [("source", "rows", "not placed", "error", "median ratio", "in 80 %", "error, one scalar")]
     for source, members in [*groups.items(), ("all", list(answers))]:
-        off, held, scaled, held_scaled = (_percent(score(members)) for score in scores)
-        middle = f"{statistics.median(_ratios(members)):.3f}"
-        lines.append((source, str(len(members)), off, middle, held, scaled, held_scaled))
+        failed = missed[source] if source != "all" else len(unread)
+        middle = f"{statistics.median([m.ratio for m in members]):.3f}"
+        lines.append((source, str(len(members)), str(failed), _percent(_time_error(members)), middle,
+                      _percent(coverage(members, table, failed)), _percent(_scaled_error(members))))  # fmt: skip
     large = str(sum(len(members) >= LEAST_OF_A_SOURCE for members in groups.values()))
-    off, held, scaled, held_scaled = (_percent(mean_of_sources(answers, score)) for score in scores)
-    lines.append((f"mean of sources of {LEAST_OF_A_SOURCE} rows", large, off, "-", held, scaled, held_scaled))
+    lines.append((
+        f"mean of sources of {LEAST_OF_A_SOURCE} rows", large, "", _percent(mean_of_sources(answers, _time_error)), "-",
+        _percent(mean_of_sources(answers, lambda m: coverage(m, table, missed[m[0].row.source]))),
+        _percent(mean_of_sources(answers, _scaled_error)),
+    ))  # fmt: skip
     _print_table(title, lines)
 
 
 def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
-    """The table of widths: each combination, and each single mark, of enough rows."""
-    answers = [a for a in (*result.answers, *result.unseen_gpu) if a.scored and not a.row.assumed_much]
+    """The table of widths: each combination, and each single mark, of enough rows; and those of memory and pairs."""
+    answers = [a for a in result.answers if a.scored and not a.row.assumed_much]
     marks = sorted({kind for a in answers for kind in a.kinds})
     groups = {key_of(kinds): [a for a in answers if a.kinds == kinds] for kinds in sorted({a.kinds for a in answers})}
     groups |= {f"any: {mark}": [a for a in answers if mark in a.kinds] for mark in marks}
@@ -543,30 +576,18 @@ def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
                 name, str(len(members)), str(len(_by_source(members))), f"{sigma:.3f}" if sigma else "-",
                 _percent(coverage(members, lambda _: shipped)), _percent(coverage(members, table)),
             ))  # fmt: skip
-    lines.append(("one step of the stack measured", "", "", f"{shipped.calibrated:.3f}", "", ""))
+    for name, sigma in (
+        ("one step of the stack measured", shipped.calibrated),
+        *((f"memory: {method}", sigma) for method, sigma in shipped.memory.items()),
+        ("difference of two layouts of one job", shipped.pair), ("the same, of the same degrees", shipped.pair_same),
+    ):  # fmt: skip
+        lines.append((name, "", "", f"{sigma:.3f}", "", ""))
     _print_table("Width of the interval by the kind of job", lines)
 
 
-def print_regret(answers: Sequence[Answer]) -> None:
-    """The table of ranking regret."""
-    found = regrets(answers)
-    if not found:
-        print("\nNo two rows differ only in their layout: no ranking to score.")
-        return
-    lines = [("groups", "rows", "mean regret", "worst", "worst group")]
-    worst = max(found)
-    lines.append((str(len(found)), str(sum(n for _, _, n in found)), _percent(statistics.mean(r for r, _, _ in found)),
-                  _percent(worst[0]), worst[1]))  # fmt: skip
-    _print_table("Ranking: layouts of the same job", lines)
-
-
-def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
-    """The table of memory, by source and method, and what is called safe or refused.
-
-    `known` are the same rows with the traits of their own stacks: no memory is fitted, so these are all that is left
-    out.
-    """
-    by_traits = {a.row.name: a.memory_bytes for a in known}
+def print_memory(answers: Sequence[Answer], known: Sequence[Answer], table: Table) -> None:
+    """The table of memory by source and method; `known` are the same rows with the traits of their own stacks."""
+    own = {a.row.name: a for a in known}
     groups: dict[tuple[str, str], list[Answer]] = defaultdict(list)
     for one in answers:
         for source in (one.row.source, "all"):
@@ -574,51 +595,23 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer]) -> None:
                 groups[source, method].append(one)
     lines = [("source", "method", "rows", "error", "median ratio", "error, stack known", "ran", "of them refused",
               "OOM rows", "called safe")]  # fmt: skip
-    order = [*_by_source(answers), "all"]
-    for source in order:
+    for source in [*_by_source(answers), "all"]:
         for method in ("full", "lora", "qlora", "all"):
             members = groups.get((source, method), [])
             held = [a for a in members if a.row.memory_bytes]
             oom = [a for a in members if a.row.out_of_memory]
             if not (held or oom or source == "all") or (method == "all" and source != "all"):
                 continue
-            ratios = [a.memory_bytes / (a.row.memory_bytes or math.nan) for a in held]
-            own = [by_traits[a.row.name] / (a.row.memory_bytes or math.nan) for a in held]
+            ratios = [a.memory_ratio for a in held]
             middle = f"{statistics.median(ratios):.3f}" if ratios else "-"
-            ran = [a for a in members if not (a.row.out_of_memory or a.row.set_aside or "layout" in a.row.assumed)]
+            ran = [a for a in members if a.ran]
             lines.append((
-                source, method, str(len(ratios)), _percent(error(ratios)), middle, _percent(error(own)), str(len(ran)),
-                str(sum(a.refused for a in ran)), str(len(oom)), str(sum(a.safe for a in oom)),
+                source, method, str(len(ratios)), _percent(error(ratios)), middle,
+                _percent(error([own[a.row.name].memory_ratio for a in held])), str(len(ran)),
+                str(sum(a.is_refused(table(a.row.source)) for a in ran)), str(len(oom)),
+                str(sum(a.is_safe(table(a.row.source)) for a in oom)),
             ))  # fmt: skip
     _print_table("Memory", lines)
-
-
-NORMAL_MEDIAN = 0.6745  # median of |x| over its standard deviation
-
-
-def print_pairs(answers: Iterable[Answer]) -> None:
-    """The error in the difference of two forecasts of one job that differs in its layout only (SIGMA_PAIR).
-
-    It is what a gain must exceed before a less simple layout is chosen.
-    """
-    groups: dict[tuple[str, ...], list[Answer]] = defaultdict(list)
-    for one in answers:
-        if one.scored:
-            groups[same_job(one.row)].append(one)
-    errors: dict[bool, list[float]] = {False: [], True: []}
-    jobs: Counter[bool] = Counter()
-    for members in groups.values():
-        differ = [(a, b) for a, b in combinations(members, 2) if a.row.layout != b.row.layout]
-        alike = [degrees_of(a.row.layout) == degrees_of(b.row.layout) for a, b in differ]
-        for same, (a, b) in zip(alike, differ, strict=True):
-            errors[same].append(abs(math.log(a.ratio / b.ratio)))
-        jobs.update(set(alike))
-    lines = [("differ in", "jobs", "pairs", "standard deviation, by the median", "all", "shipped")]
-    for same, name, shipped in ((False, "degrees", SIGMA_PAIR), (True, "batch or recomputation", SIGMA_PAIR_SAME)):
-        if found := errors[same]:
-            spread, median = math.sqrt(statistics.mean(x * x for x in found)), statistics.median(found) / NORMAL_MEDIAN
-            lines.append((name, str(jobs[same]), str(len(found)), f"{median:.3f}", f"{spread:.3f}", str(shipped)))
-    _print_table("Layouts of one job", lines)
 
 
 def print_constants(fitted: Constants) -> None:
@@ -630,120 +623,112 @@ def print_constants(fitted: Constants) -> None:
     _print_table("Constants", lines)
 
 
-def print_scores(title: str, answers: Sequence[Answer], table: Table) -> None:
-    """Step times and ranking."""
+def print_summary(
+    how: str, answers: Sequence[Answer], known: Sequence[Answer], unread: Sequence[Unread], table: Table
+) -> None:
+    """The figures that docs/explanation/forecast.md cites: means over the sources of enough rows, and counts."""
     scored = [a for a in answers if a.scored]
-    if not scored:
-        print("\nNo row has a time to score.")
-        return
-    print_times(title, scored, table)
-    print_regret(scored)
     mixtures = [a for a in scored if a.row.model.experts]
-    if mixtures:
-        print_times(f"{title}: mixtures of experts", mixtures, table)
-
-
-def print_summary(answers: Sequence[Answer], known: Sequence[Answer], unread: Sequence[Unread], table: Table) -> None:
-    """The figures that docs/model.md cites: means over the sources of enough rows, and counts."""
-    scored = [a for a in answers if a.scored]
-    found = [regret for regret, _, _ in regrets(scored)]
-    oom = [a for a in answers if a.row.out_of_memory]
-    ran = [a for a in answers if not (a.row.out_of_memory or a.row.set_aside or "layout" in a.row.assumed)]
+    missed, lost = Counter(u.source for u in unread if u.timed), sum(u.mixture for u in unread)
+    found = regrets(scored)
+    oom, ran = [a for a in answers if a.row.out_of_memory], [a for a in answers if a.ran]
     own = {a.row.name: a for a in known}
 
     def memory(rows: Sequence[Answer], method: str) -> str:
         held = [a for a in rows if a.row.memory_bytes and a.row.train.method == method]
-        return _percent(
-            mean_of_sources(held, lambda m: error([a.memory_bytes / (a.row.memory_bytes or math.nan) for a in m]))
-        )
+        return _percent(mean_of_sources(held, lambda m: error([a.memory_ratio for a in m])))
+
+    def count(rows: Sequence[Answer], holds: Callable[[Answer, Widths], bool]) -> str:
+        return f"{sum(holds(a, table(a.row.source)) for a in rows)} of {len(rows)}"
 
     figures = {
-        "step time": _percent(mean_of_sources(scored, lambda m: error(_ratios(m)))),
-        "step time, mixtures of experts": _percent(
-            mean_of_sources([a for a in scored if a.row.model.experts], lambda m: error(_ratios(m)))
+        "step time": _percent(mean_of_sources(scored, _time_error)),
+        "step time, mixtures of experts": _percent(mean_of_sources(mixtures, _time_error)),
+        "mixtures of experts not placed": f"{lost} of {lost + sum(a.row.model.experts > 0 for a in answers)}",
+        "step time, one scalar": _percent(mean_of_sources(scored, _scaled_error)),
+        "in the 80 % interval": _percent(
+            mean_of_sources(scored, lambda m: coverage(m, table, missed[m[0].row.source]))
         ),
-        "step time, one scalar": _percent(mean_of_sources(scored, lambda m: error([r for _, r in with_scalar(m)]))),
-        "in the 80 % interval": _percent(mean_of_sources(scored, lambda m: coverage(m, table))),
-        "regret, mean": _percent(statistics.mean(found)),
-        "regret, worst": _percent(max(found)),
+        "regret, mean": _percent(statistics.mean(r for r, _, _ in found)) if found else "-",
+        "regret, worst": _percent(max(found)[0]) if found else "-",
         **{f"memory, {method}": memory(answers, method) for method in ("full", "lora", "qlora")},
         **{
             f"memory, {method}, stack known": memory([own[a.row.name] for a in answers], method)
             for method in ("full", "lora", "qlora")
         },
-        "out of memory, called safe": f"{sum(a.safe for a in oom)} of {len(oom)}",
-        "the same, stack known": f"{sum(own[a.row.name].safe for a in oom)} of {len(oom)}",
-        "ran, refused": f"{sum(a.refused for a in ran)} of {len(ran)}",
-        "the same, of known stacks": f"{sum(own[a.row.name].refused for a in ran)} of {len(ran)}",
-        "ran, called tight": f"{sum(not (a.safe or a.refused) for a in ran)} of {len(ran)}",
+        "out of memory, called safe": count(oom, Answer.is_safe),
+        "the same, stack known": count([own[a.row.name] for a in oom], Answer.is_safe),
+        "ran, refused": count(ran, Answer.is_refused),
+        "the same, of known stacks": count([own[a.row.name] for a in ran], Answer.is_refused),
+        "ran, called tight": count(ran, lambda a, w: not (a.is_safe(w) or a.is_refused(w))),
         "rows not placed": f"{len(unread)} of {len(unread) + len(answers)}",
-    }
-    _print_table("Summary", [("figure", "left out"), *figures.items()])
+    }  # fmt: skip
+    _print_table("Summary", [("figure", how), *figures.items()])
+    if found:
+        print(f"\n- regret of {len(found)} groups of layouts of one job; worst: {max(found)[1]}")
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
 HEADER = """# Forecast accuracy
 
-Published runs of other stacks, 2026-11-23, as `make forecast` prints them. `python bench/forecast.py --write` writes
+Published runs of other stacks, 2026-11-26, as `make forecast` prints them. `python bench/forecast.py --write` writes
 this page, and the widths in `planner/forecast/intervals.json`.
 """
 
 
-def report(rows: Sequence[Row], unread: Sequence[Unread], shipped: bool, save: bool) -> None:
-    """Print every table."""
-    if shipped or len({row.source for row in rows}) < 2:  # with one source nothing is left to fit on
-        answers = as_shipped(rows)
-        print_rows(answers, unread)
-        print_scores("Step time, constants and stacks as shipped (in sample)", answers, lambda _: widths())
-        print_memory(answers, answers)
-        return
-    result = left_out(rows, lambda text: print(text, file=sys.stderr))
-    answers = result.answers
-    others = {source: learned(result, source) for source in {row.source for row in rows}}
+def report(rows: Sequence[Row], unread: Sequence[Unread], result: LeftOut | None) -> None:
+    """Print every table: of what ships, or of each source left out."""
+    answers = known = as_shipped(rows)
+    how, table = "as shipped", lambda _: widths()
+    if result:
+        answers, known, how = result.answers, result.shipped, "left out"
+        table = {source: learned(result, source) for source in {row.source for row in rows}}.__getitem__
     print_rows(answers, unread)
-    print_scores("Step time, each source left out", answers, others.__getitem__)
-    print()
-    for source in dict.fromkeys(row.source for row in rows):
-        if gone := read_off_without(source):
-            print(f"- left out with {source}: {', '.join(gone)}")
-    print_kinds(result, learned(result), others.__getitem__)
-    known = as_shipped(rows)
-    print_memory(answers, known)
-    print_summary(answers, known, unread, others.__getitem__)
-    if save:
-        write(learned(result), INTERVALS)
+    scored = [a for a in answers if a.scored]
+    if scored:
+        missed = [u for u in unread if u.timed]
+        print_times(f"Step time, {how}", scored, missed, table)
+    if mixtures := [a for a in scored if a.row.model.experts]:
+        print_times(f"Step time, {how}: mixtures of experts", mixtures, [u for u in missed if u.mixture], table)
+    if result:
+        print()
+        for source in dict.fromkeys(row.source for row in rows):
+            if gone := read_off_without(source):
+                print(f"- left out with {source}: {', '.join(gone)}")
+        print_kinds(result, learned(result), table)
+    print_memory(answers, known, table)
+    print_summary(how, answers, known, unread, table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("rows", nargs="*", type=Path, default=[CORPUS / "layouts" / name for name in FILES])
-    parser.add_argument("--as-shipped", action="store_true", help="in sample: shipped constants, nothing left out")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", type=Path, help="CSV files to score as shipped; none: the shared corpus")
+    parser.add_argument("--left-out", action="store_true", help="leave out each source of the named files in turn")
     parser.add_argument("--fit", action="store_true", help="print the constants fitted on every source, and no score")
     parser.add_argument(
         "--write", action="store_true", help="write the planner's widths and docs/measurements/forecast.md"
     )
-    parser.add_argument(
-        "--pairs", action="store_true", help="print the error in the difference of two forecasts, alone"
-    )
     options = parser.parse_args(arguments)
-    for file in options.rows:
+    files = options.rows or [CORPUS / "layouts" / name for name in FILES]
+    for file in files:
         if not file.is_file():
             print(f"{file}: no such file (set TOPOFLIGHT_CORPUS or name a CSV)", file=sys.stderr)
             return 2
     started = time.perf_counter()
-    rows, unread = read_rows(options.rows)
+    rows, unread = read_rows(files)
     if options.fit:
         print_constants(Fit([(row, as_run(row)) for row in rows]).without(()))
         return 0
-    if options.pairs:
-        print_pairs(as_shipped(rows))
-        return 0
+    result = None
+    if options.left_out or not options.rows:
+        result = left_out(rows, lambda text: print(text, file=sys.stderr))
     text = io.StringIO()
     with redirect_stdout(text):
-        report(rows, unread, options.as_shipped, options.write)
+        report(rows, unread, result)
     print(text.getvalue())
-    if options.write:
+    if options.write and result:
+        write(learned(result), INTERVALS)
         tables = re.sub(r"^\|.*$", lambda line: re.sub(r" *\| *", "|", line[0]), text.getvalue(), flags=re.MULTILINE)
         PAGE.write_text(HEADER + re.sub(r"\|-[-|]*\|", lambda m: re.sub(r"-+", "-", m[0]), tables), encoding="utf-8")
     print(f"\n{time.perf_counter() - started:.1f} s")

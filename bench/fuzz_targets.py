@@ -55,7 +55,7 @@ from contracts.job_config import ConfigError, read_config
 from contracts.layout import Layout, LayoutError, values_of
 from planner import why
 from planner.forecast.calibration import CalibrationError, dump_calibration, load_calibration
-from planner.forecast.models import ModelError, load_model
+from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
 from planner.lint.sources import KINDS, EnvironmentTextError, read_environment
 from probes.host.recording import RecordedHost, RecordingError, load
@@ -317,7 +317,7 @@ def model_config(data: bytes) -> object:
     path = _scratch().file("config.json", _json(lambda: document_of("config"), data))
     with contextlib.suppress(RequestError):
         model_of(Request.of(model=str(path)))
-    return load_model(str(path))
+    return model_from_file(path)
 
 
 @reads((ROOT / "contracts/default.yaml").read_bytes(), ALIASES, errors=(ConfigError,), stepped=True)

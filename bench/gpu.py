@@ -111,7 +111,6 @@ class Tier:
             ("NCCL, two ranks on one GPU", self.collectives),
             ("Calibration", self.calibration),
             *((f"Fine-tune: {name}", lambda name=name, more=more: self.fine_tune(name, more)) for name, more in runs),
-            ("Beside TRL", self.trl),
         ]
 
     def left(self, most: float) -> float:
@@ -209,16 +208,6 @@ class Tier:
         for part in record.parts:
             due = f", forecast {duration(part.forecast_seconds)}" if part.forecast_seconds is not None else ""
             yield f"part {part.part}", f"{duration(part.measured_seconds)}{due}"
-
-    def trl(self) -> Iterator[Row]:
-        """bench/finetune_vs_trl.py, where TRL is installed beside this or its environment was made before."""
-        if not (_has("trl") or (ROOT / ".cache" / "compare").exists()):
-            yield "ratio", "not run: TRL is not installed (python bench/finetune_vs_trl.py makes its environment)"
-            return
-        rounds = "1" if self.cpu else "5"  # on a CPU a round is most of a minute
-        done = self.call(sys.executable, "bench/finetune_vs_trl.py", "--rounds", rounds, "--ranks", "1", most=300)
-        for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines()[-12:]:
-            yield "", line
 
 
 def _has(module: str) -> bool:

@@ -14,20 +14,22 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shapes import ShapeError, shape_of
+from shapes import ShapeError, is_mixture, shape_of
 from stacks import Stack, stack_matching
 
-from contracts.layout import EIGHT_BITS, Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
+from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
+from contracts.tables import read_table
 from hardware.gpus import Gpu, gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from planner.forecast.links import (
     ASSUMED_PCIE_BYTES_PER_SECOND,
-    ASSUMED_TCP_BYTES_PER_SECOND,
     NETWORK_SHARE,
     Links,
     Speed,
+    unknown_network,
 )
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from topology.expected import FACTORS
@@ -46,6 +48,8 @@ class Unread:
     row_id: str
     source: str
     why: str
+    timed: bool  # it has a time, which therefore was not forecast
+    mixture: bool  # of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +69,7 @@ class Row:
     stack: Stack
     checkpointing: Checkpointing | None  # None: not published
     assumed: tuple[str, ...]  # what was filled in: "precision", "layout", "model", "network"
-    recompute_share: float | None  # share of the forward pass run again, where MFU and HFU were both published
     seconds: float | None  # of one step with `layout`
-    exact_seconds: bool  # False: from published FLOP/s
     memory_bytes: float | None
     memory_kind: str  # "tensors", "reserved", "device"
     first_stage: bool  # the memory is a log line of rank 0
@@ -119,21 +121,14 @@ def words(raw: Raw, *names: str) -> str:
 
 # --- What a note says of numbers that have a column of their own: "TP=4, PP=8, VP=12, MBS=1, GA=64", "EP8".
 
-_SAID = {
-    "tp": r"(?:tp|tensor[- ]parallel\w*)(?: size)?", "pp": r"(?:pp|pipeline[- ]parallel\w*)(?: size)?",
-    "cp": r"(?:cp|context[- ]parallel\w*)(?: size)?", "dp": r"(?:dp|data[- ]parallel\w*)(?: size)?",
-    "ep": r"(?:ep|expert[- ]parallel\w*)(?: size)?", "vpp": r"(?:vpp?|virtual[- ]pipeline\w*)(?: size)?",
-    "mbs": r"(?:mbs|micro[- ]?batch(?:[- ]size)?)", "gbs": r"(?:gbs|global[- ]batch(?:[- ]size)?)",
-    "grad_accum": r"(?:ga|grad(?:ient)?[- ]accum\w*(?: steps)?)", "seq": r"(?:seq(?:uence)?(?:[_ ]?len(?:gth)?)?)",
-    "lora_rank": r"(?:lora[_ ]r(?:ank)?|rank|r)",
-}  # fmt: skip
+_TABLE = read_table(__file__, "rows.toml")
 
 
 def with_words_of_note(raw: Raw) -> Raw:
     """The row with empty columns filled from what its note says by name."""
     note = words(raw, "note")
     filled = dict(raw)
-    for name, word in _SAID.items():
+    for name, word in _TABLE["said"].items():
         if not raw.get(name):
             match = re.search(rf"(?<![a-z0-9]){word}\s*[=:]?\s*(\d+k?)\b", note)
             if match:
@@ -182,6 +177,11 @@ def read_per_node(raw: Raw, gpu: Gpu, world: int) -> int:
     return min(world, machine.gpus if machine else 4 if gpu.of_a_rack else 8)
 
 
+def _meant(table: str, text: str) -> Any:
+    """What a text means by a table of patterns; None: nothing."""
+    return next((name for name, pattern in _TABLE[table].items() if re.search(pattern, text)), None)
+
+
 _FOUR_BITS = re.compile(r"(?<!b)(?:nv|mx)?fp4")
 
 
@@ -193,16 +193,13 @@ def read_precisions(raw: Raw, gpu: Gpu, stack: Stack) -> tuple[tuple[Precision, 
     for text in (words(raw, "precision"), words(raw, "note", "model")):
         if _FOUR_BITS.search(text):
             return (("fp8",) if gpu.matmul_fp8 else ("bf16",)), False
-        if re.search(r"fp8|float8|e4m3|mxfp8", text):
+        precision = _meant("precision", text)
+        if precision == "fp8":
             # "FP8-CS (FP8-MX)" are two rows of a table, whose notes say which is which.
             text = text.split("(")["(" in text and "alternative #2" in words(raw, "note")]
             return ("mxfp8" if re.search(r"mxfp8|fp8-mx", text) and gpu.matmul_fp8 else "fp8",), True
-        if re.search(r"bf16|bfloat16|nf4|int4|int8|4[- ]?bit|8[- ]?bit(?! ?(?:adam|optim|paged))|gptq|awq", text):
-            return ("bf16",) if gpu.bf16 else ("fp16",), True
-        if re.search(r"fp16|float16|\b16-mixed|\bhalf\b|\bamp\b", text):
-            return ("fp16",), True
-        if re.search(r"fp32|float32|tf32|\b32-true", text):
-            return ("fp32",), True
+        if precision:
+            return ("fp16" if precision == "bf16" and not gpu.bf16 else precision,), True
     if not gpu.bf16:
         return ("fp16",), False
     return ("bf16", "fp8") if gpu.matmul_fp8 and (stack.engine.eight_bits or not stack.known) else ("bf16",), False
@@ -215,18 +212,13 @@ def read_sharding(raw: Raw, stack: Stack, dp: int, per_node: int, *, full: bool)
     shard_group = number(raw, "shard_group")
     group = int(shard_group) if shard_group and dp % int(shard_group) == 0 else dp
     for text in (words(raw, "sharding"), words(raw, "framework", "note", "system")):
-        if "hsdp" in text or "hybrid" in text:
+        kind = _meant("sharding", text)
+        if kind == "hsdp":
             return "zero3", group if group < dp else math.gcd(dp, per_node)
-        if re.search(r"zero[-_ ]?(stage[-_ ]?)?2\s*(/|or)\s*3", text):
+        if kind == "zero23":
             return ("zero3" if full else "zero2"), dp
-        if re.search(r"zero[-_ ]?(stage[-_ ]?)?3|full[_ ]?shard|fsdp|fully", text):
-            return "zero3", group
-        if re.search(r"zero[-_ ]?(stage[-_ ]?)?2|shard_grad_op", text):
-            return "zero2", dp
-        if re.search(r"zero[-_ ]?(stage[-_ ]?)?1|distributed[- ]?optimizer", text):
-            return "zero1", dp
-        if re.search(r"^none|^no\b|\bddp\b|zero[-_ ]?(stage[-_ ]?)?0|no_shard", text):
-            return "ddp", 1
+        if kind:
+            return kind, {"zero3": group, "ddp": 1}.get(kind, dp)
     return (stack.default_sharding, dp) if stack.default_sharding != "ddp" else ("ddp", 1)
 
 
@@ -340,7 +332,7 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
         tcp = tcp or (machine.nic_kind == "ethernet" and not rdma)
     if (tcp and not re.search(r"tcpx", text)) or (slow and not rdma):
         if rate is None:
-            return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link="TCP"), False
+            return unknown_network("TCP"), False
         share, streams = FACTORS.sockets[1]
         carried = 1.0 / (1.0 / (share * rate / 8.0 * GIGA) + 1.0 / streams)
         return Speed(bytes_per_second=carried, how="derived", link="TCP"), True
@@ -411,21 +403,21 @@ def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> T
     )  # fmt: skip
 
 
-def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: int) -> tuple[float | None, bool]:
-    """Seconds of one step of `batch` sequences, and whether they were published as time or throughput."""
+def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: int) -> float | None:
+    """Seconds of one step of `batch` sequences, by the published time, throughput or FLOP/s."""
     step_time = number(raw, "step_time_s") or number(raw, "step_time_s_derived")
     published = number(raw, "gbs")
     if step_time:
-        return (step_time * batch / published if published else step_time), True
+        return step_time * batch / published if published else step_time
     tokens = number(raw, "tokens_s_gpu") or number(raw, "tokens_s_gpu_derived")
     if tokens:
-        return batch * sequence / (tokens * world), True
+        return batch * sequence / (tokens * world)
     samples = number(raw, "samples_s")
     if samples:
-        return batch / samples, True
+        return batch / samples
     flops = number(raw, "tflops_gpu")
     if not flops:
-        return None, False
+        return None
     kind = raw.get("flops_kind") or "model"
     count = weights(model)
     matmul = count.layers * (count.attention_per_layer + count.active_mlp_per_layer) + model.vocab * model.hidden
@@ -435,7 +427,7 @@ def read_seconds(raw: Raw, model: ModelSpec, world: int, sequence: int, batch: i
     per_token = 6.0 * matmul + attention
     if "hardware" in kind:
         per_token *= 4.0 / 3.0
-    return per_token * batch * sequence / (flops * 1e12 * world), False
+    return per_token * batch * sequence / (flops * 1e12 * world)
 
 
 _DOUBT = re.compile(
@@ -450,19 +442,6 @@ def doubt(raw: Raw) -> str:
     if not raw.get("mbs") and not raw.get("gbs") and raw.get("samples_s"):
         return "samples per second of an unknown batch"
     return ""
-
-
-def too_fast(
-    gpu: Gpu, model: ModelSpec, precision: Precision, seconds: float | None, layout: Layout, sequence: int
-) -> bool:
-    """The time would need more FLOP/s than the GPU's best multiplication: it belongs to other settings."""
-    if not seconds:
-        return False
-    count = weights(model)
-    active = count.layers * (count.attention_per_layer + count.active_mlp_per_layer)
-    flops = 4.0 * active * layout.global_batch * sequence  # forward and input gradients: the least any method does
-    best = max(gpu.matmul_bf16, gpu.matmul_fp8 or 0.0 if precision in EIGHT_BITS else 0.0)
-    return flops / (seconds * layout.world_size) > best
 
 
 def read_sequence(raw: Raw, batch: int | None) -> int:
@@ -555,15 +534,8 @@ def read_row(columns: Raw) -> Row:
     unknown = layout_unknown(raw, stack, world)
     gaps = {"model": not sure, "precision": not stated, "network": not known, "layout": unknown}
     checkpointing = read_checkpointing(raw)
-    mfu, hfu = number(raw, "mfu_pct"), number(raw, "hfu_pct")
-    share = None
-    if checkpointing == "selective" and mfu and hfu and hfu >= mfu and "megatron" not in stack.engine.name:
-        share = min(1.0, 3.0 * (hfu / mfu - 1.0))
-    seconds, exact = read_seconds(raw, model, world, sequence, layout.global_batch)
+    seconds = read_seconds(raw, model, world, sequence, layout.global_batch)
     memory, memory_kind = read_memory(raw, gpu, world)
-    aside = doubt(raw)
-    if not aside and too_fast(gpu, model, precisions[-1], seconds, layout, sequence):
-        aside = "more FLOP/s than the GPU reaches"
     printed = words(raw, "mem_kind")
     return Row(
         row_id=raw.get("row_id") or "?", source=raw.get("source") or "?", framework=raw.get("framework") or "?",
@@ -571,12 +543,15 @@ def read_row(columns: Raw) -> Row:
          model=model, train=read_train(raw, stack, sequence, precisions[0]),
         layout=layout, links=links, stack=stack, checkpointing=checkpointing,
         assumed=tuple(name for name, gap in gaps.items() if gap),
-        recompute_share=share, seconds=seconds, exact_seconds=exact, memory_bytes=memory, memory_kind=memory_kind,
+        seconds=seconds, memory_bytes=memory, memory_kind=memory_kind,
         first_stage="as printed" in printed and not re.search(r"max|last|total|worst|peak", printed),
         out_of_memory=bool(re.search(r"\boom\b|out of memory", words(raw, "mem_gib"))
                            or (not seconds and re.search(r"\boom\b|out of memory", words(raw, "note")))),
-        set_aside=aside, raw=raw,
+        set_aside=doubt(raw), raw=raw,
     )  # fmt: skip
+
+
+_TIMES = ("step_time_s", "step_time_s_derived", "tokens_s_gpu", "tokens_s_gpu_derived", "samples_s", "tflops_gpu")
 
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
@@ -593,6 +568,8 @@ def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[Unread]]:
                 try:
                     rows.append(read_row(columns))
                 except UnreadError as error:
-                    unread.append(Unread(row_id=columns.get("row_id") or "?", source=columns.get("source") or "?",
-                                         why=str(error)))  # fmt: skip
+                    unread.append(Unread(
+                        row_id=columns.get("row_id") or "?", source=columns.get("source") or "?", why=str(error),
+                        timed=any(number(columns, name) for name in _TIMES), mixture=is_mixture(columns),
+                    ))  # fmt: skip
     return rows, unread

@@ -20,6 +20,11 @@ _MIXTURE = re.compile(
 )  # fmt: skip
 
 
+def is_mixture(raw: dict[str, str]) -> bool:
+    """Whether a row is of a mixture of experts, by its architecture or its model's name."""
+    return raw.get("arch") != "dense" and bool(_MIXTURE.search(f"{raw.get('arch') or ''} {raw.get('model') or ''}"))
+
+
 class ShapeError(Exception):
     """A model whose shape neither its name nor its row gives."""
 
@@ -79,8 +84,8 @@ def shape_of(raw: dict[str, str], number: Callable[[dict[str, str], str], float 
             return known, True
         if sizes[1:] == (known.hidden, known.heads) and not known.dense_layers:  # cut down to fewer layers
             return replace(known, layers=sizes[0]), True
-    total, active = size_of(name, number(raw, "params_b"))
-    mixture = raw.get("arch") != "dense" and bool(active or _MIXTURE.search(f"{raw.get('arch') or ''} {name}"))
+    total, _ = size_of(name, number(raw, "params_b"))
+    mixture = is_mixture(raw)
     few = re.search(r"(?<![a-z0-9])(\d+)x\d+b", name, re.I)
     if mixture and not (few and layers and hidden):
         raise ShapeError(f"model {name!r}: a mixture of experts in no list, and no column gives its experts")

@@ -38,6 +38,7 @@ class Stack:
     default_checkpointing: Checkpointing = "none"
     sequence_parallel: bool = True  # used with TP where nothing else is said
     known: bool = True  # False: no pattern matched its name
+    before_hopper: bool = False  # of Ampere and older only: since then it is another
     lora_targets: tuple[str, ...] = TrainSpec().lora_targets  # by default
 
 
@@ -65,17 +66,12 @@ def _stack(row: dict[str, Any]) -> Stack:
 
 
 STACKS = tuple(map(_stack, tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["stack"]))
-_MEGATRON = STACKS[-1]
-# Megatron-LM by itself reduces gradients in fp32.
-_MEGATRON_FP32 = Stack(engine=ENGINES["megatron"], default_sharding="zero1", pattern=r"megatron.?(core|lm)")
-
 # Of one GPU, or said to be so, plain PyTorch: weights, gradients and states in the type that is computed with.
 _UNKNOWN_PLAIN = Stack(engine=Engine(name="unknown"), pattern="", known=False)
 _UNKNOWN = Stack(engine=Fsdp(name="unknown"), pattern="", known=False)
-# What no FSDP stack does: model-parallel ranks, experts spread out. It is Megatron's way under whatever name, with
-# gradients in fp32 as Megatron-LM has them by itself.
-_UNKNOWN_PARALLEL = replace(_MEGATRON_FP32, engine=replace(
-    _MEGATRON_FP32.engine, name="unknown, model-parallel", sends_tokens_once=True), known=False)  # fmt: skip
+# What no FSDP stack does: model-parallel ranks, experts spread out. It is Megatron's way under whatever name.
+_UNKNOWN_PARALLEL = Stack(engine=replace(ENGINES["megatron"], name="unknown, model-parallel"), pattern="",
+                          default_sharding="zero1", known=False)  # fmt: skip
 _PURE = r"\b(bf16|bfloat16|16)[- ]true|pure[- _]?(bf16|bfloat16)|(bf16|bfloat16) (param|weight)s?"
 _MIXED = r"\bamp\b|amp_|autocast|mixed|fp32 (param|weight|master)"
 
@@ -98,15 +94,9 @@ def unknown_stack(raw: Mapping[str, str]) -> Stack:
 
 def stack_matching(raw: Mapping[str, str], gpu: Gpu | None = None) -> Stack:
     """The stack of a row, by the names of its framework and else of its system."""
+    hopper = gpu is not None and (gpu.compute_capability or (0, 0)) >= (9, 0)
     for text in ((raw.get("framework") or "").lower(), (raw.get("system") or "").lower()):
-        if (
-            gpu is not None
-            and (gpu.compute_capability or (0, 0)) >= (9, 0)
-            and re.search(r"megatron.?(core|lm|bridge)", text)
-        ):
-            # The Hopper years of Megatron are Transformer Engine's.
-            return _MEGATRON_FP32 if re.search(_MEGATRON_FP32.pattern, text) else _MEGATRON
         for stack in STACKS:
-            if re.search(stack.pattern, text):
+            if re.search(stack.pattern, text) and not (stack.before_hopper and hopper):
                 return stack
     return unknown_stack(raw)

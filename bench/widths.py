@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from planner.explain import Widths, key_of
+from planner.forecast.intervals import Z80, Widths, key_of
 
-Z80 = 1.2816
 LEAST_ROWS = 20  # of a kind that gets a width of its own
 # Each source counts by the root of its rows, so that no long table speaks for all stacks; of the rows themselves so
 # many are covered at least and at most.
@@ -23,14 +23,16 @@ class Sample:
     """One left-out forecast."""
 
     source: str
-    kinds: tuple[str, ...]
     error: float  # log(forecast / measured)
-    extra: float  # what the row leaves open and nobody measured: a standard deviation of its own
+    kinds: tuple[str, ...] = ()
+    extra: float = 0.0  # what the row leaves open and nobody measured: a standard deviation of its own
+    reach: tuple[float, float] = (0.0, 0.0)  # how far an unknown network moves the interval's ends
 
 
 def inside(sample: Sample, sigma: float) -> bool:
     """Whether the measured time lies in the interval."""
-    return abs(sample.error) <= Z80 * math.hypot(sigma, sample.extra)
+    width, (low, high) = Z80 * math.hypot(sigma, sample.extra), sample.reach
+    return low - width <= -sample.error <= high + width
 
 
 def covered(samples: Sequence[Sample], sigma: float, weights: Sequence[float]) -> float:
@@ -44,7 +46,9 @@ def _least(reached: Callable[[float], bool]) -> float:
 
 
 def width(samples: Sequence[Sample]) -> float:
-    """The standard deviation with which an interval covers 80 %."""
+    """The standard deviation with which an interval covers 80 %; NaN of nothing."""
+    if not samples:
+        return math.nan
     rows = Counter(s.source for s in samples)
     by_source = [1.0 / math.sqrt(rows[s.source]) for s in samples]
     by_row = [1.0] * len(samples)
@@ -55,14 +59,11 @@ def width(samples: Sequence[Sample]) -> float:
     return sigma
 
 
-def learn(samples: Sequence[Sample], scaled: Sequence[Sample], engines: Iterable[str],
-          capabilities: Iterable[tuple[int, int]]) -> Widths:  # fmt: skip
-    """The table: a width for each combination, and for each single mark, of enough rows."""
+def learn(samples: Sequence[Sample], **others: Any) -> Widths:
+    """The table: a width for each combination, and for each single mark, of enough rows; `others` as they are."""
     combinations = Counter(s.kinds for s in samples)
     single = Counter(kind for s in samples for kind in s.kinds)
     return Widths(
-        engines=frozenset(engines),
-        capabilities=frozenset(capabilities),
         kinds={
             key_of(kinds): width([s for s in samples if s.kinds == kinds])
             for kinds, count in sorted(combinations.items())
@@ -73,7 +74,7 @@ def learn(samples: Sequence[Sample], scaled: Sequence[Sample], engines: Iterable
             for kind, count in sorted(single.items())
             if count >= LEAST_ROWS
         },
-        calibrated=width(scaled) if scaled else math.nan,
+        **others,
     )
 
 
@@ -81,10 +82,7 @@ def write(widths: Widths, file: Path) -> None:
     """The file that the planner reads."""
     data = {
         "written_by": "python bench/forecast.py --write",
+        **asdict(widths),
         "engines": sorted(widths.engines),
-        "capabilities": sorted(map(list, widths.capabilities)),
-        "kinds": widths.kinds,
-        "any_with": widths.any_with,
-        "calibrated": widths.calibrated,
     }
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ class Status(StrEnum):
 
 
 FAILING_LOSS = 0.1
-"""Share of a multi-node step from which on what costs it is a failure: docs/findings.md, "Severity"."""
+"""Share of a multi-node step from which on what costs it is a failure: docs/decisions/0020."""
 
 
 def by_loss(share: float) -> Status:
@@ -35,7 +35,7 @@ def by_loss(share: float) -> Status:
 class Finding:
     """One verdict about one subject of one node, with what proves it and what to do."""
 
-    code: str  # stable: "<probe>.<subject>.<what>", listed in docs/findings.md
+    code: str  # stable: "<probe>.<subject>.<what>", listed in docs/reference/findings.md
     status: Status
     node: str = ""  # the host; several of one run are joined by ", "
     subject: str = ""  # "GPU3", "mlx5_2:1", "eth0", or "" for the whole host

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,21 +100,24 @@ class JobConfig:
             "weight_decay": 0, "profile_steps": 0, "max_steps": 1, "dataset_rows": 1,
             "per_device_eval_batch_size": 1,
         }  # fmt: skip
-        for name, least in low.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value!r}: must be at least {least}")
+        wrong = [
+            f"{name}={value!r}: must be at least {least}"
+            for name, least in low.items()
+            if (value := getattr(self, name)) is not None and value < least
+        ]
         if self.num_train_epochs == 0 and self.max_steps is None:
-            raise ConfigError("num_train_epochs=0: must be above 0, or nothing trains")
+            wrong.append("num_train_epochs=0: must be above 0, or nothing trains")
         if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"lora_dropout={self.lora_dropout!r}: must be in [0, 1)")
-        for target in self.report_to:
-            if target not in ("tensorboard", "none"):
-                raise ConfigError(
-                    f"report_to={target!r}: allowed are tensorboard, none (metrics.jsonl is always written)"
-                )
+            wrong.append(f"lora_dropout={self.lora_dropout!r}: must be in [0, 1)")
+        wrong += [
+            f"report_to={target!r}: allowed are tensorboard, none (metrics.jsonl is always written)"
+            for target in self.report_to
+            if target not in ("tensorboard", "none")
+        ]
         if self.load_in_4bit and not self.use_peft:
-            raise ConfigError("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
+            wrong.append("load_in_4bit=true: 4-bit weights cannot be trained; set use_peft: true")
+        if wrong:
+            raise ConfigError("; ".join(wrong))
 
 
 def read_config(path: Path | None, overrides: typing.Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
@@ -208,36 +212,41 @@ def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, 
 def parse_config(raw: Mapping[str, Any]) -> tuple[JobConfig, dict[str, Any], list[str]]:
     """Settings from a mapping: the config, what was set explicitly, and notes on old names and on what has no effect.
 
-    Raises ConfigError that names the setting, its value and what is allowed.
+    Raises ConfigError that names every setting that is wrong, its value and what is allowed.
     """
     _refuse_others(raw)
     notes: dict[str, None] = {}
     note = notes.setdefault
+    refused: dict[str, None] = {}
+
+    def attempt(read: typing.Callable[..., Any], *words: Any) -> Any:
+        try:
+            return read(*words)
+        except ConfigError as error:
+            refused[str(error)] = None
+
     raw = trl.model_words({str(key): value for key, value in raw.items()}, note)
     values: dict[str, Any] = {}
-    layout = _layout(raw.get("layout"))
+    layout: dict[str, Any] = attempt(_layout, raw.get("layout")) or {}
     written = {trl.option_names().renamed.get(name, name): name for name in raw}
     known = known_settings()
     if unknown := [name for name in raw if name not in known]:
         first, *more = unknown
         also = f"; also unknown: {', '.join(map(repr, more[:8]))}" if more else ""
-        raise ConfigError(f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}")
-    refused: list[str] = []
-    for name, value in _renamed(raw, note).items():
-        try:
-            _read(name, value, written.get(name, name), values, layout, note)
-        except ConfigError as error:
-            refused.append(str(error))
+        refused[f"unknown setting {first!r}{trl.hint(first, sorted(known))}{also}"] = None
+    for name, value in _renamed({name: raw[name] for name in raw if name in known}, note, attempt).items():
+        attempt(_read, name, value, written.get(name, name), values, layout, note)
+    attempt(trl.precision, raw, layout)
+    attempt(trl.checkpointing, raw, layout)
+    attempt(trl.parallelism, raw, layout, note)  # degrees that it leaves away are FSDP's to set
+    attempt(trl.fsdp, raw, layout, note)
+    attempt(trl.deepspeed, raw, values, layout, note)
+    if layout:
+        values["layout"] = attempt(_layout, layout) or {}
+    config = attempt(partial(JobConfig, **values))
     if refused:
         raise ConfigError("; ".join(refused))
-    trl.precision(raw, layout)
-    trl.checkpointing(raw, layout)
-    trl.parallelism(raw, layout, note)  # degrees that it leaves away are FSDP's to set
-    trl.fsdp(raw, layout, note)
-    trl.deepspeed(raw, values, layout, note)
-    if layout:
-        values["layout"] = _layout(layout)
-    return JobConfig(**values), values, list(notes)
+    return config, values, list(notes)
 
 
 def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
@@ -258,14 +267,14 @@ _APART = frozenset({
 })  # fmt: skip
 
 
-def _renamed(raw: Mapping[str, Any], note: trl.Note) -> dict[str, Any]:
+def _renamed(raw: Mapping[str, Any], note: trl.Note, attempt: typing.Callable[..., Any]) -> dict[str, Any]:
     """The file under today's names, and what transformers spells in another way."""
     found: dict[str, Any] = {}
     for name, value in raw.items():
         new = trl.option_names().renamed.get(name, name)
         if new != name:
             if raw.get(new) is not None and value is not None and new != "activation_checkpointing":
-                raise ConfigError(f"{name} is the old name of {new}: both are set")
+                attempt(_refuse, f"{name} is the old name of {new}: both are set")
             if raw.get(new) is not None:
                 continue
             note(f"{name} is now {new}")
@@ -275,12 +284,12 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note) -> dict[str, Any]:
     if found.get("eval_steps") == 0:
         found["eval_steps"] = None  # as transformers reads it
     if "warmup_ratio" in found:
-        ratio = _convert("warmup_ratio", found.pop("warmup_ratio"), float | None)
+        ratio = attempt(_convert, "warmup_ratio", found.pop("warmup_ratio"), float | None)
         if ratio and not found.get("warmup_steps"):
             note("warmup_ratio is now warmup_steps, below 1")
             found["warmup_steps"] = ratio
     if "group_by_length" in found:
-        by_length = _convert("group_by_length", found.pop("group_by_length"), bool | None)
+        by_length = attempt(_convert, "group_by_length", found.pop("group_by_length"), bool | None)
         if by_length is not None:
             note("group_by_length is now train_sampling_strategy")
             found.setdefault("train_sampling_strategy", "group_by_length" if by_length else "random")
@@ -291,8 +300,12 @@ def _renamed(raw: Mapping[str, Any], note: trl.Note) -> dict[str, Any]:
         note("report_to: all is tensorboard")
         found["report_to"] = ["tensorboard"]
     if "data_seed" in found and (seed := found.pop("data_seed")) not in (None, found.get("seed", _default("seed"))):
-        raise ConfigError(f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
+        attempt(_refuse, f"data_seed={seed!r}: only seed's own value is allowed: one seed decides")
     return found
+
+
+def _refuse(text: str) -> None:
+    raise ConfigError(text)
 
 
 def _layout(settings: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The record of a training run, run.json: what the job writes, its launcher ends and the agent shows.
 
-Specification: docs/finetune.md, run.json and metrics.jsonl. What started the ranks, `topoflight launch` on one host
+Specification: run.json in docs/reference/finetune-job.md. What started the ranks, `topoflight launch` on one host
 or `finetune.pod` in a pod, adds what it saw where the job could not write its own end: killed ranks, a killed launcher,
 a lost node; what the job has told stands.
 """
@@ -14,7 +14,7 @@ import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts import bounded, codec
 from contracts.interval import Interval
@@ -33,12 +33,10 @@ COMMUNICATION = ("gather", "reduce", "tensor_parallel", "context_parallel", "pip
 PART_WORDS = {"gather": "all-gather", "reduce": "gradient reduction", "tensor_parallel": "tensor parallelism",
               "context_parallel": "context parallelism", "pipeline": "pipeline sends",
               "idle": "between operators"}  # fmt: skip
-# torchrun's words of the rank that ended first (torch/distributed/elastic/multiprocessing/errors/__init__.py)
-_FIRST = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", re.DOTALL)
-_ABORTED = re.compile(rf"^ *rank +: (\d{{1,7}}) [^\n]*\n *exitcode +: -{int(signal.SIGABRT)} ", re.MULTILINE)
+# One rank in torchrun's report of a failure (torch/distributed/elastic/multiprocessing/errors/__init__.py)
+_FAILED_RANK = re.compile(r"^.*?rank +: (\d{1,7}) [^\n]*\n.*?exitcode +: (-?\d{1,7}) ", re.MULTILINE)
 # The last line of a Python traceback, as a rank prints it; torchrun's own error only says that a rank failed.
 _RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
-_STRUCK = re.compile(r"Root Cause.*?rank\s*: (\d+) .*?traceback : Signal \d+ \((\w+)\) received by PID", re.DOTALL)
 
 
 class RecordError(ValueError):
@@ -294,11 +292,6 @@ def record_of(data: dict[str, Any]) -> RunRecord:
     Older and other jobs write records too. A reason or a note quotes what a program printed, and a record is shown to
     every reader of the agent and of a report.
     """
-    if "plan" not in data:  # a record of before it was kept as one document
-        layout = data.get("layout")
-        requested = layout.get("asked") if isinstance(layout, dict) else None
-        old = {name: data[name] for name in ("forecast", "environment") if name in data}
-        data = {**data, "plan": {**old, "layout": requested or None}}
     return codec.pick(without_secrets(data), RunRecord)
 
 
@@ -323,33 +316,32 @@ def read(path: Path) -> RunRecord:
     return record_of(data)
 
 
-def first_ended(log: str) -> int | None:
-    """The exit code of the rank that torchrun saw end first, negative for a signal; None where its log does not say."""
-    found = _FIRST.search(log)
-    return int(found[2]) if found else None
+class FailedRank(NamedTuple):
+    """A rank in torchrun's report of a failure."""
+
+    rank: int
+    exit_code: int  # negative for a signal
+
+    @property
+    def signal(self) -> str:
+        """ "SIGKILL"; "" where no signal ended the rank."""
+        return signal.Signals(-self.exit_code).name if -self.exit_code in set(signal.Signals) else ""
 
 
-def first_rank(log: str) -> int | None:
-    """The rank that torchrun saw end first; None where its log does not say."""
-    found = _FIRST.search(log)
-    return int(found[1][:9]) if found else None
+def failed_ranks(log: str) -> list[FailedRank]:
+    """The ranks that torchrun's report at the end of its log names."""
+    return [FailedRank(int(rank), int(code)) for rank, code in _FAILED_RANK.findall(log)]
 
 
-def struck(log: str) -> tuple[int, str] | None:
-    """(rank, "SIGKILL") of the rank that a signal ended first, by torchrun's log."""
-    found = _STRUCK.search(log)
-    return (int(found[1]), found[2]) if found else None
+def first_failed_rank(log: str) -> FailedRank | None:
+    """The rank that torchrun saw fail first; None where its log does not tell."""
+    return next(iter(failed_ranks(log.partition("Root Cause")[2])), None)
 
 
 def raised(log: str) -> str:
     """Return the last line of the last traceback that a rank printed, without secrets; "" where there is none."""
     found = _RAISED.findall(log)
     return redact(found[-1])[:300] if found else ""
-
-
-def aborted(log: str) -> set[int]:
-    """The ranks that SIGABRT ended, by torchrun's table."""
-    return {int(found[1]) for found in _ABORTED.finditer(log)}
 
 
 def of_start(path: Path, began: float) -> RunRecord | None:

@@ -4,8 +4,8 @@ Specification: YAML 1.1 as PyYAML's safe loader reads it. That loader makes plai
 aliases, or a merge key over merge keys, still multiplies, and a broken scalar raises whatever its constructor raises.
 
 An edit adds keys and list items and leaves every other character where it is: comments, order, quotes. The text is
-read, its data are changed by the caller, and what is new in them is inserted as lines of its own; the result is read
-again and must be what was wanted. ruamel.yaml was tried in its place (docs/decisions/0033).
+read, its data are changed by the caller, and what is new in them is inserted as new lines; the result is read again
+and must be what was wanted. ruamel.yaml was tried instead (docs/decisions/0033).
 """
 
 from __future__ import annotations

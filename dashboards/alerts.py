@@ -1,4 +1,4 @@
-"""The alerts: one source for the rules, their tests and the PrometheusRule; docs/runbook.md has a section for each.
+"""The alerts: one source for the rules, their tests and the PrometheusRule; docs/reference/alerts.md explains each.
 
 Each alert is a row of alerts.yaml beside this module, with what makes it fire and what does not.
 
@@ -66,7 +66,7 @@ class Alert:
     def links(self, instance: str, job: str, page: str) -> dict[str, str]:
         """Annotations that lead on: the section of the runbook, the node's board, the node's page."""
         return {
-            "runbook_url": f"{DOCS}/runbook.md#alert-name-{self.name.lower()}",
+            "runbook_url": f"{DOCS}/reference/alerts/#{self.name.lower()}",
             "dashboard_url": f"{GRAFANA}/d/topoflight-node?var-job={job}&var-instance={instance}",
             "page_url": page,
         }

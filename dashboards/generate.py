@@ -1,6 +1,6 @@
 """Writes everything here that is made: `python dashboards/generate.py` from the repository root.
 
-Dashboards (Classic JSON), alert rules (plain and PrometheusRule), and the tables of docs/metrics.md. All of it is
+Dashboards (Classic JSON), alert rules (plain and PrometheusRule), and the tables of docs/reference/metrics.md. All are
 committed; a test holds that making it again gives no difference.
 """
 
@@ -40,12 +40,12 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
             f"page_url: http://{alerts.HOST['instance']}/", told
         )
 
-    metrics = ROOT / "docs" / "metrics.md"
+    metrics = ROOT / "docs/reference/metrics.md"
     drawn = boards.made()
     return {
         **{f"dashboards/{name}": text for name, text in drawn.items()},
         "deploy/monitoring/dashboards.yaml": config_maps(drawn),
-        "docs/metrics.md": metrics_page(metrics.read_text(encoding="utf-8")),
+        "docs/reference/metrics.md": metrics_page(metrics.read_text(encoding="utf-8")),
         "dashboards/rules.yaml": rules(alerts.rules(alerts.ALERTS)),
         "dashboards/rules_test.yaml": rules(alerts.rule_tests(alerts.ALERTS)),
         "deploy/monitoring/prometheusrule.yaml": rules(alerts.prometheus_rule(alerts.ALERTS)),
@@ -98,7 +98,7 @@ def _map(name: str, body: str) -> dict[str, Any]:
     }
 
 
-# docs/metrics.md: the tables between its marks are made from the catalogue of metric families.
+# docs/reference/metrics.md: the tables between its marks are made from the catalogue of metric families.
 
 BEGIN, END = "<!-- made by dashboards/generate.py -->", "<!-- end of what is made -->"
 
@@ -139,8 +139,10 @@ def _address(text: str) -> str:
 
 def main() -> None:
     """Write what differs, and name it."""
-    parser = argparse.ArgumentParser(description="Write dashboards, alert rules and the tables of docs/metrics.md.")
-    parser.add_argument("--docs", type=_address, default=alerts.DOCS, help="where docs/ is published")
+    parser = argparse.ArgumentParser(description="Write the dashboards, the alert rules and the tables of metrics.")
+    parser.add_argument(
+        "--docs", type=_address, default=alerts.DOCS, help="URL where the documentation site is published"
+    )
     parser.add_argument("--grafana", type=_address, default=alerts.GRAFANA, help="where Grafana is")
     parser.add_argument("--page", type=_address, help="where agents are reached from outside (default: their address)")
     given = parser.parse_args()

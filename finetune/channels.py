@@ -1,6 +1,6 @@
 """Which transport the ranks' collectives really take, whatever was set: NCCL's by its log, gloo's by the kernel.
 
-Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.nccl_log (docs/evidence.md).
+Surface: the file that NCCL_DEBUG_FILE names (NCCL src/debug.cc), read by collectives.nccl_log.
 Only channel lines prove; what the log does not show is unknown: told, and neither a pass nor a reason to stop. Of gloo
 this process's established TCP connections and the host's interfaces, by psutil (/proc/net/tcp, getifaddrs).
 """

@@ -39,6 +39,7 @@ WAIT = timedelta(hours=1)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of a weights file's content: a model trained further differs everywhere
 FILE_BYTES = 2 << 30  # of an exported file: what a rank holds while it writes it
+FULL_BYTES = 16 << 20  # a disk with less room: a file's last piece, which did not fit, leaves up to so much
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -106,7 +107,8 @@ class Checkpoints:
 
     def _publish(self, done: Future[Any], draft: Path, final: Path, about: Mapping[str, Any]) -> None:
         try:
-            if done.exception() is not None:
+            if error := done.exception():
+                self.error = self._with_room(error)
                 shutil.rmtree(draft, ignore_errors=True)
                 return
             with (draft / "trainer.json").open("w") as file:
@@ -118,10 +120,16 @@ class Checkpoints:
             for old in list_checkpoints(self.folder)[: -self.keep] if self.keep else ():
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
-            self.error = error
+            self.error = self._with_room(error)
             shutil.rmtree(draft, ignore_errors=True)
         finally:
             self.published.set()
+
+    def _with_room(self, error: BaseException) -> SaveError:
+        """The error, and whether the disk is full, which torch does not say; the draft is still there."""
+        room = shutil.disk_usage(self.folder).free
+        full = "is full" if room < FULL_BYTES else f"has {room >> 20} MiB left"
+        return SaveError(f"the disk of {self.folder} {full} ({_root(error)})")
 
     def failed(self) -> bool:
         """Whether the one being written is known to have failed; does not wait."""
@@ -136,7 +144,7 @@ class Checkpoints:
             self.pending = None
             if self.rank == 0:
                 self.published.wait()  # a future's callbacks may run after its waiters wake
-        problem = problem or self.error
+        problem = self.error or problem
         bad = torch.tensor([float(problem is not None)])
         dist.all_reduce(bad, group=self.group)
         if bad.item():
@@ -350,4 +358,5 @@ def _root(error: BaseException) -> str:
     if failures:
         rank, (inner, _) = next(iter(failures.items()))
         return f"rank {rank}: {type(inner).__name__}: {inner}".splitlines()[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    kind = "" if isinstance(error, SaveError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".splitlines()[0]

@@ -239,12 +239,14 @@ class Trainer:
             torch.cuda.synchronize()
         return Done(mean, norm, rate, stop > 0, failed > 0)
 
-    def _after(self, place: Place, done: Done, pace: float, bar: runs.Progress) -> None:
+    def _after(self, place: Place, done: Done, pace: float, bar: Any) -> None:
         """What follows a step: a line, a checkpoint, an evaluation, or the end."""
         config, step = self.config, place.step
         if len(self.recorder.losses) == 1 and (wrong := self._transports()):  # what a step needs is connected now
             raise verify.mismatch(wrong)
-        bar.show(step, done.loss, pace, self.recorder)
+        if not bar.disable:
+            bar.set_postfix(self.recorder.bar_words(done.loss, pace), refresh=False)
+            bar.update()
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {
@@ -253,7 +255,8 @@ class Trainer:
                 "mfu": now.mfu, "memory_bytes": now.memory_bytes,
                 "communication_share": communication.share if communication else None,  # from the profiled steps on
             })  # fmt: skip
-            bar.line(step, done.loss, pace)
+            if bar.disable:
+                runs.say(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
         if done.failed:
             self.store.finish()
             raise checkpoint.SaveError("a checkpoint could not be written")

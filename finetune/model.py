@@ -87,6 +87,8 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
         shape = _ours(name, AutoConfig.from_pretrained, folder)
     else:
         shape = _ours(name, AutoConfig.from_pretrained, name, revision=config.model_revision)
+    if shape.model_type not in TRAINED:  # first: another architecture need not build with this job's attention
+        raise ConfigError(f"model_name_or_path={name!r} is a {shape.model_type}: this job runs {', '.join(TRAINED)}")
     rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
         raise ConfigError(f"model_name_or_path={name!r}: rope_type={rope!r}: this job runs {', '.join(ROPE_TYPES)}")
@@ -99,10 +101,6 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
             name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel,
             dtype=stored_type(config, precision),
         )  # fmt: skip
-    if model.config.model_type not in TRAINED:
-        raise ConfigError(
-            f"model_name_or_path={name!r} is a {model.config.model_type}: this job runs {', '.join(TRAINED)}"
-        )
     model.tie_weights()  # on meta each of two tied modules has made its own
     model.config.use_cache = False
     if config.load_in_4bit:

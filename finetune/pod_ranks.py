@@ -120,8 +120,8 @@ class Ranks:
             self._threads[0].join(5.0)
             if self.measuring:  # a measurement that was ended early has no result
                 return run_record.RESUMABLE if terminating else code
-            first = run_record.first_ended(self._tail.decode(errors="replace")) if code else 0
-            return code if first is None else first
+            first = run_record.first_failed_rank(self._tail.decode(errors="replace")) if code else None
+            return first.exit_code if first else code
         if terminating and not self._save_by:
             self._save_by = now + self._save_seconds
             self._tree.terminate()  # the ranks, not torchrun
@@ -156,7 +156,7 @@ def _nccl_logs(output: Path | None) -> list[Path]:
 
 
 def measurement(settings: Settings, address: str, port: int) -> list[str]:
-    """The benchmark that all pods run together, by the verb of the same image (docs/busbw.md): 3 for a failed result.
+    """The benchmark that all pods run together, by the command of the same image: 3 for a failed result.
 
     With the environment as the job has it, and on the ranks that it will have.
     """

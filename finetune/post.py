@@ -1,6 +1,6 @@
 """Hand on a run record: to the agent of this node, and in short to the kubelet.
 
-POST /runs (docs/http.md), by rank 0 at the end of the job; the container's termination message, by `finetune.pod`.
+Rank 0 sends POST /runs (docs/reference/http-api.md) at its end; `finetune.pod` writes the termination message.
 
 `python -m finetune.post RUN.JSON` uploads the record of a job that was killed before it could upload its own.
 Surface: TOPOFLIGHT_AGENT, the agent's URL, without which nothing is sent; TOPOFLIGHT_AGENT_TOKEN_FILE, the file of a
@@ -44,10 +44,6 @@ _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750; a line break, for example, would start another header
 
 
-class UploadError(Exception):
-    """The agent does not have the record. The message says why and never holds the token."""
-
-
 def upload_run_record(recorder: Recorder, *, seconds: float = WHOLE_SECONDS) -> None:
     """Send the finished record where an agent is configured. Return within `seconds`; raise nothing."""
     if not recorder.writes:
@@ -64,20 +60,13 @@ def send(body: bytes, seconds: float) -> str:
     url = os.environ.get("TOPOFLIGHT_AGENT", "")
     if not url:
         return ""
-    why = [f"no answer within {seconds:.0f} s"]
-
-    def send_once() -> None:
-        try:
-            _send(url, body)
-            why.clear()
-        except UploadError as error:
-            why[:] = [str(error)]
-
+    answers: list[str] = []
     # a thread, because neither name resolution nor an answer that arrives byte by byte has a time limit of its own
-    thread = threading.Thread(target=send_once, name="run record upload", daemon=True)
+    target = lambda: answers.append(_send(url, body))  # noqa: E731 - the whole thread
+    thread = threading.Thread(target=target, name="run record upload", daemon=True)
     thread.start()
     thread.join(seconds)
-    return "".join(tuple(why))
+    return next(iter(answers), f"no answer within {seconds:.0f} s")
 
 
 def main(path: str) -> int:
@@ -119,12 +108,22 @@ def write_termination_message(record: Path, place: Path, why: str = "", began: f
         place.write_text(json.dumps(short)[:4096])
 
 
-def _send(url: str, body: bytes) -> None:
+def _send(url: str, body: bytes) -> str:
+    """Return why the agent at `url` does not have the record, without the token; "" where it has."""
     if not _URL.fullmatch(url):
-        raise UploadError("TOPOFLIGHT_AGENT must be http://HOST:PORT or https://HOST:PORT")
-    token = _read_token()
+        return "TOPOFLIGHT_AGENT must be http://HOST:PORT or https://HOST:PORT"
+    token, path = "", os.environ.get("TOPOFLIGHT_AGENT_TOKEN_FILE")
+    if path:
+        try:
+            token = bounded.read(path, _MOST_TOKEN_BYTES).decode("ascii", errors="replace").strip()
+        except (OSError, bounded.TooLargeError) as error:
+            return f"TOPOFLIGHT_AGENT_TOKEN_FILE: {error}"
+        if not _TOKEN.fullmatch(token):
+            return f"TOPOFLIGHT_AGENT_TOKEN_FILE: {path} holds no bearer token"
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    for left in reversed(range(TRIES)):
+    why = ""
+    for attempt in range(TRIES):
+        time.sleep(PAUSE_SECONDS if attempt else 0.0)
         try:
             # urllib3's own retries log what the peer answered, in which a peer may repeat the token
             answer = urllib3.PoolManager().request(
@@ -132,44 +131,21 @@ def _send(url: str, body: bytes) -> None:
                 preload_content=False,
             )  # fmt: skip
             if answer.status < 300:
-                return
+                return ""
             why = f"it answered {answer.status}{_detail_of(answer)}"
-            last = not left or answer.status not in BUSY
+            if answer.status not in BUSY:
+                break
         except urllib3.exceptions.HTTPError as error:
-            why, last = str(error), not left
-        if last:
-            raise UploadError(_printable(why, token))
-        time.sleep(PAUSE_SECONDS)
-
-
-def _read_token() -> str:
-    path = os.environ.get("TOPOFLIGHT_AGENT_TOKEN_FILE")
-    if not path:
-        return ""
-    try:
-        token = bounded.read(Path(path), _MOST_TOKEN_BYTES).decode("ascii").strip()
-    except OSError as error:
-        raise UploadError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {error}") from None
-    except ValueError:
-        token = ""
-    if not _TOKEN.fullmatch(token):
-        raise UploadError(f"TOPOFLIGHT_AGENT_TOKEN_FILE: {path} holds no bearer token")
-    return token
+            why = str(error)
+    hidden = why.replace(token, "TOKEN") if token else why
+    return "".join(c if c.isprintable() else " " for c in hidden[:400])
 
 
 def _detail_of(answer: urllib3.BaseHTTPResponse) -> str:
     """The `detail` of a problem document (RFC 9457), or "" where the answer is none."""
-    with contextlib.suppress(ValueError, urllib3.exceptions.HTTPError):
-        document = json.loads(answer.read(_MOST_ANSWER_BYTES))
-        if isinstance(document, dict) and isinstance(document.get("detail"), str):
-            return f": {document['detail']}"
+    with contextlib.suppress(ValueError, TypeError, KeyError, urllib3.exceptions.HTTPError):
+        return f": {json.loads(answer.read(_MOST_ANSWER_BYTES))['detail']}"
     return ""
-
-
-def _printable(text: str, token: str) -> str:
-    """Text of another program as one line of a log: at most 400 characters, printable, and without the token."""
-    hidden = text.replace(token, "TOKEN") if token else text
-    return "".join(c if c.isprintable() else " " for c in hidden[:400])
 
 
 if __name__ == "__main__":

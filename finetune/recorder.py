@@ -15,7 +15,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +108,7 @@ class Recorder:
 
     def __init__(self, folder: Path, plan: JobPlan, layout: Layout, device: torch.device) -> None:
         self.folder, self.device = folder, device
+        folder.mkdir(parents=True, exist_ok=True)
         self.writes = int(os.environ.get("RANK", "0")) == 0
         self.baseline_rss = rss_bytes()
         self.seconds: list[float] = []
@@ -132,7 +133,6 @@ class Recorder:
         """What is to run, as it is known by now: in the record, and in the folder as plan.json."""
         self.record.plan = plan
         if self.writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
             draft = self.folder / ".plan.json.draft"
             draft.write_text(job_plan.dumps(plan), encoding="utf-8")
             draft.replace(self.folder / "plan.json")
@@ -141,7 +141,6 @@ class Recorder:
         """Start metrics.jsonl, and tensorboard where asked and installed."""
         if not self.writes:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._metrics = (self.folder / "metrics.jsonl").open("a", buffering=1)
         if "tensorboard" in report_to:
             if importlib.util.find_spec("tensorboard") is None:
@@ -184,6 +183,16 @@ class Recorder:
         if self.device.type != "cuda":
             return_freed(EXACT_BYTES)
             forget_highest_rss()
+
+    def bar_words(self, loss: float, rate: float) -> dict[str, str]:
+        """What stands behind the progress bar after a step; `rate` in tokens per second."""
+        now, communication = self.measured(), self.record.communication
+        words = {"loss": f"{loss:.3f}", "tok/s": f"{rate:,.0f}", "mem": f"{(now.memory_bytes or 0) / 2**30:.2f}G"}
+        if now.mfu is not None:
+            words["mfu"] = f"{now.mfu:.0%}"
+        if communication and communication.share is not None:
+            words["comm"] = f"{communication.share:.0%}"
+        return words
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """One line of metrics."""
@@ -250,7 +259,6 @@ class Recorder:
         record.comparison = parts.hold_against(record.forecast, record.measured, record.worst)
         if line := run_record.watched(self.folder):
             self.note(line)
-        self.folder.mkdir(parents=True, exist_ok=True)
         run_record.save(self.folder / "run.json", record)
 
     def end(self, status: str, exit_code: int, reason: str | None = None) -> None:
@@ -266,41 +274,12 @@ class Recorder:
             self._board.close()
 
 
-class Progress:
-    """A bar on a terminal, plain lines elsewhere; rank 0 only."""
-
-    def __init__(self, bar: Any, total: int) -> None:
-        self.bar, self.total = bar, total
-
-    def show(self, step: int, loss: float, rate: float, recorder: Recorder) -> None:
-        """Move the bar."""
-        if self.bar is None:
-            return
-        now = recorder.measured()
-        extra = {"loss": f"{loss:.3f}", "tok/s": f"{rate:,.0f}", "mem": f"{(now.memory_bytes or 0) / 2**30:.2f}G"}
-        if now.mfu is not None:
-            extra["mfu"] = f"{now.mfu:.0%}"
-        if recorder.record.communication and recorder.record.communication.share is not None:
-            extra["comm"] = f"{recorder.record.communication.share:.0%}"
-        self.bar.set_postfix(extra, refresh=False)
-        self.bar.update(step - self.bar.n)
-
-    def line(self, step: int, loss: float, rate: float) -> None:
-        """A plain line where there is no bar."""
-        if self.bar is None:
-            say(f"step {step}/{self.total}: loss {loss:.4f}, {rate:,.0f} tokens/s")
-
-
-@contextlib.contextmanager
-def progress(total: int, done: int) -> Iterator[Progress]:
-    """The run's progress display."""
-    if dist.get_rank() != 0 or not sys.stderr.isatty():
-        yield Progress(None, total)
-        return
+def progress(total: int, done: int) -> Any:
+    """Return a bar of tqdm over the run's steps, which is disabled unless rank 0 has a terminal."""
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-    with tqdm(total=total, initial=done, unit="step", file=sys.stderr) as bar:
-        yield Progress(bar, total)
+    off = dist.get_rank() != 0 or not sys.stderr.isatty()
+    return tqdm(total=total, initial=done, unit="step", file=sys.stderr, disable=off)
 
 
 def say(text: str) -> None:

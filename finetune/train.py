@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         plan, config = job_plan.choose(options.plan, options.config, options.overrides)
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except ConfigError as error:
         return _tell(error)
+    except OSError as error:
+        return _tell(ConfigError(f"output_dir={config.output_dir!r}: the folder cannot be made: {error.strerror}"))
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own calls of its own names
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, whose CPU kernels are a download more

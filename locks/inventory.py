@@ -76,7 +76,7 @@ By `make sbom` from the packages' metadata, for `locks/agent.txt`.
 
 
 def table() -> str:
-    """docs/licences.md."""
+    """docs/reference/licences.md."""
     rows = []
     for one in components():
         said = one["licenses"][0]["license"]["name"]

@@ -75,7 +75,7 @@ class Recommendation:
     helps_most: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()  # facts that were missing, and what they would change
     slowed: tuple[str, ...] = ()  # what is wrong with these nodes, as the forecast counts it
-    sound: RankedLayout | None = None  # the best layout of the same nodes, mended; None where nothing slows them
+    sound: RankedLayout | None = None  # the best layout of the same nodes, repaired; None where nothing slows them
     sound_here: RankedLayout | None = None  # that layout on the nodes as they are
     total_steps: int | None = None  # of the whole run, where a budget of steps or tokens was given
     total_seconds: Interval | None = None  # of the whole run
@@ -132,8 +132,8 @@ def refuse(framework: str, refusals: Mapping[str, object]) -> None:
         raise ExportError(f"{framework} cannot run this layout: {'; '.join(reasons)}")
 
 
-def from_template(name: str, request: ExportRequest, **values: Any) -> str:
-    """Fill in a template of planner/stacks/templates with the request's layout, model and train."""
+def render(name: str, **values: Any) -> str:
+    """Fill in a template of planner/stacks/templates."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(  # noqa: S701 - no HTML
@@ -141,10 +141,12 @@ def from_template(name: str, request: ExportRequest, **values: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
-    template = environment.get_template(f"{name}.j2")
-    return template.render(
-        request=request, layout=request.layout, model=request.model, train=request.train, **values
-    )  # fmt: skip
+    return environment.get_template(f"{name}.j2").render(**values)
+
+
+def from_template(name: str, request: ExportRequest, **values: Any) -> str:
+    """The same with the request's layout, model and train."""
+    return render(name, request=request, layout=request.layout, model=request.model, train=request.train, **values)
 
 
 def yaml_from_template(name: str, request: ExportRequest, **values: Any) -> str:

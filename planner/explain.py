@@ -1,46 +1,33 @@
-"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most; how wide it is.
-
-How wide the interval around a step's time is follows from the kind of job: learned from forecasts of runs that it never
-saw. The numbers are `forecast/intervals.json`, written by `python bench/forecast.py --write`.
-"""
+"""Words for a forecast: its parts, what dominates, why not the runner-up, and what would help most."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 from contracts.interval import Interval
 from contracts.layout import Layout
-from contracts.plain import loads
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
-from planner.advice import Forecast, Part, RankedLayout
+from planner.advice import Forecast, Part
 from planner.forecast.compute import gpu_rates
+from planner.forecast.intervals import SIGMA_LINK_ASSUMED, base_sigma, bytes_that_fit, interval, memory_interval
 from planner.forecast.links import Links, Speed
-from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
+from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
 from planner.forecast.step_time import (
     ADAM_RANK_BYTES_PER_SECOND,
+    COMMUNICATION,
     Job,
     StepParts,
+    sent,
     step_parts,
     strides,
 )
-from planner.search import SIGMA_LINK_ASSUMED, Candidate, difference_sigma
+from planner.search import Candidate, difference_sigma
 
-# Standard deviations of log(measured / forecast) that no published row tells: the others are planner.forecast's
-# intervals. An 80 % interval is 1.2816 of them to each side.
-SIGMA_CALIBRATED_CPU = 0.25  # ranks share cores with each other and with others; docs/decisions/0023
-SIGMA_ASSUMED = 0.55  # a CPU or a GPU nobody measured
-SIGMA_MEMORY = 0.06
-Z80 = 1.2816
-
-COMMUNICATION = (
-    "tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send",
-)  # fmt: skip
 _WORDS = read_table(__file__, "explain.toml")
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
@@ -50,129 +37,31 @@ SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less
 def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     """The link that one part of the traffic crosses."""
     cp, shard, replicate, pp = strides(layout)
-    if part == "tensor_parallel":
-        return links.crosses(layout.tp, 1)
-    if part == "context_parallel":
-        return links.crosses(layout.cp, cp)
-    if part == "expert_parallel":
-        return links.crosses(layout.ep, layout.tp)
-    if part == "gather":
-        return links.crosses(layout.dp_shard, shard)
-    if part == "reduce":
-        if layout.dp_replicate > 1 and layout.dp_shard > 1:
-            return links.crosses(layout.dp_replicate, replicate)
-        return links.crosses(layout.data_parallel, shard)
-    if part == "pipeline_send":
-        return links.crosses(layout.pp, pp)
-    return None
+    hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
+    groups = {
+        "tensor_parallel": (layout.tp, 1), "context_parallel": (layout.cp, cp), "pipeline_send": (layout.pp, pp),
+        "expert_parallel": (layout.ep, layout.tp), "gather": (layout.dp_shard, shard),
+        "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel, shard),
+    }  # fmt: skip
+    return links.crosses(*groups[part]) if part in groups else None
+
+
+_TRAFFIC = {
+    "gather": (("dp_shard", "all_gather"),),
+    "reduce": (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")),
+    "tensor_parallel": (("tp", "all_reduce"),),
+}
 
 
 def traffic_bytes(job: Job, layout: Layout, part: str) -> float | None:
     """What one part of the traffic sends per GPU and step, hidden or not; None where it is not counted."""
-    count = weights(job.model)
-    local = count.total / (layout.tp * layout.pp)
-    full = job.train.method == "full"
-    trained = local if full else trained_weights(job.model, job.train) / (layout.tp * layout.pp)
-    wide = 4.0 if layout.precision == "fp32" else 2.0
-    if part == "gather":
-        times = 1.0 + (1.0 if layout.reshard_after_forward else 0.0)
-        return times * wide * local * (layout.dp_shard - 1) / layout.dp_shard * job.engine.gathers(layout)
-    if part == "reduce" and layout.dp_shard in (1, layout.data_parallel):
-        n = layout.data_parallel
-        sent = job.engine.reduced_bytes(job.train, layout) * trained * (n - 1) / n
-        if layout.sharding == "zero3" and n > 1:
-            return sent * job.engine.scatters(job.train, layout)
-        return 2.0 * sent
-    if part == "tensor_parallel":
-        rounds = 6.0 if layout.checkpointing == "full" else 4.0
-        tokens = layout.micro_batch * job.sequence(layout.micro_batch) / layout.cp * layout.gradient_accumulation
-        each = 2.0 * wide * tokens * job.model.hidden * (layout.tp - 1) / layout.tp
-        return rounds * each * job.model.layers / layout.pp
-    return None
-
-
-# -- how wide
-
-
-FILE = Path(__file__).parent / "forecast" / "intervals.json"
-LONG_CONTEXT_TOKENS = 16384
-UNSEEN_ENGINE, UNSEEN_GPU, MIXTURE, ADAPTERS, LONG = (
-    "engine of no published run", "GPU of no published run", "mixture of experts", "adapters", "long context",
-)  # fmt: skip
-PLAIN = "none of these"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
-    """Standard deviations of log(measured / forecast)."""
-
-    engines: frozenset[str]  # of which published runs were scored
-    capabilities: frozenset[tuple[int, int]]  # CUDA's, of the GPUs they ran on
-    kinds: dict[str, float]  # of jobs that are these and nothing else, names joined by "; "
-    any_with: dict[str, float]  # of jobs that are one of these, whatever else they are
-    calibrated: float  # once a step of the same stack was measured on the machine
-
-    def sigma(self, kinds: tuple[str, ...]) -> float:
-        """By the kind itself, else by the widest of what it is; where that is unknown too, by the widest there is."""
-        exact = self.kinds.get(key_of(kinds))
-        if exact is not None:
-            return exact
-        widest = max(self.any_with.values())
-        return max((self.any_with.get(kind, widest) for kind in kinds), default=widest)
-
-
-def key_of(kinds: tuple[str, ...]) -> str:
-    """The name of a combination."""
-    return "; ".join(kinds) or PLAIN
-
-
-@cache
-def widths() -> Widths:
-    """The table that ships."""
-    data = loads(FILE.read_bytes())
-    return Widths(
-        engines=frozenset(data["engines"]),
-        capabilities=frozenset((major, minor) for major, minor in data["capabilities"]),
-        kinds=data["kinds"],
-        any_with=data["any_with"],
-        calibrated=data["calibrated"],
-    )
-
-
-def kinds_of(job: Job, *, seen_engine: bool, seen_gpu: bool) -> tuple[str, ...]:
-    """What sets a job apart from full training of a dense model, by a stack and on a GPU of published runs."""
-    return tuple(
-        name
-        for name, is_so in (
-            (UNSEEN_ENGINE, not seen_engine), (UNSEEN_GPU, not seen_gpu), (MIXTURE, job.model.experts > 0),
-            (ADAPTERS, job.train.method != "full"), (LONG, job.train.sequence_length >= LONG_CONTEXT_TOKENS),
-        )
-        if is_so
-    )  # fmt: skip
-
-
-def job_kinds(job: Job) -> tuple[str, ...]:
-    """The same by the table that ships."""
-    gpu, table = gpu_named(job.rates.device), widths()
-    return kinds_of(
-        job, seen_engine=job.engine.name in table.engines,
-        seen_gpu=gpu is not None and gpu.compute_capability in table.capabilities,
-    )  # fmt: skip
-
-
-def base_sigma(job: Job, *, calibrated: bool) -> float:
-    """Uncertainty of log step time by the kind of job, all links known."""
-    if job.rates.how == "assumed":
-        return SIGMA_ASSUMED
-    if job.rates.device == "CPU":
-        return SIGMA_CALIBRATED_CPU
-    table = widths()
-    return min(table.calibrated, table.sigma(job_kinds(job))) if calibrated else table.sigma(job_kinds(job))
-
-
-def sigma_of(job: Job, layout: Layout, parts: StepParts, *, calibrated: bool) -> float:
-    """Uncertainty of log step time: that of the kind of job, and of links nobody measured by their share."""
-    return math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))
+    found, total = sent(job, layout), 0.0
+    copies = layout.dp_replicate if ("dp_shard", "all_gather") in found else layout.data_parallel * layout.cp
+    ranks = {"tp": layout.tp, "dp_shard": layout.dp_shard * layout.cp, "dp_replicate": copies}
+    for dimension, kind in _TRAFFIC.get(part, ()):
+        away = (ranks[dimension] - 1) / ranks[dimension] * (2.0 if kind == "all_reduce" else 1.0)
+        total += away * found.get((dimension, kind), 0.0)
+    return total or None
 
 
 def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
@@ -186,24 +75,14 @@ def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
     return math.sqrt(variance)
 
 
-def interval(mid: float, sigma: float) -> Interval:
-    """80 % around the best guess, as a factor to each side."""
-    factor = math.exp(Z80 * sigma)
-    return Interval(low=mid / factor, mid=mid, high=mid * factor)
-
-
-def _over_unknown_network(job: Job, candidate: Candidate, around: Interval, scale: float) -> Interval:
-    """The same interval, out to what the step takes over the slowest and the fastest that an unknown network may be."""
-    network = job.links.network
-    if network is None or network.within is None or candidate.parts.communication <= 0:
+def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval:
+    """The interval of a step, out to what it takes over the slowest and the fastest that an unknown network may be."""
+    network, parts = job.links.network, step_parts(job, layout)
+    if network is None or network.within is None or parts.communication <= 0:
         return around
-    slow, fast = (
-        step_parts(replace(job, links=replace(job.links, network=replace(network, bytes_per_second=rate))),
-                   candidate.layout).total * scale
-        for rate in network.within
-    )  # fmt: skip
-    low, high = (around.low / around.mid * fast, around.high / around.mid * slow)
-    return Interval(low=min(low, around.low), mid=around.mid, high=max(high, around.high))
+    others = (replace(job.links, network=replace(network, bytes_per_second=rate)) for rate in network.within)
+    slow, fast = (step_parts(replace(job, links=links), layout).total / parts.total for links in others)
+    return Interval(low=around.low * min(1.0, fast), mid=around.mid, high=around.high * max(1.0, slow))
 
 
 def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
@@ -246,15 +125,15 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         if value > 0
     )
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
-    sigma = sigma_of(job, layout, parts, calibrated=calibrated)
+    sigma = math.hypot(base_sigma(job, calibrated=calibrated), sigma_of_links(job, layout, parts))
     used = {
         str(link) for name in COMMUNICATION if getattr(parts, name) > 0 and (link := link_of(job.links, layout, name))
     }
     if parts.offload > 0 and job.links.host.how != "assumed":
         used.add(str(job.links.host))
     return Forecast(
-        step_seconds=_over_unknown_network(job, candidate, interval(candidate.seconds, sigma), scale),
-        memory_bytes=interval(memory.total, 0.25 if job.rates.device == "CPU" else SIGMA_MEMORY),
+        step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, sigma)),
+        memory_bytes=memory_interval(memory.total, job.train.method, on_cpu=job.rates.device == "CPU"),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,
         dominant=dominant_words(parts, job.links, layout),
@@ -300,22 +179,28 @@ def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
 
 def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str, ...]:
     """What would shorten the run for the same tokens, biggest gain first, each computed by the same model."""
-    layout, base = winner.layout, winner.parts.total
-    per_sequence = base / layout.global_batch
+    layout = winner.layout
+    per_sequence = winner.parts.total / layout.global_batch
     ideas: list[tuple[float, str]] = []
+
+    def gain_of(at: Layout = layout, **changed: Any) -> float:
+        """The share of the step that is saved in another layout, or where the job's facts are these."""
+        other = replace(job, _layers={}, _heads={}, **changed) if changed else job
+        return 1.0 - step_parts(other, at).total / at.global_batch / per_sequence
+
     double = replace(layout, micro_batch=layout.micro_batch * 2)
-    gain = 1.0 - step_parts(job, double).total / double.global_batch / per_sequence
-    needed = memory_parts(job.model, job.train, double, job.engine, on_cpu=job.rates.device == "CPU").total
-    if capacity is None or needed <= DEFAULT_MEMORY.safe_share * capacity:
+    gain = gain_of(double)
+    needed = memory_of(job, double).total
+    on_cpu = job.rates.device == "CPU"
+    if capacity is None or needed <= bytes_that_fit(capacity, job.train.method, on_cpu=on_cpu):
         ideas.append((gain, f"micro-batch x2 (global batch {double.global_batch}): {gain:.0%} less time for the same "
                             "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
     network = job.links.network
     if network is not None and winner.parts.communication > 0:
         quadruple = max(4 * network.bytes_per_second, SLOWEST_OFFERED)
         faster = replace(job.links, network=replace(network, bytes_per_second=quadruple))
-        quick = replace(job, links=faster, _layers={}, _heads={})
-        parts = step_parts(quick, layout)
-        gain = 1.0 - parts.total / base
+        parts = step_parts(replace(job, links=faster), layout)
+        gain = gain_of(links=faster)
         bound = "; then it is compute-bound" if parts.communication < 0.1 * parts.total else ""
         name = "RDMA" if network.link in ("TCP", "network") else "a network"
         rate = quadruple / GIGA
@@ -329,37 +214,22 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         and winner.parts.communication > 0
         and job.rates.device != "CPU"
     ):
-        quick = replace(
-            job, links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA)), _layers={},
-            _heads={},
-        )  # fmt: skip
-        gain = 1.0 - step_parts(quick, layout).total / base
+        gain = gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA)))
         ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
     gpu = gpu_named(job.rates.device)
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
-        rates = gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)
-        gain = 1.0 - step_parts(replace(job, rates=rates, _layers={}, _heads={}), layout).total / base
+        gain = gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants))
         ideas.append((gain, f"fp8 multiplications: {gain:.0%} less time, if the loss stays what it was"))
     if layout.offload != "none" and job.train.host_threads == 1:
-        gain = (
-            1.0 - step_parts(replace(job, host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND), layout).total / base
-        )
+        gain = gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND)
         ideas.append((gain, f"OMP_NUM_THREADS=4 or more for the optimizer on the CPU: {gain:.0%} less time (torchrun "
                             "sets 1)"))  # fmt: skip
     if layout.checkpointing != "none":
-        lighter = step_parts(job, replace(layout, checkpointing="none"))
-        gain = 1.0 - lighter.total / base
+        gain = gain_of(replace(layout, checkpointing="none"))
         ideas.append((gain, f"memory enough to do without recomputation: {gain:.0%} less time"))
     if winner.parts.bubble > 0:
-        more = replace(layout, gradient_accumulation=layout.gradient_accumulation * 2)
-        gain = 1.0 - step_parts(job, more).total / more.global_batch / per_sequence
+        gain = gain_of(replace(layout, gradient_accumulation=layout.gradient_accumulation * 2))
         ideas.append((gain, f"twice the micro-batches per step: {gain:.0%} less time for the same tokens, by a smaller "
                             "pipeline bubble"))  # fmt: skip
     ideas.sort(key=lambda idea: -idea[0])
     return tuple(text for gain, text in ideas if gain >= 0.02)
-
-
-def ranked(job: Job, candidate: Candidate, forecast: Forecast, winner: Candidate | None) -> RankedLayout:
-    """A candidate as advice."""
-    why = why_not(job, winner, candidate) if winner is not None else ""
-    return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,14 +14,15 @@ from contracts.trl import spelled
 from hardware.gpus import Gpu, gpu_named, of_board, stand_in
 from hardware.machines import catalogue
 from hardware.units import GIB
-from planner.advice import Forecast, RankedLayout, Recommendation, Rejected
-from planner.explain import forecast_of, helps_most, ranked
+from planner.advice import RankedLayout, Recommendation, Rejected
+from planner.explain import forecast_of, helps_most, why_not
 from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
-from planner.forecast.faults import Findings, apart, as_is, counted, mended, mended_links, slowed
-from planner.forecast.links import Links, links_of
-from planner.forecast.memory import DEFAULT_MEMORY, memory_of
+from planner.forecast.faults import Findings, apart, as_is, counted, repaired, repaired_links, slowed
+from planner.forecast.intervals import bytes_that_fit
+from planner.forecast.links import Links, Speed, links_of
+from planner.forecast.memory import memory_of
 from planner.forecast.specs import (
     ModelSpec,
     TrainSpec,
@@ -32,6 +33,7 @@ from planner.forecast.specs import (
 )
 from planner.forecast.step_time import ADAM_RANK_BYTES_PER_SECOND, ADAM_THREAD_BYTES_PER_SECOND, Job, step_parts
 from planner.nccl_env import environment as nccl_env
+from planner.nccl_env.names import newest_read, version_text
 from planner.nccl_env.texts import Note
 from planner.rules import first_broken
 from planner.search import TIGHT_SHARE, Candidate, Found, fitting, search
@@ -47,13 +49,7 @@ if TYPE_CHECKING:  # a question without measurements does not wait for their rea
     from collectives.nccl_log.transport import Evidence
 
 _RUNNERS_UP = 4
-OPTIMIZERS = (
-    "adamw",
-    "adamw8bit",
-    "paged_adamw8bit",
-    "sgd",
-    "adafactor",
-)  # whose states planner.forecast.memory counts
+_OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # whose states the forecast counts
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Where the user named no batch: a fine-tune's customary one, and what pre-training takes per step by the weights that a
 # token passes through (GPT-3's table 2.1 to 13 B, arXiv 2005.14165; Llama 2's 4 M, 2307.09288; Llama 3 405B's 16 M,
@@ -83,16 +79,15 @@ class Planned:
 
     @property
     def budget(self) -> float | None:
-        """Bytes that a rank may fill; None: unknown."""
-        return self.capacity * DEFAULT_MEMORY.safe_share if self.capacity else None
-
-    def forecast(self, candidate: Candidate) -> Forecast:
-        """The forecast of a layout on these numbers."""
-        return forecast_of(self.job, candidate, self.capacity, calibrated=self.calibrated, scale=self.scale)
+        """Bytes that a rank may be forecast to take; None: unknown."""
+        train = self.job.train
+        return bytes_that_fit(self.capacity, train.method, on_cpu=not self.job.has_gpu) if self.capacity else None
 
     def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
         """A layout with its forecast, and what it loses against the winner."""
-        return ranked(self.job, candidate, self.forecast(candidate), winner)
+        why = why_not(self.job, winner, candidate) if winner is not None else ""
+        forecast = forecast_of(self.job, candidate, self.capacity, calibrated=self.calibrated, scale=self.scale)
+        return RankedLayout(layout=candidate.layout, forecast=forecast, why=why)
 
 
 def _rates(
@@ -112,11 +107,9 @@ def _rates(
         )
         rates = gpu_rates(other, train, engine, precision)
         memory = float(node.gpus[0].memory_bytes) if node.gpus[0].memory_bytes else None
-        return Rates(
-            gemm=rates.gemm, attention=rates.attention, hbm=rates.hbm, memory_bytes=memory,
-            launch_seconds=rates.launch_seconds, how="assumed", device=node.gpus[0].model or "unknown GPU",
-            inputs=(f"GEMM {rates.gemm / 1e12:.4g} TFLOP/s: assumed",),
-        )  # fmt: skip
+        words = f"GEMM {rates.gemm / 1e12:.4g} TFLOP/s: assumed"
+        name = node.gpus[0].model or "unknown GPU"
+        return replace(rates, memory_bytes=memory, how="assumed", device=name, inputs=(words,))
     host = snapshots[0].facts(HostinfoFacts) if snapshots else None
     cores = (host.cores if host else None) or node.cpu_count
     if cores is None:
@@ -161,8 +154,8 @@ def _host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> flo
     if probed:
         return float(min(probed))
     sku = cluster.nodes[0].sku
-    rows = [row for row in catalogue() if row.name == sku]
-    return rows[0].host_gib * GIB if rows and rows[0].host_gib else None
+    gib = next((row.host_gib for row in catalogue() if row.name == sku), None)
+    return gib * GIB if gib else None
 
 
 def _free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], unknowns: list[str]) -> list[int]:
@@ -203,10 +196,20 @@ def _batch(
         if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
             multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
     batch = math.ceil(wanted / multiple) * multiple
-    unknowns.append(
-        f"global batch not given: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
-    )
+    unknowns.append(_assumed_batch(batch, train))
     return batch
+
+
+def _assumed_batch(batch: int, train: TrainSpec) -> str:
+    return f"global batch not given: {batch} sequences assumed ({batch * train.sequence_length:,} tokens a step)"
+
+
+def _with_batch(planned: Planned, batch: int) -> Planned:
+    """The same with another batch of this module's choice."""
+    train = planned.job.train
+    before, after = _assumed_batch(planned.global_batch, train), _assumed_batch(batch, train)
+    words = tuple(after if text == before else text for text in planned.unknowns)
+    return replace(planned, global_batch=batch, unknowns=words)
 
 
 def _checked(cluster: ClusterTopology, train: TrainSpec) -> Precision:
@@ -218,8 +221,8 @@ def _checked(cluster: ClusterTopology, train: TrainSpec) -> Precision:
     check_histogram(train.length_histogram)
     if train.precision not in _PRECISIONS:
         raise ValueError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
-    if train.optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(OPTIMIZERS)}")
+    if train.optimizer not in _OPTIMIZERS:
+        raise ValueError(f"optimizer={train.optimizer!r}: allowed are {', '.join(_OPTIMIZERS)}")
     return next(p for p in _PRECISIONS if p == train.precision)
 
 
@@ -273,21 +276,28 @@ def plan(
     lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
     if lost:
         unknowns.append(
-            f"{', '.join(lost[:8])} cannot be used: mend it first; the layout is for the GPUs that are left"
+            f"{', '.join(lost[:8])} cannot be used: repair it first; the layout is for the GPUs that are left"
         )
     capability = _capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
         unknowns.append(f"{rates.device} has no bf16 tensor cores: the forecast is for fp32 speed; fp16 would use them")
     unknowns.extend(
-        f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
-        + (
-            f"; unknown network: the interval is for {speed.within[0] / 1e9:.3g} to {speed.within[1] / 1e9:.3g} GB/s"
-            if speed.within
-            else ""
-        )
+        _unmeasured(speed)
         for speed in (links.node, links.network)
         if speed is not None and speed.how == "assumed" and world > 1
     )
+    models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
+    if len(models) > 1:
+        unknowns.append(
+            f"the nodes have different GPUs ({', '.join(map(str, models))}): all ranks wait for the slowest"
+        )
+    longer = sum(rows for length, rows in train.length_histogram if length > train.sequence_length)
+    if longer:
+        rows = sum(rows for _, rows in train.length_histogram)
+        unknowns.append(
+            f"{longer:,} of {rows:,} rows are longer than the sequence length of {train.sequence_length} tokens: they "
+            "are cut"
+        )
     return Planned(
         job=Job(
             model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
@@ -305,15 +315,29 @@ def plan(
     )  # fmt: skip
 
 
-def search_planned(planned: Planned, named: Mapping[str, object] | None = None) -> Found:
+def _unmeasured(speed: Speed) -> str:
+    """What a forecast does about a link that nobody measured, and how to measure it."""
+    words = f"{speed.link} bandwidth was not measured: {speed.bytes_per_second / 1e9:.3g} GB/s assumed"
+    if speed.why:
+        words += f" ({speed.why})"
+    if speed.within:
+        least, most = (rate / 1e9 for rate in speed.within)
+        words += (
+            f"; unknown network: the interval is for {least:.3g} to {most:.3g} GB/s. Measure it on these nodes "
+            "(`topoflight bench -o json`) and give the result with --bench"
+        )
+    return words
+
+
+def search_planned(planned: Planned, named: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
     """Run the search on gathered numbers; with `named` among the layouts that have these values.
 
-    Else among those that have what the job's settings ask for.
+    Else among those that have what the job's settings ask for. `surely`: see `search`.
     """
     return search(
         planned.job, world=planned.world, global_batch=planned.global_batch,
         precision=planned.precision, capacity=planned.capacity, scale=planned.scale,
-        named=planned.requested if named is None else named,
+        named=planned.requested if named is None else named, surely=surely,
     )  # fmt: skip
 
 
@@ -337,17 +361,19 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     Where the rules or the memory allow none, the layout as it stands at the plan's global batch, with the reason in
     `why`. Raises LayoutError for values that no layout can have.
     """
-    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, **named}
-    degrees.setdefault("sharding", "zero3" if degrees["dp_shard"] > 1 else "ddp")
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "offload": "none", **named}
     degrees.setdefault("precision", planned.precision)
-    shape = Layout(world_size=planned.world, **degrees)
+    zeros = ("zero3", "zero2", "zero1") if degrees["dp_shard"] > 1 else ()
+    sharding = next((zero for zero in zeros if zero in planned.job.engine.can), "ddp")  # where no layout fits
+    shape = Layout(world_size=planned.world, **{"sharding": sharding, **degrees})
     if shape.data_parallel == 1:
-        del degrees["sharding"]  # over one rank every kind of it is the same
+        degrees.pop("sharding", None)  # over one rank every kind of it is the same
     if {"micro_batch", "gradient_accumulation"} <= set(named):
         planned = replace(planned, global_batch=shape.global_batch)
-    found = search_planned(planned, degrees)
-    if found.best:
-        return planned.rank(found.best[0])
+    for surely in (True, False):
+        if best := search_planned(planned, degrees, surely=surely).best:
+            ranked = planned.rank(best[0])
+            return ranked if surely else replace(ranked, why=may_not_fit(planned, ranked))
     accumulation, left = divmod(planned.global_batch, shape.data_parallel * shape.micro_batch)
     if "gradient_accumulation" not in named:
         if left:
@@ -358,6 +384,15 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
         shape = replace(shape, gradient_accumulation=accumulation)
     picked = fitting(planned.job, shape, planned.budget, named=named)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
+
+
+def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
+    """That the interval of a layout's memory ends above what the device has."""
+    needs = ranked.forecast.memory_bytes
+    return (
+        f"may run out of memory: {needs.low / GIB:.1f} to {needs.high / GIB:.1f} GiB are forecast, a GPU has "
+        f"{(planned.capacity or 0.0) / GIB:.1f} GiB. The first steps show it"
+    )
 
 
 def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
@@ -372,27 +407,18 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     if not why and budget is not None and memory.total > budget:
         why = (
             f"breaks memory-fits: {(memory.total - budget) / GIB:.1f} GiB over the {budget / GIB:.1f} GiB "
-            f"({DEFAULT_MEMORY.safe_share:.0%}) that a rank may fill"
+            "that surely fit"
         )
-    return RankedLayout(layout=layout, forecast=planned.forecast(candidate), why=why)
+    return replace(planned.rank(candidate), why=why)
 
 
 def recommend(
-    cluster: ClusterTopology,
-    snapshots: Sequence[Snapshot],
-    model: ModelSpec,
-    train: TrainSpec,
-    measurements: Sequence[Measurement] = (),
-    calibration: Calibration | None = None,
-    nccl_version: tuple[int, int, int] | None = None,
-    evidence: Evidence | None = None,
-    *,
-    ranks_per_node: int | None = None,
-    links: Links | None = None,
-    multi_node: bool | None = None,
-    findings: Findings | None = None,
-    measured_step: MeasuredStep | None = None,
-) -> Recommendation:
+    cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
+    measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
+    nccl_version: tuple[int, int, int] | None = None, evidence: Evidence | None = None, *,
+    ranks_per_node: int | None = None, links: Links | None = None, multi_node: bool | None = None,
+    findings: Findings | None = None, measured_step: MeasuredStep | None = None,
+) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster as it is; `multi_node` None: one node may come to be several.
 
     `findings` are what is known to be wrong with the nodes, by hostname; beside the answer stands that of sound ones.
@@ -401,11 +427,13 @@ def recommend(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
         evidence=evidence, ranks_per_node=ranks_per_node,
     )  # fmt: skip
+    answer = Recommendation(
+        settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train
+    )
     if env.backend == "rccl":
         reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not judged yet"
-        return Recommendation(
-            settings=env.settings, notes=env.notes, needs=env.needs, backend=env.backend, model=model, train=train,
-            rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,),
+        return replace(
+            answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
         )  # fmt: skip
     set_to = {setting.name: setting.value for setting in env.settings}
     against = counted(findings or {}, set_to)
@@ -417,8 +445,8 @@ def recommend(
         planned = scaled(planned, measured_step)
     sound = sound_here = None
     if planned.slowed:
-        whole = mended(cluster, against)
-        links = mended_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
+        whole = repaired(cluster, against)
+        links = repaired_links(whole, links or links_of(whole, ranks_per_node=ranks_per_node), against, snapshots)
         again = plan(whole, snapshots, model, train, calibration=calibration, links=links)
         again = replace(again, scale=planned.scale, calibrated=planned.calibrated)
         if again.world == planned.world:
@@ -427,13 +455,24 @@ def recommend(
         if sound is not None and again.world == planned.world:
             sound_here = forecast_layout(planned, sound.layout)
     found = search_planned(planned)
-    while not found.best and _may_shrink(planned):
-        planned = replace(planned, global_batch=planned.global_batch // 2)
+    for other in _other_batches(planned):
+        if found.best:
+            break
+        planned = _with_batch(planned, other)
         found = search_planned(planned)
+    uncertain = not found.best
+    if uncertain:
+        found = replace(found, best=search_planned(planned, surely=False).best[:1])
     chosen = None
     runners: list[RankedLayout] = []
     helps: tuple[str, ...] = ()
     unknowns = list(planned.unknowns)
+    newest = newest_read()
+    if nccl_version and nccl_version > newest:
+        unknowns.append(
+            f"NCCL {version_text(nccl_version)} is newer than {version_text(newest)}, the newest known here: what "
+            "later releases changed is not in these settings"
+        )
     assumed: tuple[str, ...] = ()
     too_large = any(row.rule == "memory-fits" for row in found.rejected)
     if not found.best and too_large and planned.requested and rows_are_assumed(train):
@@ -443,6 +482,9 @@ def recommend(
         if chosen is None:
             chosen = planned.rank(candidate)
             helps = helps_most(planned.job, candidate, planned.capacity)
+            if uncertain and not assumed:
+                unknowns.append(may_not_fit(planned, chosen))
+                helps = (*nearest(planned), *helps) if planned.requested else helps
         else:
             runners.append(planned.rank(candidate, found.best[0]))
     if chosen is None and planned.requested:
@@ -450,28 +492,16 @@ def recommend(
         helps = nearest(planned)
     elif chosen is None:
         unknowns.append("no layout of this engine fits")
-    elif planned.capacity and not assumed and chosen.forecast.memory_bytes.high > TIGHT_SHARE * planned.capacity:
-        unknowns.append(
-            f"memory is tight: up to {chosen.forecast.memory_bytes.high / GIB:.1f} of {planned.capacity / GIB:.1f} GiB"
-        )
-    notes = list(env.notes)
-    notes.append(Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit"))
-    return Recommendation(
-        settings=tuple(env.settings),
-        notes=tuple(notes),
-        needs=tuple(env.needs),
-        backend="nccl" if planned.job.has_gpu else "gloo",
-        model=model,
-        train=train,
-        chosen=chosen,
-        runners_up=tuple(runners),
-        rejected=tuple(found.rejected),
-        helps_most=helps,
-        unknowns=tuple(unknowns),
-        slowed=planned.slowed,
-        sound=sound,
-        sound_here=sound_here,
-    )
+    elif planned.capacity and not (assumed or uncertain):
+        high, has = chosen.forecast.memory_bytes.high, planned.capacity
+        if high > TIGHT_SHARE * has:
+            unknowns.append(f"memory is tight: up to {high / GIB:.1f} of {has / GIB:.1f} GiB")
+    note = Note(topic="search", text=f"{found.tried} layouts forecast, {len(found.best)} families fit")
+    return replace(
+        answer, notes=(*env.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
+        runners_up=tuple(runners), rejected=tuple(found.rejected), helps_most=helps, unknowns=tuple(unknowns),
+        slowed=planned.slowed, sound=sound, sound_here=sound_here,
+    )  # fmt: skip
 
 
 AS_ASKED = "the settings as they stand"  # what is rejected where the job's own settings cannot run
@@ -481,14 +511,14 @@ def cost_of(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec, findings: Findings,
     named: Mapping[str, Any],
 ) -> tuple[float, RankedLayout] | None:  # fmt: skip
-    """Seconds of a step with these findings, and the layout on the nodes mended; None where no rule gives them a cost.
+    """Seconds of a step with these findings, and the layout on the repaired nodes; None: no rule gives them a cost.
 
-    `named` are values of the layout; of none the best on the mended nodes. Raises LayoutError.
+    `named` are values of the layout; of none the best on the repaired nodes. Raises LayoutError.
     """
     against = counted(findings, {})
     now = plan(cluster, snapshots, model, train, findings=against)
-    whole = mended(cluster, against)
-    links = mended_links(whole, links_of(whole), against, snapshots)
+    whole = repaired(cluster, against)
+    links = repaired_links(whole, links_of(whole), against, snapshots)
     if not now.slowed or links is None:
         return None
     sound = replace(plan(whole, snapshots, model, train, links=links), global_batch=now.global_batch)
@@ -537,10 +567,20 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     return replace(found, best=[chosen]), (words,)
 
 
-def _may_shrink(planned: Planned) -> bool:
-    """Whether the batch is this module's own choice, beside accumulation that is given."""
-    accumulates = "gradient_accumulation" in planned.requested and "micro_batch" not in planned.requested
-    return accumulates and planned.job.train.global_batch is None and planned.global_batch % (2 * planned.world) == 0
+def _other_batches(planned: Planned) -> Iterator[int]:
+    """Batches to try in turn where that of this module's own choice fits no layout.
+
+    Smaller ones where the settings name the accumulation, then larger ones up to a sequence for each rank.
+    """
+    batch, named = planned.global_batch, planned.requested
+    if planned.job.train.global_batch is not None or "micro_batch" in named:
+        return
+    while "gradient_accumulation" in named and batch % (2 * planned.world) == 0:
+        batch //= 2
+        yield batch
+    while batch < planned.world:
+        batch *= 2
+        yield batch
 
 
 def _why_refused(planned: Planned, found: Found) -> Rejected:
@@ -567,9 +607,7 @@ def nearest(planned: Planned) -> tuple[str, ...]:
 
     One setting at a time; a smaller micro-batch accumulates to the same batch. Then all of them at once.
     """
-    requested, found = dict(planned.requested), []
-    if words := _smaller_batch(planned, requested):
-        found.append(words)
+    requested, found = dict(planned.requested), _smaller_batch(planned)
     for changed in _one_by_one(requested):
         if search_planned(replace(planned, requested={**requested, **changed})).best:
             found.append(spelled(*next(iter(changed.items()))))
@@ -585,23 +623,16 @@ def nearest(planned: Planned) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _smaller_batch(planned: Planned, requested: Mapping[str, Any]) -> str:
+def _smaller_batch(planned: Planned) -> list[str]:
     """The largest micro-batch below the one asked for, which fits with the same batch."""
-    micro = requested.get("micro_batch")
-    if not isinstance(micro, int):
-        return ""
-    rest = {name: value for name, value in requested.items() if name not in ("micro_batch", "gradient_accumulation")}
-    for smaller in range(micro - 1, 0, -1):
-        if micro % smaller:
-            continue
-        best = search_planned(replace(planned, requested={**rest, "micro_batch": smaller})).best
-        if best:
+    micro = planned.requested.get("micro_batch", 1)
+    rest = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
+    for smaller in (n for n in range(micro - 1, 0, -1) if micro % n == 0):
+        if best := search_planned(replace(planned, requested={**rest, "micro_batch": smaller})).best:
             times = best[0].layout.gradient_accumulation
-            return (
-                f"{spelled('micro_batch', smaller)} with {spelled('gradient_accumulation', times)}, for the same batch "
-                f"of {planned.global_batch}"
-            )
-    return ""
+            words = (spelled("micro_batch", smaller), spelled("gradient_accumulation", times))
+            return [f"{' with '.join(words)}, for the same batch of {planned.global_batch}"]
+    return []
 
 
 def _one_by_one(requested: Mapping[str, Any]) -> list[dict[str, Any]]:

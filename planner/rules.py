@@ -91,15 +91,16 @@ def sequence_divides(q: Question, at: Layout) -> str | None:
 
 
 def experts_divide(q: Question, at: Layout) -> str | None:
-    """Expert parallelism gives each rank whole experts."""
+    """Expert parallelism gives each rank whole experts, over the ranks of one pipeline stage (docs/decisions/0022)."""
     if at.ep == 1:
         return None
     if not q.model.experts:
         return f"EP={at.ep}: {q.model.name} has no experts"
     if q.model.experts % at.ep:
         return f"{q.model.experts} experts do not divide by EP={at.ep}"
-    if (at.data_parallel * at.cp) % at.ep:
-        return f"EP={at.ep} does not divide the {at.data_parallel * at.cp} data and context parallel ranks"
+    ranks = at.world_size // at.pp
+    if ranks % at.ep:
+        return f"EP={at.ep} does not divide the {ranks} ranks of a pipeline stage"
     return None
 
 
@@ -115,6 +116,13 @@ def positions_reach(q: Question, _at: Layout) -> str | None:
     """A learned position table ends."""
     if q.model.family == "gpt2" and q.model.max_positions and q.train.sequence_length > q.model.max_positions:
         return f"sequence length {q.train.sequence_length} is beyond the model's {q.model.max_positions} positions"
+    return None
+
+
+def weights_can_train(q: Question, _at: Layout) -> str | None:
+    """Quantised weights have no gradient of their own, and the fine-tune job loads none (finetune/model.py)."""
+    if q.model.quantised and (q.train.method == "full" or not q.engine.loads_quantised):
+        return f"the weights are quantised ({q.model.quantised}): name the model that they were made from"
     return None
 
 
@@ -146,15 +154,8 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
         or _sharding_lacking(engine, at)
         or _combination_lacking(engine, at)
         or engine.refuses(model, train, at)
-        or _memory_savers_lacking(engine, at, has_gpu=has_gpu)
-        or _precision_lacking(engine, at)
+        or _options_lacking(engine, at, has_gpu=has_gpu)
     )
-
-
-def _precision_lacking(engine: Engine, at: Layout) -> str | None:
-    if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
-        return f"{engine.name} has no {at.precision}"
-    return None
 
 
 def _degrees_lacking(engine: Engine, at: Layout) -> str | None:
@@ -184,7 +185,9 @@ def _combination_lacking(engine: Engine, at: Layout) -> str | None:
     return None
 
 
-def _memory_savers_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+def _options_lacking(engine: Engine, at: Layout, *, has_gpu: bool) -> str | None:
+    if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
+        return f"{engine.name} has no {at.precision}"
     if at.checkpointing not in engine.checkpointing:
         return f"{engine.name} has no {at.checkpointing} checkpointing"
     if at.offload == "none":
@@ -236,8 +239,8 @@ def host_memory_holds(q: Question, at: Layout) -> str | None:
 _OF_BATCH = (enough_micro_batches, batch_divides)  # of a whole layout; the others already forbid a degree
 _RULES = (
     heads_divide, kv_heads_divide, ffn_divides, tp_inside_island, enough_layers, chunks_divide, enough_micro_batches,
-    stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach, precision_exists, engine_runs,
-    method_runs, host_memory_holds,
+    stages_sum, sequence_divides, experts_divide, batch_divides, positions_reach, weights_can_train, precision_exists,
+    engine_runs, method_runs, host_memory_holds,
 )  # fmt: skip
 RULES: tuple[tuple[str, Rule], ...] = tuple((rule.__name__.replace("_", "-"), rule) for rule in _RULES)
 RULES_OF_DEGREES = tuple((name, rule) for name, rule in RULES if rule not in _OF_BATCH)

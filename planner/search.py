@@ -15,7 +15,8 @@ from contracts.layout import Checkpointing, Layout, Precision, Schedule, Shardin
 from hardware.units import GIB
 from planner.advice import Rejected
 from planner.forecast.engine import Question, uneven_stages
-from planner.forecast.memory import DEFAULT_MEMORY, MemoryParts, memory_of
+from planner.forecast.intervals import SIGMA_LINK_ASSUMED, bytes_that_fit, widths
+from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import RULES_OF_DEGREES, first_broken
 
@@ -23,14 +24,9 @@ _FITTED = ("checkpointing", "offload")  # chosen by what fits, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAX_PP = 64
 _LEAST_TOKENS = 1024  # of a sequence, on a context-parallel rank: with fewer no published run splits one
-# Two forecasts of one job nearer than this are equal: the one that leaves more memory free is taken. A third of
-# SIGMA_PAIR_SAME, and no matter how far off both may be together.
+# Two forecasts of one job nearer than this are equal: the one that leaves more memory free is taken. A third of the
+# error in the difference of two that differ in batch or recomputation only.
 TIE = 1.02
-# Standard deviation of the error in the difference of two forecasts (log) of one job, whose common errors cancel:
-# `python bench/forecast.py --pairs ROWS.csv...`, from the median over pairs of published runs that differ only so.
-SIGMA_PAIR = 0.11  # in their degrees
-SIGMA_PAIR_SAME = 0.06  # in micro-batch, chunks or recomputation only
-SIGMA_LINK_ASSUMED = 0.5  # of the share of a step that crosses a link whose speed nobody knows
 TIGHT_SHARE = 0.85  # of the card: fuller than that, what allocator and libraries add may not fit
 
 
@@ -72,20 +68,12 @@ class Found:
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0] if n <= 4096 else [
-        d for d in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18, 20, 24, 28, 30, 32, 36, 40, 42, 48, 56, 60,
-                    63, 64) if n % d == 0
-    ]  # fmt: skip
+    """Those of a large number only up to the most stages that a pipeline may have."""
+    return [d for d in range(1, (n if n <= 4096 else _MAX_PP) + 1) if n % d == 0]
 
 
 def _powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
-
-
-def _expert_degrees(most: int, island: int) -> list[int]:
-    """Powers of two inside the fast domain, and the largest there is."""
-    powers = _powers(most)
-    return [ep for ep in powers if ep <= max(1, island) or ep == powers[-1]]
 
 
 def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Sharding, int, int, bool]]:
@@ -96,8 +84,9 @@ def _shardings(question: Question, dp: int, in_node: int) -> Iterator[tuple[Shar
         return
     if "ddp" in can:
         yield "ddp", 1, dp, True
-    for zero in ("zero1", "zero2"):
-        if zero in can and (zero == "zero1" or question.engine.has_zero2):  # FSDP's comes below
+    zeros: tuple[Sharding, ...] = ("zero1", "zero2")
+    for zero in zeros:  # FSDP's comes below
+        if zero in can and question.engine.as_run(Layout(world_size=dp, dp_shard=dp, sharding=zero)).sharding == zero:
             yield zero, dp, 1, True
     if "zero3" in can:
         yield "zero3", dp, 1, True
@@ -159,9 +148,9 @@ def _degrees(question: Question, world: int, found: Found) -> Iterator[tuple[int
                 if cp > 1 and refuse("CP", Layout(world_size=cp, cp=cp)):
                     break
                 dp = world // (tp * pp * cp)
-                for ep in _expert_degrees(min(model.experts or 1, dp * cp), question.links.island_size):
+                for ep in _divisors(math.gcd(model.experts or 1, dp * cp * tp)):
                     # replicas stand for any sharding: whether the engine has that one is asked later
-                    if ep > 1 and refuse("EP", Layout(world_size=dp * cp, dp_replicate=dp, cp=cp, ep=ep)):
+                    if ep > 1 and refuse("EP", Layout(world_size=dp * cp * tp, dp_replicate=dp, cp=cp, tp=tp, ep=ep)):
                         break
                     yield tp, pp, cp, ep
 
@@ -181,16 +170,21 @@ def _key(layout: Layout) -> str:
 
 def search(
     job: Job, *, world: int, global_batch: int, precision: Precision, capacity: float | None,
-    scale: float = 1.0, named: Mapping[str, object] | None = None,
+    scale: float = 1.0, named: Mapping[str, object] | None = None, surely: bool = True,
 ) -> Found:  # fmt: skip
     """Forecast every allowed layout; `scale` is the calibration's factor on time.
 
     With `named` only layouts whose fields have these values are tried, and what is not named is chosen as ever.
+    Without `surely`, layouts count whose forecast memory may turn out to fit.
     """
+    budget, named = None, named or {}
+    if capacity:
+        budget = bytes_that_fit(capacity, job.train.method, on_cpu=not job.has_gpu, surely=surely)
+    if not surely:  # whatever saves memory is used first
+        named = {"checkpointing": job.engine.checkpointing[-1], **named}
     run = _Search(
         job=job, world=world, global_batch=global_batch, precision=precision,
-        budget=capacity * DEFAULT_MEMORY.safe_share if capacity else None, scale=scale,
-        named=named or {},
+        budget=budget, capacity=capacity, scale=scale, named=named,
     )  # fmt: skip
     for split in run.splits():
         run.attempt_batches(split)
@@ -207,7 +201,8 @@ class _Search:
     world: int
     global_batch: int
     precision: Precision
-    budget: float | None
+    budget: float | None  # bytes that a rank may be forecast to take
+    capacity: float | None  # bytes of its device
     scale: float
     named: Mapping[str, object]
     found: Found = field(default_factory=Found)
@@ -230,7 +225,8 @@ class _Search:
             if self.global_batch % dp:
                 self.uneven[dp] = None
                 continue
-            in_node = max(1, self.job.links.ranks_per_node // (tp * cp))
+            links = self.job.links
+            in_node = max(1, max(links.ranks_per_node, links.island_size) // (tp * cp))
             for sharding, shard, replicate_degree, reshard in self._shardings(dp, in_node):
                 split = Layout(
                     world_size=self.world, dp_replicate=replicate_degree, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep,
@@ -329,7 +325,7 @@ class _Search:
             self.fitted = layout
         parts = step_parts(self.job, layout)
         seconds = parts.total * self.scale
-        tight = self.budget is not None and memory.total > TIGHT_SHARE / DEFAULT_MEMORY.safe_share * self.budget
+        tight = self.capacity is not None and memory.total > TIGHT_SHARE * self.capacity
         slot = key, tight
         self.fastest[slot] = min(seconds, self.fastest.get(slot, seconds))
         held = self.best.get(slot)
@@ -366,8 +362,7 @@ class _Search:
         best = sorted((simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
             winner = simplest(self.job, best)
-            best.remove(winner)
-            best.insert(0, winner)
+            best.sort(key=lambda c: c is not winner)
         self.found.best = best
 
 
@@ -387,10 +382,10 @@ def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
 def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:
     """Standard deviation of the error in log(seconds of one / seconds of the other)."""
     if degrees_of(one.layout) == degrees_of(other.layout):
-        return SIGMA_PAIR_SAME
+        return widths().pair_same
     assumed = job.links.network is not None and job.links.network.how == "assumed"
     shares = [c.parts.communication / c.parts.total for c in (one, other)]
-    return math.hypot(SIGMA_PAIR, SIGMA_LINK_ASSUMED * abs(shares[0] - shares[1]) if assumed else 0.0)
+    return math.hypot(widths().pair, SIGMA_LINK_ASSUMED * abs(shares[0] - shares[1]) if assumed else 0.0)
 
 
 _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")

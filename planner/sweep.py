@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.interval import Interval
-from planner.advice import RankedLayout
+from planner.advice import RankedLayout, render
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.recommend import best_layout, plan, search_planned, unjudged
 from topology.graph import ClusterTopology
-from topology.svg import escape
 
 
 def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
@@ -101,12 +100,9 @@ def _point(
     forecast = best.forecast
     step = forecast.step_seconds
     mid = tokens / forecast.tokens_per_second
-    seconds = Interval(low=mid * step.low / step.mid, mid=mid, high=mid * step.high / step.mid)
+    seconds = step.scaled(mid / step.mid)
     price = prices.get(name) if isinstance(prices, Mapping) else prices
-    cost = None
-    if price is not None:
-        each = price * count / 3600.0
-        cost = Interval(low=seconds.low * each, mid=mid * each, high=seconds.high * each)
+    cost = None if price is None else seconds.scaled(price * count / 3600.0)
     return replace(
         here, layout=best.layout.family, tokens_per_second=forecast.tokens_per_second, mfu=forecast.mfu,
         memory_bytes=forecast.memory_bytes.mid, seconds=seconds, gpu_hours=mid / 3600.0 * cluster.world_size,
@@ -114,57 +110,20 @@ def _point(
     )  # fmt: skip
 
 
-_WIDTH, _HEIGHT, _MARGIN = 640, 360, 56
-
-
 def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
     """Hours against money, or GPU-hours where there are no prices; what nothing beats is filled and joined."""
     good = [p for p in points if p.seconds is not None]
-    if not good:
-        return _frame(title, '<text x="320" y="180" text-anchor="middle">nothing fits on any of these</text>')
     priced = all(p.cost for p in good)
+    unit = "money" if priced else "GPU-hours"
     places = [
         (p, p.seconds.mid / 3600.0, p.cost.mid if priced and p.cost else p.gpu_hours or 0.0) for p in good if p.seconds
     ]
-    right, top = (max(column) or 1.0 for column in ([hours for _, hours, _ in places], [spent for *_, spent in places]))
-
-    def at(hours: float, spent: float) -> tuple[float, float]:
-        return (
-            _MARGIN + hours / right * (_WIDTH - 2 * _MARGIN), _HEIGHT - _MARGIN - spent / top * (_HEIGHT - 2 * _MARGIN)
-        )  # fmt: skip
-
-    line = sorted(at(hours, spent) for p, hours, spent in places if p.best)
-    body = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in line)}" fill="none" stroke="#1f6feb"/>']
-    for p, hours, spent in places:
-        x, y = at(hours, spent)
+    right = max((hours for _, hours, _ in places), default=0.0) or 1.0
+    top = max((spent for *_, spent in places), default=0.0) or 1.0
+    marks = []
+    for p, hours, spent in sorted(places, key=lambda place: place[1:]):
         name = f"{p.nodes} x {p.machine}{'' if p.network in ('-', 'as sold') else f', {p.network}'}"
-        words = f"{name}: {p.layout}, {hours:.3g} h, {spent:.4g} {'money' if priced else 'GPU-hours'}"
-        fill = "#1f6feb" if p.best else "#fff"
-        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="#1f6feb">'
-                    f"<title>{escape(words)}</title></circle>")  # fmt: skip
-        if p.best:
-            anchor = "end" if x > _WIDTH / 2 else "start"
-            body.append(
-                f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="{anchor}" font-size="10">{escape(name)}</text>'
-            )
-    body += [
-        f'<text x="{_WIDTH - _MARGIN}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="end">{right:.3g} h</text>',
-        f'<text x="{_MARGIN}" y="{_MARGIN - 8}">{top:,.4g} {"money" if priced else "GPU-hours"}</text>',
-    ]
-    return _frame(title, "\n".join(body))
-
-
-def _frame(title: str, body: str) -> str:
-    axis = "hours of the whole run (filled: nothing is both faster and cheaper)"
-    bottom, left, end = _HEIGHT - _MARGIN, _MARGIN, _WIDTH - _MARGIN
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"
- font-family="sans-serif" font-size="12">
-<title>{escape(title)}</title>
-<rect width="100%" height="100%" fill="#fff"/>
-<text x="{_WIDTH / 2}" y="24" text-anchor="middle" font-size="14">{escape(title)}</text>
-<line x1="{left}" y1="{bottom}" x2="{end}" y2="{bottom}" stroke="#333"/>
-<line x1="{left}" y1="{_MARGIN}" x2="{left}" y2="{bottom}" stroke="#333"/>
-<text x="{_WIDTH / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{axis}</text>
-{body}
-</svg>
-"""
+        words = f"{name}: {p.layout}, {hours:.3g} h, {spent:.4g} {unit}"
+        at = {"x": 56 + hours / right * 528, "y": 304 - spent / top * 248}
+        marks.append({**at, "best": p.best, "name": name, "words": words})
+    return render("frontier.svg", title=title, marks=marks, right=right, top=f"{top:,.4g}", unit=unit)

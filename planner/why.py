@@ -40,7 +40,7 @@ INNOCENT, DOING, ACTIONS, TRUST = (_WORDS[part] for part in ("innocent", "doing"
 class Cause:
     """One cause, the strongest first."""
 
-    code: str  # "rank.gone", "call.size", "link.slow", or a code of the log's reader
+    code: str  # "rank.gone", "call.size", "link", or a code of the log's reader
     message: str
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()

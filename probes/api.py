@@ -5,7 +5,7 @@ Absent is not failed, and a value that was not read is ``None``, never zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -72,6 +72,13 @@ class Sample:
     metric: str
     value: float
     labels: tuple[str, ...] = ()
+
+
+def known_samples(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...] = ()) -> Iterator[Sample]:
+    """A sample of each family whose value is known, all with these labels."""
+    for metric, value in values:
+        if value is not None:
+            yield Sample(metric=metric, value=float(value), labels=labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

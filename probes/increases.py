@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
@@ -51,7 +50,8 @@ def gpu_increases(before: GpuFacts, after: GpuFacts, seconds: float) -> Iterator
         if past is not None:
             yield from _xids(past, gpu, seconds)
             yield from _counters(past, gpu, seconds)
-            yield from _nvlinks(past, gpu, seconds)
+            if risen := tuple(_risen_links(past, gpu, seconds)):
+                yield gpu_finding("gpu.nvlink.errors rising", gpu, evidence=risen, seconds=seconds)
 
 
 def _name(gpu: Gpu) -> str | None:
@@ -85,11 +85,6 @@ def _counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
         yield gpu_finding("gpu.counters.rising", after, rise=errors, before=before, after=after, seconds=seconds)
 
 
-def _nvlinks(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
-    if risen := tuple(_risen_links(before, after, seconds)):
-        yield gpu_finding("gpu.nvlink.errors rising", after, evidence=risen, seconds=seconds)
-
-
 def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
     earlier = {link.link: link.errors or {} for link in before.nvlinks}
     for link in after.nvlinks:
@@ -98,27 +93,6 @@ def _risen_links(before: Gpu, after: Gpu, seconds: float) -> Iterator[str]:
             rise = _rise(start, end)
             if rise and rise >= PER_SECOND.get(name, 0.0) * seconds:
                 yield f"link {link.link} {name}: {start}, then {end}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold:
-    """More than `count` within `seconds`, or within the interval where that is longer, pro rata."""
-
-    counter: str
-    count: float
-    seconds: float
-    status: Status
-    meaning: str
-
-    def exceeded(self, rise: int, seconds: float) -> bool:
-        """A short interval is held to the whole count: one event is no rate."""
-        return rise > self.count * max(seconds / self.seconds, 1.0)
-
-
-THRESHOLDS = tuple(
-    Threshold(counter=counter, **{**row, "status": Status(row["status"])})
-    for counter, row in read_table(rdma.__file__, "counters.toml").items()
-)
 
 
 def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Iterator[Finding]:
@@ -132,12 +106,14 @@ def rdma_increases(before: RdmaFacts, after: RdmaFacts, seconds: float) -> Itera
 
 
 def _port(subject: str, before: RdmaPort, after: RdmaPort, seconds: float) -> Iterator[Finding]:
-    for threshold in THRESHOLDS:
-        start, end = (port.counters.get(threshold.counter) if port.counters else None for port in (before, after))
-        if threshold.exceeded(rise := _rise(start, end), seconds):
+    for counter, row in read_table(rdma.__file__, "counters.toml").items():
+        start, end = ((port.counters or {}).get(counter) for port in (before, after))
+        rise = _rise(start, end)
+        # a short interval is held to the whole count: one event is no rate
+        if rise > row["count"] * max(seconds / row["seconds"], 1.0):
             yield finding(
-                rdma.TEXTS, "rdma.counters.rising", threshold.status, subject, counter=threshold.counter, rise=rise,
-                seconds=seconds, meaning=threshold.meaning, start=start, end=end,
+                rdma.TEXTS, "rdma.counters.rising", Status(row["status"]), subject, counter=counter, rise=rise,
+                seconds=seconds, meaning=row["meaning"], start=start, end=end,
             )  # fmt: skip
 
 
@@ -171,13 +147,10 @@ def risen_since(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     found: dict[tuple[str, str, str], Finding] = {}
     for before in sorted(past, key=lambda snapshot: snapshot.taken_at_seconds):
         for risen in rising(before, now):
-            found.setdefault((risen.code, risen.subject, _trouble(risen)), risen)
+            # what it is about, without its figures: they differ with the time that is looked at
+            trouble = re.sub(r"\d+(\.\d+)?", "", risen.message)
+            found.setdefault((risen.code, risen.subject, trouble), risen)
     return tuple(found.values())
-
-
-def _trouble(risen: Finding) -> str:
-    """What a finding is about, without its figures: they differ with the time that is looked at."""
-    return re.sub(r"\d+(\.\d+)?", "", risen.message)
 
 
 class Past:

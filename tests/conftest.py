@@ -46,22 +46,31 @@ TIERS = (
     "long",
     "nightly",
 )
-# Files that take minutes start first: one that started last would run while the other workers are idle.
+# Files that take minutes start first, those that mostly wait before those that compute: one that started last would run
+# while the other workers are idle.
 LONGEST = (
-    "test_agent_image.py",
     "test_train.py",
-    "test_softroce.py",
-    "test_short_fuzz.py",
-    "test_finetune_equivalence.py",
-    "test_finetune_pods.py",
-    "test_finetune_hub.py",
-    "test_finetune_traced.py",
-    "test_finetune_compile.py",
+    "test_real_prometheus.py",
     "test_bench_slow_networks.py",
+    "test_agent_image.py",
+    "test_softroce.py",
+    "test_finetune_pods.py",
+    "test_why.py",
+    "test_finetune_equivalence.py",
+    "test_finetune_hub.py",
+    "test_finetune_compile.py",
+    "test_page_in_browser.py",
     "test_bench_hosts.py",
+    "test_short_fuzz.py",
+    "test_finetune_traced.py",
+    "test_costly_questions.py",
     "test_drills_kills.py",
+    "test_drills_bench.py",
     "test_finetune_resume.py",
     "test_finetune_survival.py",
+    "test_bench_ends.py",
+    "test_current_folder.py",
+    "test_lint_forms.py",
 )
 
 

@@ -20,7 +20,6 @@ CODES = codes_of(TEXTS)
 
 RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL plans 48; the ratio holds from generation 3 on
 _RDMA = ("hca", "efa")
-_GDR_WORDS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)
 _NODE_IS_PHB = (
     " NODE is nvidia-smi's word for a path between host bridges of one NUMA node; NCCL's level PHB covers it."
@@ -54,7 +53,7 @@ def farthest_gdr(level: str | None) -> PathClass | None:
     text = level or ""
     if text.isdecimal() and len(text) < 4:
         return _GDR_NUMBERS[min(int(text), len(_GDR_NUMBERS) - 1)]
-    return PathClass[text] if text in _GDR_WORDS else None
+    return PathClass[text] if text in PathClass.__members__ and PathClass[text] <= PathClass.SYS else None
 
 
 def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
@@ -64,11 +63,6 @@ def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     return near.path is not None and near.path <= farthest
 
 
-def _gpu_pairs(node: NodeTopology) -> list[Pair]:
-    names = {gpu.name for gpu in node.gpus}
-    return [pair for pair in node.pairs if pair.a in names and pair.b in names]
-
-
 def _shown(pairs: Iterable[Pair]) -> tuple[str, ...]:
     """Pairs as evidence."""
     return tuple(f"{pair.a} to {pair.b}: {pair.label}" for pair in pairs)
@@ -76,7 +70,7 @@ def _shown(pairs: Iterable[Pair]) -> tuple[str, ...]:
 
 def _switched(node: NodeTopology) -> int:
     """NVLinks per GPU where the counts can only come from an NVSwitch, else 0."""
-    linked = [pair for pair in _gpu_pairs(node) if pair.nvlinks]
+    linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
     most = max((0, *(pair.nvlinks for pair in linked), *map(_to_switches, node.gpus)))  # a pair shows the fewer of two
     ends = any(link.kind == "nvswitch" for gpu in node.gpus for link in gpu.nvlinks)
     if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
@@ -90,7 +84,7 @@ def _to_switches(gpu: GpuNode) -> int:
 
 def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     row = reference_of(node)
-    pairs = [pair for pair in _gpu_pairs(node) if pair.label != UNKNOWN]
+    pairs = [pair for pair in node.gpu_pairs() if pair.label != UNKNOWN]
     if not any(pair.nvlinks for pair in pairs) or not (_switched(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
@@ -100,7 +94,7 @@ def _nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
-    full, pairs = _switched(node), _gpu_pairs(node)
+    full, pairs = _switched(node), node.gpu_pairs()
     if not full:
         yield from _bridges_differ([pair for pair in pairs if pair.nvlinks])
         return
@@ -126,7 +120,7 @@ def _bridges_differ(linked: list[Pair]) -> Iterator[Finding]:
 
 def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     """A board built for NVLink whose GPUs show none: a fault, and no PCIe server."""
-    pairs = _gpu_pairs(node)
+    pairs = node.gpu_pairs()
     labels = {pair.label for pair in pairs}
     if not pairs or not node.nvlink_known or labels - {"SYS", "NODE", "PHB"}:
         return
@@ -220,17 +214,9 @@ def _relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     known = Pairs(node.pairs)
     for other in node.nearest_nic:
         joined = known.get(near.gpu, other.gpu)
-        if (
-            joined
-            and joined.nvlinks
-            and other.path is not None
-            and other.path <= PathClass.P2C
-            and _rdma_nics(node, other)
-        ):
-            return (
-                f"{near.gpu} to {other.gpu}: {joined.label}",
-                f"{other.gpu} to {other.nics[0]}: {other.label}",
-            )
+        near_enough = other.path is not None and other.path <= PathClass.P2C
+        if joined and joined.nvlinks and near_enough and _rdma_nics(node, other):
+            return f"{near.gpu} to {other.gpu}: {joined.label}", f"{other.gpu} to {other.nics[0]}: {other.label}"
     return ()
 
 

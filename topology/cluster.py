@@ -186,7 +186,7 @@ def _classes(labels: list[str], of: str) -> str:
 _TRAITS: tuple[tuple[str, Callable[[NodeTopology], str]], ...] = (
     ("GPUs", lambda node: _spread([gpu.model or "GPU" for gpu in node.gpus])),
     ("usable GPUs", lambda node: str(sum(gpu.usable for gpu in node.gpus))),
-    ("GPU links", lambda node: _classes(_gpu_links(node), "pair")),
+    ("GPU links", lambda node: _classes([pair.label for pair in node.gpu_pairs()], "pair")),
     ("active NICs", lambda node: _spread([nic.kind for nic in node.nics if nic.active is not False])),
     (
         "NIC rates",
@@ -195,8 +195,3 @@ _TRAITS: tuple[tuple[str, Callable[[NodeTopology], str]], ...] = (
     ("link layers", lambda node: _spread(sorted({nic.link_layer or "unknown" for nic in node.nics}))),
     ("nearest NIC classes", lambda node: _classes([near.label for near in node.nearest_nic], "GPU")),
 )
-
-
-def _gpu_links(node: NodeTopology) -> list[str]:
-    names = {gpu.name for gpu in node.gpus}
-    return [pair.label for pair in node.pairs if pair.a in names and pair.b in names]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from topology.graph import (
     FARTHEST,
@@ -82,32 +82,20 @@ SYS_RANK = rank("SYS")
 
 def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:
     """Groups of GPUs joined by NVLink, in matrix order; a GPU without NVLink is in none."""
-    known = Pairs(pairs)
-    left = [gpu.name for gpu in gpus]
-    found = []
-    while left:
-        group = _reach(left[0], left, known)
-        left = [name for name in left if name not in group]
+    known, names = Pairs(pairs), [gpu.name for gpu in gpus]
+    found, seen = [], set[str]()
+    for name in names:
+        group, new = set[str](), {name} - seen
+        while new:
+            group |= new
+            new = {b for a in new for b in names if known.nvlinks(a, b)} - group
+        seen |= group
         if len(group) > 1:
-            found.append(_island(tuple(gpu.name for gpu in gpus if gpu.name in group), known))
+            members = tuple(gpu.name for gpu in gpus if gpu.name in group)
+            counts = [known.nvlinks(a, b) for a, b in combinations(members, 2)]
+            labels = tuple(f"NV{count}" for count in sorted(set(counts)) if count)
+            found.append(Island(gpus=members, all_to_all=all(counts), nvlinks_per_pair=labels))
     return tuple(found)
-
-
-def _reach(start: str, names: list[str], known: Pairs) -> set[str]:
-    group, waiting = {start}, [start]
-    while waiting:
-        here = waiting.pop()
-        for name in names:
-            if name not in group and known.nvlinks(here, name):
-                group.add(name)
-                waiting.append(name)
-    return group
-
-
-def _island(gpus: tuple[str, ...], known: Pairs) -> Island:
-    counts = [known.nvlinks(a, b) for a, b in combinations(gpus, 2)]
-    labels = tuple(f"NV{count}" for count in sorted(set(counts)) if count)
-    return Island(gpus=gpus, all_to_all=all(counts), nvlinks_per_pair=labels)
 
 
 def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
@@ -116,14 +104,14 @@ def through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tu
     Specification: NCCL src/graph/paths.cc, ncclTopoSetPaths: at most one GPU in between.
     """
     known, names = Pairs(pairs), [gpu.name for gpu in gpus]
-    made = []
-    for pair in pairs:
-        if not pair.nvlinks and pair.a in names and pair.b in names:
-            joined = any(known.nvlinks(pair.a, via) and known.nvlinks(via, pair.b) for via in names)
-            made.append(replace(pair, path=PathClass.NVB) if joined else pair)
-        else:
-            made.append(pair)
-    return tuple(made)
+    return tuple(
+        replace(pair, path=PathClass.NVB)
+        if not pair.nvlinks
+        and {pair.a, pair.b} <= set(names)
+        and any(known.nvlinks(pair.a, via) and known.nvlinks(via, pair.b) for via in names)
+        else pair
+        for pair in pairs
+    )
 
 
 def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair]) -> str | None:
@@ -133,41 +121,27 @@ def looks_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: I
     between GPUs of one NUMA node, is such an answer; NODE everywhere is what one real socket looks like.
     """
     known = Pairs(pairs)
-    seen = _pcie_levels(gpus, nics, known)
+    across = [known.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
+    among = [known.label(a.name, b.name) for a, b in combinations(gpus, 2) if not known.nvlinks(a.name, b.name)]
+    seen = {level(label) for label in across + among} - {UNKNOWN}
     if len(seen) != 1 or len(gpus) < 2:
         return None
     (label,) = seen
     affinities = {gpu.numa_affinity for gpu in gpus if gpu.numa_affinity and gpu.numa_affinity != UNKNOWN}
     if label == "PHB" and len(gpus) > 2:
-        return (
-            f"every pair without NVLink is PHB ({_span(affinities)}): a hypervisor hides the PCIe tree, or one "
-            "host bridge carries them all"
-        )
+        span = f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
+        why = "a hypervisor hides the PCIe tree, or one host bridge carries them all"
+        return f"every pair without NVLink is PHB ({span}): {why}"
     # A GPU whose memory is a NUMA node hangs on a Grace CPU by C2C: SYS to every NIC is what those machines show.
     coherent = any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
     # NICs nearer to each other than SYS show a tree: then they do stand across the sockets from every GPU.
     tree_visible = any(rank(known.label(a.name, b.name)) < SYS_RANK for a, b in combinations(nics, 2))
     if label == "SYS" and len(nics) > 1 and not coherent and not tree_visible:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
-    shared = _same_numa_but_far(gpus, known) if label == "SYS" else None
-    return f"{shared} share a NUMA node and yet are SYS apart: the PCIe tree is hidden" if shared else None
-
-
-def _pcie_levels(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs) -> set[str]:
-    across = [known.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
-    among = [known.label(a.name, b.name) for a, b in combinations(gpus, 2) if not known.nvlinks(a.name, b.name)]
-    return {level(label) for label in across + among} - {UNKNOWN}
-
-
-def _span(affinities: set[str]) -> str:
-    return f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
-
-
-def _same_numa_but_far(gpus: tuple[GpuNode, ...], known: Pairs) -> str | None:
-    for first, second in combinations(gpus, 2):
-        same = first.numa_affinity == second.numa_affinity and (first.numa_affinity or "").isdigit()
-        if same and level(known.label(first.name, second.name)) == "SYS":
-            return f"{first.name} and {second.name}"
+    for a, b in combinations(gpus, 2):
+        same = a.numa_affinity == b.numa_affinity and (a.numa_affinity or "").isdigit()
+        if label == "SYS" and same and level(known.label(a.name, b.name)) == "SYS":
+            return f"{a.name} and {b.name} share a NUMA node and yet are SYS apart: the PCIe tree is hidden"
     return None
 
 
@@ -233,19 +207,9 @@ def rails(nearest: tuple[NearestNic, ...]) -> tuple[Rail, ...]:
         if entry.local and entry.decidable and not entry.why:
             groups.setdefault(entry.nics, []).append(entry.gpu)
     members: dict[tuple[str, ...], list[str]] = {}
-    for nics, gpus in groups.items():
-        for nic_share, gpu_share in _shares(nics, gpus):
-            members.setdefault(nic_share, []).extend(gpu_share)
+    for nics, gpus in groups.items():  # tied NICs go to the GPUs that tie for them in order, as evenly as they go
+        count = min(len(nics), len(gpus))
+        cuts = [(i * len(nics) // count, i * len(gpus) // count) for i in range(count + 1)]
+        for (nic, gpu), (nic_end, gpu_end) in pairwise(cuts):
+            members.setdefault(nics[nic:nic_end], []).extend(gpus[gpu:gpu_end])
     return tuple(Rail(rail=i, nics=nics, gpus=tuple(gpus)) for i, (nics, gpus) in enumerate(members.items()))
-
-
-def _shares(nics: tuple[str, ...], gpus: list[str]) -> list[tuple[tuple[str, ...], list[str]]]:
-    """Deal tied NICs out to the GPUs that tie for them, in order, as evenly as they go."""
-    count = min(len(nics), len(gpus))
-    return [
-        (
-            nics[i * len(nics) // count : (i + 1) * len(nics) // count],
-            gpus[i * len(gpus) // count : (i + 1) * len(gpus) // count],
-        )
-        for i in range(count)
-    ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contracts.finding import Status
 from probes.api import Snapshot
@@ -68,7 +69,8 @@ def diff(a: Snapshot, b: Snapshot, names: tuple[str, str] | None = None) -> tupl
 
 def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = ("", "")) -> tuple[Difference, ...]:
     """Differences of two sets of traits, worst first; `names` are needed where they are of two hosts."""
-    gone = _gone(a, b) | _gone(b, a)
+    # Of which the other side knows nothing at all: a device that is not there.
+    gone = {subject for subject, _ in a} ^ {subject for subject, _ in b}
     found = []
     for key in dict.fromkeys((*a, *b)):
         first, second = a.get(key), b.get(key)
@@ -77,16 +79,7 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
         if (first is None or second is None) and not _worth_telling(key, first or second, gone):
             continue
         found.append(_difference(first, second, same_host=same_host, names=names))
-    return tuple(_fold(sorted(found, key=_badness)))
-
-
-def _badness(difference: Difference) -> tuple[int, str, str]:
-    return WORST_FIRST.index(difference.status), difference.subject, difference.what
-
-
-def _gone(a: Traits, b: Traits) -> set[str]:
-    """Subjects of `a` of which `b` knows nothing at all: a device that is not there."""
-    return {subject for subject, _ in a} - {subject for subject, _ in b}
+    return tuple(_fold(sorted(found, key=lambda each: (WORST_FIRST.index(each.status), each.subject, each.what))))
 
 
 def _worth_telling(key: tuple[str, str], trait: Trait | None, gone: set[str]) -> bool:
@@ -142,9 +135,8 @@ def _fold(found: list[Difference]) -> list[Difference]:
     """The same difference on many devices becomes one line: eight GPUs, one driver."""
     folded: dict[tuple[object, ...], list[Difference]] = defaultdict(list)
     for difference in found:
-        folded[(difference.status, difference.what, difference.a, difference.b, _stem(difference.subject))].append(
-            difference
-        )
+        stem = re.sub(r"\d", "", difference.subject)
+        folded[(difference.status, difference.what, difference.a, difference.b, stem)].append(difference)
     result = []
     for group in folded.values():
         first = group[0]
@@ -152,21 +144,10 @@ def _fold(found: list[Difference]) -> list[Difference]:
             result += group
             continue
         listed = ", ".join(difference.subject for difference in group[:3])
-        result.append(
-            Difference(
-                status=first.status,
-                subject=f"{listed} and {len(group) - 3} more",
-                what=first.what,
-                message=first.message.replace(first.subject, f"{listed} and {len(group) - 3} more:", 1),
-                a=first.a,
-                b=first.b,
-            )
-        )
+        subject = f"{listed} and {len(group) - 3} more"
+        message = first.message.replace(first.subject, f"{subject}:", 1)
+        result.append(replace(first, subject=subject, message=message))
     return sorted(result, key=lambda difference: WORST_FIRST.index(difference.status))
-
-
-def _stem(subject: str) -> str:
-    return "".join(letter for letter in subject if not letter.isdigit())
 
 
 def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None = None) -> Fleet:
@@ -178,7 +159,8 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     family: on a GPU fleet that is a fault, not another kind of machine.
     """
     listed = list(snapshots)
-    whole = max(listed, key=_gpu_count, default=None)
+    counts = [len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0 for snapshot in listed]
+    whole = listed[counts.index(max(counts))] if listed else None
     known = [traits(snapshot, like=whole) for snapshot in listed]
     if not known:
         raise ValueError("a fleet needs at least one snapshot, got none")
@@ -194,11 +176,6 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     return Fleet(
         total=sum(len(mine) for mine, _ in nodes), families=tuple(sorted(made, key=lambda family: -family.total))
     )
-
-
-def _gpu_count(snapshot: Snapshot) -> int:
-    facts = snapshot.facts(GpuFacts)
-    return len(facts.gpus) if facts else 0
 
 
 def _kind(mine: Traits) -> str | None:

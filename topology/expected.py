@@ -10,7 +10,7 @@ were not made from, and says how often they are wrong.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contracts.interval import Interval
@@ -96,7 +96,7 @@ def span(value: float) -> Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """What joins the ranks of one collective; rates are bytes per second, each way.
+    """What joins the ranks of one collective, or one host's part of it; rates are bytes per second, each way.
 
     A group is what `inside` joins: the GPUs of a host, or of an NVLink domain that spans hosts.
     """
@@ -108,6 +108,7 @@ class Paths:
     nvls: bool | None = False  # the switch can reduce: capability 9.0 and NCCL 2.17; None: not known
     between: str | None = None  # "RDMA", "RDMA without GPUDirect", "sockets"; None: one group, or unknown
     wire: Interval | None = None  # one group to the others, all NICs of its ranks together
+    domain: str | None = None  # of one host: the NVLink domain that its GPUs share with other hosts
     words: tuple[str, ...] = ()  # where these come from
 
     def ranks_per_group(self, ranks: int) -> int:
@@ -185,7 +186,11 @@ def _all_reduce(run: _Run) -> Expected:
     switch = paths.nvls is not False and run.per_group >= NVLS_LEAST_RANKS
     if paths.groups == 1 and not switch:
         return plain
-    other = _nvls(run) if paths.groups == 1 else _tree(run, switch=switch)
+    if paths.groups == 1:
+        slow, fast = (run.ranks * seconds for seconds in run.factors.nvls_rank_seconds)
+        other = _timed(run, [_nvls_bound(run)], "NVLS", (slow, fast))
+    else:
+        other = _tree(run, switch=switch)
     # Two nodes with NVLS: every published pair of Hopper takes its tree; of Blackwell none is known.
     alone = paths.groups == 1 and plain.interval.mid < _CLOSE * other.interval.mid
     sure = alone or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
@@ -278,11 +283,6 @@ def _sockets(wire: Interval, factors: Factors) -> _Bound:
     )
 
 
-def _nvls(run: _Run) -> Expected:
-    slow, usual = run.factors.nvls_rank_seconds
-    return _timed(run, [_nvls_bound(run)], "NVLS", (run.ranks * slow, run.ranks * usual))
-
-
 def _nvls_bound(run: _Run) -> _Bound:
     share = nvls_share(run.per_group)
     three = run.factors.nvls_hopper
@@ -300,17 +300,13 @@ def _tree(run: _Run, *, switch: bool) -> Expected:
     if switch:
         bound = _nvls_bound(run)
         low = min(bound.rate.low, link.low * factors.nvls_tree_least)
-        bounds.append(_Bound(Interval(low=low, mid=bound.rate.mid, high=bound.rate.high), bound.words))
+        bounds.append(replace(bound, rate=replace(bound.rate, low=low)))
     elif run.per_group > 1 and paths.link:
         bounds.append(_inside(run, link))
     wire = _between(run, paths.wire or span(0.0))
     once = 2 * (run.ranks - 1) / run.ranks if paths.groups == 2 else 1.0
-    bounds.append(
-        _Bound(
-            Interval(low=wire.rate.low * once, mid=wire.rate.mid * once, high=wire.rate.high * once),
-            f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S",
-        )
-    )
+    words = f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S"
+    bounds.append(_Bound(wire.rate.scaled(once), words))
     # up and down the tree over the groups, and along the ranks of a group
     depth, along = 2 * math.ceil(math.log2(paths.groups)), 2 * (run.per_group - 1)
     late, soon = (
@@ -329,14 +325,8 @@ def _timed(run: _Run, bounds: list[_Bound], algorithm: str, latency: tuple[float
         return moved / (moved / rate + seconds) if rate > 0 and moved else 0.0
 
     usual = min(rate.mid for rate in rates)
-    made = Expected(
-        interval=Interval(
-            low=reached(min(rate.low for rate in rates), late),
-            mid=reached(usual, soon),
-            high=min(rate.high for rate in rates),
-        ),
-        algorithm=algorithm,
-    )
+    low, high = reached(min(rate.low for rate in rates), late), min(rate.high for rate in rates)
+    made = Expected(interval=Interval(low=low, mid=reached(usual, soon), high=high), algorithm=algorithm)
     waits = f"latency {soon * 1e6:.0f} to {late * 1e6:.0f} us of {moved / usual * 1e6:.0f} us"
     words = (*run.paths.words, *(bound.words for bound in bounds), waits, f"by {algorithm}: {made.words()}")
-    return Expected(interval=made.interval, algorithm=algorithm, derivation=(*words, run.factors.source))
+    return replace(made, derivation=(*words, run.factors.source))

@@ -201,12 +201,10 @@ class NodeTopology:
         """GPUs, then NICs: the order of the matrix."""
         return (*self.gpus, *self.nics)
 
-    def pair(self, a: str, b: str) -> Pair | None:
-        """The pair of two names in either order."""
-        for pair in self.pairs:
-            if {pair.a, pair.b} == {a, b}:
-                return pair
-        return None
+    def gpu_pairs(self, *, usable: bool = False) -> list[Pair]:
+        """Of two GPUs; with `usable`, of two that answer."""
+        names = {gpu.name for gpu in self.gpus if gpu.usable or not usable}
+        return [pair for pair in self.pairs if pair.a in names and pair.b in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ class PciTree:
         self.devices = {device.bus_id: device for device in devices}
         self._parents = {device.bus_id: device.parent for device in self.devices.values()}
         self._above: dict[str, tuple[str, ...]] = {}  # asked once for every pair of a device
-        self._slots: dict[str, float | None] = {}
+        self._links: dict[str | None, tuple[float | None, float | None, str | None]] = {}
 
     def above(self, bus_id: str) -> tuple[str, ...]:
         """Bridges from the root port down to the device's own port."""
@@ -206,7 +206,9 @@ class PciTree:
             return None
         above_a, above_b = self.above(first), self.above(second)
         if above_a[:1] and above_a[:1] == above_b[:1]:
-            return _below_one_root_port(above_a, above_b)
+            common = sum(1 for a, b in zip(above_a, above_b, strict=False) if a == b)
+            # one switch at most is crossed: each device has one port of its own below the common bridge
+            return "PIX" if max(len(above_a), len(above_b)) - common <= 1 else "PXB"
         if a.root is not None and a.root == b.root:
             return "PHB"
         if a.numa_node is None or b.numa_node is None:
@@ -214,14 +216,6 @@ class PciTree:
             nodes = {device.numa_node for device in self.devices.values()} - {None}
             return "NODE" if not nodes else "SYS"
         return "NODE" if a.numa_node == b.numa_node else "SYS"
-
-    def slot_bytes_per_second(self, bus_id: str | None) -> float | None:
-        """NCCL's plan of the device's own link: the most that device and port can do together, as NCCL reads it."""
-        if bus_id is None:
-            return None
-        if bus_id not in self._slots:
-            self._slots[bus_id] = pcie_bytes_per_second(*self._possible(bus_id))
-        return self._slots[bus_id]
 
     def _possible(self, bus_id: str) -> tuple[float | None, int | None]:
         """Speed and width that the device and the port above it can both do."""
@@ -253,37 +247,36 @@ class PciTree:
             speed = min(filter(None, (speed, device.link_transfers_per_second)), default=None)
         return speed, min(filter(None, (width, device.link_width)), default=None)
 
-    def running_bytes_per_second(self, bus_id: str | None) -> float | None:
-        """The plan of the device's own link as it runs; None where that is not less than its slot."""
-        slot = self.slot_bytes_per_second(bus_id)
-        now = pcie_bytes_per_second(*self._running(bus_id)) if bus_id else None
-        return now if now and slot and now < slot else None
+    def link(self, bus_id: str | None) -> tuple[float | None, float | None, str | None]:
+        """NCCL's plan of the device's own link, and the same in words: "Gen4 x4 of x16".
 
-    def link(self, bus_id: str | None) -> str | None:
-        """The device's own link in words, and of what where it runs below that: "Gen4 x4 of x16"."""
-        (speed, width), (fastest, widest) = self._running(bus_id or ""), self._possible(bus_id or "")
-        now, best = pcie_generation(speed), pcie_generation(fastest)
-        if now is None or best is None or not width or not widest:
-            return None
-        generation = f"Gen{now}" if now == best else f"Gen{now} of Gen{best}"
-        return f"{generation} x{width}" if width == widest else f"{generation} x{width} of x{widest}"
+        The first is the most that device and port can do together, as NCCL reads it; the second what the link does as
+        it runs, None where that is not less.
+        """
+        if bus_id not in self._links:
+            (speed, width), (fastest, widest) = self._running(bus_id or ""), self._possible(bus_id or "")
+            slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
+            words = None
+            running, best = pcie_generation(speed), pcie_generation(fastest)
+            if running and best and width and widest:
+                words = f"Gen{running}" + f" of Gen{best}" * (running != best)
+                words += f" x{width}" + f" of x{widest}" * (width != widest)
+            self._links[bus_id] = slot, now if now and slot and now < slot else None, words
+        return self._links[bus_id]
 
     def links_of(self, bus_id: str | None) -> dict[str, Any]:
         """The fields of a GPU or NIC that say what its own link is."""
-        return {
-            "pcie_bytes_per_second": self.slot_bytes_per_second(bus_id),
-            "pcie_running_bytes_per_second": self.running_bytes_per_second(bus_id),
-            "pcie_link": self.link(bus_id),
-        }
+        fields = ("pcie_bytes_per_second", "pcie_running_bytes_per_second", "pcie_link")
+        return dict(zip(fields, self.link(bus_id), strict=True))
 
     def path_bytes_per_second(self, first: str, second: str, *, running: bool = False) -> float | None:
         """The narrowest planned PCIe link between two devices, or as the links run; None where an end is unknown."""
         above = [*self.above(first), first], [*self.above(second), second]
         common = sum(1 for a, b in zip(*above, strict=False) if a == b)
         between = [bus_id for chain in above for bus_id in chain[common:]]
-        links = [(running and self.running_bytes_per_second(b)) or self.slot_bytes_per_second(b) for b in between]
-        ends = self.slot_bytes_per_second(first), self.slot_bytes_per_second(second)
-        return None if None in ends else min((link for link in links if link is not None), default=None)
+        links = [(running and now) or slot for slot, now, _ in map(self.link, between)]
+        known = self.link(first)[0] is not None and self.link(second)[0] is not None
+        return min((link for link in links if link is not None), default=None) if known else None
 
 
 def _most(device: PciDevice) -> tuple[float | None, int | None]:
@@ -292,13 +285,6 @@ def _most(device: PciDevice) -> tuple[float | None, int | None]:
         device.link_transfers_per_second_max or device.link_transfers_per_second,
         device.link_width_max or device.link_width,
     )
-
-
-def _below_one_root_port(above_a: tuple[str, ...], above_b: tuple[str, ...]) -> str:
-    """PIX where one switch at most is crossed: each device has one port of its own below the common bridge."""
-    common = sum(1 for a, b in zip(above_a, above_b, strict=False) if a == b)
-    own = len(above_a) - common, len(above_b) - common
-    return "PIX" if max(own) <= 1 else "PXB"
 
 
 def pcie_pair(

@@ -22,12 +22,11 @@ _PCIE_LANE = ((64.0, 480), (32.0, 240), (16.0, 120), (8.0, 60), (5.0, 30), (2.5,
 _PCIE_DIVISOR = 80.0  # lanes x table / 80 is GB/s
 INTEL_P2P_OVERHEAD = 6 / 5  # INTEL_P2P_OVERHEAD: GPU to GPU through an Intel CPU
 
-_AMD_CPU = 16.0
-_ARM_CPU = 6.0
-_POWER9_CPU = 32.0
-_ZHAOXIN_CPU = 6.0
-_INTEL_BEFORE_SKYLAKE = 6.0
+# Between CPUs, GB/s: by vendor (the middle two are Zhaoxin's), by architecture, and Intel's family 6 by model.
+_CPU = {"AuthenticAMD": 16.0, "CentaurHauls": 6.0, "  Shanghai  ": 6.0, "ARM": 6.0}
+_CPU_OF_ARCH = {"aarch64": 6.0, "arm64": 6.0, "ppc64": 32.0, "ppc64le": 32.0}
 _INTEL_BY_MODEL = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))  # Emerald Rapids, Sapphire Rapids, Skylake
+_INTEL_BEFORE_SKYLAKE = 6.0
 
 
 def nvlink_bytes_per_second(compute_capability: tuple[int, int] | None) -> float | None:
@@ -73,19 +72,11 @@ def cpu_bytes_per_second(
     vendor: str | None, family: int | None, model: int | None, arch: str | None = None
 ) -> float | None:
     """Between two CPUs (or NUMA nodes) of one host, None where the CPU is unknown."""
-    if vendor == "AuthenticAMD":
-        return _AMD_CPU * GIGA
+    known = _CPU.get(vendor or "") or _CPU_OF_ARCH.get(arch or "")
     if vendor == "GenuineIntel":
-        if family != 6 or model is None:
-            return _INTEL_BEFORE_SKYLAKE * GIGA
-        return next((value * GIGA for least, value in _INTEL_BY_MODEL if model >= least), _INTEL_BEFORE_SKYLAKE * GIGA)
-    if vendor in ("CentaurHauls", "  Shanghai  "):
-        return _ZHAOXIN_CPU * GIGA
-    if arch in ("aarch64", "arm64") or vendor == "ARM":
-        return _ARM_CPU * GIGA
-    if arch in ("ppc64", "ppc64le"):
-        return _POWER9_CPU * GIGA
-    return None
+        reached = (value for least, value in _INTEL_BY_MODEL if family == 6 and (model or 0) >= least)
+        known = next(reached, _INTEL_BEFORE_SKYLAKE)
+    return known * GIGA if known else None
 
 
 Plan = tuple[float | None, tuple[str, ...]]  # bytes per second, each way, and its derivation; None: not derivable
@@ -229,11 +220,10 @@ def rail_plan(node: NodeTopology, rail: Rail) -> Plan:
             slot = f"PCIe link {gigabytes(nic.pcie_running_bytes_per_second)} ({nic.pcie_link})"
         steps.append(f"{nic.name}: active ports {gigabytes(nic.rate_bytes_per_second)}, {slot}: {gigabytes(rate)}")
     value = sum(rates)
-    slowed = [gpu for gpu in node.gpus if gpu.name in rail.gpus and gpu.pcie_running_bytes_per_second]
-    links = [
-        gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in node.gpus if gpu.name in rail.gpus
-    ]
+    gpus = [gpu for gpu in node.gpus if gpu.name in rail.gpus]
+    links = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     reach = sum(link for link in links if link is not None)
+    slowed = [gpu for gpu in gpus if gpu.pcie_running_bytes_per_second]
     if slowed and None not in links and reach < value:  # a sound slot is not held against the plan: NCCL has its own
         steps += [f"{gpu.name} runs at {gpu.pcie_link}: {gigabytes(reach)} into the GPUs of the rail" for gpu in slowed]
         value = reach

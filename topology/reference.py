@@ -38,8 +38,7 @@ def candidates(node: NodeTopology) -> tuple[str, ...]:
         return (row.called,)
     if any(gpu.model for gpu in node.gpus) or not node.nvlink_known:
         return ()
-    gpu_names = {gpu.name for gpu in node.gpus}
-    pairs = [pair for pair in node.pairs if pair.a in gpu_names and pair.b in gpu_names]
+    pairs = node.gpu_pairs()
     most = max((pair.nvlinks for pair in pairs), default=0)
     near = {entry.label for entry in node.nearest_nic}
     return tuple(
@@ -80,10 +79,7 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
     if row.devices is not None and len(nics) < row.devices and not slingshot:
         found.append(f"{len(nics)} {row.nic_kind or 'RDMA'} devices, {row.called} has {row.devices}")
     elif (
-        row.gpu_nic
-        and node.source == "probes"
-        and not slingshot
-        and not any(nic.kind not in _NO_ADAPTER for nic in node.nics)
+        row.gpu_nic and node.source == "probes" and all(nic.kind in _NO_ADAPTER for nic in node.nics) and not slingshot
     ):
         found.append(f"no RDMA adapter, {row.called} has them")
     if row.gpu_nic and not node.virtual and nics:
@@ -97,8 +93,7 @@ def departures(node: NodeTopology) -> tuple[str, ...]:
 
 
 def _nvlink_departures(node: NodeTopology, row: Machine) -> list[str]:
-    gpu_names = {gpu.name for gpu in node.gpus if gpu.usable}
-    pairs = [pair for pair in node.pairs if pair.a in gpu_names and pair.b in gpu_names]
+    pairs = node.gpu_pairs(usable=True)
     if not row.links_per_pair or not pairs or not node.nvlink_known:
         return []
     fewest, found = min(row.links_per_pair), []

@@ -51,7 +51,8 @@ def render_matrix(node: NodeTopology) -> str:
         cells = [f" {SELF} " if other == device.name else known.label(device.name, other) for other in labels]
         lines.append("\t".join((labels[device.name], *cells)) + _affinity(device, affinity))
     lines += ["", "Legend:", ""]
-    lines += [f"  {label:<4} = {meaning}" for label, meaning in LEGEND if label != "NV#" or _shows_nvlink(node)]
+    shows_nvlink = node.nvlink_known or not node.source.endswith("-mp")
+    lines += [f"  {label:<4} = {meaning}" for label, meaning in LEGEND if label != "NV#" or shows_nvlink]
     if UNKNOWN in "".join(lines[1 : len(labels) + 1]) and any(pair.label == UNKNOWN for pair in node.pairs):
         lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could tell")
     named = [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]
@@ -63,10 +64,6 @@ def render_matrix(node: NodeTopology) -> str:
 def printable(text: str) -> str:
     """Text without control characters: a host's names must not steer a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _shows_nvlink(node: NodeTopology) -> bool:
-    return node.nvlink_known or not node.source.endswith("-mp")
 
 
 def _affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:

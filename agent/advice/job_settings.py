@@ -1,6 +1,6 @@
 """What the fine-tune job's settings (the YAML of --config, then --set) and the rows of its data set say to the planner.
 
-Specification: docs/finetune.md, the names of contracts.job_config. The job itself judges the values.
+Specification: docs/reference/finetune-job.md, the names of contracts.job_config. The job itself judges the values.
 """
 
 from __future__ import annotations

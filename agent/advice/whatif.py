@@ -97,7 +97,10 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     train = request.train
     methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[train.method]
     lengths = [train.sequence_length >> n for n in range(1, 16) if train.sequence_length >> n >= _SHORTEST]
+    batch = train.global_batch or 0
+    ranks = sum(len(node.gpus) for node in cluster_of(request, snapshots, request.ranks_per_node).nodes) if batch else 0
     kinds: list[list[dict[str, Any]]] = [
+        [{"global_batch": batch << n} for n in range(1, 24) if batch << n <= ranks],
         [{"method": method} for method in methods],
         [{"sequence_length": length} for length in lengths],
         [{"optimizer": "adamw8bit"}] if (train.method, train.optimizer) == ("full", "adamw") else [],
@@ -107,8 +110,8 @@ def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     ]
     found = [line for kind in kinds if (line := _first(request, kind, snapshots))]
     if not found:
-        both = [{**method, **more} for method in kinds[0][-1:] for more in several]
-        both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[1]]
+        both = [{**method, **more} for method in kinds[1][-1:] for more in several]
+        both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[2]]
         found = [line for line in (_first(request, both, snapshots),) if line]
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""The exit codes of all verbs; docs/exit-codes.md explains them."""
+"""The exit codes of all verbs; docs/reference/exit-codes.md explains them."""
 
 from __future__ import annotations
 

@@ -3,20 +3,24 @@
 Each table of such a file is one option. Its key is the text that the user types, and its members are the parameters of
 click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table without members is the table of
 the same name in verbs/shared.toml; one with `shared = true` overrides members of that table. A table whose name does
-not begin with "-" includes all options of the file of that name, except those that its `without` lists.
+not begin with "-" includes all options of the file of that name, except those that its `without` lists; a later table
+with `shared = true` overrides members of an included one.
 
-An error in a table (a type, a member or the name of another table that does not exist) is raised when the verb is
-imported.
+`requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it. A
+verb whose options do not go together ends before it does anything. An error in a table (a type, a member or the name
+of another table that does not exist) is raised when the verb is imported.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
 from agent.base.output import say
@@ -38,42 +42,83 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 }
 
 
-def with_options(verb: str, **types: Any) -> Callable[[Any], Any]:
-    """Return a decorator that adds the options of a verb, in their order; `types` are types that only this verb has."""
+_PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
+_OWN_MEMBERS = ("shared", "requires", "excludes")  # of a table; the others are click.option's
+
+
+def with_options(verb: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds the options of a verb, in their order.
+
+    The decorated function is called only with options that go together. An error class of this project that it raises
+    ends the verb with one line: a ValueError is wrong usage, a RuntimeError is what this machine or a cluster refuses.
+    """
+    rows = _rows(verb)
 
     def add(command: Any) -> Any:
-        for key, row in reversed(list(_rows(verb))):
-            command = _option(key, row, types)(command)
-        return command
+        @wraps(command)
+        def run(*words: Any, **options: Any) -> Any:
+            _check_combinations(click.get_current_context(), rows)
+            try:
+                return command(*words, **options)
+            except (ValueError, RuntimeError) as error:
+                if type(error).__module__.partition(".")[0] not in _PACKAGES:
+                    raise
+                kind = click.UsageError if isinstance(error, ValueError) else click.ClickException
+                raise kind(str(error)) from None
+
+        decorated: Any = run
+        for key, row in reversed(rows.items()):
+            decorated = _option(key, row)(decorated)
+        return decorated
 
     return add
 
 
-def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key and the members of each option of a file, with what it includes and shares."""
+def _rows(name: str) -> dict[str, dict[str, Any]]:
+    """Return the members of each option of a file by its key, with what it includes and shares."""
+    found: dict[str, dict[str, Any]] = {}
     for key, row in _table(name).items():
         if not key.startswith("-"):
-            included = dict(_rows(key))
-            for excluded in row.get("without", ()):
-                del included[excluded]
-            yield from included.items()
+            found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            yield key, _table("shared")[key] | row
+            found[key] = (found.get(key) or _table("shared")[key]) | row
         else:
-            yield key, row
+            found[key] = row
+    return found
+
+
+def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """UsageError for an option of the command line without one that it requires, or with one that it excludes."""
+    names = {text: param for param in context.command.params for text in param.opts}
+
+    def is_typed(text: str) -> bool:
+        param = names.get(text)
+        return param is not None and context.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+
+    def is_given(text: str) -> bool:
+        return is_typed(text) and context.params[names[text].name or ""] != names[text].default
+
+    for key, row in rows.items():
+        text = key.partition("/")[0].split()[-1]
+        if not is_typed(text):
+            continue
+        if row.get("requires") and not any(map(is_given, row["requires"])):
+            raise click.UsageError(f"{text} requires {' or '.join(row['requires'])}.")
+        for other in filter(is_given, row.get("excludes", ())):
+            raise click.UsageError(f"{text} and {other} cannot be combined.")
 
 
 def _table(name: str) -> dict[str, dict[str, Any]]:
     return read_table(__file__, f"verbs/{name}.toml")
 
 
-def _option(key: str, row: Mapping[str, Any], types: Mapping[str, Any]) -> Callable[[Any], Any]:
-    members = {member: value for member, value in row.items() if member != "shared"}
+def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
+    members = {member: value for member, value in row.items() if member not in _OWN_MEMBERS}
     words = (*key.split(), *filter(None, (members.pop("name", None),)))
     if "choices" in members:
         members["type"] = click.Choice(members.pop("choices"))
     elif "type" in members:
-        members["type"] = types.get(str(members["type"])) or _type(members["type"])
+        members["type"] = _type(members["type"])
     if "callback" in members:
         members["callback"] = _CALLBACKS[members["callback"]]
     if "default" in members:
@@ -107,10 +152,3 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
 
 
 _CALLBACKS = {"list_machines": _list_machines}
-
-
-def refuse_two_sources(options: Mapping[str, Any]) -> None:
-    """UsageError where recordings and a catalogue machine are both given: the advice can be for one of them."""
-    if options["hosts"] and options["machine"]:
-        named = f"--host {options['hosts'][0]} and --machine {options['machine']}"
-        raise click.UsageError(f"{named}: give one of them; a machine stands in place of a host")

@@ -1,4 +1,4 @@
-"""Every finding code of the product: the frozen surface that docs/findings.md and the gate share."""
+"""Every finding code of the product: the frozen surface that docs/reference/findings.md and the gate share."""
 
 from __future__ import annotations
 

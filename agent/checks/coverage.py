@@ -2,7 +2,7 @@
 
 A GPU on the bus makes every check of gpu.* required, an HCA every check of rdma.*; what the bus does not show may be
 absent. A probe of what every host has must have ended, and where the bus itself could not be read nothing is known.
-docs/exit-codes.md states the rule.
+docs/reference/exit-codes.md states the rule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Explanations of finding codes and of alerts: docs/findings.md, docs/runbook.md and the codes of docs/why.md."""
+"""Entries for finding codes, diagnoses and alerts, read from the reference pages of the documentation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-_CHAPTER = re.compile(r"^## ", re.MULTILINE)
-_FINDING = re.compile(r"^### (?=`)", re.MULTILINE)  # its heading: codes that share a section, each with its severities
-_CODE = re.compile(r"`([a-z0-9_.]+)`(?: \(([a-z, ]+)\))?")
-_POINT = re.compile(r"^(?:- )?\*\*(\w+):\*\* (.+?)(?=^(?:- )?\*\*|\n\n|\Z)", re.MULTILINE | re.DOTALL)
+PAGES = ("findings", "settings", "log-problems", "diagnoses", "alerts")
+_ENTRY = re.compile(r"^### `([\w.]+)`\n\n((?:- \*\*\w+:\*\* .+\n)+)", re.MULTILINE)
+_POINT = re.compile(r"^- \*\*(\w+):\*\* (.+)$", re.MULTILINE)
 
 
 class UnknownCodeError(KeyError):
-    """A code that the page does not have; the message names close ones."""
+    """A code that no page has; the message names close ones."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -22,59 +21,20 @@ class UnknownCodeError(KeyError):
 
 @cache
 def sections() -> dict[str, str]:
-    """Every code and every alert with its text: the name, then what it Means, its Severity, how to See and Mend it."""
-    return {**_causes(_page("why.md")), **_findings(_page("findings.md")), **_alerts(_page("runbook.md"))}
-
-
-def _causes(page: str) -> dict[str, str]:
-    """Causes that `why` names: a line of docs/why.md, under Codes, tells of several."""
-    rows = re.findall(r"^- ((?:`[a-z._]+`(?:, )?)+): (.+)$", page.partition("\n## Codes\n")[2], flags=re.MULTILINE)
-    return {
-        code: f"{code}\n\n- **Means:** {codes}: {text}"
-        for codes, text in rows
-        for code in re.findall(r"[a-z._]+", codes)
-    }
-
-
-def _findings(page: str) -> dict[str, str]:
-    """A section says what its chapter does not say for it; codes that share one each have their own severities."""
-    found: dict[str, str] = {}
-    for chapter in _CHAPTER.split(page)[1:]:
-        opening, *parts = _FINDING.split(chapter)
-        shared = dict(_POINT.findall(opening))
-        for part in parts:
-            heading, _, body = part.partition("\n")
-            waiting: list[str] = []
-            for code, severities in _CODE.findall(heading):
-                waiting.append(code)
-                if severities:
-                    found |= {each: _explanation(each, body, shared, severities) for each in waiting}
-                    waiting = []
-            found |= {each: _explanation(each, body, shared) for each in waiting}
-    return found
-
-
-def _alerts(page: str) -> dict[str, str]:
-    parts = re.split(r"^## Alert Name: (\w+)\n", page, flags=re.MULTILINE)
-    return {name: _explanation(name, body, {}) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
-
-
-def _explanation(name: str, body: str, shared: dict[str, str], severities: str = "") -> str:
-    means = _POINT.sub("", body).strip()
-    points = {"Means": means, "Severity": severities.replace(", ", " or "), **shared, **dict(_POINT.findall(body))}
-    return "\n".join((f"{name}\n", *(f"- **{point}:** {text.strip()}" for point, text in points.items() if text)))
+    """Every code and every alert with its entry: the name, then its points as a Markdown list."""
+    return {name: f"{name}\n\n{points}" for page in PAGES for name, points in _ENTRY.findall(_page(page))}
 
 
 def _page(name: str) -> str:
-    places = (Path(__file__).with_name(name), Path(__file__).parents[2] / "docs" / name)
-    page = next((place for place in places if place.exists()), None)
+    places = (Path(__file__).with_name("pages"), Path(__file__).parents[2] / "docs" / "reference")
+    page = next((place / f"{name}.md" for place in places if (place / f"{name}.md").exists()), None)
     if page is None:
-        raise UnknownCodeError(f"docs/{name} is not packaged with this installation")
+        raise UnknownCodeError(f"docs/reference/{name}.md is not packaged with this installation")
     return page.read_text(encoding="utf-8")
 
 
 def section(code: str) -> str:
-    """The text of one code or alert; UnknownCodeError names close ones."""
+    """The entry of one code or alert; UnknownCodeError names close ones."""
     known = sections()
     if code in known:
         return known[code]
@@ -83,11 +43,7 @@ def section(code: str) -> str:
     raise UnknownCodeError(f"{code}: no such finding code or alert{hint}")
 
 
-def mend(code: str) -> str:
-    """How to mend it, in the page's words; empty where it does not say."""
-    try:
-        text = section(code)
-    except UnknownCodeError:
-        return ""
-    found = dict(_POINT.findall(text)).get("Mend", "")
-    return " ".join(found.split())
+def point(code: str, name: str) -> str:
+    """One point of an entry, such as "Remedy"; empty where no entry has it."""
+    found: dict[str, str] = dict(_POINT.findall(sections().get(code, "")))
+    return found.get(name, "")

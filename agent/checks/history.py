@@ -42,7 +42,7 @@ AT_ONCE = {
     "gpu.memory.remap_exhausted": _BOARD, "gpu.memory.remap_failed": _BOARD,
     "gpu.xid.hardware": "the kernel's line stays written",
 }  # fmt: skip
-"""Findings that one scan raises, with the reason: docs/findings.md says it with each."""
+"""Findings that one scan raises, with the reason: docs/reference/findings.md says it with each."""
 _MOVES_BY_ITSELF = "held back by"  # the trait of a GPU under load
 _VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
 _COUNTED = {"GPUs", "RDMA devices", "CPU", "CPU threads", "NUMA nodes", "memory", "product"}  # traits of the whole host

@@ -1,4 +1,4 @@
-"""The gate: findings in, a verdict and an exit code out. The exit codes are a table in docs/exit-codes.md."""
+"""The gate: findings in, a verdict and an exit code out. The exit codes are a table in docs/reference/exit-codes.md."""
 
 from __future__ import annotations
 

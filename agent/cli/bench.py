@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import units
-from agent.base.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_TOOL_ERROR
+from agent.base.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS
 from agent.base.options import with_options
 from agent.base.output import Progress, console, emit, render, say, write_result
 
@@ -25,28 +25,21 @@ if TYPE_CHECKING:
 
 @click.command()
 @with_options("bench")
-@click.pass_context
-def bench(
-    context: click.Context, /, form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any
-) -> None:
-    """Measure collectives with real ranks, or with --rdma the RDMA network alone. Makes load: one at a time per host.
+def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
+    """Benchmark NCCL or Gloo collectives on this host or across hosts. Generates load; one at a time per host.
 
-    Exit code 0 measured and verified; 3 wrong data, an incomplete run, or less than half of what the links carry; 130
-    Ctrl-C.
+    --rdma measures only the RDMA network. Exit code 0: measured and verified. 3: wrong data, an incomplete run, or less
+    than half of what the links carry.
     """
     if options["rdma"]:
-        _refuse_beside_rdma(context)
         sys.exit(_rdma(options, form, save, baseline))
     from agent.base.hosts import snapshots
     from agent.base.result_store import keep_bench
     from agent.checks.baseline import read as read_baseline
     from agent.checks.judged import against_baseline, checks_of_bars
-    from agent.checks.verdict import GateError
     from agent.jobs.benchmark import replay_spec, spec_of, watch
     from agent.terminal import measured
-    from collectives.bench.lock import BusyError
-    from collectives.bench.run import SpecError, run
-    from planner.forecast.models import ModelError
+    from collectives.bench.run import run
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -54,18 +47,10 @@ def bench(
     try:
         before = read_baseline(baseline, ("busbw",)).busbw  # first: a wrong file costs no run
         spec = spec_of(options)
-        if options["layout"] and not options["model"]:
-            raise click.UsageError("--layout goes with --like, which names the model")
-        if options["rendezvous"] and options["hosts"] == 1:
-            raise click.UsageError("--rendezvous goes with --nodes: one host alone meets nobody")
         if options["model"]:
             spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
         result = run(spec, watch(progress), stop)
-    except (SpecError, ModelError, GateError) as error:
-        raise click.UsageError(str(error)) from None
-    except BusyError as error:
-        raise click.ClickException(str(error)) from None
     finally:
         progress.done()
     result = against_baseline(result, before)
@@ -91,23 +76,11 @@ def _report_low(checks: Iterable[Finding]) -> bool:
     return all(check.status != "fail" for check in low)
 
 
-_BESIDE_RDMA = ("rdma", "devices", "startup", "baseline", "save", "form", "force", "verbose")
-
-
-def _refuse_beside_rdma(context: click.Context) -> None:
-    """UsageError for an option of the collectives, which would do nothing here."""
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if source is click.core.ParameterSource.COMMANDLINE and option.name not in _BESIDE_RDMA:
-            raise click.UsageError(f"--rdma measures no collective: {option.opts[0]} does nothing there")
-
-
 def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Write to the other host, or be written to; gives the exit code."""
     from agent.base.hosts import snapshots
     from agent.checks.baseline import read as read_baseline
     from agent.checks.rdma_bars import checks_of_writes, ports_of, with_bars
-    from agent.checks.verdict import GateError
     from agent.terminal import measured
     from collectives.bench import lock, perftest
 
@@ -143,10 +116,6 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
                 return EXIT_PASS if served and not problems else EXIT_FAILED
             progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
             result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
-    except GateError as error:
-        raise click.UsageError(str(error)) from None
-    except (lock.BusyError, perftest.MissingError) as error:
-        raise click.ClickException(str(error)) from None
     finally:
         progress.done()
     result = with_bars(result, found, before)
@@ -185,7 +154,7 @@ def calibrate(
     ranks: int | None,
     target: Path | None,
 ) -> None:
-    """Measure GEMMs of the model's shapes and one layer, so that forecasts narrow. Makes load."""
+    """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.base.hosts import snapshots
     from agent.jobs.benchmark import calibration, default_ranks, has_gpu
 
@@ -198,11 +167,6 @@ def calibrate(
             model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
             ranks=copies, method=method, gpu=has_gpu(found_hosts),
         )  # fmt: skip
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    except RuntimeError as error:
-        say(f"calibration failed: {error}", err=True)
-        sys.exit(EXIT_TOOL_ERROR)
     finally:
         progress.done()
     text = render(found, "json")

@@ -16,28 +16,23 @@ from agent.base.output import say, waiting, write_result
 def bundle(
     root: str, target: str, state: Path, cluster: bool, nodes: tuple[str, ...], namespace: str, context: str | None
 ) -> None:
-    """Write one file for whoever helps: recording, findings, versions, limits, kubelet's account, logs.
+    """Create a support bundle: recording, findings, versions, limits, devices of the kubelet, and logs.
 
-    Values that look like secrets are left out. `--host bundle.tgz` replays it in every verb. Nothing is sent anywhere.
+    Values that look like secrets are removed. Every command reads the file with `--host bundle.tgz`. Nothing is sent.
     """
-    from agent.base.recordings import BundleError, bundle_differences, pack_bundle
+    from agent.base.recordings import bundle_differences, pack_bundle
     from agent.jobs import bundle as making
 
-    if nodes and not cluster:
-        raise click.UsageError("--node goes with --cluster")
-    try:
-        if cluster:
-            with waiting("bundle: asking the agents"):
-                hosts = making.of_cluster(namespace, context, nodes)
-        else:
-            from probes.scanner import capture
+    if cluster:
+        with waiting("bundle: asking the agents"):
+            hosts = making.of_cluster(namespace, context, nodes)
+    else:
+        from probes.scanner import capture
 
-            with waiting("bundle: asking this host"):
-                recording = capture(root)
-            hosts = {str(recording["hostname"]): making.of_host(recording, root=root, state=state)}
-        content = pack_bundle(hosts)
-    except BundleError as error:
-        raise click.ClickException(str(error)) from None
+        with waiting("bundle: asking this host"):
+            recording = capture(root)
+        hosts = {str(recording["hostname"]): making.of_host(recording, root=root, state=state)}
+    content = pack_bundle(hosts)
     if target == "-":
         sys.stdout.buffer.write(content)
         return

@@ -27,9 +27,9 @@ def _only(path: Path) -> Snapshot:
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @with_options("diff")
 def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
-    """Say what differs between recordings A and B that matters for training, worst first.
+    """Show the differences between the recordings A and B that matter for training, worst first.
 
-    With --fleet DIR: the odd nodes out among many, the rest in groups.
+    With --fleet DIR: show the nodes that differ from the others, and the groups of equal nodes.
     """
     from topology import diff as differ
 

@@ -29,21 +29,18 @@ def evidence(
     form: str,
     verbose: bool,
 ) -> None:
-    """Prove from NCCL logs which transport every channel takes, and say how the job ended.
+    """Prove from NCCL logs which transport each channel used, and report how the job ended.
 
-    `kubectl logs JOB | topoflight evidence -`. Several files, or a folder, are the logs of one job: one verdict. Packed
-    files (gzip, bzip2, xz) are read as they are. Exit code 0 proven good, 3 a failure, 4 a warning with --fail-on
-    warn, 5 no evidence.
+    Several files, or a folder, are the logs of one job and give one verdict; - reads standard input. Compressed files
+    (gzip, bzip2, xz) are read as they are. Exit code 0: no failure. 3: a failure. 4: a warning, with --fail-on warn.
+    5: no evidence.
     """
     from collectives.nccl_log import evidence as reader
-    from collectives.nccl_log.reader import LogFileError
 
     try:
         found = reader.read_files(source or ("-",), ports=ports or None)
     except OSError as error:
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
-    except LogFileError as error:
-        raise InputError(str(error)) from None
     emit(reader.to_json(found), form, lambda out: show(out, found, verbose=verbose))
     sys.exit(reader.exit_code(found, fail_on=fail_on, require_gdrdma=require_gdrdma))
 

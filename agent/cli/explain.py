@@ -8,12 +8,19 @@ from agent.base.output import console
 
 
 @click.command()
-@click.argument("code")
-def explain(code: str) -> None:
-    """Explain a finding CODE or an alert: what it means, how to see it and what mends it."""
+@click.argument("code", required=False)
+@click.option("--list", "listed", is_flag=True, help="List all codes and alerts, each with its meaning.")
+def explain(code: str | None, listed: bool) -> None:
+    """Explain a finding, a log problem, a diagnosis or an alert: its meaning, its cause and its remedy."""
     from agent.base.tables import explanation
-    from agent.checks.explain import UnknownCodeError, section
+    from agent.checks.explain import UnknownCodeError, point, section, sections
 
+    if listed == (code is not None):
+        raise click.UsageError("Give either one CODE or --list.")
+    if code is None:
+        for name in sections():
+            click.echo(f"{name:36} {point(name, 'Meaning')}")
+        return
     try:
         explanation(console(), section(code))
     except UnknownCodeError as error:

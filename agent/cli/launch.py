@@ -9,18 +9,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS
 from agent.base.inputs import InputError, NothingFitsError, require_writable
-from agent.base.options import refuse_two_sources, with_options
+from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, waiting
-from agent.base.units import count, seconds
+from agent.base.units import count
 
 if TYPE_CHECKING:
     from agent.cluster.client import Client
@@ -29,62 +27,26 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
 
 
-class Api(click.Choice[str]):
-    """This host, or an API that jobs are rendered for; the renderers are loaded once one is named."""
-
-    def __init__(self) -> None:
-        self.case_sensitive = True
-
-    @cached_property
-    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Every name."""
-        from agent.jobs.cluster_job import APIS
-
-        return ("local", *APIS)
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name; an error lists all."""
-        return value if value == "local" else super().convert(value, param, ctx)
-
-
-# What only one place of launching reads. Not `nodes`: a plan for --machine counts them, wherever it is launched.
-OF_A_CLUSTER = {
-    "context", "image", "name", "namespace", "resources", "node_selector", "tolerate", "claim", "storage_class",
-    "storage_size", "token_secret", "queue", "topology", "service_account", "preflight_image", "agent", "dra", "no_dra",
-    "with_network", "host_mofed", "restarts", "wait",
-}  # fmt: skip
-OF_THIS_HOST = {"folder", "timeout", "script"}
-OF_THE_JOB = {
-    "model", "method", "sequence_length", "global_batch", "config", "overrides", "machine", "nodes", "lengths", "rows",
-}  # fmt: skip
-
-
 @click.command()
-@with_options("launch", api=Api())
+@with_options("launch")
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
 def launch(
     folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
     arguments: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """Launch the fine-tune, or your own --script, with the recommended environment and layout, here or on a cluster.
+    """Launch the fine-tune or your own --script with the recommended environment and layout, here or on a cluster.
 
-    Exit code 0 run or created, 3 a check or the run failed, or the job's pods are refused, 5 a required check is
-    unknown, or no pod came, 75 saved before it was done: the same command goes on from its last checkpoint.
+    Exit code 0: the run ended well, or the job was created. 3: a check or the run failed, or pods are refused. 5: a
+    required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
     from agent.advice.advise import advise, with_fsdp
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
-    from agent.base.inputs import RequestError
     from agent.jobs.benchmark import training_request
+    from agent.jobs.launch import storage_rate
     from planner.recommend import ROWS
 
-    if options["measure"] and options["no_preflight"]:
-        raise click.UsageError("--measure is the gate's, and --no-preflight leaves the gate out")
-    if form and not dry_run:
-        raise click.UsageError(f"-o {form}: goes with --dry-run; the folder of the job is --output")
-    refuse_two_sources(options)
-    _refuse_options_of_elsewhere(options["api"])
-    _storage_rate(options)
+    storage_rate(options["storage_rate"])  # refused before anything starts
     if script is not None:
         _launch_script(script, arguments, folder or Path("script-output"), timeout, form if dry_run else None,
                        dry_run, options)  # fmt: skip
@@ -92,11 +54,8 @@ def launch(
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
     found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
-    try:
-        settings = explicit_settings(options["config"], options["overrides"])
-        request = for_whole_run(with_rows(training_request(options), settings), settings)
-    except RequestError as error:
-        raise click.UsageError(str(error)) from None
+    settings = explicit_settings(options["config"], options["overrides"])
+    request = for_whole_run(with_rows(training_request(options), settings), settings)
     advice = advise(request, lambda: found)
     if options["model"] is None and advice.model and advice.model.name == EMBEDDED_MODEL:
         advice = with_fsdp(advice)
@@ -156,40 +115,24 @@ def _say_forecast(advice: Recommendation) -> None:
             say(f"forecast {word}: {line}", err=True)
 
 
-def _refuse_options_of_elsewhere(api: str) -> None:
-    """UsageError for an option that only the other place of launching reads: it would be passed over in silence."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        if context.get_parameter_source(option.name or "") is not ParameterSource.COMMANDLINE:
-            continue
-        if api == "local" and option.name in OF_A_CLUSTER:
-            raise click.UsageError(f"{option.opts[0]}: is of a job on a cluster: it wants --api")
-        if api != "local" and option.name in OF_THIS_HOST:
-            raise click.UsageError(f"{option.opts[0]}: is of a launch on this host, without --api {api}")
-
-
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
     """Print the job in `form` ("brief": what it is), or create it where that is None."""
     from agent.jobs import cluster_job
     from agent.jobs.launch import grace_notice, storage_rate
-    from planner.advice import ExportError
-    from planner.kubernetes.job import SAVE_SECONDS, JobError
+    from planner.kubernetes.job import SAVE_SECONDS
     from planner.kubernetes.manifests import render as render_documents
 
-    try:
-        cluster_job.refuse_what_cannot_train(advice, options)
-        advice, left_out = cluster_job.for_pods(advice, options, found)
-        advice = cluster_job.on_rails(advice, options, found)
-        options = {**options, **_dra(advice, options, query_cluster=form is None)}
-        advice = _compute_domain(advice, options, query_cluster=form is None)
-        spec = cluster_job.spec_of(advice, options, _offered(advice, options, query_cluster=form is None))
-        plan = cluster_job.plan_of(advice, options, found)
-        made = cluster_job.documents(spec, options["api"], plan)
-        documents = (*cluster_job.storage(options), *made)
-        if options["with_network"]:
-            documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)
-    except (JobError, ExportError) as error:
-        raise click.UsageError(str(error)) from None
+    cluster_job.refuse_what_cannot_train(advice, options)
+    advice, left_out = cluster_job.for_pods(advice, options, found)
+    advice = cluster_job.on_rails(advice, options, found)
+    options = {**options, **_dra(advice, options, query_cluster=form is None)}
+    advice = _compute_domain(advice, options, query_cluster=form is None)
+    spec = cluster_job.spec_of(advice, options, _offered(advice, options, query_cluster=form is None))
+    plan = cluster_job.plan_of(advice, options, found)
+    made = cluster_job.documents(spec, options["api"], plan)
+    documents = (*cluster_job.storage(options), *made)
+    if options["with_network"]:
+        documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)
     if form == "brief":
         _in_brief(advice)
     if options["with_network"]:
@@ -217,23 +160,19 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
 
 
 def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
-    from agent.cluster.client import AccessError, ApiError, connect
+    from agent.cluster.client import connect
     from agent.jobs import submission
-    from planner.kubernetes.job import JobError
 
     warned: dict[str, None] = {}  # by the dry run and again when it is made
+    client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
     try:
-        client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
-        try:
-            for line in submission.create(client, documents):
-                say(line)
-        finally:
-            for text in warned:
-                say(f"warning: the API server says: {text}", err=True)
-        if options["wait"]:
-            _wait_for_pods(client, documents[-1], options)
-    except (JobError, AccessError, ApiError) as error:
-        raise click.ClickException(str(error)) from None
+        for line in submission.create(client, documents):
+            say(line)
+    finally:
+        for text in warned:
+            say(f"warning: the API server says: {text}", err=True)
+    if options["wait"]:
+        _wait_for_pods(client, documents[-1], options)
 
 
 def _wait_for_pods(client: Client, job: dict[str, Any], options: dict[str, Any]) -> None:
@@ -264,8 +203,6 @@ def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool
     from agent.jobs.submission import CannotError
 
     named = bool(options["dra"])
-    if named and options["no_dra"]:
-        raise click.UsageError(f"--dra {options['dra'][0]} and --no-dra: leave one of the two away")
     chosen = {"dra": named, "device_classes": cluster_job.device_classes(options["dra"])}
     if options["no_dra"] or not _may_ask(options, query_cluster=query_cluster):
         return chosen
@@ -280,9 +217,9 @@ def _dra(advice: Recommendation, options: dict[str, Any], *, query_cluster: bool
             say(f"DRA: used: {words}; --no-dra leaves it", err=True)
             return {**chosen, "dra": True}
     except CannotError as error:
-        why = str(error)
         if named:
-            raise click.ClickException(f"--dra: {why}") from None
+            raise
+        why = str(error)
     except (AccessError, ApiError) as error:
         why = f"unknown whether the cluster can: {error}"
     say(f"DRA: used, as --dra says: {why}" if named else f"DRA: not used: {why}", err=True)
@@ -340,10 +277,7 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
     from contracts import codec
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    try:
-        plan = launcher.job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-    except launcher.LaunchError as error:
-        raise click.UsageError(str(error)) from None
+    plan = launcher.job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
     if form == "brief":
         _in_brief(advice)
@@ -378,17 +312,14 @@ def _gate(
     from agent.base.hosts import snapshots
     from agent.checks.codes import ALL_CODES
     from agent.checks.measured import must_be_measured, with_bench
-    from agent.checks.verdict import GateError, judge, select
+    from agent.checks.verdict import judge, select
     from agent.checks.view import look, with_environment
 
     here = found if found and not options["hosts"] else snapshots((), root=options["root"])
     stopped = result.stopped_by or "" if result else ""
     view = with_bench(look([with_environment(one, settings) for one in here]), result)
-    try:
-        checks = view.checks if stopped or result is None else must_be_measured(view.checks)
-        checks = select(checks, require=options["require"], known=ALL_CODES)
-    except GateError as error:
-        raise click.UsageError(str(error)) from None
+    checks = view.checks if stopped or result is None else must_be_measured(view.checks)
+    checks = select(checks, require=options["require"], known=ALL_CODES)
     verdict = judge(checks, stopped=stopped)
     if verdict.exit_code == EXIT_PASS:
         return
@@ -402,19 +333,10 @@ def _gate(
 def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
     """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
     from agent.base.hosts import snapshots
-    from agent.base.result_store import keep_bench
     from agent.jobs import benchmark
-    from collectives.bench.lock import BusyError
-    from collectives.bench.run import SpecError, run
 
     spec = benchmark.preflight_spec(snapshots(()), ranks, benchmark.QUICK_SECONDS, force=False, quick=True)
-    progress.step(f"measure: {', '.join(spec.ops)} with {count(ranks, 'rank')}, up to {seconds(spec.budget_seconds)}")
-    try:
-        result = run(replace(spec, environment=settings), benchmark.watch(progress), stop)
-    except (BusyError, SpecError) as error:
-        raise click.ClickException(f"not launched: not measured: {error}") from None
-    keep_bench(result)
-    return result
+    return benchmark.measure(replace(spec, environment=settings), progress, stop)
 
 
 def _launch_script(
@@ -429,11 +351,6 @@ def _launch_script(
     from contracts import codec
     from contracts.bounded import open_regular
 
-    context = click.get_current_context()
-    for name in sorted(OF_THE_JOB):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{'set' if name == 'overrides' else name.replace('_', '-')}: is of the built-in "
-                                   "job; what --script is to do follows --")  # fmt: skip
     try:
         open_regular(script).close()
     except OSError as error:
@@ -464,16 +381,6 @@ def _launch_script(
     say(f"record: {folder / 'run.json'}", err=True)
 
 
-def _storage_rate(options: Mapping[str, Any]) -> float | None:
-    from agent.jobs.launch import storage_rate
-    from planner.kubernetes.job import JobError
-
-    try:
-        return storage_rate(options["storage_rate"])  # refused before anything starts
-    except JobError as error:
-        raise click.UsageError(str(error)) from None
-
-
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
@@ -487,7 +394,7 @@ def _launch_here(
     settings = {setting.name: setting.value for setting in advice.settings}
     _pass_gate(found, options, settings, advice.chosen.layout.world_size, progress)
     progress.step(f"launch: {advice.chosen.layout.family}")
-    bytes_per_second = _storage_rate(options)
+    bytes_per_second = launcher.storage_rate(options["storage_rate"])
     grace = launcher.grace(advice, bytes_per_second)
     if notice := launcher.grace_notice(advice, "the ranks", grace, launcher.GRACE_SECONDS, bytes_per_second):
         say(f"note: {notice}", err=True)
@@ -496,8 +403,6 @@ def _launch_here(
             advice, folder, config=options["config"], overrides=options["overrides"], timeout_seconds=timeout,
             bytes_per_second=bytes_per_second, on_line=progress.note,
         )  # fmt: skip
-    except launcher.LaunchError as error:
-        raise InputError(str(error)) from None
     finally:
         progress.done()
     if done.record is not None:

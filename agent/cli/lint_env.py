@@ -20,12 +20,12 @@ _LIMIT_BYTES = 16 << 20
 @click.argument("source", default="-", metavar="FILE|-|PID")
 @with_options("lint-env")
 def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path, ...], form: str) -> None:
-    """Check NCCL variables in a script, manifest or running process.
+    """Check NCCL environment variables in a script, manifest or running process.
 
     Reads env files, nccl.conf, shell and Slurm scripts with the options of launchers, Kubernetes and Compose YAML,
     Helm templates, Dockerfiles, NCCL's logs and running processes. Each finding says what NCCL does with the setting.
-    Lines that could not be understood are named first. Exit code 3 when a setting is wrong, 5 when part of the text
-    could not be understood, 2 when nothing could be read, 0 otherwise.
+    Lines that could not be understood are named first. Exit code 3: a setting is wrong. 5: part of the text could not
+    be understood. 2: nothing could be read. 0: otherwise.
     """
     from agent.checks.lint import lint_text, process_environment
 

@@ -1,7 +1,7 @@
 """The command line: `topoflight VERB`. Results go to stdout, everything else to stderr.
 
 Each verb is imported only when it is asked for, so that `--help` answers at once and no verb pays for another's
-libraries. Exit codes: docs/exit-codes.md.
+libraries. Exit codes: docs/reference/exit-codes.md.
 """
 
 from __future__ import annotations
@@ -26,30 +26,36 @@ FILE_ERRORS = (
 
 VERBS: dict[str, tuple[str, str]] = {
     # verb: (where it lives, one line of help; kept here so that --help imports nothing)
-    "scan": ("agent.cli.scan:scan", "Probe this host (or recordings) and print what was found."),
-    "demo": ("agent.cli.scan:demo", "Show a sick 8-GPU node in two seconds: a built one, that ships with this."),
-    "capture": ("agent.cli.scan:capture", "Record this host into a file that replays the whole product."),
-    "bundle": ("agent.cli.bundle:bundle", "Write one file for whoever helps: this host, or --cluster; no secrets."),
+    "scan": ("agent.cli.scan:scan", "Inspect this host and print its devices and findings. Reads only."),
+    "demo": ("agent.cli.scan:demo", "Show the findings of a faulty 8-GPU node that is built in."),
+    "capture": ("agent.cli.scan:capture", "Record this host in a file that every command can read."),
+    "bundle": (
+        "agent.cli.bundle:bundle",
+        "Create a support bundle for this host or for all nodes, without secrets.",
+    ),
     "topo": (
         "agent.cli.topo:topo",
-        "Say how GPUs and NICs are linked; read nvidia-smi topo -m or NCCL XML with --from.",
+        "Show how GPUs and NICs are connected.",
     ),
-    "diff": ("agent.cli.diff:diff", "Say what differs between two recordings, worst first; --fleet DIR for many."),
-    "bench": ("agent.cli.bench:bench", "Measure collectives with real ranks (makes load)."),
-    "evidence": ("agent.cli.evidence:evidence", "Read an NCCL log and prove which transport every channel takes."),
-    "why": ("agent.cli.why:why", "Say why a run is stuck, slow or failed: who, where, what to change."),
-    "calibrate": ("agent.cli.bench:calibrate", "Measure GEMMs and a layer, to narrow the forecast (makes load)."),
-    "recommend": ("agent.cli.recommend:recommend", "Advise the NCCL environment and the parallel layout."),
-    "lint-env": ("agent.cli.lint_env:lint_env", "Check NCCL variables in a script, manifest or running process."),
-    "preflight": ("agent.cli.preflight:preflight", "Run the gate; --train launches the small fine-tune too."),
+    "diff": ("agent.cli.diff:diff", "Compare two recordings or, with --fleet, many."),
+    "bench": ("agent.cli.bench:bench", "Benchmark NCCL or Gloo collectives. Generates load."),
+    "evidence": ("agent.cli.evidence:evidence", "Prove from NCCL logs which transport each channel used."),
+    "why": ("agent.cli.why:why", "Diagnose a stuck, slow or failed training run."),
+    "calibrate": ("agent.cli.bench:calibrate", "Measure this machine to make forecasts more precise. Generates load."),
+    "recommend": ("agent.cli.recommend:recommend", "Recommend the NCCL environment and the parallel layout."),
+    "lint-env": (
+        "agent.cli.lint_env:lint_env",
+        "Check NCCL environment variables in a script, manifest or running process.",
+    ),
+    "preflight": ("agent.cli.preflight:preflight", "Run all checks as a gate; the exit code is the verdict."),
     "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
     "compare-networks": (
         "agent.cli.networks:compare_networks",
-        "Run one fine-tune over each network and draw the bars (makes load).",
+        "Run one fine-tune over each network and compare them. Generates load.",
     ),
-    "wrap": ("agent.cli.wrap:wrap", "Add gate, environment and needs to the manifest of your own job."),
-    "serve": ("agent.http.serve:serve", "Run the HTTP agent."),
-    "explain": ("agent.cli.explain:explain", "Explain a finding code: what it means, how to see and mend it."),
+    "wrap": ("agent.cli.wrap:wrap", "Add the checks and the environment to the manifest of your own job."),
+    "serve": ("agent.http.serve:serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
+    "explain": ("agent.cli.explain:explain", "Explain a finding, log problem, diagnosis or alert."),
 }
 
 
@@ -81,7 +87,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """List the verbs from the table, without importing them."""
-        with formatter.section("Verbs"):
+        with formatter.section("Commands"):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
@@ -97,12 +103,12 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version,
               help="Show the version and exit.")  # fmt: skip
-@click.option("-v", "--verbose", count=True, help="Log more to stderr; twice for debug. After a verb: all details.")
+@click.option("-v", "--verbose", count=True, help="Log more to stderr; give it twice for debug messages.")
 def cli(verbose: int) -> None:
     """Topology-aware preflight for GPU training.
 
-    Probes a node as NCCL will see it, measures what the wires do, recommends the environment and the layout, and
-    trains: launches the fine-tune and compares it with the forecast.
+    Inspects a node as NCCL will see it, measures its links, recommends the NCCL environment and the parallel layout,
+    launches the fine-tune, and compares the run with its forecast.
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     streams.log_to_stderr(level)

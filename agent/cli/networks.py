@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from agent.base.inputs import InputError, require_writable
+from agent.base.inputs import require_writable
 from agent.base.options import with_options
 from agent.base.output import Progress, emit, say, waiting
-from agent.cli.launch import OF_A_CLUSTER, Api
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,22 +22,17 @@ DEFAULT_NETWORKS = ("eth0=200mbit", "net1=500mbit")
 
 
 @click.command("compare-networks")
-@with_options("compare-networks", api=Api())
+@with_options("compare-networks")
 def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
-    """Run the same fine-tune over each network; draw time, money and forecast of each. Makes load.
+    """Run the same fine-tune over each network, and compare time, cost and forecast. Generates load.
 
-    Here: two network namespaces, one rank each on the CPU, as root; each network is measured first, which gives the
-    forecast. With --api: a job for each of the cluster's networks, one after another. The ranks' own sockets, or NCCL's
-    log, prove which one a run took. Exit code 0 all were run, 1 it cannot be done here, 3 a run failed, 5 one was not
-    proven.
+    On this host it uses two network namespaces with one CPU rank each, and needs root. With --api it runs one job per
+    network of the cluster, one after another. The sockets of the ranks, or the NCCL log, prove which network a run
+    used. Exit code 0: all were run. 1: it cannot run here. 3: a run failed. 5: the network of a run was not proven.
     """
     from agent.jobs.namespaces import NamespaceError
     from collectives.bench.lock import BusyError
 
-    context = click.get_current_context()
-    for name in (*OF_A_CLUSTER, "storage_rate", "hosts", "dry_run"):
-        if options["api"] == "local" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')}: is of jobs on a cluster: it wants --api")
     if not options["dry_run"]:
         require_writable("--report", options["folder"], folder=True)
     try:
@@ -60,33 +53,27 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
     from agent.advice.request import Request
     from agent.base.hosts import snapshots
-    from agent.base.inputs import RequestError
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
     from agent.jobs.benchmark import job_request
-    from agent.jobs.launch import LaunchError, sigterm
+    from agent.jobs.launch import sigterm
     from agent.jobs.namespaces import HOSTS
     from contracts.run_record import read
 
     if options["ranks"] not in (None, HOSTS):
         raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
-    try:
-        shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
-        settings = explicit_settings(options["config"], options["overrides"])
-        overrides = tuple(options["overrides"])
-        if "max_steps" not in settings:
-            overrides += (f"max_steps={networks.STEPS}",)
-        for name in ("save_strategy", "eval_strategy"):
-            overrides += () if name in settings else (f"{name}=no",)
-        request = Request.of(
-            model=options["model"], method=options["method"], global_batch=options["global_batch"] or HOSTS,
-            nodes=HOSTS, ranks_per_node=1,
-        )  # fmt: skip
-        if options["sequence_length"]:
-            request = request.changed(sequence_length=options["sequence_length"])
-        request = job_request(request, options["config"], overrides)
-    except (RequestError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
+    shaped = namespaces.parse(options["networks"] or DEFAULT_NETWORKS)
+    settings = explicit_settings(options["config"], options["overrides"])
+    defaults = {"max_steps": networks.STEPS, "save_strategy": "no", "eval_strategy": "no"}
+    unset = (f"{name}={value}" for name, value in defaults.items() if name not in settings)
+    overrides = (*options["overrides"], *unset)
+    request = Request.of(
+        model=options["model"], method=options["method"], global_batch=options["global_batch"] or HOSTS, nodes=HOSTS,
+        ranks_per_node=1,
+    )  # fmt: skip
+    if options["sequence_length"]:
+        request = request.changed(sequence_length=options["sequence_length"])
+    request = job_request(request, options["config"], overrides)
     if why := namespaces.missing():
         raise namespaces.NamespaceError(why)
     progress = Progress()
@@ -98,8 +85,6 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     with sigterm() as stop:
         try:
             bars = networks.compare_here(job, shaped, snapshots(()), stop)
-        except (networks.NetworksError, LaunchError) as error:
-            raise InputError(str(error)) from None
         finally:
             progress.done()
     records = [read(Path(bar.record)) for bar in bars if bar.record]
@@ -121,41 +106,33 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
-    from agent.cluster.client import AccessError, ApiError, connect
+    from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
     from agent.jobs.benchmark import training_request
     from agent.jobs.launch import transport
-    from planner.advice import ExportError
-    from planner.kubernetes.job import JobError
     from planner.kubernetes.manifests import render as render_documents
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
-    try:
-        over = networks.parse(options["networks"])
-        settings = explicit_settings(options["config"], options["overrides"])
-        request = for_whole_run(with_rows(training_request(options), settings), settings)
-    except (RequestError, ValueError) as error:
-        raise click.UsageError(str(error)) from None
+    over = networks.parse(options["networks"])
+    settings = explicit_settings(options["config"], options["overrides"])
+    request = for_whole_run(with_rows(training_request(options), settings), settings)
     found = snapshots(options["hosts"], root=options["root"])
     bars, jobs = [], []
-    try:
-        advice = answer(request, found)
-        if advice.model and advice.model.name == EMBEDDED_MODEL:
-            advice = with_fsdp(advice)
-        if advice.chosen is None:
-            raise JobError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
-        layout = advice.chosen.layout
-        cluster_job.refuse_what_cannot_train(advice, options)
-        advice, left_out = cluster_job.for_pods(advice, options, found)
-        for network in over:
-            if network.rdma and not transport(advice, found):
-                why = "no RDMA device was seen on the recorded hosts"
-                bars.append(networks.Bar(network="rdma", status="not had", why=why))
-                continue
-            taken = networks.over(advice, network, request, found)
-            jobs.append((network, networks.documents(taken, network, options, found)))
-    except (JobError, ExportError, RequestError) as error:
-        raise click.UsageError(str(error)) from None
+    advice = answer(request, found)
+    if advice.model and advice.model.name == EMBEDDED_MODEL:
+        advice = with_fsdp(advice)
+    if advice.chosen is None:
+        raise RequestError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
+    layout = advice.chosen.layout
+    cluster_job.refuse_what_cannot_train(advice, options)
+    advice, left_out = cluster_job.for_pods(advice, options, found)
+    for network in over:
+        if network.rdma and not transport(advice, found):
+            why = "no RDMA device was seen on the recorded hosts"
+            bars.append(networks.Bar(network="rdma", status="not had", why=why))
+            continue
+        taken = networks.over(advice, network, request, found)
+        jobs.append((network, networks.documents(taken, network, options, found)))
     for line in left_out:
         say(f"note: {line}", err=True)
     if options["dry_run"]:
@@ -163,17 +140,14 @@ def _there(options: dict[str, Any]) -> NetworkBars:
             say(f"{bar.network}: {bar.status}: {bar.why}", err=True)
         say(render_documents([*cluster_job.storage(options), *(one for _, made in jobs for one in made)]), nl=False)
         sys.exit(0)
-    try:
-        client = connect(options["context"])
-        for number, (network, made) in enumerate(jobs):
-            made = (*cluster_job.storage(options), *made) if number == 0 else made
-            with waiting(f"networks: {submission.named(made[-1])} over {network.name}"):
-                bars.append(networks.run(
-                    client, made, network, options["api"], seconds=options["timeout"],
-                    say=lambda line: say(line, err=True), sleep=time.sleep, clock=time.monotonic,
-                ))  # fmt: skip
-    except (JobError, AccessError, ApiError) as error:
-        raise click.ClickException(str(error)) from None
+    client = connect(options["context"])
+    for number, (network, made) in enumerate(jobs):
+        made = (*cluster_job.storage(options), *made) if number == 0 else made
+        with waiting(f"networks: {submission.named(made[-1])} over {network.name}"):
+            bars.append(networks.run(
+                client, made, network, options["api"], seconds=options["timeout"],
+                say=lambda line: say(line, err=True), sleep=time.sleep, clock=time.monotonic,
+            ))  # fmt: skip
     order = {network.name: place for place, network in enumerate(over)}
     model = "a tiny Llama" if request.model == EMBEDDED_MODEL else request.model
     return networks.priced(networks.NetworkBars(

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from agent.base import inputs, units
 from agent.base.hosts import snapshots
-from agent.base.options import refuse_two_sources, with_options
+from agent.base.options import with_options
 from agent.base.output import emit, say, waiting, write_result
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 @click.command()
 @with_options("recommend")
 def recommend(**options: object) -> None:
-    """Advise the NCCL environment and the parallel layout, each with its reason.
+    """Recommend the NCCL environment and the parallel layout, each with its reason.
 
-    Without --model only the environment is advised. Exit code 3 where no layout of the model fits.
+    Without --model it recommends only the environment. Exit code 3: no layout of the model fits.
     """
     from agent.advice.advise import ENVIRONMENTS, FORMATS, advise, export, in_pods
     from agent.advice.request import Request
@@ -37,8 +38,9 @@ def recommend(**options: object) -> None:
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
-    refuse_two_sources(options)
-    _refuse_unused(options)
+    source = click.get_current_context().get_parameter_source("lora_rank")
+    if source is ParameterSource.COMMANDLINE and options["method"] == "full":
+        raise click.UsageError(f"--lora-rank {options['lora_rank']}: --method full has no adapters; leave one out")
     request = Request.of(**options)
     if options["dataset"]:
         from agent.advice import job_settings
@@ -72,26 +74,6 @@ def recommend(**options: object) -> None:
         raise inputs.NothingFitsError(f"no layout of {advice.model.name} {verb} ({nearest}){could}")
 
 
-def _refuse_unused(options: Mapping[str, object]) -> None:
-    """UsageError for what would not be answered: an answer without it would read as if it had been."""
-    if options["plot"] and not options["sweep"]:
-        raise click.UsageError(f"--plot {options['plot']}: draws a --sweep; give --sweep nodes=1,2,4 too")
-    for name in ("bench_file", "calibration", "measured_step"):
-        if options[name] and options["sweep"]:
-            word = f"--{name.removesuffix('_file').replace('_', '-')}"
-            raise click.UsageError(f"{word}: is of the nodes it was taken on; not with --sweep")
-    if options["sweep"] and options["compare"]:
-        raise click.UsageError("--sweep and --compare: give one of them")
-    if options["sweep"] and options["nodes"]:
-        raise click.UsageError(
-            f"--nodes {options['nodes']}: --sweep {options['sweep']} says how many; leave --nodes away"
-        )
-    if options["model"] is None:
-        for name in ("steps", "tokens", "hours", "epochs", "rows", "dataset", "price", "lengths"):
-            if options[name]:
-                raise click.UsageError(f"--{name}: is of a forecast, and that needs --model")
-
-
 # What if, as tables.
 
 
@@ -99,8 +81,6 @@ def _what_if(request: Request, options: Mapping[str, Any], form: str) -> None:
     """Answer a sweep or a comparison on stdout."""
     if form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
-    if request.model is None:
-        raise click.UsageError("--sweep and --compare need --model")
     if options["sweep"]:
         _sweep(request, str(options["sweep"]), options["plot"], form)
     else:
@@ -152,9 +132,8 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
     from agent.advice.request import cluster_of, default_ranks, measured_step, measurements_of, model_of
     from agent.base.tables import table
     from agent.terminal.advice import layout_title
-    from contracts.layout import LayoutError, values_of
-    from planner.forecast.calibration import CalibrationError, load_calibration
-    from planner.forecast.machines import MachineError
+    from contracts.layout import values_of
+    from planner.forecast.calibration import load_calibration
     from planner.recommend import forecast_named, plan, scaled
     from planner.sweep import compare
 
@@ -170,7 +149,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
         if step := measured_step(request):
             planned = scaled(planned, step)
         first, second = (forecast_named(planned, values_of(text)) for text in texts)
-    except (LayoutError, MachineError, CalibrationError, ValueError) as error:
+    except ValueError as error:
         raise inputs.RequestError(str(error)) from None
     rows = compare(first, second)
 
@@ -180,7 +159,7 @@ def _compare(request: Request, texts: tuple[str, ...], form: str) -> None:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
         shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
-        broken = (ranked.why if ranked.why.startswith("breaks") else "yes" for ranked in (first, second))
+        broken = (ranked.why or "yes" for ranked in (first, second))
         shown.add_row("allowed", *broken)
         out.print(shown)
 

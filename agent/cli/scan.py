@@ -17,15 +17,12 @@ from agent.base.output import console, emit, say, waiting, write_result
 def scan(
     hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool, name: str | None
 ) -> None:
-    """Probe this host and print what was found: reads only, makes no load. NAME: all of one node, device or code."""
-    from agent.checks.view import UnknownNameError, look, named
+    """Inspect this host and print its devices and findings. Reads only. NAME selects one node, device or code."""
+    from agent.checks.view import look, named
     from agent.terminal.hosts import scan as show
 
     view = look(snapshots(hosts, root=root, timeout_seconds=timeout))
-    try:
-        view = named(view, name) if name else view
-    except UnknownNameError as error:
-        raise click.UsageError(str(error)) from None
+    view = named(view, name) if name else view
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
     verbose = verbose or everything or bool(name)
     emit(value if len(value) > 1 else value[0], form,
@@ -39,7 +36,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 @with_options("demo")
 @click.pass_context
 def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
-    """Show what a sick node of eight GPUs looks like. The machine is built: no real node, and nothing is measured."""
+    """Show the findings of a faulty node with eight GPUs. The machine is built in; nothing is measured."""
     from agent.checks.view import look
     from agent.terminal.hosts import scan as show
 
@@ -59,10 +56,9 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
 @click.command()
 @with_options("capture")
 def capture(root: str, target: Path | None) -> None:
-    """Record every answer this host gives to the probes.
+    """Record this host in a file that every command can read with --host.
 
-    The recording replays the whole product with --host, without the hardware. It holds no environment variable
-    outside NCCL's families, and no process names.
+    The recording contains no environment variables except those of NCCL and related libraries, and no process names.
     """
     from probes.host.recording import dumps
     from probes.scanner import capture as record

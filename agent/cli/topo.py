@@ -33,12 +33,10 @@ _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML kn
 @click.command()
 @with_options("topo")
 def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verbose: bool) -> None:
-    """Say how GPUs and NICs are linked, on this host, a recording, or a file that people have; -v: the matrix.
+    """Show how GPUs and NICs are connected: on this host, in a recording, or in a file (--from). -v shows the matrix.
 
-    Exit code 5 where a matrix is cut, 0 otherwise.
+    Exit code 5: a matrix is incomplete. 0: otherwise.
     """
-    if source and hosts:
-        raise click.UsageError("--from and --host exclude each other")
     nodes = [read_topology(source)] if source else [build_node(s) for s in snapshots(hosts, root=root)]
     if form == "svg":
         from topology.svg import svg

@@ -31,9 +31,9 @@ def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
     diagnostics: tuple[str, ...], manifest: Path | None, layout: str, watch: bool, form: str, **options: Any,
 ) -> None:  # fmt: skip
-    """Say why a run is stuck, slow or failed: who, where, and what to change.
+    """Diagnose a stuck, slow or failed training run: the rank or link, the cause, and the remedy.
 
-    Exit code 0 nothing found, 3 stuck or failed, 4 slow, 5 no source told anything.
+    Exit code 0: nothing found. 3: stuck or failed. 4: slow. 5: no source contains any information.
     """
     from agent.advice.request import Request
     from agent.why import diagnosis as gathered
@@ -49,8 +49,6 @@ def why(
         )  # fmt: skip
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
-        if watch and run is None:
-            raise click.UsageError("--watch looks at a run: give --run DIR")
         if watch and run is not None:
             found = watch_run(run, lambda verdict: emit(verdict, form, lambda out: show(out, verdict)))
         else:

@@ -11,7 +11,7 @@ import click
 from agent.base import inputs
 from agent.base.documents import difference
 from agent.base.hosts import snapshots
-from agent.base.options import refuse_two_sources, with_options
+from agent.base.options import with_options
 from agent.base.output import say, write_result
 from probes.api import Snapshot
 
@@ -22,20 +22,15 @@ _LIMIT_BYTES = 1 << 20
 @click.argument("source", metavar="FILE|-")
 @with_options("wrap")
 def wrap(source: str, output: Path | None, in_place: bool, record: Path | None, **options: Any) -> None:
-    """Show, as a diff, what a PyTorchJob, TrainJob, JobSet or Job lacks; -o or --apply writes it.
+    """Add checks, environment and devices to the manifest of a PyTorchJob, TrainJob, JobSet or Job.
 
-    Adds the gate, the recommended environment with reasons, devices, networks, NCCL's log and the forecast, where the
-    command's arguments tell the layout. What is set stays.
+    Prints a diff; -o or --apply writes the manifest. Also adds networks, a place for the NCCL log, and the forecast if
+    the arguments of the command give the layout. Existing settings stay.
     """
     from agent.jobs.wrapped import wrapped
 
-    refuse_two_sources(options)
-    if in_place and (source == "-" or output is not None):
-        raise click.UsageError("--apply: writes over FILE; leave it away with standard input and with -o")
-    if record and (in_place or output):
-        raise click.UsageError("--record: reads a run that was wrapped; leave -o and --apply away")
-    if options["require"] and not options["preflight_image"]:
-        raise click.UsageError(f"--require {options['require'][0]}: no gate runs; --preflight-image IMAGE adds it")
+    if in_place and source == "-":
+        raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
     raw = inputs.read(source, _LIMIT_BYTES, hint="; give the job's manifest alone")
     try:
         text = raw.decode()

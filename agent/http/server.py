@@ -1,4 +1,4 @@
-"""The HTTP agent: what is known, in the formats people use. `docs/http.md` lists the endpoints and who may use them."""
+"""The HTTP agent. `docs/reference/http-api.md` lists the endpoints and who may use them."""
 
 from __future__ import annotations
 

@@ -14,11 +14,13 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import RequestError
 from agent.base.output import Progress
+from agent.base.result_store import keep_bench
 from agent.checks import judged
 from agent.jobs.hub import shape_of
 from collectives.bench.calibrate import CalibrationRequest, calibrate
-from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, step_plan, sweep
-from collectives.bench.run import visible_backend
+from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, parts, sweep
+from collectives.bench.results import BenchResult
+from collectives.bench.run import run, visible_backend
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import ModelError, model_named
 from planner.forecast.specs import weights
@@ -40,7 +42,6 @@ EMBEDDED_REQUEST: dict[str, Any] = {
 }
 
 REPLAY_TOKENS = 2048  # of the micro-batch whose activations are replayed
-REPLAY_SHARE = 0.75  # of the budget, for the replayed step
 MOST_DEGREE = 65536
 
 
@@ -132,6 +133,15 @@ def percent(text: str) -> float:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise SpecError(f"precision: {text!r} is not allowed; allowed: a percentage such as 5%, or a ratio") from None
+
+
+def measure(spec: BenchSpec, progress: Progress, stop: threading.Event) -> BenchResult:
+    """Run a benchmark of this host under a line of progress, and store its result. Raises BusyError and SpecError."""
+    progress.step(f"measure: {', '.join(spec.ops)} with {units.count(spec.ranks_per_host, 'rank')}, up to "
+                  f"{units.seconds(spec.budget_seconds)}")  # fmt: skip
+    result = run(spec, watch(progress), stop)
+    keep_bench(result)
+    return result
 
 
 def watch(progress: Progress) -> Callable[[dict[str, Any]], None]:
@@ -228,17 +238,13 @@ def parse_degrees(text: str) -> dict[str, int]:
 
 
 def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
-    """The benchmark that replays one step's communication in its own process groups, in place of a sweep."""
+    """The benchmark of one step's communication in its own process groups, in place of a sweep."""
     shape = step_shape(model, layout)
     if shape.world_size != spec.world_size:
         raise SpecError(
             f"layout: {layout!r} has {shape.world_size} ranks, {spec.world_size} would run; "
             "allowed: degrees that multiply to --ranks x --nodes"
         )
-    # The budget is the user's for everything: the step is what was asked for, one size beside it is a check.
-    step = step_plan(shape, budget_seconds=spec.budget_seconds * REPLAY_SHARE)
+    # The step is what was asked for; one size beside it is a check.
     sizes = spec.sizes_bytes or SWEEP_BYTES[:1]
-    return replace(
-        spec, step=step, cases=tuple(Case(op=op, bytes=size) for op in spec.ops for size in sizes),
-        budget_seconds=spec.budget_seconds * (1 - REPLAY_SHARE),
-    )  # fmt: skip
+    return replace(spec, cases=(*parts(shape), *(Case(op=op, bytes=size) for op in spec.ops for size in sizes)))

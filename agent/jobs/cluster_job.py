@@ -10,12 +10,11 @@ from typing import Any
 
 from agent.advice import job_settings
 from agent.advice.advise import in_pods
-from agent.base.inputs import RequestError
 from agent.checks.codes import ALL_CODES
-from agent.checks.verdict import GateError, select
+from agent.checks.verdict import select
 from agent.cluster.client import Client, path_of
 from agent.jobs import submission
-from agent.jobs.launch import LaunchError, job_plan, storage_rate, to_save
+from agent.jobs.launch import job_plan, storage_rate, to_save
 from contracts.job_plan import JobPlan, dumps
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
@@ -35,7 +34,6 @@ from planner.kubernetes.manifests import Document
 from planner.nccl_env.texts import Reason, Setting
 from probes.api import Snapshot
 
-APIS = tuple(manifests.APIS)
 # Device plugins' names of the devices that a DRA claim takes: GPUs, and NICs shared, by SR-IOV or of EFA.
 NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 DEVICES = ("nvidia.com/", *NICS)
@@ -86,18 +84,12 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
 
 
 def _check_gate(options: Mapping[str, Any]) -> None:
-    """JobError where the gate is asked for a check that does not exist, or no gate is there to be asked."""
-    try:
-        select((), require=options["require"], known=ALL_CODES)
-    except GateError as error:
-        raise JobError(str(error)) from None
-    image = options["preflight_image"]
-    if options["require"] and not image:
+    """GateError where a required check does not exist, JobError where there is no gate to require it."""
+    select((), require=options["require"], known=ALL_CODES)
+    if options["require"] and not options["preflight_image"]:
         raise JobError(
             f"--require {options['require'][0]}: the pods run no gate; --preflight-image IMAGE adds it to each"
         )
-    if image and options.get("no_preflight"):
-        raise JobError(f"--preflight-image {image}: runs a gate, and --no-preflight wants none; leave one of them away")
 
 
 def without_nic(spec: JobSpec) -> str:
@@ -304,10 +296,7 @@ def plan_of(advice: Recommendation, options: Mapping[str, Any], found: Sequence[
     output = str(_explicit_settings(options).get("output_dir", ""))
     folder = _on_claim(output or options["name"])
     more = (f"output_dir={folder}",) if claim_of(options) else ()
-    try:
-        plan = job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
-    except LaunchError as error:
-        raise JobError(str(error)) from None
+    plan = job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
@@ -335,10 +324,7 @@ def refuse_what_cannot_train(advice: Recommendation, options: Mapping[str, Any])
 
 def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """What --config and, over it, --set say."""
-    try:
-        return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()))
-    except RequestError as error:
-        raise JobError(str(error)) from None
+    return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()))
 
 
 def unnamed(advice: Recommendation, options: Mapping[str, Any]) -> bool:

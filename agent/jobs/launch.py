@@ -1,6 +1,6 @@
 """Launches the fine-tune job on this host through torchrun, with the recommendation inside.
 
-The job learns everything from plan.json and leaves run.json (docs/finetune.md). Its process tree dies with this
+The job learns everything from plan.json and leaves run.json (docs/reference/finetune-job.md). It ends with this
 process, and ends within its time.
 """
 
@@ -45,15 +45,11 @@ _LAST_SECONDS = 1.0  # for what did not end when it was asked to, or outlived to
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
 
 
-class LaunchError(Exception):
-    """The job cannot be started."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """A job that ended."""
 
-    exit_code: int  # the job's own (docs/finetune.md) where it could write it, else torchrun's
+    exit_code: int  # the job's own (docs/reference/finetune-job.md) where it could write it, else torchrun's
     seconds: float
     output: Path
     last_lines: tuple[str, ...]  # of its output, without secrets: a report quotes them
@@ -82,8 +78,8 @@ class Launched:
             ending = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
         elif self.after_end:
             ending = self.after_end
-        elif struck := run_record.struck("\n".join(self.last_lines)):
-            ending = f"rank {struck[0]} was ended by {struck[1]}; " + _AGAIN
+        elif (failed := run_record.first_failed_rank("\n".join(self.last_lines))) and failed.signal:
+            ending = f"rank {failed.rank} was ended by {failed.signal}; " + _AGAIN
         else:
             ending = f"the job ended with exit code {self.exit_code}" + (f": {self.raised}" if self.raised else "")
         return f"{self.cut_short}: {ending}" if self.cut_short else ending
@@ -93,17 +89,14 @@ def job_plan(
     advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), found: Sequence[Snapshot] = ()
 ) -> JobPlan:
     """The document of a job with the chosen layout: the settings of the file, and over them the plan's of what it
-    leaves open; `found` are the hosts that it is for. LaunchError where there is nothing to train, or nowhere.
+    leaves open; `found` are the hosts that it is for. RequestError where there is nothing to train, or nowhere.
     """
     if advice.chosen is None:
-        raise LaunchError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
+        raise RequestError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
-    try:
-        job_config, explicit, notes = settings(DEFAULT_CONFIG if embedded and config is None else config, overrides)
-    except RequestError as error:
-        raise LaunchError(str(error)) from None
+    job_config, explicit, notes = settings(DEFAULT_CONFIG if embedded and config is None else config, overrides)
     if why := untrainable(advice, explicit):
-        raise LaunchError(why)
+        raise RequestError(why)
     if not embedded:
         job_config = replace(job_config, **left_open(advice, explicit))
     return JobPlan(
@@ -176,7 +169,7 @@ def train(
     on_line: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> Launched:
-    """Run the job to its end on this host; raises LaunchError where there is nothing to start.
+    """Run the job to its end on this host; raises RequestError where there is nothing to start.
 
     `stop` is set where SIGTERM ended it, and may be set before: the job is then asked to end. `bytes_per_second` is
     what storage takes of its checkpoint, None where that is unknown.

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent.base.inputs import InputError
 from collectives.bench import processes
 
 HOSTS = 2
@@ -39,7 +40,7 @@ _GRACE_SECONDS = 5.0  # for the others, once one rank has failed
 MODULES = ("collectives.bench.rank", "collectives.bench.calibrate", "finetune.train")
 
 
-class NamespaceError(Exception):
+class NamespaceError(RuntimeError):
     """Namespaces cannot be made here; says why."""
 
 
@@ -57,7 +58,7 @@ class Shaped:
 
 
 def parse(words: Sequence[str]) -> tuple[Shaped, ...]:
-    """Read each "eth0=200mbit" as a network. ValueError names the word and what is allowed."""
+    """Read each "eth0=200mbit" as a network. InputError names the word and what is allowed."""
     allowed = (
         "INTERFACE=RATE, as eth0=200mbit or net1=1gbit (mbit and gbit, whole numbers), an interface of at most 15 "
         "letters and digits"
@@ -67,15 +68,15 @@ def parse(words: Sequence[str]) -> tuple[Shaped, ...]:
 
 
 def match_each(words: Sequence[str], pattern: re.Pattern[str], allowed: str) -> list[re.Match[str]]:
-    """Match the words of --over; group 1 is the interface. ValueError where one is malformed or not named once."""
+    """Match the words of --over; group 1 is the interface. InputError where one is malformed or not named once."""
     found = []
     for word in words:
         one = pattern.fullmatch(word)
         if not one or one[1] == "lo":
-            raise ValueError(f"--over {word!r}: must be {allowed}")
+            raise InputError(f"--over {word!r}: must be {allowed}")
         found.append(one)
     if not found or len({one[1] for one in found}) < len(found) or len(found) > MOST_NETWORKS:
-        raise ValueError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
+        raise InputError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
     return found
 
 

@@ -26,6 +26,7 @@ from agent.advice.job_settings import EMBEDDED_MODEL
 from agent.advice.request import Request, model_of
 from agent.base import units
 from agent.base.documents import write_atomic
+from agent.base.inputs import InputError
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
 from agent.jobs.launch import job_plan
@@ -63,10 +64,6 @@ _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
 STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.runs.LEAST_STEPS)
-
-
-class NetworksError(Exception):
-    """The networks cannot be compared; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +207,7 @@ class Local:
         if model.name == EMBEDDED_MODEL:
             advice = with_fsdp(advice)
         if advice.chosen is None:
-            raise NetworksError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
+            raise InputError("no layout fits: " + "; ".join(row.reason for row in advice.rejected[:2]))
         if self.layout is None:
             self.layout = advice.chosen.layout
         planned = plan(
@@ -255,7 +252,7 @@ def _how_ended(codes: Sequence[int], folder: Path) -> str:
 
 
 def time_layer(rig: Rig, request: Request) -> Calibration:
-    """GEMMs and a layer of the model, by as many copies at once as the job has ranks. NetworksError says why not."""
+    """GEMMs and a layer of the model, by as many copies at once as the job has ranks. InputError says why not."""
     model = model_of(request)
     assert model is not None  # noqa: S101 - job_request has named one
     train = request.train
@@ -270,7 +267,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
         words = [[str(folder), str(host)] for host in range(HOSTS)]
         codes = rig.run(rig.networks[0], "collectives.bench.calibrate", words, folder, seconds=120.0)
         if any(codes):
-            raise NetworksError(f"GEMMs and a layer could not be timed: {_how_ended(codes, folder)}")
+            raise InputError(f"GEMMs and a layer could not be timed: {_how_ended(codes, folder)}")
         answers = [json.loads((folder / f"{host}.json").read_text()) for host in range(HOSTS)]
     return parse_calibration(slowest(answers))
 
@@ -305,7 +302,7 @@ class Attached:
 
 
 def parse(words: Sequence[str]) -> tuple[Attached, ...]:
-    """Read "eth0,10G", "net1=training/macvlan,25G" or "rdma=training/macvlan". ValueError names what is wrong."""
+    """Read "eth0,10G", "net1=training/macvlan,25G" or "rdma=training/macvlan". InputError names what is wrong."""
     allowed = (
         "INTERFACE[=ATTACHMENT][,RATE] as the pods see it: eth0 (the pods' own network), net1=training/macvlan,25G, or "
         "rdma=training/macvlan for RDMA"
@@ -364,7 +361,7 @@ def run(
     client: Client, made: Sequence[Document], network: Attached, api: str, *, seconds: float,
     say: Callable[[str], None], sleep: Callable[[float], None], clock: Callable[[], float],
 ) -> Bar:  # fmt: skip
-    """Create one network's job, wait for its end, and read its record. JobError, ApiError where it cannot be made."""
+    """Create one network's job, wait for its end, and read its record. ApiError where it cannot be made."""
     bar = Bar(network=network.name, carries=network.attachment or "the pods' own network")
     for line in submission.create(client, made):
         say(line)

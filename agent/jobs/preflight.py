@@ -17,7 +17,6 @@ from agent.advice.advise import answer, with_fsdp
 from agent.advice.job_settings import EMBEDDED_MODEL, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
-from agent.base import units
 from agent.base.documents import document, write_atomic
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
@@ -35,7 +34,6 @@ from agent.cluster.nodes import NodeRecord
 from agent.jobs import benchmark, launch
 from collectives.bench.lock import BusyError
 from collectives.bench.results import BenchResult
-from collectives.bench.run import run as run_bench
 from contracts.finding import Finding
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
@@ -273,13 +271,11 @@ def _measure(
     ranks = options.ranks or benchmark.default_ranks(found)
     seconds = options.bench_seconds or (benchmark.QUICK_SECONDS if options.quick else benchmark.BENCH_SECONDS)
     spec = benchmark.preflight_spec(found, ranks, seconds, force=options.force, quick=options.quick, due=due)
-    progress.step(f"measure: {', '.join(spec.ops)} with {ranks} ranks, up to {units.seconds(seconds)}")
     try:
-        result = run_bench(spec, benchmark.watch(progress), stop)
+        result = benchmark.measure(spec, progress, stop)
     except BusyError as error:
         notes.append(f"not measured: {error}")
         return None, None
-    keep.keep_bench(result)
     if not options.train or result.stopped_by:
         return result, None
     request = _request(options)
@@ -333,7 +329,7 @@ def _train(
         if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)):
             return None, ended
         record = done.record
-    except (launch.LaunchError, OSError) as error:
+    except (InputError, OSError) as error:
         return None, str(error)
     return record, ""
 

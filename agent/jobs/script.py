@@ -122,9 +122,9 @@ def train(
         old.unlink()
     variables = {**plan.environment, script_rank.ENDED: str(mark.absolute())}
     done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
-    struck = run_record.struck("\n".join(done.last_lines))
-    if struck and mark.with_name(f"{mark.name}{struck[0]}").exists():
-        how = f"rank {struck[0]} was ended by {struck[1]} while its Python was ending"
+    failed = run_record.first_failed_rank("\n".join(done.last_lines))
+    if failed and failed.signal and mark.with_name(f"{mark.name}{failed.rank}").exists():
+        how = f"rank {failed.rank} was ended by {failed.signal} while its Python was ending"
         done = replace(done, after_end=f"{how}. The script had run to its end on this rank, so its work was done")
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     record.reason = None if done.exit_code == 0 else done.fate

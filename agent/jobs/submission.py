@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from agent.base import units
 from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN
 from agent.cluster.client import ApiError, Client, path_of
-from planner.kubernetes.job import DEVICE_CLASSES, JobError, JobSpec
+from planner.kubernetes.job import DEVICE_CLASSES, JobSpec
 from planner.kubernetes.manifests import POD_LABELS, Document, claims
 
 MOST_LISTED = 20  # DeviceClasses in a message
@@ -27,7 +27,7 @@ _POLL_SECONDS = 1.0
 _REFUSED = ("FailedCreate", "FailedCreatePod")  # of the Job controller and JobSet; of the Training Operator
 
 
-class CannotError(Exception):
+class CannotError(RuntimeError):
     """Why the cluster cannot, in a few words."""
 
 
@@ -145,7 +145,7 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
 
     The job, which is the last, must be new, or have failed: it is then deleted first, and the new one goes on from its
     checkpoints. A claim that is there stays as it is; what else the job needs is applied over what an earlier launch
-    left. Yields a line per object. JobError says what the server refused, and what was made before it.
+    left. Yields a line per object. ApiError says what the server refused, and what was made before it.
     """
     done: list[str] = []
     failed = False
@@ -165,7 +165,8 @@ def create(client: Client, made: Sequence[Document], *, dry_run: bool = False) -
                     line = "created"
             except ApiError as error:
                 so_far = f"; made before it: {', '.join(done)}" if done else "; nothing was made"
-                raise JobError(f"{name}: the API server says {error.status}: {error}{so_far}") from None
+                text = f"{name}: the API server says {error.status}: {error}{so_far}"
+                raise ApiError(error.status, text, reason=error.reason) from None
             if really or dry_run:
                 done += [name] if really and line == "created" else []
                 yield f"{name} {line if really else 'admitted (dry run)'}"

@@ -1,7 +1,7 @@
 """Prometheus: the families one view exports, built fresh from it: a vanished GPU leaves no stale series.
 
 The agent's own families and all labels with their bounds are data: catalogue.toml beside this module. Each probe
-declares its families, and their values in its `samples`. docs/metrics.md is made from both, by dashboards/generate.py.
+declares its families, and their values in its `samples`. dashboards/generate.py makes docs/reference/metrics.md.
 Nothing here that node_exporter or dcgm-exporter already exports; `node` and `instance` come from the scraper.
 """
 
@@ -105,7 +105,7 @@ def families(view: View, more: More = ()) -> Iterator[Samples]:
     for family in OWN:
         if values.get(family.name):
             yield _metric(family, values[family.name])
-    if len(view.snapshots) == 1:  # devices of several recordings would collide: see docs/metrics.md
+    if len(view.snapshots) == 1:  # devices of several recordings would collide: see docs/reference/metrics.md
         sampled = _sampled(view)
         for family in PROBES:
             if sampled.get(family.name):

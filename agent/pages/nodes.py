@@ -10,7 +10,7 @@ from agent.base import units
 from agent.base.units import expected_rate
 from agent.checks.codes import CLUSTER_CODES
 from agent.checks.coverage import no_gpu_read, no_hca_read
-from agent.checks.explain import mend
+from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
 from agent.checks.view import View, only
 from agent.cluster.gate import checks_of
@@ -95,7 +95,7 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
     silent, _ = CLUSTER_CODES
     return tuple(
         check if check.status == "pass" else replace(
-            check, remedy=check.remedy or mend(check.code), required=check.required or check.code == silent,
+            check, remedy=check.remedy or point(check.code, "Remedy"), required=check.required or check.code == silent,
             status=Status.UNKNOWN if check.code == silent else check.status,
         )
         for check in found

@@ -54,17 +54,13 @@ _COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
 
 
 def explained(code: str) -> Markup:
-    """What the code means, how to see it and what mends it; empty where the page has no such code."""
+    """The entry of a code as a list; empty where there is none."""
     try:
         text = section(code)
     except UnknownCodeError:
         return Markup()
-    body = text.split("\n\n", 1)[1] if "\n\n" in text else ""
-    items = re.split(r"^- ", body, flags=re.MULTILINE)
-    lead, points = items[0].strip(), [item.strip() for item in items[1:]]
-    html = f"<p>{inline(lead)}</p>" if lead else ""
-    if points:
-        html += "<ul>" + "".join(f"<li>{inline(point)}</li>" for point in points) + "</ul>"
+    points = re.split(r"^- ", text, flags=re.MULTILINE)[1:]
+    html = "<ul>" + "".join(f"<li>{inline(point)}</li>" for point in points) + "</ul>"
     return Markup(html)  # noqa: S704 - every piece went through `inline`
 
 

@@ -15,7 +15,7 @@ from agent.pages import charts
 from contracts.interval import Interval
 from contracts.run_record import RunRecord
 
-_GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/finetune.md)
+_GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/reference/finetune-job.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

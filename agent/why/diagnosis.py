@@ -195,14 +195,16 @@ def _first_ended(logs: Sequence[str]) -> int | None:
     """The rank that torchrun saw end first, by the end of a log."""
     for text in _tails(logs):
         # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident
-        if run_record.first_ended(text) != -signal.SIGABRT and (found := run_record.first_rank(text)) is not None:
-            return found
+        first = run_record.first_failed_rank(text)
+        if first and first.exit_code != -signal.SIGABRT:
+            return first.rank
     return None
 
 
 def _aborted(logs: Sequence[str]) -> int | None:
     """The only rank that SIGABRT ended."""
-    ranks = set().union(*(run_record.aborted(text) for text in _tails(logs)))
+    failed = (one for text in _tails(logs) for one in run_record.failed_ranks(text))
+    ranks = {one.rank for one in failed if one.exit_code == -signal.SIGABRT}
     return ranks.pop() if len(ranks) == 1 else None
 
 

@@ -53,9 +53,7 @@ class StoppedError(CalibrationFailedError):
     """The caller set `stop`."""
 
 
-def calibrate(
-    request: CalibrationRequest, *, stop: threading.Event | None = None
-) -> dict[str, Any]:  # fmt: skip
+def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = None) -> dict[str, Any]:
     """Run the copies side by side and return the slowest one's answer."""
     timeout_seconds = STARTUP_SECONDS + request.budget_seconds
     until = time.monotonic() + timeout_seconds
@@ -93,7 +91,7 @@ def slowest(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return max(answers, key=lambda a: a["layer"]["forward_seconds"] + a["layer"]["backward_seconds"])
 
 
-def _median_seconds(run: Callable[[], None], wait: Callable[[], None], repeat_seconds: float) -> float:
+def _median_seconds(run: Callable[[], object], wait: Callable[[], None], repeat_seconds: float) -> float:
     run()
     wait()
     seconds: list[float] = []
@@ -153,7 +151,7 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         a = torch.randn(m, k, device=request.device, dtype=dtype)
         b = torch.randn(k, n, device=request.device, dtype=dtype)
         out = torch.empty(m, n, device=request.device, dtype=dtype)
-        return 2.0 * m * n * k / _median_seconds(lambda: _drop(torch.mm(a, b, out=out)), wait, each)
+        return 2.0 * m * n * k / _median_seconds(lambda: torch.mm(a, b, out=out), wait, each)
 
     gemm = max(rate(request.tokens, request.ffn, request.hidden), rate(request.tokens, request.hidden, request.ffn))
     layer = _layer(torch, request, dtype)
@@ -168,7 +166,7 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         layer.zero_grad(set_to_none=True)
         x.grad = None
 
-    forward = _median_seconds(lambda: _drop(layer(x)), wait, each)
+    forward = _median_seconds(lambda: layer(x), wait, each)
     whole = _median_seconds(both, wait, each)
     return {
         "schema_version": 1,
@@ -184,10 +182,6 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         "taken_at_seconds": time.time(),
         "versions": [["torch", torch.__version__]],
     }  # fmt: skip
-
-
-def _drop(_value: Any) -> None:
-    """Let a result go."""
 
 
 def main(words: Sequence[str]) -> int:

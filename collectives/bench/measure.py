@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from collectives.bench import ops
-from collectives.bench.plan import Case, Part, Plan, StepPlan
+from collectives.bench.plan import Case, Plan
 from collectives.bench.pulse import Journal, Pulse
 from collectives.bench.results import spread_ratio
 
@@ -117,7 +117,7 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
     """Run the collective `count` times; returns seconds of the run, and seconds waited for the last to arrive."""
     runs, waits = [], []
     for _ in range(count):
-        arrive(me, name)
+        me.pulse.arrive(name)
         if side is None:
             continue
         came = mark(me)
@@ -128,11 +128,6 @@ def _iterate(me: Rank, op: ops.Op, side: ops.Side | None, count: int, name: str)
         waits.append(between(me, came, began))
         runs.append(between(me, began, ended))
     return runs or [0.0] * count, waits or [0.0] * count
-
-
-def arrive(me: Rank, name: str) -> None:
-    """Come to the next meeting."""
-    me.pulse.arrive(name)
 
 
 def meet(me: Rank, side: ops.Side) -> None:
@@ -165,7 +160,7 @@ def between(me: Rank, first: Any, second: Any) -> float:
 def verified_round(me: Rank, op: ops.Op, side: ops.Side | None, name: str) -> tuple[int, ...]:
     """Run once on fresh data and compare every element; returns the global ranks whose data is wrong."""
     me.turn += 1
-    arrive(me, f"verified round of {name}")
+    me.pulse.arrive(f"verified round of {name}")
     if side is None:
         return ()
     ops.fill(op, side, me.turn)
@@ -248,6 +243,8 @@ def _write_measured(me: Rank, op: ops.Op, case: Case, ranks: tuple[int, ...], ti
         "measured",
         op=op.name,
         bytes=ops.moved_bytes(op, case.bytes, len(ranks)),
+        part=case.part,
+        times=case.times,
         ranks=ranks,
         iteration_seconds=slowest_of_iteration(times, ranks),
         rank_median_seconds=[median(times.runs[rank]) for rank in ranks],
@@ -260,74 +257,3 @@ def _write_measured(me: Rank, op: ops.Op, case: Case, ranks: tuple[int, ...], ti
 def speaks() -> bool:
     """One rank of each host writes down what all know."""
     return os.environ.get("LOCAL_RANK") == "0"
-
-
-# Replays a training step's communication on one rank: part after part, each in its own process groups.
-#
-# The replay ends within its own budget. Every part gets an equal share of what is left; where one step's calls do not
-# fit into it, fewer are run and their time is scaled up, and where a call alone is longer, it is timed once.
-
-
-def replay(me: Rank, step: StepPlan) -> None:
-    """Replay the step; one rank of each host writes the times of all."""
-    started = time.monotonic()
-    for index, part in enumerate(step.parts):
-        left = step.budget_seconds - slowest(me, time.monotonic() - started)
-        times, wrong, calls, warmup = _replay_part(me, part, step, max(0.0, left) / (len(step.parts) - index))
-        if speaks():
-            size = ops.moved_bytes(ops.OPS[part.op], part.bytes, len(part.groups[0]))
-            me.journal.write(
-                "replayed",
-                name=part.name,
-                op=part.op,
-                bytes=size,
-                times=part.times,
-                group_ranks=len(part.groups[0]),
-                iteration_seconds=slowest_of_iteration(times, tuple(range(me.world)))[warmup:],
-                run_times=calls,
-                wrong=sorted(wrong),
-            )
-
-
-def _replay_part(
-    me: Rank, part: Part, step: StepPlan, share_seconds: float
-) -> tuple[Times, set[tuple[int, int]], int, int]:
-    """Give the times, the wrong data, the calls of an iteration, and how many iterations were warm-up."""
-    started = time.monotonic()
-    op = ops.OPS[part.op]
-    side = side_of(me, op, part.bytes, part.groups)
-    times = no_times(me)
-    wrong = verified_round(me, op, side, part.name)
-    one = slowest(me, _calls(me, op, side, part.name, 1))
-    left = share_seconds - slowest(me, time.monotonic() - started)
-    calls = _fitting(part.times, one, left / (step.warmup + step.iterations))
-    seconds: list[float] = []
-    # A budget spent by the first calls leaves one timed iteration: they were the warm-up.
-    warmup = step.warmup if left > 0 else 0
-    while len(seconds) < warmup + step.iterations:
-        seconds.append(_calls(me, op, side, part.name, calls) * part.times / calls)
-        spent = slowest(me, time.monotonic() - started)
-        if spent >= share_seconds and len(seconds) > warmup:
-            break
-    share(me, times, seconds, [0.0] * len(seconds), wrong)
-    find_corrupt_ranks(me, op, side, times)
-    return times, times.wrong, calls, warmup
-
-
-def _fitting(wanted: int, one_seconds: float, seconds: float) -> int:
-    """How many calls fit into the seconds, at least one."""
-    if seconds <= 0:
-        return 1
-    return wanted if wanted * one_seconds <= seconds else max(1, int(seconds / one_seconds))
-
-
-def _calls(me: Rank, op: ops.Op, side: Any, name: str, count: int) -> float:
-    """Run the collective `count` times in a row; seconds of this rank."""
-    arrive(me, name)
-    if side is None:
-        return 0.0
-    meet(me, side)
-    began = mark(me)
-    for _ in range(count):
-        op.run(side)
-    return between(me, began, mark(me))

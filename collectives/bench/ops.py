@@ -2,7 +2,7 @@
 
 S, algbw and busbw are those of nccl-tests (doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor.
 The data of a verified round is a pattern of source rank, round and position, so that old, misplaced or
-foreign data shows; sums of it are exact in float32 for up to 67,000 ranks. docs/busbw.md has a row for each record.
+foreign data shows; sums of it are exact in float32 for up to 67,000 ranks. docs/reference/bus-bandwidth.md lists them.
 """
 
 from __future__ import annotations
@@ -110,14 +110,6 @@ def _wrong_chunks(side: Side, turn: int, start: int) -> tuple[int, ...]:
     return tuple(i for i in range(side.n) if not matches(chunks[i], (side.ranks[i],), turn, start))
 
 
-def _wrong_all_gather(side: Side, turn: int) -> tuple[int, ...]:
-    return _wrong_chunks(side, turn, 0)
-
-
-def _wrong_all_to_all(side: Side, turn: int) -> tuple[int, ...]:
-    return _wrong_chunks(side, turn, side.me * (side.taken.numel() // side.n))
-
-
 def _wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
     scattered = side.send_buffer.numel() != side.taken.numel()
     start = side.me * side.taken.numel() if scattered else 0
@@ -162,7 +154,7 @@ _RECORDS = (
         split=True,
         shapes=lambda part, n: (part, part * n),
         run=lambda side: _distributed().all_gather_into_tensor(side.taken, side.send_buffer, group=side.group),
-        wrong=_wrong_all_gather,
+        wrong=lambda side, turn: _wrong_chunks(side, turn, 0),
     ),
     Op(
         name="reduce_scatter",
@@ -193,7 +185,7 @@ _RECORDS = (
         split=True,
         shapes=lambda part, n: (part * n, part * n),
         run=lambda side: _distributed().all_to_all_single(side.taken, side.send_buffer, group=side.group),
-        wrong=_wrong_all_to_all,
+        wrong=lambda side, turn: _wrong_chunks(side, turn, side.me * (side.taken.numel() // side.n)),
     ),
     Op(
         name="send_recv",

@@ -27,27 +27,8 @@ class Case:
     op: str
     bytes: int
     groups: tuple[tuple[int, ...], ...] = ()  # global ranks; empty is one group of all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One kind of communication in a training step: the same collective some times over."""
-
-    name: str  # "fsdp_gather", "tp_reduce", ...
-    op: str
-    bytes: int
-    groups: tuple[tuple[int, ...], ...]
-    times: int  # in one step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """A training step's communication, to be replayed some times."""
-
-    parts: tuple[Part, ...]
-    warmup: int = 1
-    iterations: int = 5
-    budget_seconds: float = 30.0  # for the whole replay; each part runs once and is timed once whatever it takes
+    part: str = ""  # of a training step: "fsdp_gather", "tp_reduce", ...
+    times: int = 1  # in that step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +55,6 @@ class Work:
     budget_seconds: float = 60.0
     silence_seconds: float = 30.0  # longer than the longest single iteration
     distinct_hosts: bool = False  # each rank gets an NCCL_HOSTID of its own: NCCL's network between ranks of one host
-    step: StepPlan | None = None  # replay a job's step as well: step_plan(...)
     search: SearchPlan | None = None  # search for slow ranks by pairs as well: one rank of each host
     links: Mapping[str, Any] = field(default_factory=dict)  # of this host, sent to every rank: plain JSON values
 
@@ -118,8 +98,8 @@ Expect = Callable[[str, int, tuple[int, ...], Sequence[Mapping[str, Any]]], tupl
 class BenchSpec(Work):
     """What to measure, where, and for how long.
 
-    A run ends within startup + budget + silence seconds (and the budget of a step to be replayed), and a few more to
-    kill what does not end by itself. Explicit `cases` are measured instead of ops and sizes.
+    A run ends within startup + budget + silence seconds, and a few more to kill what does not end by itself. Explicit
+    `cases` are measured instead of ops and sizes.
     """
 
     ops: tuple[str, ...] = ("all_gather", "reduce_scatter")
@@ -166,8 +146,7 @@ class BenchSpec(Work):
         _check("rendezvous", self.rendezvous, allowed or self.hosts == 1, "host:port, for several hosts")
         inside = self.node_rank is None or 0 <= self.node_rank < self.hosts
         _check("node_rank", self.node_rank, inside, f"0 to {self.hosts - 1}, or None")
-        parts = self.step.parts if self.step is not None else ()
-        for groups in (*(case.groups for case in self.cases), *(part.groups for part in parts)):
+        for groups in (case.groups for case in self.cases):
             members = [rank for group in groups for rank in group]
             disjoint = len(set(members)) == len(members) and all(0 <= rank < self.world_size for rank in members)
             _check("groups", groups, disjoint, f"disjoint groups of ranks 0 to {self.world_size - 1}")
@@ -200,7 +179,7 @@ def sweep(min_bytes: int, max_bytes: int, step_factor: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-# A training step's communication as a list of parts, from degrees and bytes: what `replay` then runs.
+# A training step's communication as a list of cases, from degrees and bytes.
 #
 # Ranks lie as in a torch DeviceMesh of (pp, dp_replicate, dp_shard, cp, tp), the innermost last. FSDP gathers a layer
 # before its forward and again before its backward pass and scatters its gradients once (torch.distributed.fsdp.
@@ -229,15 +208,6 @@ class StepShape:
     pp_activation_bytes: int = 0  # one activation of one micro-batch at a stage's border
     micro_batches: int = 1
 
-    def __post_init__(self) -> None:
-        """Check that all degrees and counts are possible."""
-        for name in (*AXES, "layers", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: at least 1")
-        for name in ("fsdp_layer_bytes", "replica_reduce_bytes", "tp_activation_bytes", "pp_activation_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: 0 or more")
-
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
@@ -254,7 +224,7 @@ def groups(shape: StepShape, *axes: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in found.values())
 
 
-def parts(shape: StepShape) -> tuple[Part, ...]:
+def parts(shape: StepShape) -> tuple[Case, ...]:
     """List what one step moves; an axis of one rank moves nothing."""
     shard, layers = groups(shape, "dp_shard", "cp"), shape.layers
     reduces = layers * TP_REDUCES * shape.micro_batches
@@ -266,12 +236,7 @@ def parts(shape: StepShape) -> tuple[Part, ...]:
         ("pp_send", "send_recv", shape.pp_activation_bytes, groups(shape, "pp"), shape.micro_batches),
     )
     return tuple(
-        Part(name=name, op=op, bytes=size, groups=ranks, times=times)
+        Case(part=name, op=op, bytes=size, groups=ranks, times=times)
         for name, op, size, ranks, times in wanted
         if size > 0 and times > 0 and len(ranks[0]) > 1
     )
-
-
-def step_plan(shape: StepShape, iterations: int = 5, warmup: int = 1, budget_seconds: float = 30.0) -> StepPlan:
-    """Give the plan that replays the step."""
-    return StepPlan(parts=parts(shape), iterations=iterations, warmup=warmup, budget_seconds=budget_seconds)

@@ -18,7 +18,9 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from collectives.bench.results import Carried
 
 BEAT_SECONDS = 0.5
 MISSED_BEATS = 6  # of a rank that gets no turn on a busy host; silence_seconds, not this, ends a run
@@ -157,14 +159,6 @@ _ACKED, _RECEIVED = 120, 128  # offsets of tcpi_bytes_acked and tcpi_bytes_recei
 _INFO_BYTES = 136
 
 
-class Carried(NamedTuple):
-    """Bytes over one own address: sent and acknowledged, and received."""
-
-    address: str
-    interface: str  # "" where no interface has the address now
-    bytes: int
-
-
 def moved(store_port: int) -> dict[str, int]:
     """Bytes by own address, of all connections but those of the job's store, which tells of life and not of work."""
     found: dict[str, int] = {}
@@ -186,8 +180,8 @@ def moved(store_port: int) -> dict[str, int]:
     return found
 
 
-def carried(store_port: int) -> list[Carried]:
-    """What was moved, with the interfaces that have the addresses, most first."""
+def carried(rank: int, store_port: int) -> list[Carried]:
+    """What this rank moved, with the interfaces that have the addresses, most first."""
     import psutil
 
     named: dict[str, str] = {}
@@ -195,8 +189,12 @@ def carried(store_port: int) -> list[Carried]:
         for one in addresses:
             if one.family in (socket.AF_INET, socket.AF_INET6):
                 named.setdefault(_plain(one.address), name)
-    rows = [Carried(address, named.get(address, ""), count) for address, count in moved(store_port).items() if count]
-    return sorted(rows, key=lambda row: -row.bytes)
+    counts = sorted(moved(store_port).items(), key=lambda item: -item[1])
+    return [
+        Carried(rank=rank, interface=named.get(address, ""), address=address, bytes=count)
+        for address, count in counts
+        if count
+    ]
 
 
 def _plain(address: str) -> str:

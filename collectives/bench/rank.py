@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -74,10 +75,12 @@ def _join(me: Rank, host: str) -> None:
         me.device = f"cuda:{local}"
     dist.init_process_group("gloo", timeout=timedelta(seconds=me.plan.limit_seconds))
     me.control = dist.group.WORLD
+    environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # memory this rank may lock, which RDMA needs
     hello = {
-        "rank": me.rank, "host": host, "versions": _versions(me), "environment": _environment(),
-        "links": me.plan.links, "shm_free_bytes": _shm_free_bytes(), "memlock_bytes": _memlock_bytes(),
-        "rdma": _rdma_devices(),
+        "rank": me.rank, "host": host, "versions": _versions(me), "environment": environment, "links": me.plan.links,
+        "shm_free_bytes": _shm_free_bytes(), "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
+        "rdma": sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))[:64],
     }  # fmt: skip
     everyone = measure.gather(me, hello)
     me.journal.write("joined", ranks=everyone if measure.speaks() else [])
@@ -89,9 +92,6 @@ def _work(me: Rank) -> None:
     started = time.monotonic()
     if me.plan.search is not None:
         pairing.search(me, me.plan.search)
-    if me.plan.step is not None:
-        measure.replay(me, me.plan.step)
-        started = time.monotonic()  # the replay has a budget of its own
     singles: dict[Case, float] = {}  # seconds of one iteration of what was run, alike on every rank
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):
@@ -105,7 +105,11 @@ def _work(me: Rank) -> None:
             skipped.append(case)
     if skipped and measure.speaks():
         me.journal.write("skipped", cases=[[c.op, c.bytes] for c in skipped])
-    _tell_traffic(me)
+    everyone = measure.gather(
+        me, carried(me.rank, store_port())
+    )  # over which interfaces the ranks' TCP connections went
+    if measure.speaks():
+        me.journal.write("carried", rows=[asdict(row) for rows in everyone for row in rows])
     dist.barrier(group=me.control)
     dist.destroy_process_group()
 
@@ -120,14 +124,6 @@ def foretold(case: Case, singles: Mapping[Case, float]) -> float | None:
     return singles[largest] * case.bytes / largest.bytes
 
 
-def _tell_traffic(me: Rank) -> None:
-    """Write down over which interfaces the ranks' TCP connections went."""
-    everyone = measure.gather(me, carried(store_port()))
-    if measure.speaks():
-        rows = [[rank, *row] for rank, rows in enumerate(everyone) for row in rows]
-        me.journal.write("carried", rows=rows)
-
-
 def _versions(me: Rank) -> dict[str, str]:
     import torch
 
@@ -137,10 +133,6 @@ def _versions(me: Rank) -> dict[str, str]:
     return found
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)}
-
-
 def _shm_free_bytes() -> int | None:
     """Free bytes of /dev/shm, which NCCL's shared-memory transport lives in; None where there is none."""
     try:
@@ -148,16 +140,6 @@ def _shm_free_bytes() -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
-
-
-def _memlock_bytes() -> int | None:
-    """Memory this rank may lock, which RDMA needs; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _rdma_devices() -> list[str]:
-    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))[:64]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a benchmark leaves behind.
 
 A result that was not verified element by element is not a measurement. Bandwidths follow nccl-tests
-(doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor; see docs/busbw.md.
+(doc/PERFORMANCE.md): algbw = S / t, busbw = algbw x factor; see docs/reference/bus-bandwidth.md.
 """
 
 from __future__ import annotations
@@ -74,22 +74,21 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTime:
-    """One kind of communication of a training step, as it was replayed."""
+    """One kind of communication of a training step: one call of it was measured, and the step makes some."""
 
     name: str  # "fsdp_gather", "fsdp_scatter", "tp_reduce", "pp_send", "replica_reduce"
     op: str
     bytes: int  # S of one call
     times: int  # calls in one step
     group_ranks: int  # ranks of each group; the groups ran at the same time
-    iteration_seconds: tuple[float, ...]  # all calls of one step, slowest rank
+    iteration_seconds: tuple[float, ...]  # all calls of one step: so many times one call of the slowest rank
     median_seconds: float
     verified: bool
-    run_times: int | None = None  # calls really run in each iteration; fewer than `times` are scaled up to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """A training step's communication, replayed in its own process groups; nothing overlaps anything."""
+    """A training step's communication, measured in its own process groups; nothing overlaps anything."""
 
     parts: tuple[PartTime, ...]
     median_seconds: float  # sum over the parts

@@ -1,11 +1,12 @@
 """Measure collectives with real ranks: `run(BenchSpec(...))` gives a BenchResult, whole or partial.
 
 The ranks are child processes under torchrun; this process imports no torch. Bandwidths are those of nccl-tests,
-see docs/busbw.md.
+see docs/reference/bus-bandwidth.md.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -67,9 +68,8 @@ def run(
 
 def plan_of(spec: BenchSpec, directory: Path, backend: str) -> Plan:
     """Make the plan that every rank reads; the ranks write their events to `directory`."""
-    replay = spec.step.budget_seconds if spec.step else 0.0
     work = {one.name: getattr(spec, one.name) for one in fields(Work)} | {"cases": spec.all_cases()}
-    limit_seconds = spec.startup_seconds + replay + spec.budget_seconds + spec.silence_seconds
+    limit_seconds = spec.startup_seconds + spec.budget_seconds + spec.silence_seconds
     return Plan(directory=str(directory), host=spec.host_name, backend=backend, limit_seconds=limit_seconds, **work)
 
 
@@ -83,26 +83,14 @@ def _run_in(
     plan = plan_of(spec, directory, backend)
     debug = directory / "nccl"
     debug.mkdir()
-    nccl_environment = _evidence_environment(debug) if backend == "nccl" else {}
+    from collectives.nccl_log import evidence  # who only reads results needs no reader of logs
+
+    environment = {**(evidence.environment(debug) if backend == "nccl" else {}), **spec.environment}
     started, clock = time.time(), time.monotonic()
-    outcome = watch.run_ranks(plan, spec, {**nccl_environment, **spec.environment}, on_event, stop)
-    return assemble(spec, backend, outcome, started, time.monotonic() - clock, _read_evidence(debug))
-
-
-def _evidence_environment(debug: Path) -> Mapping[str, str]:
-    from collectives.nccl_log import evidence
-
-    return evidence.environment(debug)
-
-
-def _read_evidence(debug: Path) -> Evidence | None:
-    """Read what NCCL wrote, one file for each process; a gloo run leaves none."""
-    logs = sorted(path for path in debug.iterdir() if path.is_file())
-    if not logs:
-        return None
-    from collectives.nccl_log import evidence
-
-    return evidence.read_files(logs)
+    outcome = watch.run_ranks(plan, spec, environment, on_event, stop)
+    seconds = time.monotonic() - clock
+    logs = sorted(path for path in debug.iterdir() if path.is_file())  # one of each process; gloo writes none
+    return assemble(spec, backend, outcome, started, seconds, evidence.read_files(logs) if logs else None)
 
 
 # Turns what the ranks wrote down into a result: bandwidths, fits, and everything that was not as it should be.
@@ -121,12 +109,14 @@ def assemble(
         events[event["event"]].append(event)
     hello: list[Mapping[str, Any]] = next((event["ranks"] for event in events["joined"] if event["ranks"]), [])
     hosts = tuple(row["host"] for row in hello)
-    measured, replayed = events["measured"], events["replayed"]
+    measured = [event for event in events["measured"] if not event["part"]]
+    step = _step([event for event in events["measured"] if event["part"]])
     measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in measured)
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
-    skipped = [spent + _words(event) for event in events["skipped"]]
-    problems = (*outcome.problems, *skipped, *_wrong_data([*measured, *replayed], hosts), *_odd_hosts(hello, backend))
-    verified = all(m.verified for m in measurements) and not any(event["wrong"] for event in replayed)
+    skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
+    wrong = _wrong_data(events["measured"], hosts)
+    problems = (*outcome.problems, *skipped, *wrong, *_odd_hosts(hello, backend))
+    verified = all(m.verified for m in measurements) and (step is None or all(part.verified for part in step.parts))
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,
@@ -140,26 +130,14 @@ def assemble(
         latencies=_latencies(measurements),
         stragglers=_stragglers(measured, hosts),
         evidence=proof,
-        step=_step(replayed),
-        search=next((_search(event, hosts) for event in events["searched"]), None),
+        step=step if step and len(step.parts) == sum(bool(case.part) for case in spec.cases) else None,
+        search=_search(next(iter(events["searched"]), None), hosts),
         complete=not outcome.problems and not skipped and verified and bool(hello),
         problems=problems,
         stopped_by=outcome.stopped_by,
-        carried=_carried(events["carried"]),
-        nvlink_domains=_nvlink_domains(hello),
+        carried=tuple(Carried(**row) for event in events["carried"] for row in event["rows"]),
+        nvlink_domains=tuple(sorted({str((row.get("links") or {}).get("nvlink_domain") or "") for row in hello})),
     )
-
-
-def _carried(events: Iterable[Mapping[str, Any]]) -> tuple[Carried, ...]:
-    return tuple(
-        Carried(rank=rank, address=address, interface=interface, bytes=count)
-        for event in events
-        for rank, address, interface, count in event["rows"]
-    )
-
-
-def _nvlink_domains(hello: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(sorted({str((row.get("links") or {}).get("nvlink_domain") or "") for row in hello}))
 
 
 def _measurement(
@@ -182,18 +160,26 @@ def _measurement(
     )  # fmt: skip
 
 
-def _step(replayed: Sequence[Mapping[str, Any]]) -> StepTime | None:
-    parts = tuple(
-        cattrs.structure(
-            {**event, "median_seconds": median(event["iteration_seconds"]), "verified": not event["wrong"]}, PartTime
-        )
-        for event in replayed
-    )
-    return StepTime(parts=parts, median_seconds=sum(part.median_seconds for part in parts)) if parts else None
+def _step(events: Sequence[Mapping[str, Any]]) -> StepTime | None:
+    """The step of its parts; groups ran at the same time, and the slowest of a part counts."""
+    parts = []
+    for name in dict.fromkeys(event["part"] for event in events):
+        groups = [event for event in events if event["part"] == name]
+        slowest = max(groups, key=lambda event: median(event["iteration_seconds"]))
+        seconds = tuple(slowest["times"] * one for one in slowest["iteration_seconds"])
+        parts.append(
+            PartTime(
+                name=name, op=slowest["op"], bytes=slowest["bytes"], times=slowest["times"],
+                group_ranks=len(slowest["ranks"]), iteration_seconds=seconds, median_seconds=median(seconds),
+                verified=all(event["rounds"] > 0 and not event["wrong"] for event in groups),
+            )
+        )  # fmt: skip
+    return StepTime(parts=tuple(parts), median_seconds=sum(part.median_seconds for part in parts)) if parts else None
 
 
-def _search(event: Mapping[str, Any], hosts: Sequence[str]) -> PairSearch:
-    return cattrs.structure({**event, "slow_hosts": [hosts[rank] for rank in event["slow_ranks"]]}, PairSearch)
+def _search(event: Mapping[str, Any] | None, hosts: Sequence[str]) -> PairSearch | None:
+    named = {**event, "slow_hosts": [hosts[rank] for rank in event["slow_ranks"]]} if event else None
+    return cattrs.structure(named, PairSearch) if named else None
 
 
 def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:
@@ -274,10 +260,6 @@ def _ranks(ranks: Iterable[int], hello: Sequence[Mapping[str, Any]] = ()) -> str
     return ", ".join(f"rank {rank}{hosts.get(rank, '')}" for rank in listed[:8]) + (" ..." if len(listed) > 8 else "")
 
 
-def _words(event: Mapping[str, Any]) -> str:
-    return ", ".join(f"{op} of {size} bytes" for op, size in event["cases"])
-
-
 # Who is slow: named from how long each rank waits for the others to arrive.
 #
 # Every iteration starts with a meeting of the group. The rank that comes last waits least, so no two clocks are ever
@@ -307,7 +289,12 @@ def name_stragglers(
     for place, rank in enumerate(ranks):
         times = last.count(place)
         lateness, floor = median(late[place]), min(median(row) for row in wait_seconds)
-        if lateness <= floor or _by_chance(times, iterations, 1 / len(ranks)) * len(ranks) > SIGNIFICANCE:
+        # P(Binomial(iterations, 1 / ranks) >= times)
+        p = 1 / len(ranks)
+        chance = math.fsum(
+            math.comb(iterations, k) * p**k * (1 - p) ** (iterations - k) for k in range(times, iterations + 1)
+        )
+        if lateness <= floor or chance * len(ranks) > SIGNIFICANCE:
             continue
         found.append(
             Straggler(
@@ -320,10 +307,3 @@ def name_stragglers(
             )
         )
     return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))
-
-
-def _by_chance(times: int, of: int, probability: float) -> float:
-    """P(Binomial(of, probability) >= times)."""
-    import math
-
-    return math.fsum(math.comb(of, k) * probability**k * (1 - probability) ** (of - k) for k in range(times, of + 1))

@@ -100,7 +100,7 @@ class Watch:
             return f"the ranks did not join within {self._spec.startup_seconds:g} s"
         if joined and now - self._progress_at > self._plan.silence_seconds:
             return f"no rank moved for {self._plan.silence_seconds:g} s, nor any byte between them"
-        limit = None if self._plan.step or self._plan.search else self._plan.budget_seconds + OVERRUN_SECONDS
+        limit = None if self._plan.search else self._plan.budget_seconds + OVERRUN_SECONDS
         if limit is not None and self._joined_at is not None and now - self._joined_at > limit:
             return f"the time budget of {self._plan.budget_seconds:g} s was spent in one transfer"
         if now - self._started > self._plan.limit_seconds:
@@ -280,12 +280,7 @@ def run_ranks(
     plans.write(plan, directory / "plan.json")
     # Temporary files of torchrun, which leaves them when it is killed, go with the run's folder; the 1 is what torchrun
     # would set itself, with a banner that is no news of the run.
-    inherited = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "TMPDIR": plan.directory,
-        **environment,
-    }
+    inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": plan.directory, **environment}
     inherited["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).resolve().parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
     )
@@ -295,7 +290,10 @@ def run_ranks(
         try:
             verdict = None
             while tree.process.poll() is None and verdict is None:
-                verdict = watch.look(stopped) or _flood(log.fileno())
+                verdict = watch.look(stopped)
+                if verdict is None and os.fstat(log.fileno()).st_size > LOG_LIMIT_BYTES:
+                    # a library that fails in a loop would fill the host's disk with its complaint
+                    verdict = f"the ranks printed more than {LOG_LIMIT_BYTES >> 20} MiB"
                 time.sleep(POLL_SECONDS)
         finally:
             watch.read()
@@ -307,12 +305,6 @@ def run_ranks(
     watch.read()
     watch.outcome.problems += watch.explain(verdict, tree.process.returncode, before, _tail(directory / "launcher.log"))
     return watch.outcome
-
-
-def _flood(descriptor: int) -> str | None:
-    """Why to stop: a library that fails in a loop would fill the host's disk with its complaint."""
-    size = os.fstat(descriptor).st_size
-    return f"the ranks printed more than {LOG_LIMIT_BYTES >> 20} MiB" if size > LOG_LIMIT_BYTES else None
 
 
 def _tail(path: Path, size: int = 16_384) -> str:

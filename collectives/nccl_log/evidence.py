@@ -2,7 +2,7 @@
 
 ``read_file`` and ``read_files`` open anybody's logs (``-`` is standard input) and give the verdict; ``environment`` is
 what a run must be started with to leave evidence behind; ``exit_code`` turns a verdict into a gate. Formats and codes:
-docs/evidence.md.
+docs/explanation/evidence.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from collectives.nccl_log.reader import (
     Unpacked,
     looks_like_text,
 )
-from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence
+from collectives.nccl_log.transport import (
+    ChannelCount,
+    Evidence,
+    LogProblem,
+    ProofLine,
+    RunEvidence,
+    by_severity,
+)
 from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets
 
@@ -96,7 +103,8 @@ def _inter(ledger: Ledger) -> str | None:
     names = _network_names(ledger)
     torn = [key.partition("/")[2] for key, n in ledger.torn_transports.items() if n > 0 and key.startswith("NET/")]
     within = evidence_problems.single_node(ledger) is True
-    plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in _network_keys(ledger)]
+    carrying = {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
+    plain = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
     joined = [] if within else plain or [f"COLLNET ({name})" for name in names]
     if _nvlink_joins_nodes(ledger):
         joined.append("NVLink (MNNVL)")
@@ -133,10 +141,6 @@ def _network_names(ledger: Ledger) -> list[str]:
     # Never selected, and less than one line in a hundred beside a selected one.
     kept = [name for name, count in counts.items() if name in real or not real or count * 100 > total]
     return sorted(kept, key=lambda name: -counts[name])
-
-
-def _network_keys(ledger: Ledger) -> set[str]:
-    return {key for table in (ledger.transports, ledger.torn_transports) for key, n in table.items() if n > 0}
 
 
 def _intra_keys(ledger: Ledger) -> list[str]:
@@ -203,13 +207,6 @@ def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
     return {key: row for key, row in rows.items() if row.total > 0}
 
 
-def _link_layer(ledger: Ledger) -> str | None:
-    layers = evidence_problems.layers_in_use(ledger)
-    if not layers:
-        return None
-    return "mixed" if len(layers) > 1 else next(iter(layers))
-
-
 def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     """Channels between nodes first, then within a node, then what was announced."""
     ranks = {"NET/": 0, "COLLNET/": 0, "transport ": 1}
@@ -220,13 +217,6 @@ def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
         for row in rows[:2]
     ]
     return tuple(row for *_, row in sorted(lines, key=lambda entry: entry[:3])[:MAX_PROOF])
-
-
-def _nvls_use(ledger: Ledger) -> str:
-    """ "Multicast available" is what the hardware can do; only a communicator that set it up uses it."""
-    if ledger.facts.nvls_made:
-        return "used"
-    return {None: "unknown", True: "available", False: "not available"}[ledger.facts.nvls]
 
 
 def _mnnvl_use(ledger: Ledger) -> str:
@@ -249,6 +239,9 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
     send, receive, other = (_direction(ledger, name) for name in ("send", "receive", None))
     total = send.total + receive.total + other.total
     interfaces = list(facts.sockets or facts.bootstrap)
+    layers = evidence_problems.layers_in_use(ledger)
+    # "Multicast available" is what the hardware can do; only a communicator that set it up uses it.
+    nvls = {None: "unknown", True: "available", False: "not available"}[facts.nvls]
     evidence = Evidence(
         library="rccl" if facts.rccl or facts.rccl_version or (version and "+hip" in version) else "nccl",
         nccl_version=version,
@@ -263,7 +256,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         environment=dict(facts.environment),
         network=selected_network(ledger) if facts.networks or facts.assigned else None,
         hcas=tuple(sorted({f"{port}/{layer}" for row in facts.ports.values() for port, layer in row.items()})),
-        link_layer=_link_layer(ledger),
+        link_layer="mixed" if len(layers) > 1 else next(iter(layers), None),
         socket_interface=interfaces[0] if interfaces else None,
         ranks=facts.ranks or None,
         nodes=facts.nodes or None,
@@ -275,7 +268,7 @@ def judge(ledger: Ledger, *, ports: Collection[str] | None = None) -> Evidence:
         gdr_paths=gdr_paths(ledger, version),
         nvls=facts.nvls,
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
-        nvls_use=_nvls_use(ledger),
+        nvls_use="used" if facts.nvls_made else nvls,
         mnnvl_use=_mnnvl_use(ledger),
         mnnvl_clique=facts.mnnvl_clique or None,
         gpus=facts.gpu_names(),
@@ -330,8 +323,7 @@ def _with_texts(verdict: Evidence, others: list[LogProblem]) -> Evidence:
     faults = [problem for problem in others if problem.code != "other_text"]
     if not (problems or faults):
         faults = others
-    order = {"fail": 0, "warn": 1, "info": 2}
-    return replace(verdict, problems=tuple(sorted((*problems, *faults), key=lambda each: order[each.severity])))
+    return replace(verdict, problems=by_severity((*problems, *faults)))
 
 
 def _of_all(names: list[str | None]) -> str | None:
@@ -349,8 +341,7 @@ def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
             hosts=tuple(dict.fromkeys((*first.hosts, *problem.hosts))),
             ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
-    order = {"fail": 0, "warn": 1, "info": 2}
-    return tuple(sorted(found.values(), key=lambda problem: order[problem.severity]))
+    return by_severity(found.values())
 
 
 def proven(evidence: Evidence) -> bool:

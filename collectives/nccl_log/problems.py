@@ -10,7 +10,7 @@ from dataclasses import replace
 from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
-from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, rank_words
+from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, by_severity, rank_words
 
 _LEVEL = re.compile(rf"(?:{'|'.join(sorted(WORDS_OF['levels']))}|\d+)(?![A-Za-z])")  # a torn line may go on behind it
 _LEVEL_NAMES = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_NET_MERGE_LEVEL")
@@ -169,10 +169,9 @@ def find(
     _ports(found, ledger, ports)
     _environment(found, evidence, notes)
     _nothing_seen(found, evidence, notes)
-    order = {"fail": 0, "warn": 1, "info": 2}
     # A CUDA error or a missing tag says what is wrong; what names the reason comes before it.
-    ranked = sorted(found.found.values(), key=lambda each: (order[each.severity], CODES[each.code].symptom))
-    return tuple(ranked), tuple(notes)
+    ranked = by_severity(sorted(found.found.values(), key=lambda each: CODES[each.code].symptom))
+    return ranked, tuple(notes)
 
 
 def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:

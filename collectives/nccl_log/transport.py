@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 SCHEMA_VERSION = 1
@@ -38,6 +38,11 @@ class LogProblem:
         hosts = ", ".join(self.hosts[:4]) + (f" and {len(self.hosts) - 4} more hosts" if len(self.hosts) > 4 else "")
         ranks = rank_words(self.ranks) if self.ranks else ""
         return f"{hosts} ({ranks})" if hosts and ranks else hosts or ranks
+
+
+def by_severity(problems: Iterable[LogProblem]) -> tuple[LogProblem, ...]:
+    """The problems, those that fail first; of one severity in the order given."""
+    return tuple(sorted(problems, key=lambda problem: ("fail", "warn", "info").index(problem.severity)))
 
 
 def rank_words(ranks: Collection[int]) -> str:

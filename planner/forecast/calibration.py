@@ -7,11 +7,11 @@ for another.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from contracts import bounded
+from contracts import bounded, codec
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from hardware.gpus import gpu_named
@@ -69,26 +69,16 @@ class Calibration:
     schema_version: int = SCHEMA_VERSION
 
 
-def _positive(value: Any, name: str, *, optional: bool = False) -> float | None:
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+def _check_numbers(value: Any, name: str) -> None:
+    """Refuse numbers that are not positive; only the start-up time of a ring step may be 0."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            _check_numbers(member, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for member in value:
+            _check_numbers(member, name)
+    elif isinstance(value, int | float) and not (0 < value < 1e30 or (value == 0 and name == "links.alpha_seconds")):
         raise CalibrationError(f"{name}={value!r}: must be a positive number")
-    return float(value)
-
-
-def _check_kinds(part: LayerTiming | LinkTiming | None, where: str) -> None:
-    """Text is text, counts are whole and positive, times and rates positive; no time at all is allowed for alpha."""
-    for field in fields(part) if part is not None else ():
-        value, name = getattr(part, field.name), f"{where}.{field.name}"
-        if field.type == "str":
-            if not isinstance(value, str):
-                raise CalibrationError(f"{name}={value!r}: must be text")
-        elif field.type == "int":
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**9:
-                raise CalibrationError(f"{name}={value!r}: must be a whole number of at least 1")
-        elif value != 0 or field.name != "alpha_seconds":
-            _positive(value, name)
 
 
 def parse_calibration(data: Any) -> Calibration:
@@ -97,26 +87,15 @@ def parse_calibration(data: Any) -> Calibration:
         raise CalibrationError("calibration: must be a JSON object")
     if data.get("schema_version") != SCHEMA_VERSION:
         raise CalibrationError(f"schema_version={data.get('schema_version')!r}: this version reads {SCHEMA_VERSION}")
-    for name in ("device", "precision"):
-        if not isinstance(data.get(name), str) or not data[name]:
-            raise CalibrationError(f"{name}={data.get(name)!r}: must be text")
+    _check_numbers(data, "")
     try:
-        layer = LayerTiming(**data["layer"]) if data.get("layer") else None
-        links = tuple(LinkTiming(**row) for row in data.get("links", ())[:1000])
-        versions = tuple((str(k), str(v)) for k, v in data.get("versions", ()))
-    except (TypeError, ValueError) as error:
+        found = codec.read(data, Calibration)
+    except codec.CodecError as error:
         raise CalibrationError(f"calibration: {error}") from error
-    for part, where in ((layer, "layer"), *((link, "links") for link in links)):
-        _check_kinds(part, where)
-    return Calibration(
-        device=data["device"],
-        precision=data["precision"],
-        gemm_flops_per_second=_positive(data.get("gemm_flops_per_second"), "gemm_flops_per_second", optional=True),
-        layer=layer,
-        links=links,
-        taken_at_seconds=data.get("taken_at_seconds"),
-        versions=versions,
-    )
+    for name in ("device", "precision"):
+        if not getattr(found, name):
+            raise CalibrationError(f"{name}='': must be text")
+    return replace(found, links=found.links[:1000])
 
 
 def load_calibration(path: Path | str) -> Calibration:
@@ -133,7 +112,7 @@ def load_calibration(path: Path | str) -> Calibration:
 
 def dump_calibration(calibration: Calibration) -> str:
     """The file's text."""
-    return json.dumps(asdict(calibration), indent=2, sort_keys=True) + "\n"
+    return json.dumps(codec.write(calibration), indent=2, sort_keys=True) + "\n"
 
 
 def _timed_model(timing: LayerTiming) -> ModelSpec:

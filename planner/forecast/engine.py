@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from contracts.layout import EIGHT_BITS, Layout, Offload, Precision
+from hardware.units import GIB
 from planner.forecast.links import Links
 from planner.forecast.specs import (
     ModelSpec,
@@ -195,6 +196,7 @@ class Engine:
     fused_cross_entropy: bool = True
     compile: bool = False
     reshard: bool = True  # can keep the gathered weights between forward and backward
+    loads_quantised: bool = False  # weights that were quantised before, with adapters beside them
     copies_kv_heads: bool = False  # where there are fewer of them than tensor-parallel ranks
     # its kernels
     fused: bool = False  # norms, activations, rope and bias fused (Transformer Engine, compile, Megatron's own kernels)
@@ -205,7 +207,6 @@ class Engine:
     adapter_bytes: float = 4.0  # of an adapter's weight
     merges_expert_adapters: bool = False  # PEFT's ParamWrapper: the experts plus their adapters, made for each pass
     logits_bytes: float = 12.0  # live bytes per token and vocabulary entry around the loss
-    compiled_logits_bytes: float = 12.0  # where the loss is compiled with the model
     bucket_bytes: float = 0.0  # flat communication buffers outside the parts, where there is data parallelism
     gradient_buffer: bool = False  # one buffer holds all gradients throughout the step
     ddp_bucket_copies: bool = False  # DDP's gradients are tensors beside its buckets, not views of them
@@ -219,16 +220,13 @@ class Engine:
     gathers_context: bool = False  # CP ranks gather all keys and values at once, in place of a ring
     tp_overlap: bool = False  # userbuffers or async-TP hide part of the tensor-parallel traffic
     dp_overlap: bool = True  # gradient reduction runs under the backward pass
+    reduce_bucket: float = 25 * GIB / 1024  # bytes of gradients that are reduced at once: torch DDP's bucket_cap_mb
+    reduce_bucket_per_rank: float = 0.0  # so many for each rank that reduces them, where that is more
     reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
     splits_documents: bool = False  # attention in packed rows stays within each sample, and costs no more than that
     selective_attention: bool = False  # selective recomputation runs attention's core again, not every second product
 
     # What runs.
-
-    @property
-    def has_zero2(self) -> bool:
-        """Whether it can shard gradients and keep the weights whole."""
-        return "zero2" in self.can
 
     def as_run(self, layout: Layout) -> Layout:
         """The layout that runs where this one is requested."""
@@ -360,8 +358,7 @@ class Engine:
         """The loss's logits and their gradients."""
         vocab = share.model.vocab
         if not share.layout.fused_cross_entropy:
-            each = self.logits_bytes if not share.layout.compile else min(self.logits_bytes, self.compiled_logits_bytes)
-            return share.tokens * vocab / share.layout.tp * each
+            return share.tokens * vocab / share.layout.tp * self.logits_bytes
         whole = share.tokens * vocab / share.layout.tp * 2.0
         return min(whole, 1024.0 * vocab / share.layout.tp * self.logits_bytes)  # in chunks of a thousand tokens
 
@@ -433,11 +430,6 @@ class Fsdp(Engine):
     states: StateBytes = IN_FP32
     gradient_bytes: int = 4
     replica_gradient_bytes: int = 4
-
-    @property
-    def has_zero2(self) -> bool:
-        """Never: what it has in its place is zero3 that keeps the gathered weights."""
-        return False
 
     def as_run(self, layout: Layout) -> Layout:
         """Asked for ZeRO-2, it shards the weights too, and keeps them gathered until the backward pass."""

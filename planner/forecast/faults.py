@@ -1,10 +1,10 @@
 """From findings to the forecast: what a node with a finding does to the links and to the compute of a job.
 
-The forecast is of the nodes as they are, beside that of the same nodes mended. faults.toml has one rule for each code
-that changes what carries the data or how fast the slowest rank computes: what the scan's graph shows already (a dead
-HCA, a link with fewer lanes) is mended for the comparison, what it does not show (no GPUDirect, no locked memory, a low
-clock) slows the nodes as they are. `ENDS` are codes with which a job does not run; of every other failure no figure
-bounds the cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
+The forecast is of the nodes as they are, and is compared with that of the same nodes after repair. faults.toml has one
+rule for each code that changes what carries the data or how fast the slowest rank computes: what the scan's graph shows
+already (a dead HCA, a link with fewer lanes) is repaired for the comparison, what it does not show (no GPUDirect, no
+locked memory, a low clock) slows the nodes as they are. `ENDS` are codes with which a job does not run; of every other
+failure no figure bounds the cost, and the advice says so. docs/decisions/0020 gives the cost of each code.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class AsIs:
 
 
 Slow = Callable[[AsIs, str, Finding], None]
-Mend = Callable[[NodeTopology, Finding], NodeTopology]
+Repair = Callable[[NodeTopology, Finding], NodeTopology]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What one code does to the forecast: `slow` the nodes as they are, or what to `mend` in the graph to compare."""
+    """What one code does to the forecast: `slow` the nodes as they are, or what to `repair` in the graph to compare."""
 
     slow: Slow
-    mend: Mend | None = None
+    repair: Repair | None = None
     shown: str = ""  # by the graph, in words
 
 
@@ -142,26 +142,26 @@ def _report(now: AsIs, host: str, finding: Finding) -> None:  # noqa: ARG001 - l
     now.say(f"{finding.code}{where}: {RULES[finding.code].shown}")
 
 
-def _mend_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
+def _repair_nic(node: NodeTopology, finding: Finding) -> NodeTopology:
     """A port that is down, or slower than its sisters, does what they do."""
     nearest = {nic for near in node.nearest_nic if near.gpu == finding.subject for nic in (near.why or "").split()}
     best: dict[str, float] = {}
     for nic in node.nics:
         best[nic.kind] = max(best.get(nic.kind, 0.0), nic.rate_bytes_per_second or 0.0)
 
-    def mended(nic: NicNode) -> NicNode:
+    def repaired(nic: NicNode) -> NicNode:
         if not (_named(finding, nic.name, nic.bus_id) or nic.name in {word.strip(",") for word in nearest}):
             return nic
         return replace(nic, active=True, rate_bytes_per_second=best[nic.kind] or None,
                        pcie_running_bytes_per_second=None)  # fmt: skip
 
-    return replace(node, nics=tuple(mended(nic) for nic in node.nics))
+    return replace(node, nics=tuple(repaired(nic) for nic in node.nics))
 
 
-def _mend_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
+def _repair_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
     """A link runs as its slot can."""
 
-    def mended(gpu: GpuNode) -> GpuNode:
+    def repaired(gpu: GpuNode) -> GpuNode:
         mine = _named(finding, gpu.name, gpu.bus_id)
         return replace(gpu, pcie_running_bytes_per_second=None, pcie_link=None) if mine else gpu
 
@@ -171,10 +171,10 @@ def _mend_pcie(node: NodeTopology, finding: Finding) -> NodeTopology:
         replace(nic, pcie_running_bytes_per_second=None) if _named(finding, nic.name, nic.bus_id) else nic
         for nic in node.nics
     )
-    return replace(node, gpus=tuple(mended(gpu) for gpu in node.gpus), pairs=pairs, nics=nics)
+    return replace(node, gpus=tuple(repaired(gpu) for gpu in node.gpus), pairs=pairs, nics=nics)
 
 
-def _mend_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
+def _repair_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
     """Every pair of GPUs has as many NVLinks as the pair with most of them."""
     names = {gpu.name for gpu in node.gpus}
     linked = [p for p in node.pairs if {p.a, p.b} <= names and p.nvlinks]
@@ -182,29 +182,29 @@ def _mend_nvlink(node: NodeTopology, finding: Finding) -> NodeTopology:
         return node
     best = max(linked, key=lambda p: p.nvlinks)
 
-    def mended(pair: Pair) -> Pair:
+    def repaired(pair: Pair) -> Pair:
         if not {pair.a, pair.b} <= names or finding.subject not in (pair.a, pair.b):
             return pair
         return replace(best, a=pair.a, b=pair.b)
 
-    return replace(node, pairs=tuple(mended(pair) for pair in node.pairs))
+    return replace(node, pairs=tuple(repaired(pair) for pair in node.pairs))
 
 
-def _mend_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
+def _repair_gpu(node: NodeTopology, finding: Finding) -> NodeTopology:
     """A GPU that is lost answers as its sisters do, and is linked as they are."""
     sister = next((gpu for gpu in node.gpus if gpu.usable), None)
     if sister is None:
         return node
 
-    def mended(gpu: GpuNode) -> GpuNode:
+    def repaired(gpu: GpuNode) -> GpuNode:
         if gpu.usable or not _named(finding, gpu.name, gpu.bus_id):
             return gpu
         return replace(sister, name=gpu.name, index=gpu.index, bus_id=gpu.bus_id, uuid=gpu.uuid,
                        numa_node=gpu.numa_node if gpu.numa_node is not None else sister.numa_node)  # fmt: skip
 
     lost = [g.name for g in node.gpus if not g.usable and _named(finding, g.name, g.bus_id)]
-    node = replace(node, gpus=tuple(mended(gpu) for gpu in node.gpus))
-    return _mend_nvlink(node, replace(finding, subject=lost[0])) if lost else node
+    node = replace(node, gpus=tuple(repaired(gpu) for gpu in node.gpus))
+    return _repair_nvlink(node, replace(finding, subject=lost[0])) if lost else node
 
 
 # Compute -------------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
 def apart(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     """The nodes as their network joins them, where a finding says that their NVLink domain does not."""
     parted = any(one.code in _PART_THE_DOMAIN for found in findings.values() for one in found)
-    if not parted or cluster.inter_node_transport != "nvlink":
+    if not parted or not any(gpu.nvlink_domain for node in cluster.nodes for gpu in node.gpus):
         return cluster
     return join([
         replace(node, gpus=tuple(replace(gpu, nvlink_domain=None) for gpu in node.gpus)) for node in cluster.nodes
@@ -280,15 +280,20 @@ _SLOW: Mapping[str, Slow] = {
     "sockets": _sockets, "through_host": _through_host, "report": _report, "clock": _clock, "power": _power,
     "small_packets": _small_packets, "through_memory": _through_memory,
 }  # fmt: skip
-_MEND: Mapping[str, Mend] = {"nic": _mend_nic, "pcie": _mend_pcie, "nvlink": _mend_nvlink, "gpu": _mend_gpu}
+_REPAIRS: Mapping[str, Repair] = {
+    "nic": _repair_nic,
+    "pcie": _repair_pcie,
+    "nvlink": _repair_nvlink,
+    "gpu": _repair_gpu,
+}
 RULES: Mapping[str, Rule] = {
-    code: Rule(slow=_SLOW[row["slow"]], mend=_MEND.get(row.get("mend")), shown=row.get("shown", ""))
+    code: Rule(slow=_SLOW[row["slow"]], repair=_REPAIRS.get(row.get("repair")), shown=row.get("shown", ""))
     for row in _TABLE["rule"]
     for code in row["codes"]
 }
 ENDS = frozenset(_TABLE["ends"])
 
-_BY_SETTING = {  # what the advised environment mends
+_BY_SETTING = {  # what the advised environment repairs
     "NCCL_SOCKET_IFNAME": ("interfaces.choice.wrong",),
     "NCCL_NET_GDR_LEVEL": ("topology.gdr.path", "topology.gpu_nic.far"),
 }
@@ -299,7 +304,7 @@ def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
 
     Ports that NCCL_IB_HCA leaves out are missed by nobody.
     """
-    mended = {code for name in settings for code in _BY_SETTING.get(name, ())}
+    repaired = {code for name in settings for code in _BY_SETTING.get(name, ())}
     ports = {word.partition(":")[0] for word in settings.get("NCCL_IB_HCA", "").lstrip("^=").split(",") if word}
 
     def left_out(one: Finding) -> bool:
@@ -309,35 +314,35 @@ def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
     return {
         host: tuple(
             one for one in found
-            if one.code in RULES and one.code not in mended and not left_out(one)
+            if one.code in RULES and one.code not in repaired and not left_out(one)
             and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code].slow is _clock))
         )
         for host, found in findings.items()
     }  # fmt: skip
 
 
-def mended(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
-    """The same nodes with every finding mended that the graph shows."""
+def repaired(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
+    """The same nodes with every finding repaired that the graph shows."""
     nodes, changed = [], False
     known: dict[tuple[int, ...], NodeTopology] = {}
     for node in cluster.nodes:
-        found = [one for one in findings.get(node.hostname, ()) if RULES[one.code].mend]
+        found = [one for one in findings.get(node.hostname, ()) if RULES[one.code].repair]
         key = (id(node.gpus), id(node.nics), id(node.pairs))
         if found and key not in known:
             sound = node
             for one in found:
-                mend = RULES[one.code].mend
-                sound = mend(sound, one) if mend else sound
+                repair = RULES[one.code].repair
+                sound = repair(sound, one) if repair else sound
             known[key] = complete(sound)
         changed = changed or bool(found)
         nodes.append(replace(known[key], hostname=node.hostname) if found else node)
     return join(nodes) if changed else cluster
 
 
-def mended_links(
+def repaired_links(
     sound: ClusterTopology, links: Links, findings: Findings, snapshots: Sequence[Snapshot]
 ) -> Links | None:  # fmt: skip
-    """The links of the mended nodes; None where RDMA is off and nobody can say what it carries when it is on.
+    """The links of the repaired nodes; None where RDMA is off and nobody can say what it carries when it is on.
 
     Cards without their RDMA device are taken for the fastest of their family, one a GPU: their ports cannot be read.
     """

@@ -7,6 +7,7 @@ S (n - 1) / n per ring, however many GPUs stand behind it; groups that cross sid
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hardware.gpus import Gpu, gpu_named
 from hardware.units import GIGA
-from topology.graph import ClusterTopology, GpuNode, NodeTopology
+from topology.graph import ClusterTopology, NodeTopology
 from topology.plan import nvlink_bytes_per_second
 
 if TYPE_CHECKING:  # a question without measurements does not wait for their reader
@@ -58,9 +59,9 @@ class Speed:
         )
 
 
-def unknown_network(link: str) -> Speed:
+def unknown_network(link: str, why: str = "no NIC rate known") -> Speed:
     """A network that nobody measured and whose rate no probe knows."""
-    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why="no NIC rate known",
+    return Speed(bytes_per_second=ASSUMED_TCP_BYTES_PER_SECOND, how="assumed", link=link, why=why,
                  within=(UNKNOWN_LEAST_BYTES_PER_SECOND, UNKNOWN_MOST_BYTES_PER_SECOND))  # fmt: skip
 
 
@@ -98,19 +99,15 @@ class Links:
         """All-gathers or reduce-scatters of `total_bytes` together, in `messages` pieces, over a group."""
         if size <= 1 or total_bytes <= 0:
             return 0.0
-        share = total_bytes * (size - 1) / size
-        reach = (size - 1) * stride + 1
-        if reach <= self.island_size:
-            return messages * self.alpha_intra_seconds * (size - 1) + share / self.island.bytes_per_second
-        fast, alpha = self.node.bytes_per_second, self.alpha_intra_seconds
-        per_node = self.ranks_per_node
-        if reach <= per_node or self.network is None:
-            return messages * alpha * (size - 1) + share / fast
+        share, alpha = total_bytes * (size - 1) / size, self.alpha_intra_seconds
+        slowest, fast, per_node = self.crosses(size, stride), self.node.bytes_per_second, self.ranks_per_node
+        if slowest is not self.network:
+            return messages * alpha * (size - 1) + share / slowest.bytes_per_second
         if self.island_size > per_node:  # NVLink domain of several nodes: the network joins the domains
             per_node, fast = self.island_size, self.island.bytes_per_second
         members = max(1, min(size, per_node // stride))
         side_by_side = per_node // members  # rings of other groups through the same network
-        network = self.network.bytes_per_second * (per_node / self.ranks_per_node)
+        network = slowest.bytes_per_second * (per_node / self.ranks_per_node)
         seconds = max(share * side_by_side / network, share / fast if members > 1 else 0.0)
         # All-gather and reduce-scatter have no tree: every rank on the ring adds a step (PAT: one GPU per node only).
         across = size / members
@@ -134,12 +131,10 @@ class Links:
 
         All ranks of a stage send at once; those of one node share its network.
         """
-        reach = (stages - 1) * stride
-        if reach < self.island_size:
-            return self.alpha_intra_seconds + size_bytes / self.island.bytes_per_second
-        if reach < self.ranks_per_node or self.network is None:
-            return self.alpha_intra_seconds + size_bytes / self.node.bytes_per_second
-        return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / self.network.bytes_per_second
+        slowest = self.crosses(stages, stride)
+        if slowest is not self.network:
+            return self.alpha_intra_seconds + size_bytes / slowest.bytes_per_second
+        return self.alpha_inter_seconds + size_bytes * min(stride, self.ranks_per_node) / slowest.bytes_per_second
 
     def all_to_all_seconds(self, bytes_per_rank: float, size: int, stride: int) -> float:
         """Every rank sends (size-1)/size of its bytes away, evenly."""
@@ -240,7 +235,10 @@ def _node_speed(cluster: ClusterTopology, gpu: Gpu | None, island: Speed, island
 
 def _narrowed(speed: Speed, cluster: ClusterTopology) -> Speed:
     """No faster than the narrowest probed link of a GPU, and a word on one that runs below its slot."""
-    known = [(carries, node, g) for node in cluster.nodes for g in node.gpus if g.usable and (carries := _carries(g))]
+    known = [
+        (carries, node, g) for node in cluster.nodes for g in node.gpus
+        if g.usable and (carries := g.pcie_running_bytes_per_second or g.pcie_bytes_per_second)
+    ]  # fmt: skip
     if not known:
         return speed
     carries, node, gpu = min(known, key=lambda one: one[0])
@@ -264,9 +262,20 @@ def _to_host(cluster: ClusterTopology) -> Speed:
     return replace(whole, bytes_per_second=whole.bytes_per_second * HOST_SHARE)
 
 
-def _carries(gpu: GpuNode) -> float | None:
-    """One direction of a GPU's PCIe link, as it runs."""
-    return gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second
+def _domain(cluster: ClusterTopology, per_node: int) -> int:
+    """Ranks of the smallest NVLink domain of several nodes, whose nodes follow each other; 0 without one.
+
+    Of several domains the largest power of two of their nodes, times the ranks of a node: groups of ranks that start at
+    a multiple of their size then never lie across two domains.
+    """
+    if cluster.inter_node_transport == "nvlink":
+        return per_node * len(cluster.nodes)
+    domains = [next((gpu.nvlink_domain for gpu in node.gpus if gpu.usable), None) for node in cluster.nodes]
+    together = [(domain, len(list(nodes))) for domain, nodes in itertools.groupby(domains)]
+    least = min(count for _, count in together)
+    if least < 2 or any(domain is None for domain, _ in together):
+        return 0
+    return per_node * (1 << (least.bit_length() - 1))
 
 
 def _network(cluster: ClusterTopology) -> Speed:
@@ -281,13 +290,16 @@ def _network(cluster: ClusterTopology) -> Speed:
     derived = _expected(cluster, "cluster")
     if derived:
         return Speed(bytes_per_second=derived, how="derived", link=link, why="topology")
-    rates = [
-        sum(n.rate_bytes_per_second or 0.0 for n in node.nics if n.kind in ("hca", "efa")) for node in cluster.nodes
-    ]
-    if rates and min(rates) > 0:
-        kind = "EFA" if any(n.kind == "efa" for n in cluster.nodes[0].nics) else "RDMA"
+    offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
+    common = set.intersection(*offered)
+    rates = [sum(n.rate_bytes_per_second or 0.0 for n in node.nics if n.kind in common) for node in cluster.nodes]
+    if link != "TCP" and min(rates) > 0:
+        kind = "EFA" if "efa" in common else "RDMA"
         return Speed(bytes_per_second=min(rates) * NETWORK_SHARE, how="derived", link=kind,
                      why=f"NIC rates x {NETWORK_SHARE}")  # fmt: skip
+    kinds = sorted({"EFA" if kind == "efa" else "RDMA" for each in offered for kind in each})
+    if kinds and not common:
+        return unknown_network("TCP", f"some nodes have {' and others '.join(kinds)}: all ranks use sockets")
     return unknown_network(link if link != "network" else "TCP")
 
 
@@ -323,8 +335,7 @@ def links_of(
         network = _network(cluster)
         if across:
             network = Speed(bytes_per_second=across[0], how="measured", link=network.link, why=across[1])
-        if cluster.inter_node_transport == "nvlink":  # NVLink domain of several nodes
-            size = per_node * nodes
+        size = _domain(cluster, per_node) or size
     start, across_start = (ALPHA_INTRA_SECONDS, ALPHA_INTER_SECONDS) if first.gpus else (GLOO_ALPHA_SECONDS,) * 2
     return Links(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,

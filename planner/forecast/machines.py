@@ -158,8 +158,16 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
     )  # fmt: skip
 
 
+def _in_domain(node: NodeTopology, number: int) -> NodeTopology:
+    """The node as one of an NVLink domain of several."""
+    domain = f"{node.hostname}: domain {number}"
+    return replace(node, gpus=tuple(replace(gpu, nvlink_domain=domain) for gpu in node.gpus))
+
+
 def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> ClusterTopology:
     """`nodes` equal machines of the catalogue, of which a job uses `gpus_per_node` GPUs each; by default all.
+
+    More than one NVLink domain holds are spread evenly over as few domains as hold them.
 
     Raises MachineError for an unknown machine, ValueError for more GPUs than it has.
     """
@@ -171,8 +179,13 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
     transport = {"efa": "efa", "hca": "rdma", "ethernet": "tcp"}[row.nic_kind]
     if row.nvlink_nodes >= nodes > 1:
         transport = "nvlink"
+    members = (node,) * nodes
+    if row.nvlink_nodes > 1:
+        domains = -(-nodes // row.nvlink_nodes)
+        ends = [nodes * i // domains for i in range(domains + 1)]
+        members = tuple(each for i in range(domains) for each in (_in_domain(node, i),) * (ends[i + 1] - ends[i]))
     return ClusterTopology(
-        nodes=(node,) * nodes,
+        nodes=members,
         inter_node_bytes_per_second=len(near) * row.nic_gbps * GIGA / 8.0 if nodes > 1 else None,
         inter_node_transport=transport if nodes > 1 else None,
     )

@@ -13,7 +13,7 @@ from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, trained_w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConstants:
-    """What the allocator and the libraries take beyond the tensors; docs/model.md."""
+    """What the allocator and the libraries take beyond the tensors; docs/explanation/forecast.md."""
 
     fragmentation: float = 1.05  # memory the caching allocator reserves over what it hands out
     reserved_bytes: float = 0.9 * GIB  # cuBLAS workspaces
@@ -22,7 +22,7 @@ class MemoryConstants:
     nccl_bytes: float = 0.6 * GIB  # NCCL's channels and their buffers, of more than one rank
     # What the fine-tune job takes on a CPU beside its tensors, counted with a model of no size; docs/decisions/0023.
     cpu_bytes: float = 0.02 * GIB  # the model's modules, tokenizer, rows, threads
-    safe_share: float = 0.92  # of the card: above it, a run that fits today fails tomorrow
+    safe_share: float = 0.92  # of a host's memory, and of what the job measured: above it, the next run may fail
 
 
 DEFAULT_MEMORY = MemoryConstants()
@@ -66,8 +66,8 @@ def memory_of(question: Question, layout: Layout) -> MemoryParts:
 
 
 def memory_parts(
-    model: ModelSpec, train: TrainSpec, layout: Layout, engine: Engine, constants: MemoryConstants = DEFAULT_MEMORY,
-    *, on_cpu: bool = False, first_stage: bool = False,
+    model: ModelSpec, train: TrainSpec, layout: Layout, engine: Engine, *,
+    on_cpu: bool = False, first_stage: bool = False,
 ) -> MemoryParts:  # fmt: skip
     """Forecast the fullest rank's memory for one layout, or the first pipeline stage's."""
     share = share_of(model, train, engine.as_run(layout), on_cpu=on_cpu)
@@ -76,6 +76,7 @@ def memory_parts(
     kept = _kept(engine, share, first_stage=first_stage)
     gradients, activations, logits = _backward(engine, share, gradients, kept)
     held = in_weights + gradients + optimizer + gathered + activations + logits
+    on_gpu = DEFAULT_MEMORY.context_bytes + (layout.world_size > 1) * DEFAULT_MEMORY.nccl_bytes
     load = engine.load(share)
     if in_weights + load + gathered > held:  # the peak is the load, before the first step
         in_weights, gradients, optimizer, activations, logits = in_weights + load, 0.0, 0.0, 0.0, 0.0
@@ -88,20 +89,18 @@ def memory_parts(
         activations=activations,
         logits=logits,
         # CUDA's caching allocator; on a CPU the job counts what is allocated (finetune/recorder.py, return_freed)
-        fragmentation=0.0 if on_cpu else held * (constants.fragmentation - 1.0),
-        reserved=0.0 if on_cpu else _reserved(engine, layout, constants),
-        context=constants.cpu_bytes
-        if on_cpu
-        else constants.context_bytes + (layout.world_size > 1) * constants.nccl_bytes,
+        fragmentation=0.0 if on_cpu else held * (DEFAULT_MEMORY.fragmentation - 1.0),
+        reserved=0.0 if on_cpu else _reserved(engine, layout),
+        context=DEFAULT_MEMORY.cpu_bytes if on_cpu else on_gpu,
     )
 
 
-def _reserved(engine: Engine, layout: Layout, constants: MemoryConstants) -> float:
+def _reserved(engine: Engine, layout: Layout) -> float:
     """Workspaces; of several ranks the buffers that they send from, too."""
     if layout.world_size == 1:
-        return constants.reserved_bytes
+        return DEFAULT_MEMORY.reserved_bytes
     buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
-    return constants.reserved_bytes + constants.reserved_ranks_bytes + buckets
+    return DEFAULT_MEMORY.reserved_bytes + DEFAULT_MEMORY.reserved_ranks_bytes + buckets
 
 
 def _states(engine: Engine, share: Share) -> tuple[float, float, float]:

@@ -1,7 +1,8 @@
 """Models: from a Hugging Face config.json or a known name to a `ModelSpec`.
 
 Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
-Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4 and GLM4-MoE classes (text models only).
+Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite,
+MiniMax-M2, OLMo2 and OLMo3 classes (text models only).
 Shapes of the known names and what the classes take by default: models.toml.
 """
 
@@ -21,13 +22,8 @@ from contracts.tables import read_table
 from planner.forecast.specs import ModelSpec
 
 _MAX_CONFIG_BYTES = 1 << 20
-# What config.json calls a family otherwise: the text part of a multi-modal model, and Kimi K2, which is a DeepSeek-V3.
-_OTHER_TYPES = {"gemma3_text": "gemma3", "llama4_text": "llama4", "kimi_k2": "deepseek_v3"}
-_MOE = {"mixtral", "qwen3_moe", "qwen2_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4", "glm4_moe"}
-_SHARED = {"deepseek_v3", "glm4_moe"}  # n_shared_experts of the routed ones' width
-_BIASED, _UNBIASED = {"gpt2", "qwen2"}, {"mistral", "mixtral", "phi3"}  # whatever config.json says
-_SLIDING = {"mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "phi3"}  # by sliding_window alone; Llama never does
-_SLIDING_WHERE_ASKED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}  # by use_sliding_window, which is off by default
+_TABLES = read_table(__file__, "models.toml")
+_FAMILIES: dict[str, list[str]] = _TABLES["families"]
 
 
 class ModelError(ValueError):
@@ -39,7 +35,6 @@ def _shape(name: str, hub: str = "", also: Sequence[str] = (), **shape: Any) -> 
     return ModelSpec(name=name, **{"head_dim": shape["hidden"] // shape["heads"], **shape})
 
 
-_TABLES = read_table(__file__, "models.toml")
 KNOWN: tuple[ModelSpec, ...] = tuple(_shape(name, **row) for name, row in _TABLES["known"].items())
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -105,7 +100,11 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
     if isinstance(inner, Mapping) and "hidden_size" not in config:  # multi-modal wrappers keep the language model here
         config = {"model_type": config.get("model_type", ""), **inner}
     kind = str(config.get("model_type", "")).lower()
-    family = _OTHER_TYPES.get(kind, kind)
+    family = _TABLES["other_types"].get(kind, kind)
+    if family in _FAMILIES["hybrids"]:
+        raise ModelError(
+            f"config.json: model_type={kind!r}: has state-space or linear-attention layers that are not forecast"
+        )
     if family not in FAMILIES:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(FAMILIES))}")
     passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
@@ -132,15 +131,22 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         gated_mlp=family != "gpt2",
         attention_bias=_attention_bias(config, family),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
-        mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
+        mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
         max_positions=_positions(config),
         rope_types=_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
+        quantised=_quantised(config),
         **_latent(config, family),
         **_linear(config, family, layers),
         **_mixture(config, family, layers, ffn),
     )
+
+
+def _quantised(config: Mapping[str, Any]) -> str:
+    """How the weights are quantised ("gptq", "mxfp4"); "" where they are not."""
+    kind = config.get("quantization_config")
+    return str(kind.get("quant_method") or "in an unknown way") if isinstance(kind, Mapping) else ""
 
 
 def _latent(config: Mapping[str, Any], family: str) -> dict[str, int]:
@@ -173,16 +179,16 @@ def _linear(config: Mapping[str, Any], family: str, layers: int) -> dict[str, in
     }  # fmt: skip
 
 
-def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, int]:
+def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
     """Experts, where any layer has them."""
-    dense = _dense_layers(config, family, layers) if family in _MOE else layers
+    dense = _dense_layers(config, family, layers) if family in _FAMILIES["moe"] else layers
     if dense >= layers:
         return {}
     width = _whole(config, ("moe_intermediate_size",), default=ffn)
     shared = 0
-    if family in ("llama4", "gpt_oss"):
+    if family in ("llama4", "gpt_oss", "minimax_m2"):
         width = _whole(config, ("intermediate_size",))
-    if family in _SHARED:
+    if family in _FAMILIES["shared"]:
         shared = width * _whole(config, ("n_shared_experts",), default=0)
     elif family in ("qwen2_moe", "qwen3_next"):
         shared = _whole(config, ("shared_expert_intermediate_size",))
@@ -193,6 +199,7 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
         "experts_per_token": _whole(config, ("num_experts_per_tok",), default=2),
         "expert_ffn": width,
         "shared_expert_ffn": shared,
+        "expert_groups": _whole(config, ("topk_group",), default=1) / _whole(config, ("n_group",), default=1),
         "dense_layers": dense,
     }
 
@@ -215,8 +222,8 @@ def _heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
 
 
 def _attention_bias(config: Mapping[str, Any], family: str) -> bool:
-    if family in _BIASED or family in _UNBIASED:
-        return family in _BIASED
+    if family in _FAMILIES["biased"] or family in _FAMILIES["unbiased"]:
+        return family in _FAMILIES["biased"]
     return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
 
 
@@ -237,7 +244,7 @@ def _rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _experts(config: Mapping[str, Any], family: str) -> int:
     names: tuple[str, ...] = ("num_local_experts", "num_experts")
-    if family in _SHARED:
+    if family in _FAMILIES["shared"]:
         names = ("n_routed_experts", "num_local_experts")
     elif family in ("qwen2_moe", "qwen3_next", "llama4"):
         names = ("num_local_experts",) if family == "llama4" else ("num_experts",)
@@ -254,7 +261,7 @@ def _indices(config: Mapping[str, Any], name: str) -> list[int]:
 
 def _dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
     """Layers of a mixture without experts: the first ones, or all but every n-th, or those that are named."""
-    if family in _SHARED:
+    if family in _FAMILIES["shared"]:
         return min(layers, _whole(config, ("first_k_dense_replace",), default=0, least=0))
     if family == "llama4":
         step = _whole(config, ("interleave_moe_layer_step",))
@@ -271,7 +278,9 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
     """The window, and how many layers slide where those are not all of them (or Gemma 2's half)."""
     if family == "llama4":
         return _chunked(config, layers)
-    enabled = family in _SLIDING or (family in _SLIDING_WHERE_ASKED and bool(config.get("use_sliding_window")))
+    enabled = family in _FAMILIES["sliding"] or (
+        family in _FAMILIES["sliding_where_asked"] and bool(config.get("use_sliding_window"))
+    )
     window = config.get("sliding_window") if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         return None, None
@@ -282,11 +291,13 @@ def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | 
         sliding = sum(kind == "sliding_attention" for kind in kinds[:layers])
     elif family == "gpt_oss":
         sliding = (layers + 1) // 2  # the first, and every other
+    elif family == "olmo3":
+        sliding = layers - layers // 4
     elif family == "gemma3":
         sliding = layers - layers // _whole(config, ("sliding_window_pattern",))
     elif family == "qwen2_moe" and isinstance(first, int):
         sliding = (min(first, layers) + 1) // 2  # of the first ones, every other
-    elif family in _SLIDING_WHERE_ASKED and isinstance(first, int):
+    elif family in _FAMILIES["sliding_where_asked"] and isinstance(first, int):
         sliding = max(0, layers - first)
     else:
         return window, None
@@ -305,12 +316,6 @@ def _chunked(config: Mapping[str, Any], layers: int) -> tuple[int | None, int | 
     else:
         chunked = layers - layers // _whole(config, ("no_rope_layer_interval",))
     return (chunk, None if chunked == layers else chunked) if chunked else (None, None)
-
-
-def load_model(name_or_path: str) -> ModelSpec:
-    """A known name, a config.json, or a folder that holds one."""
-    path = Path(name_or_path)
-    return model_from_file(path) if bounded.exists(path) else model_named(name_or_path)
 
 
 def model_from_file(path: Path) -> ModelSpec:

@@ -85,19 +85,24 @@ def linear_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, float],
     return (h, 2.0 * (keys + values + model.linear_heads / tp)), (values, h)
 
 
+_BIASED_BUT_OUTPUT = ("gpt2", "qwen2", "qwen2_moe", "glm", "glm4", "glm4_moe")
+
+
 def _small(model: ModelSpec) -> tuple[int, int]:
     """Norms and biases of a layer with full attention, and of one with linear attention."""
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    norms = 2 * h * (2 if model.family in ("gemma2", "gemma3") else 1)
+    norms = 2 * h * (2 if model.family in ("gemma2", "gemma3", "glm4") else 1)
     small = norms + model.q_rank + model.kv_rank
     if model.qk_norm or model.family in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3"):
         small += 2 * model.head_dim
+    if model.family in ("minimax_m2", "olmo2", "olmo3"):  # norms of all heads at once
+        small += q + kv
     if model.family == "gpt_oss":  # attention sinks
         small += model.heads
     if model.attention_bias and model.kv_rank:  # of what goes into low ranks, and of the output
         small += model.q_rank + model.kv_rank + model.rope_dim + h
     elif model.attention_bias:
-        small += q + 2 * kv + (0 if model.family in ("gpt2", "qwen2", "qwen2_moe", "glm4_moe") else h)
+        small += q + 2 * kv + (0 if model.family in _BIASED_BUT_OUTPUT else h)
     if model.mlp_bias:
         small += 2 * model.ffn + h
     if model.family == "gpt2":
@@ -320,10 +325,12 @@ class ModelSpec:
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_expert_ffn: int = 0  # of the expert that every token passes through beside the routed ones; 0: none
+    expert_groups: float = 1.0  # of the groups that experts are in, the share that those of one token may lie in
     dense_layers: int = 0  # of a mixture's layers, how many have one MLP of `ffn` in place of experts
     max_positions: int | None = None
     rope_types: tuple[str, ...] = ("default",)  # of rotary positions, as config.json names them
     sliding_window: int | None = None
+    quantised: str = ""  # by which method the weights are, "gptq"; "": they are not
     sliding_layers: int | None = None  # how many of the layers slide; None: all, of Gemma 2's every other
 
 

@@ -17,6 +17,8 @@ from planner.forecast.compute import DEFAULT, Constants, LayerCost, Rates, head_
 from planner.forecast.engine import NF4_BYTES, Question, Share, last_stage, share_of
 from planner.forecast.specs import Weights, document_length, expected_longest, mean_length, weights
 
+COMMUNICATION = ("tensor_parallel", "context_parallel", "expert_parallel", "gather", "reduce", "pipeline_send")
+
 
 class StepParts(NamedTuple):
     """Seconds of one optimizer step by what they are spent on; communication counts only where it is exposed."""
@@ -45,10 +47,7 @@ class StepParts(NamedTuple):
     @property
     def communication(self) -> float:
         """All exposed communication."""
-        return (
-            self.tensor_parallel + self.context_parallel + self.expert_parallel + self.gather + self.reduce
-            + self.pipeline_send
-        )  # fmt: skip
+        return float(sum(getattr(self, name) for name in COMMUNICATION))
 
 
 # DRAM traffic that a CPU optimizer reaches: one core streams about 5.5 GB/s through AdamW's 28 bytes per weight, and
@@ -324,7 +323,7 @@ def sent(job: Job, layout: Layout, *, last: bool = False) -> dict[tuple[str, str
         found["dp_shard", "reduce_scatter"] = engine.scatters(job.train, layout) * reduced * share.trained
     if layout.cp > 1:
         found["cp", "all_to_all"] = m * step.layers * step.exchanges * sum(step.exchanged_bytes)
-    if layout.dp_replicate > 1 or (layout.cp > 1 and not step.sharded):
+    if layout.dp_replicate > 1 or (layout.data_parallel * layout.cp > 1 and not step.sharded):
         trained = share.part(share.trained, share.routed_trained, sharded=step.sharded)
         found["dp_replicate", "all_reduce"] = reduced * trained
     if layout.tp > 1:
@@ -414,7 +413,8 @@ def _expert_parallel(step: _Step) -> float:
     links, copies = step.job.links, float(model.experts_per_token)
     if step.job.engine.sends_tokens_once:  # how many of the receivers have one of its k experts, at random
         domains = layout.ep / max(links.island_size, links.ranks_per_node)
-        receivers = domains if domains > 1 else float(layout.ep)
+        # a model may keep a token's experts in some of the groups (node-limited routing, arXiv 2412.19437)
+        receivers = max(1.0, (domains if domains > 1 else float(layout.ep)) * model.expert_groups)
         copies = receivers * (1.0 - (1.0 - 1.0 / receivers) ** copies)
     sent = step.wide * step.tokens / layout.tp * copies * model.hidden
     rounds = 4.0 + (2.0 if layout.checkpointing == "full" else 0.0)
@@ -477,9 +477,13 @@ def _replicated(step: _Step, micro: _Micro) -> _Exchange:
     if ranks == 1:
         return _Exchange()
 
+    reduced = share.trained * job.engine.reduced_bytes(job.train, layout)
+    bucket = max(job.engine.reduce_bucket, job.engine.reduce_bucket_per_rank * ranks)
+    messages = min(step.layers, max(1.0, reduced / bucket))
+
     def one(each: float) -> float:
         ring = job.links.ring_seconds
-        return _over_groups(ring, step, each, share.trained, share.routed_trained, step.layers, ranks=ranks)
+        return _over_groups(ring, step, each, share.trained, share.routed_trained, messages, ranks=ranks)
 
     back_way = one_way = one(job.engine.reduced_bytes(job.train, layout))
     if layout.sharding in ("zero1", "zero2"):
@@ -535,9 +539,8 @@ def _optimizer(step: _Step) -> tuple[float, float]:
         return job.constants.optimizer_bytes * trained / job.rates.hbm, 0.0
     offload = 28.0 * trained / job.host_adam_bytes_per_second
     offload += (wide + 4.0) * trained / job.links.host.bytes_per_second
-    if layout.offload == "all":
-        shard = share.part(
-            share.local, share.routed, sharded=True
-        )  # weights in for both passes, gradients out, each micro-batch
-        offload += (2.0 * wide + wide) * shard * layout.gradient_accumulation / job.links.host.bytes_per_second
+    if layout.offload == "all":  # each micro-batch: weights in for both passes, as they lie, and gradients out
+        moved = 2.0 * share.part(step.gathered_bytes, step.gathered_bytes / share.local * share.routed, sharded=True)
+        moved += wide * share.part(share.trained, share.routed_trained, sharded=True)
+        offload += moved * layout.gradient_accumulation / job.links.host.bytes_per_second
     return 0.0, offload

@@ -147,13 +147,13 @@ class JobSpec:
     preflight_require: tuple[str, ...] = ()
     preflight_skip: tuple[str, ...] = ()  # checks that the gate leaves out
     measure: bool = False  # all pods measure their network together before the ranks train
-    agent: str | None = None  # URL of the node's agent, which is told how the job flew
+    agent: str | None = None  # URL of the node's agent, which gets the record of the run
     resource_claim_template: str | None = None  # DRA: GPU and NIC under one PCIe root
     device_classes: tuple[str, str] = DEVICE_CLASSES  # DRA: of GPU and NIC, as the cluster calls them
     compute_domain: bool = False  # NVIDIA's DRA driver: an IMEX channel for each pod, for NVLink between nodes
     restarts: int = RESTARTS  # of ranks that saved and ended, and of pods that were lost
     peer_wait_seconds: int = PEER_WAIT_SECONDS
-    save_seconds: int = SAVE_SECONDS  # that ranks have for a checkpoint once the pod is told to end
+    save_seconds: int = SAVE_SECONDS  # that ranks have for a checkpoint after the pod's SIGTERM
 
     def __post_init__(self) -> None:
         for what, least in _LEAST.items():

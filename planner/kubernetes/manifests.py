@@ -66,7 +66,7 @@ PORT = 29500  # where pod 0 listens for the others: torchrun's own default
 # How a pod ends that another one shall take the place of: it saved and ended, SIGKILL, SIGTERM. All else fails the job.
 RETRIED = (RESUMABLE, KILLED + 9, KILLED + 15)
 # Exit codes that no lost peer causes: settings refused, a check failed, out of memory, no disk, another layout than the
-# planned one (docs/finetune.md). Under an operator these fail the job at once; all others restart it.
+# planned one (docs/reference/finetune-job.md). Under an operator these fail the job at once; all others restart it.
 FINAL = (2, 3, 71, 74, 76)
 AGENT_AUDIENCE = "topoflight"  # whom the agent's TokenReview expects a token to be for
 
@@ -84,7 +84,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 
 def _style(value: str) -> str | None:
-    """A file as its lines, where that reads back as it was; PyYAML does not mend a style that cannot hold the text."""
+    """A file as its lines, where that reads back as it was; PyYAML does not correct a style that cannot hold it."""
     if not all(letter.isprintable() or letter in "\n\t" for letter in value):
         return '"'
     lines = value.split("\n")

@@ -48,7 +48,7 @@ _COMPOSE_TRUTH = re.compile(r"true|false|True|False|TRUE|FALSE")
 _NUMBER = re.compile(
     r"[-+]?(?:0[xX][0-9a-fA-F_]+|0b[01_]+|0o[0-7_]+|[0-9][0-9_]*|(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
 )
-# Of others the value is not told: it may be a secret
+# The values of others are not shown: they may be secrets
 _TOLD = re.compile(r"(?:TORCH_)?NCCL_|(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_")
 # Set by the kubelet besides a container's own: of services, enableServiceLinks
 _SERVICE = re.compile(r"\w+_(?:SERVICE_(?:HOST|PORT)|PORT)\w*\Z")

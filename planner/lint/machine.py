@@ -16,12 +16,16 @@ from contracts.finding import Finding
 from planner.lint.script import NamedEnvironment
 from planner.lint.tables import finding
 from planner.lint.values import NameList, other_net, strtoll
-from planner.nccl_env.gpus import p2p_level_effect
-from planner.nccl_env.hcas import choose_ports
-from planner.nccl_env.interfaces import UNFIT_ROLES, best_interface, running_interfaces
+from planner.nccl_env.hcas import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
-from planner.nccl_env.roce import gid_index_problem
-from planner.nccl_env.situation import NodeView, PortView
+from planner.nccl_env.situation import (
+    UNFIT_ROLES,
+    NodeView,
+    PortView,
+    best_interface,
+    p2p_level_effect,
+    running_interfaces,
+)
 from probes.api import Snapshot
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface
@@ -98,7 +102,7 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     bare = [
         view
         for view in _roce(environment, node)
-        # Where the driver is told a class of its own, that one stands in the packets.
+        # Where the driver has a traffic class configured, the packets carry that one.
         if view.port.pfc_priorities
         and not view.port.traffic_class
         and not {by_dscp, by_tag} & {*view.port.pfc_priorities}

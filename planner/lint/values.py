@@ -273,7 +273,7 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
         status = Status.FAIL
         effect = f"instead of {_default(name, entry)}: {values()['zero'].get(name, 'buffers of no size carry nothing')}"
     elif name in members("flags") or name in members("carries_data"):
-        # whoever writes a word did not mean 0
+        # a word does not mean 0
         status = Status.FAIL if name in members("carries_data") else status
         effect = "which turns off what it names" + (", the opposite of the word" if word in _YES else "")
     else:

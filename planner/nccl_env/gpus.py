@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hardware.machines import catalogue, topology_series
-from planner.nccl_env.situation import NodeView, Situation
+from planner.nccl_env.situation import NodeView, Situation, all_nvlink, p2p_level_effect
 from planner.nccl_env.texts import Note, Setting, note, setting
 from topology.graph import PathClass
 
@@ -59,7 +59,7 @@ def nvls(case: Situation) -> Note | None:
     capable = [
         node.hostname
         for node, capability in _capabilities(case)
-        if capability >= (9, 0) and node.gpu_count() > 2 and _all_nvlink(node)
+        if capability >= (9, 0) and node.gpu_count() > 2 and all_nvlink(node)
     ]
     if not capable:
         return None
@@ -141,34 +141,6 @@ def p2p_level(case: Situation) -> Note | None:
     return None
 
 
-def p2p_level_effect(level: str, node: NodeView) -> str:
-    """What NCCL_P2P_LEVEL does on this node, in words."""
-    gpus = node.gpu_count()
-    if gpus == 1:
-        return (
-            "No effect: this node or pod has one GPU, so there is no peer to reach; everything goes over the network."
-        )
-    if level != "NVL":
-        return "It overrides NCCL's own limit (PXB); unset it unless a measurement speaks for it."
-    if gpus and _all_nvlink(node):
-        return (
-            "No effect here: it allows direct access between GPUs joined by NVLink, and all pairs of this node are. "
-            "It can go; between pods or nodes it never applies."
-        )
-    return (
-        "It limits direct access to GPU pairs joined by NVLink; pairs on PCIe only then go through host memory, which "
-        "helps only where PCIe peer access is broken or slow. Unset it unless a measurement speaks for it."
-    )
-
-
-def _all_nvlink(node: NodeView) -> bool:
-    if node.topology is None:
-        return False
-    names = {gpu.name for gpu in node.topology.gpus if gpu.usable}
-    pairs = [pair for pair in node.topology.pairs if pair.a in names and pair.b in names]
-    return bool(pairs) and all(pair.path == PathClass.NVL for pair in pairs)
-
-
 def _capabilities(case: Situation) -> Iterator[tuple[NodeView, tuple[int, int]]]:
     for node in case.nodes:
         gpus = node.topology.gpus if node.topology else ()
@@ -191,7 +163,7 @@ def pcie_pairs(case: Situation) -> Note | None:
     if case.backend != "nccl":
         return None
     for node in case.nodes:
-        if node.topology is None or node.gpu_count() < 2 or _all_nvlink(node) or _two_on_amd(node):
+        if node.topology is None or node.gpu_count() < 2 or all_nvlink(node) or _two_on_amd(node):
             continue
         far = [p for p in node.topology.pairs if p.a.startswith("GPU") and p.b.startswith("GPU") and p.path]
         beyond = [pair for pair in far if pair.path and pair.path > PathClass.PXB]

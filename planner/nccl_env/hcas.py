@@ -10,7 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from contracts.finding import Status
 from planner.nccl_env.situation import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
+from probes.rdma.facts import is_link_local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ def _not_management(node: NodeView) -> Rule:
         for view, rate in zip(ports, rates, strict=True):
             if not 0.0 < rate < fastest:
                 continue
-            # A port of the same model that is slower has trained down: that is a fault to mend, not a port to hide.
+            # A port of the same model that is slower has trained down: that is a fault to repair, not a port to hide.
             other_model = view.device.model is not None and None not in models and view.device.model not in models
             leads_out = view.port.netdev is not None and view.port.netdev == default_route
             if other_model or leads_out:
@@ -228,6 +230,22 @@ def is_software(view: PortView) -> bool:
 def is_virtual_function(view: PortView) -> bool:
     """Whether the device is an SR-IOV virtual function: its name is given in the order in which functions appear."""
     return bool(view.device.is_vf) or (view.device.model or "").endswith(" VF")
+
+
+def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
+    """What is wrong with this fixed NCCL_IB_GID_INDEX on a RoCE port, in words that follow "entry N of mlx5_0:1".
+
+    A link-local or RoCE v1 entry fails where the port has one that every subnet reaches: no router passes it on.
+    """
+    gid = next((gid for gid in view.port.gids if gid.index == index), None)
+    if gid is None:
+        return Status.FAIL, "is empty: connections fail with 'Invalid argument'"
+    severity = Status.FAIL if gid_addresses(view) else Status.WARN
+    if gid.type == "IB/RoCE v1":
+        return severity, "is RoCE v1, which no router passes on: connections to another subnet fail"
+    if is_link_local(gid):
+        return severity, "is link-local, which no router passes on: connections to another subnet fail"
+    return None
 
 
 def missing_ports(node: NodeView) -> tuple[PortView, ...]:

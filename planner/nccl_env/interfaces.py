@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from planner.nccl_env.situation import NodeView, Situation, by_host, networks, rdma_device_of, some
+from planner.nccl_env.situation import (
+    UNFIT_ROLES,
+    NodeView,
+    Situation,
+    best_interface,
+    by_host,
+    is_usable,
+    networks,
+    rank_interface,
+    rdma_device_of,
+    running_interfaces,
+    some,
+)
 from planner.nccl_env.texts import Note, Setting, note, setting
 from probes.interfaces.facts import Interface, InterfacesFacts
-
-UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
-"""Roles of interfaces that lead to no other node."""
 
 
 def socket_ifname(case: Situation) -> Setting | Note | None:
@@ -87,11 +96,6 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
     return setting("gloo.name_it", names[0], evidence)
 
 
-def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
-    """Return the interfaces among which NCCL chooses: those that run and have an address."""
-    return [each for each in facts.interfaces if _runs(each) and each.addresses]
-
-
 def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
     """The interfaces NCCL takes for its socket transport with NCCL_SOCKET_IFNAME unset, in its order."""
     names = [each.name for each in running_interfaces(facts)]
@@ -115,32 +119,8 @@ def _fast_fabric(case: Situation) -> bool:
     return case.efa or case.rdma_ports
 
 
-def _runs(interface: Interface) -> bool:
-    return interface.running is not False and interface.up is not False
-
-
-def _usable(interface: Interface) -> bool:
-    fit = interface.role not in UNFIT_ROLES and interface.master is None
-    return fit and _runs(interface) and bool(networks(interface))
-
-
 def _unasked(facts: InterfacesFacts) -> str | None:
     return facts.nccl_choice or next(iter(nccl_takes(facts)), None)
-
-
-def _rank(node: NodeView, facts: InterfacesFacts, interface: Interface) -> tuple[float, ...]:
-    secondary = interface.role == "secondary"
-    behind_hca = secondary and rdma_device_of(interface, node.taken_ports()) is not None
-    overlay = interface.role == "pod-default"
-    speed = interface.speed_bytes_per_second or 0.0
-    return (not behind_hca, not secondary, overlay, -speed, interface.name != facts.default_route)
-
-
-def best_interface(node: NodeView) -> Interface | None:
-    """Return the interface that reaches the other nodes best; None where none does or the interfaces are unknown."""
-    facts = node.interfaces()
-    usable = [each for each in facts.interfaces if _usable(each)] if facts else []
-    return min(usable, key=lambda each: _rank(node, facts, each), default=None) if facts else None
 
 
 _Wanted = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
@@ -148,8 +128,10 @@ _Wanted = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the 
 
 def _equals(node: NodeView, facts: InterfacesFacts, best: Interface) -> tuple[Interface, ...]:
     """The usable interfaces that are as good as the best one: of its kind and its speed."""
-    mark = _rank(node, facts, best)[:-1]
-    return tuple(each for each in facts.interfaces if _usable(each) and _rank(node, facts, each)[:-1] == mark)
+    mark = rank_interface(node, facts, best)[:-1]
+    return tuple(
+        each for each in facts.interfaces if is_usable(each) and rank_interface(node, facts, each)[:-1] == mark
+    )
 
 
 def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool) -> _Wanted | None:
@@ -168,7 +150,7 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
         more = f"; as good: {', '.join(name for name in names if name != best.name)}" if len(names) > 1 else ""
         evidence = f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}{more}"
         return names, "socket_ifname.overlay", evidence, {"unasked": unasked}
-    if current is not None and not _usable(current) and best.name != unasked:
+    if current is not None and not is_usable(current) and best.name != unasked:
         unfit = current.role in UNFIT_ROLES
         what = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
@@ -207,7 +189,7 @@ def _subnets(facts: InterfacesFacts, name: str | None) -> set[str]:
     return {
         str(network)
         for each in facts.interfaces
-        if _usable(each) and name in (None, each.name)
+        if is_usable(each) and name in (None, each.name)
         for network in networks(each)
     }
 

@@ -178,7 +178,7 @@ def _hca_evidence(choice: PortChoice, down: Sequence[PortView]) -> str:
     parts = [f"{interface} is on {device}" for device, interface in choice.secondary.items()]
     parts += [f"{_names(choice.keep)}: {_fabric(choice.keep)}"]
     parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
-    parts += [f"{view.name} is {view.port.state}: NCCL passes over it until it is mended" for view in down]
+    parts += [f"{view.name} is {view.port.state}: NCCL passes over it until it is repaired" for view in down]
     return "; ".join(parts)
 
 
@@ -199,7 +199,7 @@ def _view(case: Situation, hostname: str) -> NodeView:
 def hca_list(node: NodeView, choice: PortChoice) -> str:
     """The value of NCCL_IB_HCA: device names, a port number only where another port of the device is left out.
 
-    A port of the same kind that is down is named too: NCCL passes over it now and takes it again once it is mended.
+    A port of the same kind that is down is named too: NCCL passes over it now and takes it again once it is repaired.
     """
     ports = node.verbs_ports()
     keep = {view.name for view in (*choice.keep, *_returning(node, choice))}

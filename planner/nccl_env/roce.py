@@ -8,7 +8,6 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 
-from contracts.finding import Status
 from planner.nccl_env.hcas import choose_ports, is_unaddressed
 from planner.nccl_env.names import version_text
 from planner.nccl_env.platforms import published, which_platform
@@ -23,29 +22,12 @@ from planner.nccl_env.situation import (
     together,
 )
 from planner.nccl_env.texts import Note, Setting, note, setting
-from probes.rdma.facts import is_link_local
 
 _DYNAMIC_GID = (2, 21, 0)  # env.rst: NCCL_IB_GID_INDEX needs no setting since 2.21
 
 # The class of priority 3 that NVIDIA's RoCE configuration of its cards and switches defaults to: DSCP 26, which is 106
 # in the traffic class field with the ECN bit set. No other priority has a default: sites choose its code points.
 _NVIDIA_PRIORITY, _NVIDIA_CLASS = 3, 106
-
-
-def gid_index_problem(view: PortView, index: int) -> tuple[Status, str] | None:
-    """What is wrong with this fixed NCCL_IB_GID_INDEX on a RoCE port, in words that follow "entry N of mlx5_0:1".
-
-    A link-local or RoCE v1 entry fails where the port has one that every subnet reaches: no router passes it on.
-    """
-    gid = next((gid for gid in view.port.gids if gid.index == index), None)
-    if gid is None:
-        return Status.FAIL, "is empty: connections fail with 'Invalid argument'"
-    severity = Status.FAIL if gid_addresses(view) else Status.WARN
-    if gid.type == "IB/RoCE v1":
-        return severity, "is RoCE v1, which no router passes on: connections to another subnet fail"
-    if is_link_local(gid):
-        return severity, "is link-local, which no router passes on: connections to another subnet fail"
-    return None
 
 
 def ib_gid_index(case: Situation) -> Setting | Note | None:

@@ -20,7 +20,7 @@ from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci.facts import PciFacts, amd_gpus, is_cassini
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
-from topology.graph import ClusterTopology, NodeTopology
+from topology.graph import ClusterTopology, NodeTopology, PathClass
 
 if TYPE_CHECKING:  # a question without a log does not wait for its reader
     from collectives.nccl_log.transport import Evidence
@@ -393,3 +393,68 @@ def _is_address(text: str) -> bool:
         return not ipaddress.ip_interface(text).ip.is_link_local
     except ValueError:
         return False
+
+
+UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
+"""Roles of interfaces that lead to no other node."""
+
+
+def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
+    """Return the interfaces among which NCCL chooses: those that run and have an address."""
+    return [each for each in facts.interfaces if runs(each) and each.addresses]
+
+
+def runs(interface: Interface) -> bool:
+    """Whether it is up and has a carrier, as far as that was read."""
+    return interface.running is not False and interface.up is not False
+
+
+def is_usable(interface: Interface) -> bool:
+    """Whether it may lead to other nodes."""
+    fit = interface.role not in UNFIT_ROLES and interface.master is None
+    return fit and runs(interface) and bool(networks(interface))
+
+
+def rank_interface(node: NodeView, facts: InterfacesFacts, interface: Interface) -> tuple[float, ...]:
+    """A key that sorts the interfaces that reach the other nodes best to the front."""
+    secondary = interface.role == "secondary"
+    behind_hca = secondary and rdma_device_of(interface, node.taken_ports()) is not None
+    overlay = interface.role == "pod-default"
+    speed = interface.speed_bytes_per_second or 0.0
+    return (not behind_hca, not secondary, overlay, -speed, interface.name != facts.default_route)
+
+
+def best_interface(node: NodeView) -> Interface | None:
+    """Return the interface that reaches the other nodes best; None where none does or the interfaces are unknown."""
+    facts = node.interfaces()
+    usable = [each for each in facts.interfaces if is_usable(each)] if facts else []
+    return min(usable, key=lambda each: rank_interface(node, facts, each), default=None) if facts else None
+
+
+def p2p_level_effect(level: str, node: NodeView) -> str:
+    """What NCCL_P2P_LEVEL does on this node, in words."""
+    gpus = node.gpu_count()
+    if gpus == 1:
+        return (
+            "No effect: this node or pod has one GPU, so there is no peer to reach; everything goes over the network."
+        )
+    if level != "NVL":
+        return "It overrides NCCL's own limit (PXB); unset it unless a measurement speaks for it."
+    if gpus and all_nvlink(node):
+        return (
+            "No effect here: it allows direct access between GPUs joined by NVLink, and all pairs of this node are. "
+            "It can go; between pods or nodes it never applies."
+        )
+    return (
+        "It limits direct access to GPU pairs joined by NVLink; pairs on PCIe only then go through host memory, which "
+        "helps only where PCIe peer access is broken or slow. Unset it unless a measurement speaks for it."
+    )
+
+
+def all_nvlink(node: NodeView) -> bool:
+    """Whether NVLink joins every two usable GPUs of the node; False where that is unknown."""
+    if node.topology is None:
+        return False
+    names = {gpu.name for gpu in node.topology.gpus if gpu.usable}
+    pairs = [pair for pair in node.topology.pairs if pair.a in names and pair.b in names]
+    return bool(pairs) and all(pair.path == PathClass.NVL for pair in pairs)

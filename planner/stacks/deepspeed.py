@@ -37,10 +37,12 @@ ENGINE = DeepSpeed(
     offloads=("optimizer", "all"),
     interleaved=False,
     liger=True,
+    loads_quantised=True,  # PEFT
     reshard=False,
     states=StateBytes(2.0, 2.0, 16.0, copy=4.0),  # half-precision gradients; the fp32 copy is the optimizer's
     logits_bytes=14.0,  # transformers', as in trl
     bucket_bytes=1e9,  # reduce_bucket_size, 5e8 half-precision values by default
+    reduce_bucket=1e9,
     gradient_buffer=True,
     merges_expert_adapters=True,
     reduce_every_micro_batch=True,

@@ -71,6 +71,7 @@ ENGINE = Trl(
     offloads=("all",),
     interleaved=False,
     liger=True,
+    loads_quantised=True,  # PEFT
     # transformers' ForCausalLMLoss: the logits in 2 bytes, then in 4; log-softmax and the gradient, 4 each
     logits_bytes=14.0,
     merges_expert_adapters=True,

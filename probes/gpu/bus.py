@@ -35,7 +35,7 @@ def read_bus(host: Host) -> GpuBus | None:
     except OSError:
         return None
     found = tuple(gpu for address in addresses if (gpu := _gpu(host, address)) is not None)[:NODES_MAX]
-    nodes = sum(host.exists(f"/dev/nvidia{n}") and _usable(host, n) for n in range(len(found)))
+    nodes = sum(sysfs.usable(host, f"/dev/nvidia{n}") or False for n in range(len(found)))
     visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
     return GpuBus(
         gpus=found, container=container(host) if found else None, nodes=nodes,
@@ -61,15 +61,8 @@ def _gpu(host: Host, address: str) -> BusGpu | None:
     match = re.search(r"^Device Minor:\s*(\d{1,3})\s*$", sysfs.text(host, f"{PROC}/{address}/information") or "", re.M)
     minor = int(match[1]) if match else None
     there = None if minor is None else host.exists(f"/dev/nvidia{minor}")
-    usable = _usable(host, minor) if minor is not None and there else None
+    usable = bool(sysfs.usable(host, f"/dev/nvidia{minor}")) if there else None
     return BusGpu(bus_id=address, driver=driver, minor=minor, node_exists=there, node_usable=usable)
-
-
-def _usable(host: Host, minor: int) -> bool:
-    try:
-        return host.usable(f"/dev/nvidia{minor}")
-    except OSError:
-        return False
 
 
 def check_bus(bus: GpuBus | None, listed: set[str], count: int) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import clock_share, gpu_named, refuses_peers, soldered
@@ -75,67 +76,38 @@ def _mixed(gpus: list[Gpu]) -> Iterator[Finding]:
         yield finding("gpu.device.mixed", "", Status.FAIL if len(generations) > 1 else Status.WARN, what=what)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trait:
-    """A property in which GPUs of one model on one host are alike."""
-
-    fact: str  # field of `Gpu`
-    code: str
-    shown: Callable[[float], str]
-    share: Callable[[float, float], float]  # what is left of the twins' rate, by (own, twins' value)
-    cost: str
-    remedy: str  # row of `words.toml`
-    question: str
-    tolerance: float = 0.01
-
-
-_RATIO: Callable[[float, float], float] = lambda own, twins: own / twins  # noqa: E731
-_TRAITS = (
-    # a generation of PCIe has twice the rate of the one before: PCI Express Base Specification
-    _Trait("pcie_generation_max", "gpu.pcie.generation", lambda n: f"PCIe generation {n:.0f}",
-           lambda own, twins: 2.0 ** (own - twins), "Its path to the host and to its NIC has {share:.0%} of the rate.",
-           "slot", "nvmlDeviceGetMaxPcieLinkGeneration"),
-    _Trait("pcie_width_max", "gpu.pcie.width", lambda n: f"{n:.0f} PCIe lanes", _RATIO,
-           "Its path to the host and to its NIC has {share:.0%} of the rate.", "slot", "nvmlDeviceGetMaxPcieLinkWidth"),
-    # ECC and what the driver keeps differ by some MiB
-    _Trait("memory_bytes", "gpu.device.mixed", lambda n: f"{n / 2**30:.1f} GiB of memory", _RATIO,
-           "A job that fits its twins does not fit this GPU.", "board", "nvmlDeviceGetMemoryInfo", 0.03),
-    _Trait("sm_clock_max_hertz", "gpu.clocks.low", lambda n: f"a highest clock of {n / 1e6:.0f} MHz", _RATIO,
-           "Every step waits for this GPU.", "board", "nvmlDeviceGetMaxClockInfo(SM)"),
-    _Trait("power_limit_default_watts", "gpu.power.limit", lambda n: f"a default power limit of {n:.0f} W", clock_share,
-           "Every step waits for this GPU.", "board", "nvmlDeviceGetPowerManagementDefaultLimit"),
-    # what RDMA can map at once; the rate stays the same
-    _Trait("bar1_bytes", "gpu.bar1.small", lambda n: f"a BAR1 of {n / 2**20:.0f} MiB", lambda *_: 0.95,
-           "GPUDirect RDMA can map less of its memory.", "bar1", "nvmlDeviceGetBAR1MemoryInfo"),
-)  # fmt: skip
+# what is left of the twins' rate, by (own, twins' value)
+_LEFT: dict[str, Callable[[float, float], float]] = {
+    "ratio": lambda own, twins: own / twins,
+    "generation": lambda own, twins: 2.0 ** (own - twins),  # each has twice the rate of the one before: PCI Express
+    "power": clock_share,
+    "same": lambda *_: 0.95,  # what RDMA can map at once is less, at the same rate
+}
 
 
 def _unlike_twins(gpus: list[Gpu]) -> Iterator[Finding]:
     """A GPU that differs from most GPUs of its model. Between two nobody can say which one is right: a warning."""
     for twins in _by_model(gpus):
-        for trait in _TRAITS:
-            values = {gpu.index: getattr(gpu, trait.fact) for gpu in twins if getattr(gpu, trait.fact)}
+        for fact, row in WORDS["twin"].items():
+            values = {gpu.index: getattr(gpu, fact) for gpu in twins if getattr(gpu, fact)}
             counts = Counter(values.values())
             usual = max(counts, key=lambda value: (counts[value], value), default=0)
             for gpu in twins:
                 own = values.get(gpu.index, usual)
-                if usual and abs(own - usual) > trait.tolerance * usual:
-                    yield _unlike(gpu, trait, own, usual, others=counts[usual])
+                if usual and abs(own - usual) > row["tolerance"] * usual:
+                    yield _unlike(gpu, row, own, usual, others=counts[usual])
 
 
-def _unlike(gpu: Gpu, trait: _Trait, own: float, usual: float, *, others: int) -> Finding:
-    share = min(1.0, trait.share(own, usual))
-    cost = f" {trait.cost.format(share=share)}" if own < usual else " One of them is not what it should be."
+def _unlike(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: int) -> Finding:
+    share, says = min(1.0, _LEFT[row["left"]](own, usual)), row["says"]
+    cost = f" {row['cost'].format(share=share)}" if own < usual else " One of them is not what it should be."
     made = finding(
         "gpu.device.mixed twin", gpu, by_loss(1.0 - share) if others > 1 and own < usual else Status.WARN,
-        own=trait.shown(own), usual=trait.shown(usual), others=_others(others, gpu), cost=cost,
-        question=trait.question, remedy=WORDS["twins"][trait.remedy],
+        own=says.format(own / row["unit"]), usual=says.format(usual / row["unit"]), cost=cost,
+        others=f"{others} other {gpu.name or 'GPU'}{'s have' if others > 1 else ' has'}",
+        question=row["question"], remedy=WORDS["twins"][row["remedy"]],
     )  # fmt: skip
-    return replace(made, code=trait.code)
-
-
-def _others(count: int, gpu: Gpu) -> str:
-    return f"{count} other {gpu.name or 'GPU'}{'s have' if count > 1 else ' has'}"
+    return replace(made, code=row["code"])
 
 
 def _by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
@@ -233,7 +205,7 @@ def _p2p(facts: GpuFacts) -> Iterator[Finding]:
         remedy = "Remove the setting that turns P2P off from the driver's options (NVreg_RegistryDwords)."
         if reason != "disabled_by_regkey":
             remedy = "Look for IOMMU, ACS and the NVreg P2P settings of the driver."
-        # Host memory in place of a switch or NVLink costs 29 % of a step (docs/findings.md, "Severity"); a pair whose
+        # Host memory in place of a switch or NVLink costs 29 % of a step (docs/decisions/0020); a pair whose
         # way leads through the CPU anyway loses less.
         yield finding(
             "gpu.p2p.refused", "", Status.INFO if why else Status.FAIL if near else Status.WARN, which=which,

@@ -19,7 +19,7 @@ class NvLink:
 
     link: int
     active: bool | None  # None: its state was not read
-    version: int | None = None  # generation: 3 on A100, 4 on H100, 5 on B200
+    version: int | None = None  # generation: 3 on A100, 4 on H100, 5 on B200; one for all links of a GPU
     remote_kind: str | None = None  # "gpu", "nvswitch", "cpu"; None where a VM hides it, UNREAD
     remote_bus_id: str | None = None  # sysfs form, None where hidden, UNREAD
     # Since driver load: replay, recovery, crc_flit, crc_data; from Blackwell on receive, recovery_failed, effective,

@@ -26,30 +26,23 @@ Cause = Literal["gpu", "program", "driver"]
 """The GPU, its memory or its links; the program that ran; or an engine, firmware or driver, the cause being open."""
 
 
-def _xid_table() -> dict[str, dict[str, str]]:
-    """Cause -> Xid -> words of `xids.toml`: read with the first Xid."""
-    return read_table(__file__, "xids.toml")
-
-
 XID_CAUSES: tuple[Cause, ...] = ("gpu", "driver", "program")  # gravest first
 
 
 def xid_cause(xid: int) -> Cause:
     """Whose error it is; a number of no catalogue is not the program's."""
-    table = _xid_table()
+    table = read_table(__file__, "xids.toml")  # with the first Xid
     return "gpu" if str(xid) in table["gpu"] else "program" if str(xid) in table["program"] else "driver"
 
 
 def named_xids(xids: Iterable[int], of: Cause) -> str:
     """Those of one cause in words: "Xid 74 (NVLink error, 2 times), Xid 79 (GPU has fallen off the bus, once)"."""
     counts = Counter(xid for xid in xids if xid_cause(xid) == of)
+    words = read_table(__file__, "xids.toml")[of] if counts else {}
     return ", ".join(
-        f"Xid {xid} ({_xid_words(xid)}, {'once' if count == 1 else f'{count} times'})" for xid, count in counts.items()
+        f"Xid {xid} ({words.get(str(xid), 'no cause named')}, {'once' if count == 1 else f'{count} times'})"
+        for xid, count in counts.items()
     )
-
-
-def _xid_words(xid: int) -> str:
-    return next((words[str(xid)] for words in _xid_table().values() if str(xid) in words), "no cause named")
 
 
 HOT_CELSIUS = (
@@ -337,10 +330,6 @@ def unjudged(facts: GpuFacts) -> dict[str, str]:
     return {code: _LOG_UNREAD for code in _XID_CODES.values() if code not in raised}
 
 
-def _out_of_rows(gpu: Gpu) -> bool:
-    return bool(gpu.remapping_failed) or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX
-
-
 RULES: tuple[Rule, ...] = (
     _pcie,
     _nvlink_errors,
@@ -353,7 +342,10 @@ RULES: tuple[Rule, ...] = (
     _when("gpu.device.mode", lambda gpu: gpu.compute_mode in ("exclusive_process", "exclusive_thread")),
     _recovery,
     _when("gpu.ecc.uncorrected", lambda gpu: gpu.ecc_uncorrected),
-    _when("gpu.memory.remap_failed", _out_of_rows),
+    _when(
+        "gpu.memory.remap_failed",
+        lambda gpu: gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX,
+    ),
     _when("gpu.memory.remap_pending", lambda gpu: gpu.remapping_pending),
     _when("gpu.memory.remap_exhausted", lambda gpu: gpu.remap_banks_exhausted),
     _when("gpu.memory.retired", lambda gpu: gpu.retired_pages),

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from contracts.finding import Finding, Status
-from probes.api import Sample
+from probes.api import Sample, known_samples
 from probes.gpu.bus import PCI, check_bus
 from probes.gpu.compare import compare
 from probes.gpu.facts import Gpu, GpuFacts
@@ -150,9 +150,7 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
     """Values that are known; an unknown one has no sample."""
     for gpu in facts.gpus:
         labels = (str(gpu.index), gpu.uuid or "", nvml_bus_id(gpu.bus_id))
-        for name, value in _values(gpu):
-            if value is not None:
-                yield Sample(metric=name, value=float(value), labels=labels)
+        yield from known_samples(_values(gpu), labels)
         yield Sample(metric="gpu_info", value=1.0, labels=(*labels, gpu.name or ""))
         yield from _links(gpu, labels)
         for reason in throttle_names() if gpu.throttle_reasons is not None else ():

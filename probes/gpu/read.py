@@ -129,7 +129,7 @@ class Asker:
         return answer
 
     def _in_range(self, question: str, number: Any, limits: Sequence[int]) -> Any:
-        if isinstance(number, int | float) and limits[0] <= number <= limits[1]:
+        if isinstance(number, int) and limits[0] <= number <= limits[1]:
             return number
         if number is not None:
             self.unread[f"{question} = {number!s:.24}, which is impossible"] = None
@@ -157,12 +157,7 @@ class Asker:
     def number(self, symbol: str, *arguments: int | str, scale: float = 1.0) -> float | None:
         """A number in base units."""
         answer = self(symbol, *arguments)
-        return answer * scale if isinstance(answer, int | float) else None
-
-    def count(self, symbol: str, *arguments: int | str) -> int | None:
-        """A whole number."""
-        answer = self(symbol, *arguments)
-        return answer if isinstance(answer, int) else None
+        return None if answer is None else answer * scale
 
     def field(self, symbol: str, name: str) -> Any:
         """One field of a structure."""
@@ -233,9 +228,10 @@ def read(host: Host) -> GpuFacts:
         for gpu in gpus
     )
     confidential, secret = _confidential(host)
+    driver, cuda = (_of_system(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
     return GpuFacts(
-        driver_version=_driver_text(host, "nvmlSystemGetDriverVersion"),
-        cuda_version=_cuda_version(host),
+        driver_version=None if driver is None else str(driver),
+        cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else None,
         gpus=_placed(gpus, addresses or (), xids),
         pairs=_pairs(host, [gpu.index for gpu in gpus if gpu.error is None]),
         pci_gpus=on_bus,
@@ -250,10 +246,10 @@ def read(host: Host) -> GpuFacts:
 def _confidential(host: Host) -> tuple[bool | None, tuple[str, ...]]:
     """(Whether confidential computing is on, what was left unread)."""
     symbol = "nvmlSystemGetConfComputeState"
-    try:
-        state = host.nvml(symbol)["ccFeature"]
-    except NvmlError as error:
-        return None, () if does_not_apply(error) else (f"{symbol} = {error.name}",)
+    answer, unread = _of_system(host, symbol)
+    if answer is None:
+        return None, unread
+    state = answer["ccFeature"]
     return (bool(state), ()) if state in (0, 1) else (None, (f"{symbol} = {state!s:.24}, which is impossible",))
 
 
@@ -281,19 +277,12 @@ def _off_bus(host: Host, xids: dict[str, list[int]]) -> tuple[tuple[str, tuple[i
     return tuple((place, tuple(numbers)) for place, numbers in xids.items() if present and place not in present)
 
 
-def _driver_text(host: Host, symbol: str) -> str | None:
+def _of_system(host: Host, symbol: str, *arguments: int) -> tuple[Any, tuple[str, ...]]:
+    """(The answer, what was left unread)."""
     try:
-        return str(host.nvml(symbol))
-    except NvmlError:
-        return None
-
-
-def _cuda_version(host: Host) -> str | None:
-    try:
-        number = host.nvml("nvmlSystemGetCudaDriverVersion_v2")
-    except NvmlError:
-        return None
-    return f"{number // 1000}.{number % 1000 // 10}" if isinstance(number, int) else None
+        return host.nvml(symbol, *arguments), ()
+    except NvmlError as error:
+        return None, () if does_not_apply(error) else (f"{error.symbol} = {error.name}",)
 
 
 def _xids(host: Host) -> dict[str, list[int]] | None:
@@ -311,10 +300,9 @@ def _xids(host: Host) -> dict[str, list[int]] | None:
 
 def _xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
     """(Xids by GPU that NVML reported since it was first asked; None where it reports none, what was left unread)."""
-    try:
-        answer = host.nvml(XIDS, count)
-    except NvmlError as error:
-        return None, () if does_not_apply(error) else (f"{error.symbol} = {error.name}",)
+    answer, unread = _of_system(host, XIDS, count)
+    if answer is None:
+        return None, unread
     found: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
     for index, number in answer["xids"]:
         found[index] = (*found.get(index, ()), number)
@@ -386,9 +374,12 @@ def _faults(ask: Asker) -> _Found:
         banks = ask("nvmlDeviceGetRowRemapperHistogram") or {}
     action, exhausted, pending, ask.link_count = ask.fields(_RECOVERY, _BANKS_EXHAUSTED, _BANK_PENDING, _LINK_COUNT)
     split, split_later = (flag(mode) for mode in ask.numbers("nvmlDeviceGetMigMode", 2))
+    # The older spelling is answered by every driver so far, but it is the one to go.
+    mask = ask.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
+    bits = _names()["throttle_bit"].items()
     return {
         "recovery_action": recovery_action(action),
-        "ecc_uncorrected": ask.count("nvmlDeviceGetTotalEccErrors", 1, 0),
+        "ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", 1, 0),
         "remapped_rows_uncorrectable": rows,
         "remapping_pending": flag(max((n for n in (waiting, pending) if n is not None), default=None)),
         "remapping_failed": flag(failed),
@@ -396,8 +387,9 @@ def _faults(ask: Asker) -> _Found:
         "mig_enabled": split,
         "mig_pending": split_later,
         "mig_slices": mig_slices(ask) if split else () if split is False else None,
-        "throttle_reasons": _throttle_reasons(ask),
-        "temperature_celsius": _temperature(ask),
+        "throttle_reasons": None if mask is None else tuple(name for bit, name in bits if mask >> int(bit) & 1),
+        # of the die (sensor 0); CUDA 14 drops the first spelling
+        "temperature_celsius": ask.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0)),
     }
 
 
@@ -432,7 +424,7 @@ def _ecc(ask: Asker) -> _Found:
         "ecc_enabled": flag(enabled),
         "ecc_pending": flag(pending),
         "ecc_default": flag(default),
-        "ecc_uncorrected_lifetime": ask.count("nvmlDeviceGetTotalEccErrors", 1, 1),
+        "ecc_uncorrected_lifetime": ask("nvmlDeviceGetTotalEccErrors", 1, 1),
         "sram_threshold_exceeded": flag(sram.get("bThresholdExceeded")),
         "sram_uncorrected": _sum(sram, "volatileUncParity", "volatileUncSecDed"),
         "sram_uncorrected_lifetime": _sum(sram, "aggregateUncParity", "aggregateUncSecDed"),
@@ -446,12 +438,13 @@ def _sum(answer: dict[str, Any], *names: str) -> int | None:
 
 
 def _rest(ask: Asker) -> _Found:
+    numa = ask("nvmlDeviceGetNumaNodeId")
     return {
-        "pcie_width": ask.count("nvmlDeviceGetCurrPcieLinkWidth"),
-        "pcie_width_max": ask.count("nvmlDeviceGetMaxPcieLinkWidth"),
-        "pcie_generation": ask.count("nvmlDeviceGetCurrPcieLinkGeneration"),
-        "pcie_generation_max": ask.count("nvmlDeviceGetMaxPcieLinkGeneration"),
-        "pcie_replays": ask.count("nvmlDeviceGetPcieReplayCounter"),
+        "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        "pcie_width_max": ask("nvmlDeviceGetMaxPcieLinkWidth"),
+        "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        "pcie_generation_max": ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+        "pcie_replays": ask("nvmlDeviceGetPcieReplayCounter"),
         "power_limit_watts": ask.number("nvmlDeviceGetEnforcedPowerLimit", scale=1e-3),
         "power_limit_default_watts": ask.number("nvmlDeviceGetPowerManagementDefaultLimit", scale=1e-3),
         "temperature_slowdown_celsius": ask.number("nvmlDeviceGetTemperatureThreshold", 1),
@@ -459,7 +452,7 @@ def _rest(ask: Asker) -> _Found:
         "c2c_enabled": flag(ask.field("nvmlDeviceGetC2cModeInfoV", "isC2cEnabled")),
         "bar1_bytes": ask.field("nvmlDeviceGetBAR1MemoryInfo", "bar1Total"),
         "persistence_mode": flag(ask("nvmlDeviceGetPersistenceMode")),
-        "gpu_numa_node": non_negative(ask.count("nvmlDeviceGetNumaNodeId")),
+        "gpu_numa_node": None if numa == -1 else numa,
         "virtualization": named("virtualization", ask("nvmlDeviceGetVirtualizationMode")),
         "cpu_affinity": cpu_list(ask("nvmlDeviceGetCpuAffinity", AFFINITY_WORDS)),
     }
@@ -505,12 +498,6 @@ def _numa_node(ask: Asker, bus_id: str | None) -> int | None:
     return int(nodes) if nodes and nodes.isdecimal() else None
 
 
-def _temperature(ask: Asker) -> float | None:
-    """Of the die (sensor 0); CUDA 14 drops the first spelling."""
-    found: float | None = ask.either(("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
-    return found
-
-
 def _retired_pages(ask: Asker) -> int | None:
     """Pages retired for single-bit (cause 0) and double-bit (1) errors; Ampere and later remap rows instead."""
     by_cause = [ask("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
@@ -520,13 +507,6 @@ def _retired_pages(ask: Asker) -> int | None:
         ask.note("nvmlDeviceGetRetiredPages", (), "a page beyond any memory, which is impossible")
         return None
     return sum(map(len, by_cause))
-
-
-def _throttle_reasons(ask: Asker) -> tuple[str, ...] | None:
-    """The older spelling is answered by every driver so far, but it is the one to go."""
-    mask = ask.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
-    reasons = _names()["throttle_bit"].items()
-    return None if mask is None else tuple(name for bit, name in reasons if mask >> int(bit) & 1)
 
 
 # NVLinks ------------------------------------------------------------------------------------------------------------
@@ -581,31 +561,28 @@ def settle(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
 
 def nvlinks(ask: Asker, states: dict[int, bool | None], capability: tuple[int, int] | None) -> tuple[NvLink, ...]:
     """The links that exist. A link whose partner is missing is there and not active; an unread one is None."""
-    errors = _errors(ask, [link for link, active in states.items() if active])
+    up = [link for link, active in states.items() if active]
+    errors = _errors(ask, up)
+    version = named("nvlink_generation", _ask(ask, "nvmlDeviceGetNvLinkVersion", up[0])) if up else None
+    if version == 5 and capability is not None and capability[0] == 9:
+        version = 4  # H100 answers 7 (5.0) for its fourth generation
     return tuple(
-        _active(ask, link, capability, errors.get(link)) if active else NvLink(link=link, active=active)
+        _active(ask, link, version, errors.get(link)) if active else NvLink(link=link, active=active)
         for link, active in states.items()
     )
 
 
-def _active(ask: Asker, link: int, capability: tuple[int, int] | None, errors: dict[str, int] | None) -> NvLink:
-    version = _ask(ask, "nvmlDeviceGetNvLinkVersion", link)
+def _active(ask: Asker, link: int, version: int | None, errors: dict[str, int] | None) -> NvLink:
     remote = _ask(ask, "nvmlDeviceGetNvLinkRemotePciInfo", link)
     kind = _ask(ask, "nvmlDeviceGetNvLinkRemoteDeviceType", link)
     return NvLink(
         link=link,
         active=True,
-        version=None if version == UNREAD else _generation(version, capability),
+        version=version,
         remote_kind=UNREAD if kind == UNREAD else named("remote_kind", kind),
         remote_bus_id=UNREAD if remote == UNREAD else sysfs_bus_id(remote["busId"]) if remote else None,
         errors=errors,
     )
-
-
-def _generation(version: Any, capability: tuple[int, int] | None) -> int | None:
-    """H100 answers 7 (5.0) for its fourth generation."""
-    generation: int | None = named("nvlink_generation", version)
-    return 4 if generation == 5 and capability is not None and capability[0] == 9 else generation
 
 
 def _errors(ask: Asker, links: list[int]) -> dict[int, dict[str, int]]:
@@ -700,7 +677,7 @@ def fabric_faults(mask: int | None) -> tuple[str, ...] | None:
 
 def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
     """Of a GPU with MIG on, in NVML's order; None where the driver did not tell of each."""
-    most = ask.count("nvmlDeviceGetMaxMigDeviceCount")
+    most = ask("nvmlDeviceGetMaxMigDeviceCount")
     if most is None:
         return None
     before = len(ask.unread)
@@ -708,15 +685,10 @@ def mig_slices(ask: Asker) -> tuple[MigSlice, ...] | None:
     if len(ask.unread) > before or ask.lost:
         return None
     return tuple(
-        MigSlice(uuid=one["uuid"], profile=_profile(one["name"]),
+        MigSlice(uuid=one["uuid"], profile=next(iter(_PROFILE.findall(one["name"])), None),
                  gpu_instance=one["gpuInstance"], compute_instance=one["computeInstance"])
         for one in answers if one is not None
     )  # fmt: skip
-
-
-def _profile(name: str) -> str | None:
-    match = _PROFILE.search(name)
-    return match[1] if match else None
 
 
 # nvmlDeviceGetName of a MIG device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "... MIG 1c.3g.40gb", "... MIG 1g.10gb+me"
@@ -732,7 +704,9 @@ def processes(ask: Asker) -> tuple[GpuProcess, ...] | None:
     if any(not 0 <= process["pid"] <= PIDS_MAX for process in answer):
         ask.note(symbol, (), "a process id that is impossible")
         return None
-    return tuple(GpuProcess(pid=p["pid"], memory_bytes=_memory(p["usedGpuMemory"])) for p in answer)
+    # NVML_VALUE_NOT_AVAILABLE is 2^64 - 1
+    used = [p["usedGpuMemory"] if (p["usedGpuMemory"] or 0) <= MEMORY_MAX else None for p in answer]
+    return tuple(GpuProcess(pid=p["pid"], memory_bytes=memory) for p, memory in zip(answer, used, strict=True))
 
 
 def recovery_action(number: int | None) -> str | None:
@@ -740,18 +714,9 @@ def recovery_action(number: int | None) -> str | None:
     return None if number is None else named("recovery_action", number) or f"action_{number}"
 
 
-def _memory(value: int | None) -> int | None:
-    return None if value is None or value > MEMORY_MAX else value  # NVML_VALUE_NOT_AVAILABLE is 2^64 - 1
-
-
 def flag(value: Any) -> bool | None:
     """Translate NVML's 0 and 1."""
     return None if value is None else bool(value)
-
-
-def non_negative(number: int | None) -> int | None:
-    """A NUMA node; -1 is none."""
-    return number if number is not None and number >= 0 else None
 
 
 # "NVRM: Xid (PCI:0000:1b:00): 79, ...", "NVRM: Xid (0000:03:00): 14, ..." of older drivers, "(PCI:0000:3b:00 GPU-I:05)"

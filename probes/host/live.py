@@ -1,8 +1,6 @@
 """The machine this process runs on, asked through files, NVML, netlink, verbs and getrlimit.
 
-What is heavy to import is imported when asked for. The kernel's log is read on from where the last look ended, as
-formatting all of it costs the kernel milliseconds: Linux Documentation/ABI/testing/dev-kmsg; syslog(2), klogctl(3)
-where the device is not there.
+What is heavy to import is imported when asked for. Specification of the kernel's log: syslog(2), klogctl(3).
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,7 +44,7 @@ class LiveHost:
         self._texts: dict[str, str] | None = None  # of the scan under way, by path
         self._places: dict[str, str] | None = None  # where each path leads, of the scan under way
         self._nvml = Nvml()
-        self._log = KernelLog()
+        self._log: dict[str, deque[str]] = {}  # word -> lines of the kernel's log, also those that it has overwritten
 
     def begin_scan(self) -> None:
         """Look at everything again. Within one scan, what two probes ask is read once."""
@@ -171,8 +169,11 @@ class LiveHost:
         }
 
     def kernel_log(self, word: str) -> tuple[str, ...]:
-        """Lines of the kernel's log with the word; the log is the kernel's, whatever container asks."""
-        return self._log.lines(word)
+        """Lines of the kernel's log with the word, of earlier looks too; a container sees the kernel's as well."""
+        lines = _log_lines(word)
+        kept = self._log.setdefault(word, deque(maxlen=LINES_MAX))
+        keep_newest(kept, lines)
+        return tuple(kept)
 
     # Drivers and the kernel's sockets --------------------------------------------------------------------------
 
@@ -203,56 +204,16 @@ class LiveHost:
 
 _READ_ALL, _SIZE_BUFFER = 3, 10  # SYSLOG_ACTION_*; reading all leaves the log as it is
 _LEAST_BYTES, _MOST_BYTES = 1 << 17, 1 << 24  # what kernels keep; the newest part where it is more
-_RECORD_BYTES = 8192  # CONSOLE_EXT_LOG_MAX: no record of /dev/kmsg is longer
-_RECORDS_MAX = 1 << 17  # of one look: a log that grows as fast as it is read is not read for ever
 LINES_MAX = 256  # a failing GPU repeats itself
 
 
-class KernelLog:
-    """Keeps the newest lines with each word that was asked for."""
-
-    def __init__(self, device: str = "/dev/kmsg") -> None:
-        self._device = device
-        self._open: dict[str, tuple[int, deque[str]]] = {}  # word -> where the next record is read, lines so far
-
-    def lines(self, word: str) -> tuple[str, ...]:
-        """The newest lines with the word, oldest first. Raises OSError where the log may not be read."""
-        try:
-            if word not in self._open:
-                descriptor = os.open(self._device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                self._open[word] = descriptor, deque(maxlen=LINES_MAX)
-        except OSError:
-            return _all_lines(word)
-        descriptor, found = self._open[word]
-        for _ in range(_RECORDS_MAX):
-            try:
-                record = os.read(descriptor, _RECORD_BYTES)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno == errno.EPIPE:  # records were overwritten before they were read: go on with the next
-                    continue
-                self._forget(word)
-                return _all_lines(word)
-            if not record:
-                break
-            # "priority,sequence,microseconds,-;text", then lines of a dictionary
-            line = record.partition(b";")[2].partition(b"\n")[0].decode(errors="replace")
-            if word in line:
-                found.append(line)
-        return tuple(found)
-
-    def _forget(self, word: str) -> None:
-        os.close(self._open.pop(word)[0])
-
-    def close(self) -> None:
-        """Give the device back."""
-        for word in tuple(self._open):
-            self._forget(word)
+def keep_newest(kept: deque[str], lines: Iterable[str]) -> None:
+    """Add the lines that are not kept yet; each has the kernel's time stamp, by which it differs from all others."""
+    kept.extend([line for line in lines if line not in kept])
 
 
-def _all_lines(word: str) -> tuple[str, ...]:
-    """All of the log in one piece."""
+def _log_lines(word: str) -> tuple[str, ...]:
+    """The newest lines of the kernel's log with the word, oldest first. Raises OSError where it may not be read."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = min(max(libc.klogctl(_SIZE_BUFFER, None, 0), _LEAST_BYTES), _MOST_BYTES)
     content = ctypes.create_string_buffer(size)

@@ -17,11 +17,13 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from contracts.tables import read_table
 from probes.host.protocol import Json
 
+_TABLE = read_table(__file__, "netlink.toml")
 _TIMEOUT_SECONDS = 3.0
 _REQUEST, _DUMP, _DONE, _ERROR = 0x1, 0x300, 3, 2
 _ATTRIBUTE = struct.Struct("=HH")
@@ -31,27 +33,6 @@ _TYPE, _NESTED = 0x3FFF, 0x8000  # a type without NLA_F_NESTED and NLA_F_NET_BYT
 
 _TRIES = 4  # of a list that changes while it is made
 
-# what -> pyroute2's method, the fields and attributes that a probe reads
-_LISTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "links": (
-        "get_links",
-        ("index", "flags"),
-        (
-            "IFLA_IFNAME", "IFLA_MTU", "IFLA_LINK", "IFLA_MASTER", "IFLA_LINKINFO", "IFLA_LINK_NETNSID",
-        ),
-    ),
-    "addresses": (
-        "get_addr",
-        ("prefixlen", "index"),
-        ("IFA_ADDRESS", "IFA_LOCAL"),
-    ),
-    "routes": (
-        "get_routes",
-        ("family", "dst_len", "table", "type"),
-        ("RTA_DST", "RTA_OIF", "RTA_PRIORITY", "RTA_MULTIPATH", "RTA_TABLE"),
-    ),
-}  # fmt: skip
-
 
 def ask_route(what: str) -> tuple[dict[str, Json], ...]:
     """ "links", "addresses" or "routes" of this network namespace: one flat dict each, under pyroute2's names.
@@ -59,8 +40,8 @@ def ask_route(what: str) -> tuple[dict[str, Json], ...]:
     Each list is asked on a socket of its own, so that one that overran, or was given up, leaves nothing behind. Raises
     OSError where netlink is refused, broken, or gives no answer in time.
     """
-    if what not in _LISTS:
-        raise ValueError(f"netlink answers {sorted(_LISTS)}, not {what!r}")
+    if what not in _TABLE["lists"]:
+        raise ValueError(f"netlink answers {sorted(_TABLE['lists'])}, not {what!r}")
     import asyncio
 
     from pyroute2.netlink.exceptions import NetlinkDecodeError, NetlinkError
@@ -81,19 +62,19 @@ async def _list(what: str) -> tuple[dict[str, Json], ...]:
     from pyroute2 import AsyncIPRoute
     from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
 
-    method, fields, attributes = _LISTS[what]
+    about = _TABLE["lists"][what]
     async with asyncio.timeout(_TIMEOUT_SECONDS):
         for _ in range(_TRIES):
             try:
                 async with AsyncIPRoute() as route:
-                    listed = await getattr(route, method)()
-                    return tuple([_entry(message, fields, attributes) async for message in listed])
+                    listed = await getattr(route, about["method"])()
+                    return tuple([_entry(message, about["fields"], about["attributes"]) async for message in listed])
             except NetlinkDumpInterrupted:
                 continue  # something changed while it was listed
     raise OSError(errno.EINTR, f"rtnetlink: {what} changed during each of {_TRIES} lists")
 
 
-def _entry(message: Any, fields: tuple[str, ...], attributes: tuple[str, ...]) -> dict[str, Json]:
+def _entry(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
     """The fields and attributes of one message that are known here; only these are decoded."""
     entry: dict[str, Json] = {name: message[name] for name in fields}
     for slot in message["attrs"]:
@@ -112,11 +93,10 @@ def _about_link(info: Any) -> dict[str, Json]:
     return found
 
 
-def _hops(hops: Any) -> list[Json]:
-    return [_entry(hop, ("oif",), ()) for hop in hops]
-
-
-_INNER: dict[str, Callable[[Any], Json]] = {"IFLA_LINKINFO": _about_link, "RTA_MULTIPATH": _hops}
+_INNER: dict[str, Callable[[Any], Json]] = {
+    "IFLA_LINKINFO": _about_link,
+    "RTA_MULTIPATH": lambda hops: [_entry(hop, ("oif",), ()) for hop in hops],
+}
 
 
 # A port ---------------------------------------------------------------------------------------------------------
@@ -150,10 +130,11 @@ def ask_port(name: str) -> dict[str, int | list[int]]:
 
 def _speed_max(name: str) -> dict[str, int]:
     with _socket(_GENERIC) as link:
-        family = dict(pieces(_exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))[4:]))
+        (about,) = _exchange(link, _CONTROL, _generic(_GET_FAMILY, _text(_FAMILY_NAME, "ethtool")))
+        family = dict(pieces(about[4:]))
         number = int.from_bytes(family.get(_FAMILY_ID, b""), sys.byteorder)
         header = _attribute(_HEADER | _NESTED, _text(_DEVICE_NAME, name))
-        return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header)))
+        return parse_modes(_exchange(link, number, _generic(_LINKMODES_GET, header))[0])
 
 
 def parse_modes(body: bytes) -> dict[str, int]:
@@ -171,7 +152,7 @@ def parse_modes(body: bytes) -> dict[str, int]:
 def _pfc(name: str) -> dict[str, int | list[int]]:
     with _socket(_ROUTE) as link:
         body = struct.pack("=BBH", socket.AF_UNSPEC, _IEEE_GET, 0) + _text(_IFNAME, name)
-        return parse_pfc(_exchange(link, _RTM_GETDCB, body))
+        return parse_pfc(_exchange(link, _RTM_GETDCB, body)[0])
 
 
 def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
@@ -190,18 +171,27 @@ def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
 
 def _socket(protocol: int) -> socket.socket:
     link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
+    link.bind((0, 0))
     link.settimeout(_TIMEOUT_SECONDS)
     return link
 
 
-def _exchange(link: socket.socket, kind: int, body: bytes) -> bytes:
-    link.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST, 1, 0) + body)
-    for answered, content in messages(link.recv(1 << 16)):
-        if answered == _ERROR:
-            number = -int(struct.unpack_from("=i", content)[0])
-            raise OSError(number, os.strerror(number))
-        return content
-    raise OSError(errno.EBADMSG, "an answer of netlink that is no message")
+def _exchange(link: socket.socket, kind: int, body: bytes, flags: int = _REQUEST) -> list[bytes]:
+    """The bodies of the answer's messages: one, or with _DUMP all that are listed. Raises OSError."""
+    link.send(struct.pack("=IHHII", 16 + len(body), kind, flags, 1, 0) + body)
+    answers: list[bytes] = []
+    while True:
+        for answered, content in messages(link.recv(1 << 16)):
+            if answered == _DONE:
+                return answers
+            if answered == _ERROR:
+                number = -int(struct.unpack_from("=i", content)[0])
+                raise OSError(number, os.strerror(number))
+            answers.append(content)
+        if not flags & _DUMP:
+            if not answers:
+                raise OSError(errno.EBADMSG, "an answer of netlink that is no message")
+            return answers[:1]
 
 
 def _generic(command: int, content: bytes) -> bytes:
@@ -222,52 +212,26 @@ NETLINK_RDMA = 20
 _NLDEV = 5 << 10  # RDMA_NL_GET_TYPE(RDMA_NL_NLDEV, op)
 _GET, _PORT_GET, _SYS_GET = 1, 5, 6
 
-_RDMA_NUMBERS = {
-    1: "device_index",
-    3: "port",
-    12: "state",  # enum ib_port_state: 1 DOWN, 2 INIT, 3 ARMED, 4 ACTIVE
-    13: "physical_state",  # 3 Disabled, 2 Polling, 5 LinkUp
-    14: "node_type",  # 1 CA, 4 RNIC, 5 USNIC, 7 unspecified (EFA)
-    66: "netns_mode",  # 1 shared, 0 exclusive
-}
-_RDMA_TEXTS = {2: "name", 5: "firmware", 51: "netdev"}
-
 Message = dict[str, int | str]
 
 
 def ask_rdma(what: str) -> tuple[dict[str, int | str], ...]:
     """ "devices", "ports" (each with its device's name) or "system"."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_RDMA) as link:
-        link.bind((0, 0))
-        link.settimeout(_TIMEOUT_SECONDS)
+    with _socket(NETLINK_RDMA) as link:
         if what == "system":
-            return tuple(_exchange_rdma(link, _SYS_GET, None, _REQUEST))
-        devices = tuple(_exchange_rdma(link, _GET, None, _REQUEST | _DUMP))
+            return tuple(map(attributes, _exchange(link, _NLDEV | _SYS_GET, b"")))
+        devices = tuple(map(attributes, _exchange(link, _NLDEV | _GET, b"", _REQUEST | _DUMP)))
         if what == "devices":
             return devices
         if what != "ports":
             raise ValueError(f'rdma_netlink answers "devices", "ports" and "system", not {what!r}')
         return tuple(
-            {"name": device["name"], **port}
+            {"name": device["name"], **attributes(port)}
             for device in devices
-            for port in _exchange_rdma(link, _PORT_GET, int(device["device_index"]), _REQUEST | _DUMP)
+            for port in _exchange(
+                link, _NLDEV | _PORT_GET, struct.pack("=HHI", 8, 1, device["device_index"]), _REQUEST | _DUMP
+            )
         )
-
-
-def _exchange_rdma(link: socket.socket, operation: int, device: int | None, flags: int) -> list[Message]:
-    payload = b"" if device is None else struct.pack("=HHI", 8, 1, device)
-    link.send(struct.pack("=IHHII", 16 + len(payload), _NLDEV | operation, flags, 1, 0) + payload)
-    answers: list[Message] = []
-    while True:
-        for kind, body in messages(link.recv(1 << 16)):
-            if kind == _DONE:
-                return answers
-            if kind == _ERROR:
-                number = -int(struct.unpack_from("=i", body)[0])
-                raise OSError(number, f"NETLINK_RDMA: {os.strerror(number)}")
-            answers.append(attributes(body))
-            if not flags & _DUMP:
-                return answers
 
 
 def messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
@@ -294,8 +258,8 @@ def attributes(body: bytes) -> Message:
     """The attributes of one message that are known here, by name."""
     found: Message = {}
     for kind, value in pieces(body):
-        if kind in _RDMA_TEXTS:
-            found[_RDMA_TEXTS[kind]] = value.rstrip(b"\0").decode(errors="replace")
-        elif kind in _RDMA_NUMBERS:
-            found[_RDMA_NUMBERS[kind]] = int.from_bytes(value, sys.byteorder)
+        if text := _TABLE["rdma_texts"].get(str(kind)):
+            found[text] = value.rstrip(b"\0").decode(errors="replace")
+        elif number := _TABLE["rdma_numbers"].get(str(kind)):
+            found[number] = int.from_bytes(value, sys.byteorder)
     return found

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from contracts.tables import read_table
@@ -82,8 +83,8 @@ class Nvml:
             failing = symbol
             of_gpu = next((f" of GPU{a.index}" for a in arguments if isinstance(a, GpuHandle)), "")
             self._name_call(f"{symbol}{of_gpu}")
-            answer = self._events.xids(pynvml, self._handle, int(places[0])) if symbol == XIDS else function(*places)
-            return answer if type(answer) is int or symbol in _SPECIAL else plain(answer)
+            answer = function(*places)
+            return answer if type(answer) is int or symbol in _SPECIAL or symbol == XIDS else plain(answer)
         except pynvml.NVMLError as error:
             self._forget_stale(error.value)
             raise NvmlError(failing, error.value, ERROR_NAMES.get(error.value, f"CODE_{error.value}")) from None
@@ -98,10 +99,13 @@ class Nvml:
             self._handles.clear()
         if code == ERROR_CODES["UNINITIALIZED"]:
             self._pynvml, self._events = None, _Events()  # the next call begins anew
+            self._functions.clear()
 
     def _function(self, symbol: str) -> Callable[..., Json]:
         library = self._library()
         function = _SPECIAL.get(symbol) or getattr(library, symbol, None)
+        if symbol == XIDS:
+            function = partial(self._events.xids, library, self._handle)
         if function is None or not symbol.startswith("nvml"):
             raise failure(symbol, "FUNCTION_NOT_FOUND")
         self._functions[symbol] = function
@@ -235,18 +239,15 @@ def _field_values(handle: Any, *fields: int | str) -> list[Json]:
     ]
 
 
-def _pci_info(handle: Any) -> Json:
-    """nvmlDeviceGetPciInfo: the bus id says all that the other fields say."""
-    import pynvml
+def _bus_id_of(symbol: str) -> Callable[..., Json]:
+    """A function of NVML that gives a nvmlPciInfo_t, whose bus id says all that its other fields say."""
 
-    return {"busId": plain(pynvml.nvmlDeviceGetPciInfo(handle).busId)}
+    def ask(*arguments: Any) -> Json:
+        import pynvml
 
+        return {"busId": plain(getattr(pynvml, symbol)(*arguments).busId)}
 
-def _remote_pci_info(handle: Any, link: int) -> Json:
-    """nvmlDeviceGetNvLinkRemotePciInfo, asked of every link: the bus id only."""
-    import pynvml
-
-    return {"busId": plain(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)}
+    return ask
 
 
 def _processes(handle: Any) -> Json:
@@ -293,18 +294,12 @@ def _mig_slice(handle: Any, place: int) -> Json:
     }  # fmt: skip
 
 
-def _events(*_arguments: Any) -> Json:
-    """In the table of functions only: `_Events` answers."""
-    raise NotImplementedError
-
-
 _SPECIAL: dict[str, Callable[..., Json]] = {
-    XIDS: _events,
     MIG_SLICE: _mig_slice,
     "nvmlDeviceGetSramEccErrorStatus": _structure("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t"),
     "nvmlDeviceGetComputeRunningProcesses": _processes,
-    "nvmlDeviceGetPciInfo": _pci_info,
-    "nvmlDeviceGetNvLinkRemotePciInfo": _remote_pci_info,
+    "nvmlDeviceGetPciInfo": _bus_id_of("nvmlDeviceGetPciInfo"),
+    "nvmlDeviceGetNvLinkRemotePciInfo": _bus_id_of("nvmlDeviceGetNvLinkRemotePciInfo"),
     "nvmlDeviceGetFieldValues": _field_values,
     # the second version lacks the health summary
     "nvmlDeviceGetGpuFabricInfoV": _structure(

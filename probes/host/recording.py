@@ -70,7 +70,8 @@ class RecordingHost:
             except (OSError, NvmlError, ImportError) as error:
                 self._keep(method, arguments, _error_answer(error, arguments))
                 raise
-            self._keep(method, arguments, _pack(answer) if isinstance(answer, bytes) else without_secrets(answer))
+            packed = base64.b64encode(zlib.compress(answer, 9)).decode() if isinstance(answer, bytes) else answer
+            self._keep(method, arguments, without_secrets(packed))
             return answer
 
         return ask
@@ -163,11 +164,7 @@ class RecordedHost:
         if not symbols:
             raise failure(symbol, "LIBRARY_NOT_FOUND")
         answers, key = symbols.get(symbol, {}), question(*arguments)
-        return (
-            _raised(without_secrets(answers[key]), symbol)
-            if key in answers
-            else _raised({"$nvml": "NOT_SUPPORTED"}, symbol)
-        )
+        return _raised(without_secrets(answers.get(key, {"$nvml": "NOT_SUPPORTED"})), symbol)
 
     def verbs(self, what: str, *arguments: int | str) -> Json:
         """One recorded question to libibverbs."""
@@ -191,17 +188,9 @@ def _error_answer(error: Exception, arguments: tuple[GpuHandle | int | str, ...]
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     name = errno.errorcode.get(number, str(number))
     path = str(arguments[0]) if arguments else ""
-    plain = str(error) == str(OSError(number, os.strerror(number), path))
-    return (
-        {"$errno": name}
-        if plain
-        else {"$errno": name, "text": without_secrets(getattr(error, "strerror", None) or str(error))}
-    )
-
-
-def _pack(content: bytes) -> str:
-    """PCI configuration space is mostly zeros."""
-    return base64.b64encode(zlib.compress(content, 9)).decode()
+    if str(error) == str(OSError(number, os.strerror(number), path)):
+        return {"$errno": name}
+    return {"$errno": name, "text": without_secrets(getattr(error, "strerror", None) or str(error))}
 
 
 def _unpack(text: str, limit: int) -> bytes:
@@ -305,14 +294,10 @@ def dumps(content: dict[str, Json]) -> str:
     """The recording as JSON with one answer per line, so that two of them can be compared by eye."""
     head = {k: v for k, v in content.items() if k != "answers"}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in head.items()]
-    sections = [f"  {json.dumps(m)}: {_section(a, nested=m == 'nvml')}" for m, a in content["answers"].items()]
+    sections = [f"  {json.dumps(m)}: {_section(a)}" for m, a in content["answers"].items()]
     return "\n".join(["{", *lines, ' "answers": {', ",\n".join(sections), " }", "}", ""])
 
 
-def _section(answers: dict[str, Json], *, nested: bool) -> str:
-    rows = [f"   {json.dumps(k)}: {_symbol(v) if nested else json.dumps(v)}" for k, v in answers.items()]
+def _section(answers: dict[str, Json]) -> str:
+    rows = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in answers.items()]
     return "{\n" + ",\n".join(rows) + "\n  }"
-
-
-def _symbol(answers: dict[str, Json]) -> str:
-    return json.dumps(answers)

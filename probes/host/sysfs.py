@@ -64,6 +64,14 @@ def target_name(host: Host, path: str) -> str | None:
     return found.rpartition("/")[2] if found else None
 
 
+def usable(host: Host, path: str) -> bool | None:
+    """Whether this process may open a device node; None where that cannot be asked."""
+    try:
+        return host.usable(path)
+    except OSError:
+        return None
+
+
 def bus_id(path: str | None) -> str | None:
     """The PCI function nearest to the end of a /sys/devices path."""
     found = [part for part in (path or "").split("/") if BUS_ID.fullmatch(part)]

@@ -55,18 +55,12 @@ def _candidates(host: Host) -> Iterator[str]:
         sysfs.text(host, "/run/systemd/container"),
         sysfs.text(host, "/run/host/container-manager"),
     )
-    stores = [
-        kind for line in mounts if _mount_point(line) == "/" for mark, kind in NAMES["stores"].items() if mark in line
-    ]
+    roots = [line for line in mounts if line.split(" ", 5)[4:5] == ["/"]]
+    stores = [kind for line in roots for mark, kind in NAMES["stores"].items() if mark in line]
     kinds = [word for word in words if word is not None and word in NAMES["container_kinds"]]
     yield from (kind for kind in kinds if kind != "oci")
     yield from stores
     yield from kinds
-
-
-def _mount_point(line: str) -> str:
-    parts = line.split(" ", 5)
-    return parts[4] if len(parts) == 6 else ""
 
 
 def of_agent(host: Host) -> bool:

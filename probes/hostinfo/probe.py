@@ -123,7 +123,7 @@ def read(host: Host) -> HostinfoFacts:
         cpu_name=first.get("model name") or first.get("cpu"),
         cpu_family=sysfs.parse_number(first.get("cpu family")),
         cpu_model=sysfs.parse_number(first.get("model")),
-        sockets=_sockets(cpuinfo),
+        sockets=len(set(re.findall(r"^physical id[ \t]*:[ \t]*(\d+)", cpuinfo or "", re.MULTILINE | re.ASCII))) or None,
         cores=cpu.get("physical"),
         threads=cpu.get("logical"),
         memory_bytes=cpu.get("memory_bytes"),
@@ -212,11 +212,6 @@ def nccl_conf(host: Host, home: str) -> tuple[dict[str, str] | None, tuple[str, 
 def _processor(content: str | None) -> dict[str, str]:
     """The first block of /proc/cpuinfo."""
     return sysfs.fields(re.split(r"\n[ \t]*\n", (content or "").lstrip(), maxsplit=1)[0])
-
-
-def _sockets(content: str | None) -> int | None:
-    """How many different "physical id" there are."""
-    return len(set(re.findall(r"^physical id[ \t]*:[ \t]*(\d+)", content or "", re.MULTILINE | re.ASCII))) or None
 
 
 def _cpu_vendor(processor: dict[str, str]) -> str | None:

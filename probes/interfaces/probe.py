@@ -78,7 +78,10 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         return
     chosen = next((i for i in facts.interfaces if i.name == name), None)
     others = [i for i in facts.interfaces if i is not chosen]
-    if chosen is None or (chosen.role == "loopback" and _is_cut_off(others)):
+    # A network card is there, and no interface but loopback can be used: no other node is reached. A host or container
+    # without any card has no network to lose.
+    cut_off = any(i.bus_id for i in others) and not any(usable_by_nccl(i) for i in others)
+    if chosen is None or (chosen.role == "loopback" and cut_off):
         seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
         key = "interfaces.choice.none" + " loopback" * (chosen is not None)
         yield finding(TEXTS, key, Status.FAIL, "", seen, name=name)
@@ -105,14 +108,6 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
         library=library, chosen=chosen.name, how=f"by {setting}" if value else "by itself", why=why,
         better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_named(chosen, better, others),
     )  # fmt: skip
-
-
-def _is_cut_off(others: list[Interface]) -> bool:
-    """Whether a network card is there, and no interface but loopback can be used: no other node is reached.
-
-    A host or container without any card has no network to lose.
-    """
-    return any(i.bus_id for i in others) and not any(usable_by_nccl(i) for i in others)
 
 
 def _named(chosen: Interface, better: Interface, others: list[Interface]) -> str:

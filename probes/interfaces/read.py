@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from contracts.tables import read_table
 from probes.api import UnavailableError
 from probes.host import sysfs
 from probes.host.protocol import Host, Json
@@ -26,49 +27,55 @@ from probes.interfaces.facts import Entry, Interface, InterfacesFacts, NetworkSt
 from probes.rdma.facts import ipv4_of
 from probes.rdma.read import read_gids
 
+NAMES = read_table(__file__, "names.toml")
 NET = "/sys/class/net"
 LINKS_MAX = 4096
 IFF_UP, IFF_RUNNING = 0x1, 0x40
-# Their ethtool speed is a constant of the driver (veth says 10000) or that of nothing: no evidence of a wire.
-SPEEDLESS = {"veth", "bridge", "dummy", "tun", "vxlan", "geneve", "ifb", "wireguard", "ipip", "gre", "sit", "netkit"}
 
 
 def read(host: Host) -> InterfacesFacts:
     """All interfaces with their roles. Raises OSError where netlink is refused: NCCL and gloo fail there too."""
     try:
-        links = [_link(entry) for entry in host.netlink("links")]
+        links = host.netlink("links")
     except FileNotFoundError:  # a recording from before the question
-        links = []
+        links = ()
     if not links:
         raise UnavailableError("rtnetlink lists no interface")
-    addresses = _addresses(host, links)
+    names: dict[Any, str] = {
+        link.get("index"): str(link.get("IFLA_IFNAME") or f"index{link.get('index')}") for link in links
+    }
+    addresses = _addresses(host)
     default = _default_route_of_proc(host)
-    if default not in {link["name"] for link in links}:  # none, or /proc of another namespace
-        default = _default_route(host, links)
+    if default not in names.values():  # none, or /proc of another namespace
+        default = _default_route(host, names)
     status = read_network_status(host)
-    names = {link["index"]: link["name"] for link in links}
+    entries = status.by_interface if status else {}
     rdma = _rdma_map(host)
-    facts = {link["name"]: _interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
-    wired = neighbours(
-        host, {link["index"]: link["name"] for link in links if link["name"] in facts and facts[link["name"]].bus_id}
-    )
+    facts = {names[link.get("index")]: _interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
+    wired = neighbours(host, {index: name for index, name in names.items() if name in facts and facts[name].bus_id})
     in_pod = status is not None or container(host) == "kubernetes"
-    finished = tuple(
-        replace(
-            _finish(interface, facts, status, default=default, rdma=rdma, in_pod=in_pod),
-            neighbour=wired.get(interface.name),
+    finished = []
+    for interface in facts.values():
+        entry = entries.get(interface.name)
+        finished.append(
+            replace(
+                interface,
+                role=role_of(interface, entry, default=default, in_pod=in_pod),
+                multus_network=entry.network if entry else None,
+                multus_mtu_bytes=entry.mtu_bytes if entry else None,
+                rdma_device=(entry.rdma_device if entry else None) or _rdma_device(interface, facts, rdma),
+                neighbour=wired.get(interface.name),
+            )
         )
-        for interface in facts.values()
-    )
     return InterfacesFacts(
-        interfaces=finished,
+        interfaces=tuple(finished),
         default_route=default,
         nccl_choice=nccl_choice(finished),
         socket_ifname=host.environment().get("NCCL_SOCKET_IFNAME") or None,
         gloo_ifname=host.environment().get("GLOO_SOCKET_IFNAME") or None,
         networks_missing={
             name: entry.network
-            for name, entry in (status.by_interface.items() if status else ())
+            for name, entry in entries.items()
             if name not in facts and not entry.default and not _is_for_userspace(host, entry)
         },
         of_agent=of_agent(host),
@@ -86,52 +93,40 @@ def _is_for_userspace(host: Host, entry: Entry) -> bool:
 # One link ------------------------------------------------------------------------------------------------------
 
 
-def _link(entry: dict[str, Json]) -> dict[str, Any]:
-    """What is needed of a netlink message; a parent in another namespace is none of this one's indices."""
-    info = entry.get("IFLA_LINKINFO")
-    info = info if isinstance(info, dict) else {}
-    data = info.get("IFLA_INFO_DATA")
-    lower = entry.get("IFLA_LINK")
+def _interface(
+    host: Host, link: dict[str, Json], names: dict[Any, str], addresses: dict[Any, tuple[str, ...]]
+) -> Interface:
+    """What a message of netlink and sysfs say; a parent in another namespace is none of this one's indices."""
+    name, mtu, flags = names[link.get("index")], link.get("IFLA_MTU"), link.get("flags")
+    info = link.get("IFLA_LINKINFO")
+    kind, data = (info.get("IFLA_INFO_KIND"), info.get("IFLA_INFO_DATA")) if isinstance(info, dict) else (None, None)
+    lower = link.get("IFLA_LINK")
     if lower is None and isinstance(data, dict):
         lower = data.get("IFLA_VXLAN_LINK")
-    foreign = entry.get("IFLA_LINK_NETNSID") is not None
-    flags = entry.get("flags")
-    return {
-        "index": entry.get("index"),
-        "name": str(entry.get("IFLA_IFNAME") or f"index{entry.get('index')}"),
-        "kind": info.get("IFLA_INFO_KIND"),
-        "flags": flags if isinstance(flags, int) else None,
-        "mtu": entry.get("IFLA_MTU"),
-        "lower": None if foreign else lower,
-        "foreign": foreign,
-        "master": entry.get("IFLA_MASTER"),
-    }
-
-
-def _interface(
-    host: Host, link: dict[str, Any], names: dict[Any, str], addresses: dict[Any, tuple[str, ...]]
-) -> Interface:
-    name, kind, flags = link["name"], link["kind"], link["flags"]
+    foreign = link.get("IFLA_LINK_NETNSID") is not None
+    # The other end of a veth is its IFLA_LINK, not what it stands on.
+    parent = names.get(lower) if kind not in ("veth", "netkit") and not foreign else None
+    flags = flags if isinstance(flags, int) else None
     folder = f"{NET}/{name}"
     readable = sysfs.NAME.fullmatch(name) is not None
     bus_id = sysfs.bus_id(sysfs.target(host, f"{folder}/device")) if readable else None
     node = sysfs.number(host, f"/sys/bus/pci/devices/{bus_id}/numa_node") if bus_id else None
-    speed = sysfs.number(host, f"{folder}/speed") if readable and kind not in SPEEDLESS and name != "lo" else None
-    # The other end of a veth is its IFLA_LINK, not what it stands on.
-    parent = names.get(link["lower"]) if kind not in ("veth", "netkit") else None
+    speed = (
+        sysfs.number(host, f"{folder}/speed") if readable and kind not in NAMES["speedless"] and name != "lo" else None
+    )
     return Interface(
         name=name,
         role="unknown",
         kind=kind,
         up=bool(flags & IFF_UP) if flags is not None else None,
         running=_running(host, folder, flags, readable),
-        addresses=addresses.get(link["index"], ()),
-        mtu_bytes=link["mtu"] if isinstance(link["mtu"], int) else None,
+        addresses=addresses.get(link.get("index"), ()),
+        mtu_bytes=mtu if isinstance(mtu, int) else None,
         speed_bytes_per_second=speed * 1e6 / 8 if speed is not None and 0 < speed < 1 << 31 else None,
         driver=sysfs.target_name(host, f"{folder}/device/driver") if readable else None,
         parent=parent if parent != name else None,
-        parent_elsewhere=link["foreign"],
-        master=names.get(link["master"]),
+        parent_elsewhere=foreign,
+        master=names.get(link.get("IFLA_MASTER")),
         bus_id=bus_id,
         numa_node=node if node is not None and node >= 0 else None,
         is_vf=host.exists(f"{folder}/device/physfn") if bus_id else None,
@@ -148,31 +143,11 @@ def _running(host: Host, folder: str, flags: int | None, readable: bool) -> bool
     return state in ("up", "unknown") and bool(flags & IFF_UP) if state else False
 
 
-def _finish(
-    interface: Interface,
-    all_: dict[str, Interface],
-    status: NetworkStatus | None,
-    *,
-    default: str | None,
-    rdma: dict[str, str],
-    in_pod: bool,
-) -> Interface:
-    """Add what takes the other interfaces to know: role, network and RDMA device."""
-    entry = status.by_interface.get(interface.name) if status else None
-    return replace(
-        interface,
-        role=role_of(interface, entry, default=default, in_pod=in_pod),
-        multus_network=entry.network if entry else None,
-        multus_mtu_bytes=entry.mtu_bytes if entry else None,
-        rdma_device=(entry.rdma_device if entry else None) or _rdma_device(interface, all_, rdma),
-    )
-
-
 # Addresses and routes ------------------------------------------------------------------------------------------
 
 
-def _addresses(host: Host, links: list[dict[str, Any]]) -> dict[Any, tuple[str, ...]]:
-    found: dict[Any, list[str]] = {link["index"]: [] for link in links}
+def _addresses(host: Host) -> dict[Any, tuple[str, ...]]:
+    found: dict[Any, list[str]] = {}
     for entry in host.netlink("addresses"):
         # IFA_ADDRESS is the peer's on point-to-point links, IFA_LOCAL the own; IPv6 has only the former.
         address = entry.get("IFA_LOCAL") or entry.get("IFA_ADDRESS")
@@ -181,9 +156,8 @@ def _addresses(host: Host, links: list[dict[str, Any]]) -> dict[Any, tuple[str, 
     return {index: tuple(list_) for index, list_ in found.items()}
 
 
-def _default_route(host: Host, links: list[dict[str, Any]]) -> str | None:
+def _default_route(host: Host, names: dict[Any, str]) -> str | None:
     """The interface of the default route in the main table, the one of lowest metric, IPv4 before IPv6."""
-    names = {link["index"]: link["name"] for link in links}
     candidates = []
     for entry in host.netlink("routes"):
         main = entry.get("RTA_TABLE", entry.get("table")) == 254  # RT_TABLE_MAIN
@@ -252,24 +226,14 @@ def _rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[st
     return None
 
 
-# The agent's own manifests mount the annotation at the first place; the others are what people do.
-STATUS_FILES = (
-    "/etc/podinfo/network-status",
-    "/etc/podnetinfo/network-status",
-    "/etc/podnetinfo/annotations",  # what the SR-IOV network resources injector mounts
-    "/etc/podinfo/annotations",
-)
-STATUS_KEYS = (
-    "k8s.v1.cni.cncf.io/network-status",
-    "k8s.v1.cni.cncf.io/networks-status",
-)  # the second is the old spelling
 ENTRIES_MAX = 256
 
 
 def read_network_status(host: Host) -> NetworkStatus | None:
     """The first file that holds the annotation; None where none does."""
     configured = host.environment().get("TOPOFLIGHT_NETWORK_STATUS", "")
-    for path in ((configured,) if configured.startswith("/") and "\0" not in configured else ()) + STATUS_FILES:
+    first = [configured] if configured.startswith("/") and "\0" not in configured else []
+    for path in (*first, *NAMES["status_files"]):
         content = sysfs.text(host, path)
         if content is None:
             continue
@@ -288,7 +252,7 @@ def annotation(content: str) -> str | None:
     """The value in a downward-API file of all annotations: one key="Go-quoted string" a line."""
     for line in content.splitlines():
         key, _, value = line.partition("=")
-        if key in STATUS_KEYS:
+        if key in NAMES["status_keys"]:
             try:
                 found = json.loads(value)  # Go's %q of JSON text is a JSON string
             except (ValueError, RecursionError):

@@ -8,12 +8,12 @@ NCCL_BUFFSIZE, default 4194304; PyTorch multiprocessing, "Sharing CPU tensors", 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from probes.api import Sample
+from probes.api import Sample, known_samples
 from probes.host import sysfs
 from probes.host.protocol import Host
 from probes.hostinfo.container import container, of_agent
@@ -63,15 +63,12 @@ def samples(facts: LimitsFacts) -> Iterator[Sample]:
     if facts.memlock_known:
         for bound, value in (("soft", facts.memlock_soft_bytes), ("hard", facts.memlock_hard_bytes)):
             yield Sample(metric="limits_memlock_bytes", value=float("inf") if value is None else value, labels=(bound,))
-    pairs = (
+    yield from known_samples((
         ("limits_ipc_lock", facts.ipc_lock),
         ("limits_shm_size_bytes", facts.shm_size_bytes),
         ("limits_shm_free_bytes", facts.shm_free_bytes),
         ("limits_open_files", facts.nofile_soft),
-    )
-    for metric, number in pairs:
-        if number is not None:
-            yield Sample(metric=metric, value=float(number))
+    ))  # fmt: skip
 
 
 IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
@@ -86,9 +83,10 @@ def read(host: Host) -> LimitsFacts:
     identity = host.identity()
     uid = int(identity.get("uid") or 0)
     status = sysfs.fields(sysfs.text(host, "/proc/self/status"))
-    capabilities = _hexadecimal(status.get("CapEff"))
-    memlock, nofile = _limit(host, "MEMLOCK"), _limit(host, "NOFILE")
-    shm = _shm_bytes(host)
+    rights = status.get("CapEff", "")
+    capabilities = int(rights, 16) if re.fullmatch(r"[0-9a-fA-F]{1,16}", rights) else None
+    memlock, nofile = _numbers(host.limit, "MEMLOCK"), _numbers(host.limit, "NOFILE")
+    shm = _numbers(host.statvfs, SHM)
     where, agent = container(host), of_agent(host)
     whose = f"{where} container" + (" of the agent" if agent else "") if where else "no container"
     return LimitsFacts(
@@ -99,8 +97,8 @@ def read(host: Host) -> LimitsFacts:
         memlock_known=memlock is not None,
         nofile_soft=nofile[0] if nofile else None,
         nofile_hard=nofile[1] if nofile else None,
-        ipc_lock=_bit(capabilities, IPC_LOCK_BIT),
-        sys_nice=_bit(capabilities, SYS_NICE_BIT),
+        ipc_lock=None if capabilities is None else bool(capabilities >> IPC_LOCK_BIT & 1),
+        sys_nice=None if capabilities is None else bool(capabilities >> SYS_NICE_BIT & 1),
         shm_size_bytes=shm[0] if shm else None,
         shm_free_bytes=shm[1] if shm else None,
         hugepages=_hugepages(host),
@@ -113,26 +111,15 @@ def read(host: Host) -> LimitsFacts:
     )
 
 
-def _limit(host: Host, name: str) -> tuple[int | None, int | None] | None:
+_Pair = tuple[int | None, int | None]
+
+
+def _numbers(question: Callable[[str], _Pair], name: str) -> _Pair | None:
+    """The host's answer; None where it has none."""
     try:
-        return host.limit(name)
+        return question(name)
     except OSError:
         return None
-
-
-def _shm_bytes(host: Host) -> tuple[int, int] | None:
-    try:
-        return host.statvfs("/dev/shm")  # noqa: S108 - asked for its size, nothing is put there
-    except OSError:
-        return None
-
-
-def _hexadecimal(value: str | None) -> int | None:
-    return int(value, 16) if value and re.fullmatch(r"[0-9a-fA-F]{1,16}", value) else None
-
-
-def _bit(mask: int | None, bit: int) -> bool | None:
-    return None if mask is None else bool(mask >> bit & 1)
 
 
 def _hugepages(host: Host) -> dict[str, int] | None:
@@ -199,10 +186,10 @@ REMEDIES = read_table(__file__, "remedies.toml")
 
 
 def size(value: int | None) -> str:
-    """A limit in words."""
+    """A limit in words: bytes, or None where there is none."""
     if value is None:
         return "unlimited"
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if value >= scale:
             return f"{value / scale:.4g} {unit}"
     return f"{value} bytes"
@@ -248,7 +235,7 @@ def _shm(facts: LimitsFacts) -> Iterator[Finding]:
         seen = ("statvfs(/dev/shm) failed", facts.whose)
         yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)
         return
-    seen = (f"statvfs(/dev/shm): {size(total)}, {size(free or 0)} free", facts.whose)
+    seen = (f"statvfs(/dev/shm): {size(total)}, {'unknown' if free is None else size(free)} free", facts.whose)
     values = {"shm": SHM, "size": size(total), "free": size(free), "remedy": remedy}
     gpus = facts.gpus or 0
     if free is not None and free < NCCL_BUFFER_BYTES:

@@ -14,7 +14,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from hardware.nics import is_efa
-from probes.api import Sample
+from probes.api import Sample, known_samples
 from probes.pci.facts import (
     INFINIBAND_CLASS,
     PciDevice,
@@ -79,12 +79,6 @@ def _device(device: PciDevice) -> Iterator[Finding]:
         yield finding(TEXTS, key, subject=device.bus_id, where=f"{SYSFS}/{device.bus_id}", driver=driver)
 
 
-def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
-    """Lanes that the device and the slot above it could both use."""
-    least: int | None = _least(facts, device, "link_width_max")
-    return least
-
-
 def _least(facts: PciFacts, device: PciDevice, fact: str) -> Any:
     """The smaller value of the device and of what is above it; None where the device's own is not known."""
     above = [getattr(d, fact) for d in facts.devices if d.bus_id == device.parent]
@@ -100,7 +94,7 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
         return
     where, what = f"{SYSFS}/{device.bus_id}", _what(device)
-    width, possible = device.link_width, possible_width(facts, device)
+    width, possible = device.link_width, _least(facts, device, "link_width_max")
     if width and possible and width < possible:
         status = Status.FAIL if gpu or device.rdma or uplink else Status.WARN
         seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
@@ -200,20 +194,15 @@ def _virtual_tree(facts: PciFacts) -> Iterator[Finding]:
 
 def samples(facts: PciFacts) -> Iterator[Sample]:
     """The switches, and how much of its possible width each GPU and NIC has."""
-    known = (
-        ("pci_peermem_loaded", facts.peermem_loaded),
-        ("pci_dmabuf_possible", facts.dmabuf_possible),
-    )
-    for metric, value in known:
-        if value is not None:
-            yield Sample(metric=metric, value=float(value))
+    switches = (("pci_peermem_loaded", facts.peermem_loaded), ("pci_dmabuf_possible", facts.dmabuf_possible))
+    yield from known_samples(switches)
     if facts.iommu_mode:
         yield Sample(metric="pci_iommu_info", value=1, labels=(facts.iommu_mode,))
     acs = [d.acs_source_validation for d in facts.devices if d.acs_source_validation is not None]
     if acs:
         yield Sample(metric="pci_acs_source_validation_devices", value=float(sum(acs)))
     for device in facts.devices:
-        width, possible = device.link_width, possible_width(facts, device)
+        width, possible = device.link_width, _least(facts, device, "link_width_max")
         if not is_bridge(device.class_code) and width and possible:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 

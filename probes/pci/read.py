@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from probes.api import UnavailableError
 from probes.host import sysfs
@@ -21,27 +23,12 @@ from probes.hostinfo import probe as hostinfo
 from probes.hostinfo.container import container
 from probes.pci.facts import PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network
 
+NAMES = read_table(__file__, "names.toml")
 DEVICES = "/sys/bus/pci/devices"
 GROUPS = "/sys/kernel/iommu_groups"
 DEVICES_MAX = 4096
 NVSWITCH = 0x0680
-PEERMEM = (
-    "/sys/module/nvidia_peermem",
-    "/sys/kernel/mm/memory_peers/nv_mem",
-    "/sys/kernel/mm/memory_peers/nv_mem_nc",
-    "/sys/module/efa_nv_peermem",  # the EFA installer's
-)
 DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
-TOPOLOGY_FOLDERS = (
-    "/var/run/nvidia-topologyd",  # NCCL's own default: virtualTopology.xml
-    "/opt/microsoft",  # Azure HPC images: ndv4-topo.xml, ndv5-topo.xml, and links to them by series:
-    "/opt/microsoft/ndv2",
-    "/opt/microsoft/ndv4",
-    "/opt/microsoft/ndv5",
-    "/opt/microsoft/ncv4",
-    "/opt/amazon/ofi-nccl/share/aws-ofi-nccl/xml",  # EFA installer; its plugin sets NCCL_TOPO_FILE itself
-    "/opt/aws-ofi-nccl/share/aws-ofi-nccl/xml",
-)
 _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
@@ -63,13 +50,18 @@ def read(host: Host) -> PciFacts:
     return PciFacts(
         devices=devices,
         iommu_mode=_iommu_mode(host, devices),
-        peermem_loaded=any(host.exists(path) for path in PEERMEM) if host.exists("/sys/module") else None,
+        peermem_loaded=any(host.exists(path) for path in NAMES["peermem"]) if host.exists("/sys/module") else None,
         nvidia_open_module=opened,
         dmabuf_possible=_dmabuf(opened, str(host.identity().get("kernel") or "")),
         virtual_tree=virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
         container=container(host),
-        topology_files=_topology_files(host),
+        topology_files=tuple(
+            f"{folder}/{name}"
+            for folder in NAMES["topology_folders"]
+            for name in sysfs.names(host, folder)
+            if name.endswith(".xml")
+        ),
     )
 
 
@@ -120,10 +112,10 @@ def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
 
 def _configured(host: Host, device: PciDevice) -> PciDevice:
     try:
-        config = parse_config(host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES))
+        config = host.read_bytes(f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES)
     except OSError:
         return device
-    return replace(device, **asdict(config))
+    return replace(device, **parse_config(config))
 
 
 def _transfers(value: str | None) -> float | None:
@@ -177,12 +169,6 @@ def virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None) -> str 
     return None
 
 
-def _topology_files(host: Host) -> tuple[str, ...]:
-    return tuple(
-        f"{folder}/{name}" for folder in TOPOLOGY_FOLDERS for name in sysfs.names(host, folder) if name.endswith(".xml")
-    )
-
-
 CONFIG_BYTES = 4096
 
 _EXTENDED_START = 0x100
@@ -194,21 +180,10 @@ _ACS, _ACS_CONTROL, _SOURCE_VALIDATION = 0x000D, 6, 1 << 0
 _REBAR, _REBAR_MAX = 0x0015, 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What was read; None is unknown."""
-
-    lost: bool = False  # every byte reads as ones: the device no longer answers
-    acs_source_validation: bool | None = None
-    relaxed_ordering: bool | None = None
-    resizable_bar: bool | None = None  # the BAR is as large as the device could make it
-    bar_sizes_offered: bool | None = None  # the device offers sizes to choose from
-
-
-def parse_config(config: bytes) -> Config:
-    """Decode as much of the space as was readable."""
+def parse_config(config: bytes) -> dict[str, Any]:
+    """Facts of `PciDevice` from as much of the space as was readable; None is unknown."""
     if len(config) >= 64 and not config[:64].strip(b"\xff"):
-        return Config(lost=True)
+        return {"lost": True}
     extended = dict(_extended(config))
     readable = len(config) > _EXTENDED_START + 4
     # A port without the capability cannot redirect: off, not unknown.
@@ -216,12 +191,12 @@ def parse_config(config: bytes) -> Config:
     if _ACS in extended:
         control = _word(config, extended[_ACS] + _ACS_CONTROL)
         acs = None if control is None else bool(control & _SOURCE_VALIDATION)
-    return Config(
-        acs_source_validation=acs,
-        relaxed_ordering=_relaxed_ordering(config),
-        resizable_bar=_rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
-        bar_sizes_offered=True if _REBAR in extended else (False if readable else None),
-    )
+    return {
+        "acs_source_validation": acs,
+        "relaxed_ordering": _relaxed_ordering(config),
+        "resizable_bar": _rebar(config, extended[_REBAR]) if _REBAR in extended else (False if readable else None),
+        "bar_sizes_offered": True if _REBAR in extended else (False if readable else None),
+    }
 
 
 def _relaxed_ordering(config: bytes) -> bool | None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
-from probes.api import Sample
+from probes.api import Sample, known_samples
 from probes.rdma.facts import (
     OTHER,
     RAIL,
@@ -267,6 +267,9 @@ def gbps(bytes_per_second: float) -> str:
     return f"{bytes_per_second * 8 / 1e9:g} Gb/s"
 
 
+_ONLY_LOCAL = "its RoCE v2 GIDs are link-local only, by which no other subnet is reached and which NCCL does not choose"
+
+
 def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Whether RoCE v2 is there, and whether NCCL would take it."""
     if port.link_layer != "Ethernet" or not port.gids_known:
@@ -281,34 +284,22 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
         yield _of_port(key, device, port, status, listed or (f"{where}: no used entry",))
         return
     chosen = next((gid for gid in port.gids if gid.index == choice), None)
-    values = {"choice": choice, "place": _where(port, best), "remedy": _addressed(port, best)}
+    v4 = any(ipv4_of(gid) for gid in port.gids)
+    v6 = any(gid.type == ROCE_V2 and not ipv4_of(gid) and not is_link_local(gid) for gid in port.gids)
+    if v4:  # an index breaks where tables differ
+        remedy = f"Set NCCL_IB_GID_INDEX={best}, or NCCL_IB_ROCE_VERSION_NUM=2 with NCCL 2.21 and later."
+    elif v6:
+        remedy = "Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node."
+    else:
+        remedy = "Give the port's netdev an IP address: no variable makes link-local GIDs reach another node."
+    place = f"RoCE v2 is at index {best}" if v4 or v6 else _ONLY_LOCAL
+    values = {"choice": choice, "place": place, "remedy": remedy}
     if chosen is None or chosen.type != ROCE_V2:
         # an empty entry connects to nothing; RoCE v1 works within its subnet
         status, kind = (Status.WARN, chosen.type) if chosen else (Status.FAIL, "empty")
         yield _of_port("rdma.gid.choice", device, port, status, listed, kind=kind, **values)
-    elif not any(ipv4_of(gid) for gid in port.gids):
-        key = "rdma.gid.no_ipv4" + " routed" * _routed_v6(port)
-        yield _of_port(key, device, port, None, listed, **values)
-
-
-def _routed_v6(port: RdmaPort) -> bool:
-    """Whether a RoCE v2 GID of IPv6 is more than link-local."""
-    return any(gid.type == ROCE_V2 and not ipv4_of(gid) and not is_link_local(gid) for gid in port.gids)
-
-
-def _where(port: RdmaPort, best: int) -> str:
-    if any(ipv4_of(gid) for gid in port.gids) or _routed_v6(port):
-        return f"RoCE v2 is at index {best}"
-    return "its RoCE v2 GIDs are link-local only, by which no other subnet is reached and which NCCL does not choose"
-
-
-def _addressed(port: RdmaPort, best: int) -> str:
-    """What helps: an address; where IPv6 is there the family, since an index breaks where tables differ."""
-    if any(ipv4_of(gid) for gid in port.gids):
-        return f"Set NCCL_IB_GID_INDEX={best}, or NCCL_IB_ROCE_VERSION_NUM=2 with NCCL 2.21 and later."
-    if _routed_v6(port):
-        return "Give the port's netdev an IPv4 address, or set NCCL_IB_ADDR_FAMILY=AF_INET6 on every node."
-    return "Give the port's netdev an IP address: no variable makes link-local GIDs reach another node."
+    elif not v4:
+        yield _of_port("rdma.gid.no_ipv4" + " routed" * v6, device, port, None, listed, **values)
 
 
 def _payload(mtu_bytes: int) -> float:
@@ -366,25 +357,18 @@ def samples(facts: RdmaFacts) -> Iterator[Sample]:
     """What node_exporter's infiniband collector lacks, with its labels: GIDs, MTU, netdev, NUMA node, access."""
     for device in facts.devices:
         known = (("rdma_device_numa_node", device.numa_node), ("rdma_device_usable", device.uverbs_usable))
-        for metric, value in known:
-            if value is not None:
-                yield Sample(metric=metric, value=float(value), labels=(device.name,))
+        yield from known_samples(known, (device.name,))
         for port in device.ports:
             labels = (device.name, str(port.port))
-            yield Sample(
-                metric="rdma_port_info",
-                value=1,
-                labels=(*labels, port.link_layer or "", port.netdev or "", device.kind),
-            )
+            about = (port.link_layer or "", port.netdev or "", device.kind)
+            yield Sample(metric="rdma_port_info", value=1, labels=(*labels, *about))
             numbers = (
                 ("rdma_port_nccl_gid_index", nccl_gid_index(port)),
                 ("rdma_port_rocev2_gid_index", rocev2_gid_index(port)),
                 ("rdma_port_mtu_bytes", port.active_mtu_bytes),
                 ("rdma_port_netdev_mtu_bytes", port.netdev_mtu_bytes),
             )
-            for metric, number in numbers:
-                if number is not None:
-                    yield Sample(metric=metric, value=float(number), labels=labels)
+            yield from known_samples(numbers, labels)
     if facts.memlock_proof:
         proof = facts.memlock_proof
         yield Sample(metric="rdma_registered_bytes", value=float(proof.registered_bytes), labels=(proof.device,))

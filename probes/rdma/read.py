@@ -43,8 +43,15 @@ def read(host: Host) -> RdmaFacts:
     if not devices:
         raise UnavailableError(f"no RDMA device in {DEVICES}, none through NETLINK_RDMA")
     version, usable = _pyverbs(host)
-    if usable:
-        devices = tuple(_with_verbs(host, device) for device in devices)
+    if (
+        usable
+    ):  # InfiniBand's MTU is the subnet manager's choice: no file has it, libibverbs has; RoCE's is the netdev's
+        devices = tuple(
+            replace(device, ports=tuple(_with_mtu(host, device.name, port) for port in device.ports))
+            if device.uverbs_usable
+            else device
+            for device in devices
+        )
     candidates = [device for device in devices if device.uverbs_usable]
     return RdmaFacts(
         devices=devices,
@@ -56,15 +63,10 @@ def read(host: Host) -> RdmaFacts:
 
 
 def _from_sysfs(host: Host) -> tuple[RdmaDevice, ...]:
-    nodes = _uverbs(host)
+    listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
+    nodes = {device: node for device, node in listed if device}  # RDMA device -> its node's name
     found = sorted(sysfs.names(host, DEVICES), key=natural)[:DEVICES_MAX]
     return tuple(_device(host, name, nodes) for name in found)
-
-
-def _uverbs(host: Host) -> dict[str, str]:
-    """RDMA device -> its node's name."""
-    found = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
-    return {device: node for device, node in found if device}
 
 
 def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
@@ -91,17 +93,10 @@ def _device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
         is_vf=host.exists(f"{folder}/device/physfn") if address else None,
         bond=_bond(host, name, ports),
         uverbs=uverbs,
-        uverbs_usable=_usable(host, uverbs) if uverbs else None,
+        uverbs_usable=sysfs.usable(host, uverbs) if uverbs else None,
         driver=driver,
         ports=ports,
     )
-
-
-def _usable(host: Host, path: str) -> bool | None:
-    try:
-        return host.usable(path)
-    except OSError:
-        return None
 
 
 def _kind(name: str, driver: str | None, description: str | None, *, physical: bool) -> str:
@@ -128,13 +123,6 @@ def _bond(host: Host, name: str, ports: tuple[RdmaPort, ...]) -> str | None:
     return None
 
 
-def _with_verbs(host: Host, device: RdmaDevice) -> RdmaDevice:
-    """InfiniBand's MTU is the subnet manager's choice: no file has it, libibverbs has. RoCE follows from the netdev."""
-    if not device.uverbs_usable or all(port.link_layer != "InfiniBand" for port in device.ports):
-        return device
-    return replace(device, ports=tuple(_with_mtu(host, device.name, port) for port in device.ports))
-
-
 def _with_mtu(host: Host, name: str, port: RdmaPort) -> RdmaPort:
     try:
         answer = host.verbs("port", name, port.port) if port.link_layer == "InfiniBand" else None
@@ -142,12 +130,8 @@ def _with_mtu(host: Host, name: str, port: RdmaPort) -> RdmaPort:
         return port
     if not isinstance(answer, dict):
         return port
-    return replace(port, active_mtu_bytes=mtu_bytes(answer.get("active_mtu")))
-
-
-def mtu_bytes(code: object) -> int | None:
-    """enum ibv_mtu: 1 is 256 bytes, 5 is 4096."""
-    return 128 << code if type(code) is int and 1 <= code <= 5 else None
+    code = answer.get("active_mtu")  # enum ibv_mtu: 1 is 256 bytes, 5 is 4096
+    return replace(port, active_mtu_bytes=128 << code if type(code) is int and 1 <= code <= 5 else None)
 
 
 def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
@@ -287,15 +271,11 @@ def _pyverbs(host: Host) -> tuple[str, bool]:
 
 
 STATES = {0: "NOP", 1: "DOWN", 2: "INIT", 3: "ARMED", 4: "ACTIVE", 5: "ACTIVE_DEFER"}
-PHYSICAL_STATES = {
-    1: "Sleep",
-    2: "Polling",
-    3: "Disabled",
-    4: "PortConfigurationTraining",
-    5: "LinkUp",
-    6: "LinkErrorRecovery",
-    7: "Phy Test",
-}
+PHYSICAL_STATES = dict(
+    enumerate(
+        ("Sleep", "Polling", "Disabled", "PortConfigurationTraining", "LinkUp", "LinkErrorRecovery", "Phy Test"), 1
+    )
+)
 
 
 def natural(name: str) -> tuple[str | int, ...]:
@@ -350,11 +330,8 @@ def _netlink_kind(name: str, entry: dict[str, Json]) -> str:
 
 def netns_mode(host: Host) -> str | None:
     """ "shared" or "exclusive": whether a network namespace sees every device or only its own."""
-    for entry in _ask(host, "system"):
-        mode = entry.get("netns_mode")
-        if mode is not None:
-            return "shared" if mode == 1 else "exclusive"
-    return None
+    modes = (entry["netns_mode"] for entry in _ask(host, "system") if entry.get("netns_mode") is not None)
+    return next(("shared" if mode == 1 else "exclusive" for mode in modes), None)
 
 
 START_BYTES = 16 << 10  # four pages: below it nothing but the page size would be tested

@@ -68,6 +68,7 @@ def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
         assert any("were not measured" in line for line in advice.unknowns), advice.unknowns
 
 
+@pytest.mark.long
 @each_row("held", [None, "", '{"question": "q", "answer": "a"}\n{oops\n'])
 def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp_path: Path, held: str | None) -> None:
     file = tmp_path / "rows.jsonl"
@@ -77,6 +78,7 @@ def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp
         job_settings.with_rows(Request.of(model="tiny-llama"), job_settings.named(str(file), "builtin:bytes", None))
 
 
+@pytest.mark.long
 def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Path) -> None:
     asked = job_settings.named(str(rows), str(tmp_path / "no-tokenizer"), None)
     request = job_settings.with_rows(
@@ -143,6 +145,7 @@ def test_mfu_and_tokens_per_gpu_follow_from_the_step() -> None:
     assert 0.2 < chosen.forecast.mfu < 0.6
 
 
+@pytest.mark.long
 def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: Path) -> None:
     """A long and a short data set under the same settings: other steps, seconds and hours, before anything starts."""
     config = tmp_path / "job.yaml"

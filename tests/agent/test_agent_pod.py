@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from agent_pod import OVERLAYS, PodHost, agent_of, healthy, in_pod
 from rigs.recorded import H100, NAMES, of_code, path_of, raised, statuses, view
 from rigs.tables import each_row

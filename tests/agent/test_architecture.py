@@ -1,4 +1,4 @@
-"""The picture in docs/architecture.md shows the imports the code really has, and the packages are where they claim."""
+"""docs/explanation/architecture.md shows the imports that the code really has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def real_arrows() -> set[tuple[str, str]]:
 
 def test_the_pictures_arrows_are_the_real_imports() -> None:
     """An import without an arrow, or an arrow without an import, is a page that lies."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
     drawn = set(re.findall(r"^\s+(\w+) --> (\w+)$", page, re.MULTILINE))
     assert drawn == real_arrows()
 

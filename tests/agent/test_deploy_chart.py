@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kubectl_layer import helm
 from kustomization import LOADER, render
 from rigs.tables import each_row
@@ -114,7 +110,7 @@ def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     policy = found["NetworkPolicy", "topoflight"]["spec"]["ingress"][0]["from"][0]["namespaceSelector"]
     assert policy["matchExpressions"][0]["values"] == ["watch"]
     for rule in found["PrometheusRule", "topoflight"]["spec"]["groups"][0]["rules"]:
-        assert rule["annotations"]["runbook_url"].startswith("https://d.test/x/runbook.md#")
+        assert rule["annotations"]["runbook_url"].startswith("https://d.test/x/reference/alerts/#")
         assert rule["annotations"]["dashboard_url"].startswith("https://g.test/d/topoflight-node?")
         wanted = (
             "https://p.test/fleet/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # as dashboards/generate.py

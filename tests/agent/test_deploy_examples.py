@@ -76,8 +76,8 @@ def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
 
 
 def test_the_example_without_a_gpu_is_two_pods_of_the_built_in_model() -> None:
-    """The command of deploy/example/README.md, with a node that has none; nothing asks for one, or for a download."""
-    readme = (ROOT / "deploy/example/README.md").read_text()
+    """The command of docs/tutorials/two-pods.md, with a node that has none; nothing asks for one, or for a download."""
+    readme = (ROOT / "docs/tutorials/two-pods.md").read_text()
     (line,) = re.findall(r"\$ topoflight (launch .*)", readme)
     words = ["tests/machines/cpu-only-vm.json" if word == "node.json" else word for word in line.split()]
     done = topoflight(*words, "--dry-run")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kustomization import CLUSTER_SCOPED, render
 from rigs import crds
 from rigs.tables import each_row
@@ -176,8 +172,8 @@ def test_monitoring_reaches_the_agents(folder: Path) -> None:
 
 @each_row("name", ["plain", "kubernetes", "prometheus-operator"])
 def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> None:
-    """The kustomization of docs/kubernetes.md, in another namespace: rights, image and Secret arrive there."""
-    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    """The kustomization of the Kubernetes page, in another namespace: rights, image and Secret arrive there."""
+    page = (ROOT / "docs/how-to/deploy-kubernetes.md").read_text(encoding="utf-8")
     (text,) = re.findall(r" *```yaml\n *# mine/kustomization.yaml\n(.*?) *```", page, re.S)
     own = yaml.safe_load(text)
     place = (ROOT / "deploy/daemonset/overlays" / name).relative_to(ROOT)

@@ -17,10 +17,13 @@ import yaml
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from test_tutorials import PAGES as TUTORIALS
 
 from agent.cli.main import VERBS, cli
 
 ROOT = Path(__file__).parent.parent.parent
+
+FOLLOWED = {ROOT / "docs" / page for page in (*TUTORIALS, "ko/openshift.md", "ko/eks.md")}
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "locks").glob("*.md")]
 )
@@ -45,10 +48,10 @@ COPIES = ("node", "good", "A", "B", "HEALTHY", "THIS", "fleet/a", "fleet/b")  # 
 def commands() -> Iterator[tuple[str, str]]:
     """Page and command, for whatever a reader may type."""
     for page in PAGES:
-        followed = page.name.startswith(("quickstart", "tutorial-"))  # test_tutorials runs their blocks, in order
-        for found in CODE.finditer(page.read_text(encoding="utf-8")):
-            if followed and found[2]:
-                continue
+        text = page.read_text(encoding="utf-8")
+        if page in FOLLOWED:
+            text = re.sub(r"^ *```console\n.*?^ *```$", "", text, flags=re.M | re.S)  # test_tutorials runs these
+        for found in CODE.finditer(text):
             text = re.sub(r"\s*\\?\n\s*", " ", (found[1] or found[2]).replace("\\|", "|")).strip()
             yield page.relative_to(ROOT).as_posix(), text
 
@@ -89,6 +92,7 @@ def filled(line: str, folder: Path) -> list[str]:
     return [str(folder / "nccl.conf") if word == "/etc/nccl.conf" else given.get(word, word) for word in words]
 
 
+@pytest.mark.long
 @each_row(("page", "line", "piped"), ours)
 def test_a_command_of_the_pages_can_be_typed(
     page: str, line: str, piped: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,12 +195,16 @@ def test_snippets_run_or_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_page_installs_has_an_image_that_can_be_pulled() -> None:
-    """Manifests and chart name registry.example, which nobody has; deploy/example loads its images into the nodes."""
+    """Manifests and chart name registry.example, which nobody has; a page for kind loads its images into the nodes."""
     wrong, seen = [], 0
     for page in [*PAGES, ROOT / "deploy/chart/values.yaml"]:
         text = page.read_text(encoding="utf-8")
         for line in re.findall(r"helm upgrade --install .*|apply -k deploy/daemonset/overlays/[a-z-]+$", text, re.M):
-            named = "--set image.repository=" in line if line.startswith("helm") else " set image daemonset/" in text
+            named = (
+                "--set image.repository=" in line
+                if line.startswith("helm")
+                else re.search("set image daemonset/|kind load", text)
+            )
             seen, wrong = seen + 1, wrong if named else [*wrong, (page.name, line)]
     assert not wrong
     assert seen > 5

@@ -1,4 +1,4 @@
-"""The one list of exit codes, docs/exit-codes.md: every verb in it, and every code run here or in the test named."""
+"""docs/reference/exit-codes.md: every verb in it, and every code run here or in the test named."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def run(*words: str, stdin: str = "", **environment: str) -> subprocess.Complete
 def documented() -> set[tuple[str, int]]:
     """The codes that the page gives each verb, and code 2 of every verb."""
     cells: set[tuple[str, int]] = set()
-    for line in (ROOT / "docs" / "exit-codes.md").read_text().splitlines():
+    for line in (ROOT / "docs/reference/exit-codes.md").read_text().splitlines():
         if found := re.match(r"- `([a-z-]+)`: (.*)$", line):
             cells |= {(found[1], int(code)) for code in re.findall(r"\*\*(\d+)\*\* \w", found[2])}
             cells.add((found[1], 2))

@@ -306,7 +306,7 @@ def test_the_daemonset_reads_the_administrators_config_map(tmp_path: Path) -> No
     (daemonset,) = [d for d in documents if d["kind"] == "DaemonSet"]
     pod: dict[str, Any] = daemonset["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/deploy-kubernetes.md").read_text(encoding="utf-8")
     (name, file), *more = re.findall(r"create configmap (\S+) --from-file=(\S+)", page)
     assert not more
     (volume,) = [v for v in pod["volumes"] if v.get("configMap", {}).get("name") == name]

@@ -17,7 +17,7 @@ def check(status: str, name: str = "a.b.c", *, required: bool = False) -> Findin
     return Finding(code=name, status=status, node="n", required=required)  # type: ignore[arg-type]
 
 
-# statuses present, a required check unknown, --fail-on -> exit code: every row of docs/exit-codes.md
+# statuses present, a required check unknown, --fail-on -> exit code: every row of docs/reference/exit-codes.md
 TABLE = [
     ((), False, "fail", 5),
     (("pass",), False, "fail", 0),

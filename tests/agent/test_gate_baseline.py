@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "machines"))
-
 import build
+import pytest
 from api_server import ApiServer, write_kubeconfig
+from click.testing import CliRunner
 from machine_built import Machine
 from machine_tree import Tree
 from rigs.recorded import H100, path_of, view

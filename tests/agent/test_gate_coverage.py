@@ -36,7 +36,6 @@ from probes.scan import scan
 from probes.scanner import Scanner
 
 TESTS = Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS / "fakes" / "nvml"))
 
 import nvml_profile  # noqa: E402 - found through the line above
 
@@ -68,6 +67,7 @@ def preflight(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=300, env={**os.environ})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inject", ["nvmlInit=crash", "nvmlDeviceGetCount=garbage"])
 def test_preflight_of_a_driver_that_crashes_is_unknown_and_exits_5(inject: str, machine: Callable[..., Path]) -> None:
     """Without any option: the bus shows eight GPUs of which nothing could be read."""
@@ -78,6 +78,7 @@ def test_preflight_of_a_driver_that_crashes_is_unknown_and_exits_5(inject: str, 
     )
 
 
+@pytest.mark.long
 def test_preflight_of_the_same_machine_with_a_driver_that_answers_is_measured(machine: Callable[..., Path]) -> None:
     """The control: what differs is the driver alone, and unknown of gpu.* stay those of two scans and of the log."""
     done = preflight(machine(), "-o", "json")

@@ -193,7 +193,9 @@ def test_the_newest_changes_are_kept(tray: Snapshot) -> None:
 def test_what_is_raised_at_once_says_why_on_its_page() -> None:
     assert set(AT_ONCE) <= set(ALL_CODES)
     for code in AT_ONCE:
-        assert "**Once:**" in section(code), f"docs/findings.md, {code}: **Once:** says why one scan raises it"
+        assert "**Once:**" in section(code), (
+            f"docs/reference/findings.md, {code}: **Once:** says why one scan raises it"
+        )
 
 
 # The replay: 16 racks of 18 trays, rebooted rack after rack, each tray's agent with it.

@@ -178,6 +178,7 @@ print([name for name in ("torch", "kubernetes", "transformers", "numpy") if name
 """
 
 
+@pytest.mark.long
 def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
     """In a fresh interpreter that has served every endpoint; nothing that draws, and no driver, for a scrape alone."""
     paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))

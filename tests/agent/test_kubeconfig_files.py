@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes.config import incluster_config
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
-
 from api_server import write_kubeconfig
+from kubernetes.config import incluster_config
 from rigs.serving import Asked, answering
 
 from agent.cluster.client import AccessError, ApiError, Client, connect

@@ -20,7 +20,7 @@ from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
 from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
-from agent.jobs.launch import LaunchError, train,, job_plan, record_of
+from agent.jobs.launch import Launched, job_plan, record_of, train
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 
@@ -83,7 +83,6 @@ def test_the_record_of_a_failed_job_is_its_own(
 
 
 @pytest.mark.ranks
-@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; /runs serves what the folder holds."""
@@ -111,7 +110,7 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
     assert "fail bench.run.incomplete" in done.stderr and "not launched: " in done.stderr
     assert not (tmp_path / "out").exists()
     refused = CliRunner().invoke(launch, ["--measure", "--no-preflight"])
-    assert refused.exit_code == 2 and "--measure is the gate's" in refused.output
+    assert refused.exit_code == 2 and "--measure and --no-preflight cannot be combined." in refused.output
 
 
 def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
@@ -130,7 +129,7 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     assert untrainable(advice, {"dataset_name": "x"}) == ""
     assert untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
     assert untrainable(replace(advice, model=None), {}) == ""
-    with pytest.raises(LaunchError, match="dataset_name: no data set is named"):
+    with pytest.raises(RequestError, match="dataset_name: no data set is named"):
         train(advice, tmp_path / "out", timeout_seconds=1)
     assert not (tmp_path / "out").exists()
 

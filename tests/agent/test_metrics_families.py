@@ -164,7 +164,7 @@ def test_probes_export_what_they_declare() -> None:
 
 @each_row("machine", NAMES)
 def test_exposition_keeps_the_catalogue_and_its_bounds(machine: str) -> None:
-    """Every series is declared, appears once, and stays within the bound that docs/metrics.md states."""
+    """Every series is declared, appears once, and stays within the bound that docs/reference/metrics.md states."""
     view = with_bench(look((snapshot(machine),), runs=(record_of(RUN),)), bench())
     node = view.topologies[0]
     pci, gpu = view.snapshots[0].facts(PciFacts), view.snapshots[0].facts(GpuFacts)

@@ -19,6 +19,7 @@ ASKED = [
     f"--host {path_of('r760xa-2xA40-bf3')} --model Llama-3.1-70B --method full",
     "--machine g5.12xlarge --model gpt2 --method full",  # both: the engine, and a table of 1,024 positions
     "--machine dgx-h100 --model Llama-3.1-8B --method full --precision mxfp8 --engine megatron",
+    "--machine dgx-h100 --nodes 256 --model Llama-3.1-8B --method full --global-batch 64",  # fewer sequences than ranks
 ]
 
 
@@ -42,7 +43,7 @@ def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
         code, other = run(command)
         assert code == 0, offer
         assert other["chosen"] is not None, offer
-        assert said.split()[0] in ("method", "sequence", "optimizer", "precision", "nodes", "engine")
+        assert said.split()[0] in ("global", "method", "sequence", "optimizer", "precision", "nodes", "engine")
 
 
 def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:

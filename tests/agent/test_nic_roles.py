@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "machines"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import platform_machines
+import pytest
 from build import GRACE, LOOPBACK, SPR, answers, gpu, guid, hca
 from machine_built import Machine
 from machine_nvml import H100, NvmlGpu

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from api_server import ApiServer, configuration
 from rigs.agents import agent
 from rigs.fleet import resources
 from rigs.recorded import snapshot, view
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
-
-from api_server import ApiServer, configuration
 from rigs.tables import each_row
 from rigs.waiting import eventually
 

@@ -113,4 +113,4 @@ def test_the_command_says_what_is_missing_and_what_does_nothing(tmp_path: Path) 
     missing = CliRunner().invoke(bench, ["--rdma", "node0"], env={"PATH": str(tmp_path)})
     assert missing.exit_code == 1 and "apt-get install perftest" in missing.output
     beside = CliRunner().invoke(bench, ["--rdma", "node0", "--op", "all_gather"])
-    assert beside.exit_code == 2 and "--op does nothing there" in beside.output
+    assert beside.exit_code == 2 and "--rdma and --op cannot be combined." in beside.output

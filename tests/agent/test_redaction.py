@@ -81,7 +81,7 @@ def test_names_count_for_the_values_beside_them() -> None:
 def test_no_text_takes_long(part: str) -> None:
     """Time grows with the length, not with its square: ten times the text takes far less than a hundred times."""
     times = []
-    for letters in (20_000, 200_000):
+    for letters in (5_000, 50_000):
         text = part * (letters // len(part))
         began = time.process_time()
         redact(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,12 @@ from typing import Any
 import click
 import pytest
 import yaml
-from starlette.testclient import TestClient
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from api_server import ApiServer, configuration
 from kustomization import render
 from rigs.agents import TOKEN, agent, bearer
 from rigs.agents import tokens as tokens_in
 from rigs.tables import each_row
+from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
 from agent.cli.launch import launch
@@ -262,7 +257,7 @@ def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
     state.start()
     state.stop()
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json*"))
-    assert left == ["runs/.new.json.x", "runs/kept.json", "kept.json"]
+    assert left == ["kept.json", "runs/.new.json.x", "runs/kept.json"]
 
 
 def test_what_is_held_in_memory_is_bounded_in_bytes(

@@ -146,11 +146,15 @@ def table() -> dict[str, tuple[str, str]]:
 
 def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> None:
     """What it takes of a multi-node step, with a source or a reason; none is left out and none is invented."""
-    assert set(table()) == {code for code in ALL_CODES if not code.startswith("env.")}  # settings: docs/nccl-env.md
+    assert set(table()) == {
+        code for code in ALL_CODES if not code.startswith("env.")
+    }  # settings: docs/reference/nccl-environment.md
     for code, (severity, cost) in table().items():
         assert set(re.findall(r"[a-z]+", severity)) <= {"fail", "warn", "info", "unknown", "or"}, code
         assert len(cost) > 15, code
-        assert f"\n- **Severity:** {severity}\n" in sections()[code], f"{code}: docs/findings.md says otherwise"
+        assert f"\n- **Severity:** {severity}. " in sections()[code], (
+            f"{code}: docs/reference/findings.md says otherwise"
+        )
 
 
 @each_row("name", NAMES)

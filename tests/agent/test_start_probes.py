@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from starlette.testclient import TestClient
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from agent_pod import OVERLAYS, agent_of
 from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 from rigs.waiting import eventually
+from starlette.testclient import TestClient
 
 from agent.http.server import MOST_WAIT_SECONDS, create
 from agent.http.state import State

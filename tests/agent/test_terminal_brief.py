@@ -196,7 +196,8 @@ def complete(shell: str, line: str) -> list[str]:
     return subprocess.run(["topoflight"], env=env, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize("shell", ["bash", *(pytest.param(name, marks=pytest.mark.long) for name in ("zsh", "fish"))])
+@pytest.mark.long
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_verbs_options_and_choices(shell: str) -> None:
     """By click's own protocol, as the script that it prints asks."""
     assert {verb for verb in VERBS if any(verb in each for each in complete(shell, "topoflight "))} == set(VERBS)

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,16 +15,13 @@ from typing import Any
 
 import pytest
 from anyio import to_thread
-from starlette.requests import Request
-from starlette.testclient import TestClient
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "e2e"))
-
 from api_server import ApiServer, configuration
 from rigs.agents import TOKEN, agent, bearer, tokens
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from starlette.requests import Request
+from starlette.testclient import TestClient
 
 from agent.cluster.client import Client
 from agent.http import posted

@@ -12,6 +12,8 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
+from api_server import write_kubeconfig
 from rich.console import Console
 from rigs.command import topoflight
 from rigs.recorded import path_of
@@ -28,10 +30,6 @@ from agent.terminal import measured
 from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
-from api_server import write_kubeconfig
-
 SICK = str(path_of("sick-h100-dead-hca"))
 BAD_LOG = "n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n" * 20
 TOPOFLIGHT = [sys.executable, "-m", "agent.cli"]
@@ -45,6 +43,7 @@ def run(words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+@pytest.mark.long
 def test_a_closed_pipe_keeps_the_verdict(tmp_path: Path) -> None:
     """The verdict's own code, or the shell's for a closed pipe, never 0; a report is written all the same."""
     log = tmp_path / "log"
@@ -127,6 +126,7 @@ def test_options_that_would_do_nothing_or_name_nothing() -> None:
     assert not [(w, done.stderr) for w, done, part in found if done.exit_code != 2 or part not in done.stderr]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     """While modules are imported, while an API server is waited for, and while requests could be answered."""
     with socket.create_server(("127.0.0.1", 0)) as deaf, socket.create_server(("127.0.0.1", 0)) as free:
@@ -201,6 +201,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
         assert judge([Finding(code="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_an_api_server_that_hangs_is_given_up_soon(tmp_path: Path) -> None:
     """It takes connections and never answers: as many as are tried, each at the limit, stay below 15 s together."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -21,11 +21,11 @@ PACKAGES = ("agent", "planner", "topology", "collectives", "probes", "contracts"
 LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
-    "topo": (9_000, 14_000),
-    "lint-env": (9_000, 17_150),
-    "scan": (16_000, 17_750),
-    "recommend": (22_000, 28_000),
-    "preflight": (28_000, 40_500),
+    "topo": (9_000, 13_500),
+    "lint-env": (9_000, 15_900),
+    "scan": (16_000, None),
+    "recommend": (22_000, 27_300),
+    "preflight": (28_000, 39_500),
 }
 
 

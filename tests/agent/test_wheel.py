@@ -16,9 +16,10 @@ import pytest
 import yaml
 from hatchling.builders.wheel import WheelBuilder
 
+from agent.checks.explain import PAGES
+
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-sys.path.insert(0, str(ROOT / "bench"))
 
 import man_page  # noqa: E402 - found through the line above
 
@@ -35,9 +36,9 @@ def test_what_the_wheel_carries(wheel: Path) -> None:
         names = set(inside.namelist())
         definition = yaml.safe_load(inside.read("agent/data/nodetopology-crd.yaml"))
         values = json.loads(inside.read("agent/data/chart-values.schema.json"))
-        pages = {name: inside.read(f"agent/checks/{name}.md") for name in ("findings", "runbook", "why")}
+        pages = {name: inside.read(f"agent/checks/pages/{name}.md") for name in PAGES}
     assert definition["kind"] == "CustomResourceDefinition" and values["type"] == "object"
-    assert pages == {name: (ROOT / f"docs/{name}.md").read_bytes() for name in pages}, "what `explain` reads"
+    assert pages == {name: (ROOT / f"docs/reference/{name}.md").read_bytes() for name in pages}, "what `explain` reads"
     for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert f"{package}/py.typed" in names
     shared = {name.partition(".data/data/")[2] for name in names if ".data/data/" in name}
@@ -49,6 +50,7 @@ def test_what_the_wheel_carries(wheel: Path) -> None:
     assert wheel.name == f"topoflight-{version}-py3-none-any.whl"
 
 
+@pytest.mark.long
 def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> None:
     """As `uvx --from FILE topoflight` has it: in an environment of its own, which sees the packages of this one."""
     venv.create(tmp_path / "own", symlinks=True)

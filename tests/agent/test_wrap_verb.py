@@ -105,8 +105,8 @@ def test_a_diff_is_shown_and_nothing_written_until_asked(tmp_path: Path) -> None
 @each_row(
     ("words", "says"),
     [
-        (["-", "--apply"], "--apply: writes over FILE"),
-        (["--require", "rdma.port.down"], "no gate runs"),
+        (["-", "--apply"], "--apply writes over FILE"),
+        (["--require", "rdma.port.down"], "--require requires --preflight-image."),
         (["--resource", "rdma/hca"], "must be NAME=COUNT"),
         (["--resource", "rdma/hca=half"], "must be a whole number"),
         (["--preflight-image", "a", "--require", "no.such"], "no.such"),
@@ -234,17 +234,14 @@ trainer.save_state()
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
-    """SFTTrainer under TrlParser in both pods over gloo: script, settings and command as the user wrote them.
-
-    TRL lives in the environment that bench/finetune_vs_trl.py makes for itself.
-    """
+    """SFTTrainer under TrlParser in both pods over gloo: script, settings and command as the user wrote them."""
+    from rigs.trl_python import trl_python
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from bench.finetune_vs_trl import compare_python
     from finetune.rows import load_tokenizer
 
     try:
-        python = compare_python()
+        python = trl_python()
     except (subprocess.CalledProcessError, OSError) as error:
         pytest.skip(f"TRL cannot be installed: {error}")
     LlamaForCausalLM(LlamaConfig(
@@ -346,8 +343,8 @@ def test_a_script_is_shown_and_what_is_not_its_own_refused(tmp_path: Path) -> No
     assert shown.exit_code == 0 and "--nproc-per-node=2" in shown.stdout and f"{script} --lr 'a b'" in shown.stdout
     assert "forecast: unknown: the arguments name no model_name_or_path" in shown.stderr
     for words, says in (
-        (["--model", "tiny-llama", "--script", str(script)], "--model: is of the built-in job"),
-        (["--api", "job", "--script", str(script)], "--script: is of a launch on this host"),
+        (["--model", "tiny-llama", "--script", str(script)], "--script and --model cannot be combined."),
+        (["--api", "job", "--script", str(script)], "--script and --api cannot be combined."),
         (["--dry-run", "--", "--lr", "1"], "arguments are of a --script"),
     ):
         said = CliRunner().invoke(launch, words)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Mount
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from browser import FLAGS, Tabs
 from playwright.sync_api import sync_playwright
 from rigs.agents import agent as agent_of
 from rigs.packages import apt_installed, npm_installed
 from rigs.recorded import NAMES
 from rigs.serving import serving
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from agent.http.server import create
 from agent.http.state import State

@@ -152,7 +152,8 @@ def hello(**changes):
 
 
 def measured(**changes):
-    event = {"event": "measured", "op": "all_gather", "bytes": 4096, "ranks": [0, 1, 2, 3], "rounds": 2, "wrong": []}
+    event = {"event": "measured", "op": "all_gather", "bytes": 4096, "ranks": [0, 1, 2, 3], "rounds": 2, "wrong": [],
+             "part": "", "times": 1}  # fmt: skip
     event |= {"iteration_seconds": [1e-3] * 10, "rank_median_seconds": [1e-3] * 4, "wait_seconds": [[1e-4] * 10] * 4}
     return event | changes
 
@@ -239,8 +240,8 @@ def test_a_rank_that_is_always_late_is_named_with_its_host_and_lateness(ranks):
 
 @each_row("ranks", [2, 8, 64])
 def test_ranks_that_are_alike_are_not_named(ranks):
-    """One-sided at 0.001 for a whole group: a name in 200 groups would be a one in five draw."""
-    assert sum(bool(named(ranks, 40, {}, seed)) for seed in range(200)) <= 2
+    """One-sided at 0.001 for a whole group: two names in 100 groups would be a one in 200 draw."""
+    assert sum(bool(named(ranks, 40, {}, seed)) for seed in range(100)) <= 1
 
 
 def test_two_late_ranks_of_many_are_both_named_the_later_one_first():

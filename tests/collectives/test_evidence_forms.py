@@ -46,32 +46,6 @@ def test_names_between_nodes(network: str, name: str) -> None:
     assert selected.gdrdma == "none"
 
 
-def test_libfabric_over_another_provider_is_not_efa() -> None:
-    """The same plugin drives Slingshot."""
-    verdict = read(
-        [
-            f"{HEAD}NET/OFI Selected Provider is cxi (found 4 nics)",
-            f"{HEAD}Channel 00/0 : 0[0] -> 4[0] [send] via NET/AWS Libfabric/0/GDRDMA",
-        ]
-    )
-    assert verdict.inter_node_transport == "cxi (AWS Libfabric)"
-
-
-def test_multi_node_nvlink_joins_nodes() -> None:
-    """An NVLink domain over several hosts is one node to NCCL, and needs no GPUDirect RDMA."""
-    verdict = read(
-        [
-            "gb-1:7:9 [0] NCCL INFO MNNVL 1 cliqueId 7ffe cliqueSize 8 cliqueRank 0",
-            "gb-1:7:9 [0] NCCL INFO comm 0x5 rank 0 nRanks 8 nNodes 1 localRanks 8 localRank 0 MNNVL 1",
-            "gb-1:7:9 [0] NCCL INFO Using network Socket",
-            "gb-1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] via P2P/MNNVL",
-        ]
-    )
-    assert verdict.inter_node_transport == "NVLink (MNNVL)"
-    assert (verdict.gdrdma, evidence.exit_code(verdict)) == ("none", evidence.PASS)
-    assert verdict.problems == ()
-
-
 @each_row(("text", "version"), rows("versions"))
 def test_versions(text: str, version: str) -> None:
     """Printed bare, at INFO, by RCCL, and glued to a neighbour."""
@@ -91,12 +65,6 @@ def test_distances_are_decoded_by_version(version: str, distance: int, name: str
     )
     assert verdict.gdr_paths[0].startswith(f"disabled: {name} where ")
     assert verdict.gdrdma == "none"
-
-
-def test_without_a_version_distances_stay_numbers() -> None:
-    """Not decoded is better than decoded wrongly."""
-    verdict = read([f"{HEAD}GPU Direct RDMA Enabled for GPU 0 / HCA 0 (distance 4 <= 5), read 0 mode Default"])
-    assert verdict.gdr_paths == ("enabled: distance 4 where distance 5 is allowed (1 lines)",)
 
 
 def test_json_is_plain() -> None:
@@ -158,7 +126,7 @@ def test_a_progress_bar_of_any_length_hides_no_message(redraws: int, tmp_path: P
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("times", [1, 30_000])
+@pytest.mark.parametrize("times", [1, 12_000])  # so many are more than a block
 def test_every_line_end_ends_the_last_line(end: str, times: int, tmp_path: Path) -> None:
     """A channel before the file's last line end is whole; without one the tag may have been next."""
     log = tmp_path / "train.log"
@@ -174,13 +142,3 @@ def test_a_log_in_one_json_string_is_read(tmp_path: Path) -> None:
     log.write_text(json.dumps({"logs": "step\n" * 400_000 + "\n".join(SOCKETS)}))
     verdict = evidence.read_file(log)
     assert (verdict.network, verdict.send.total, verdict.transports["SHM"]) == ("Socket", 1, 1)
-
-
-def test_channels_that_end_alike_are_counted_for_every_writer() -> None:
-    """Each process of a host may be met first with a channel end that others printed before."""
-    lines = [
-        f"[default{rank}]:{HEAD}Channel {n:02}/0 : 1[1] -> 2[0] [send] via NET/Socket/0\n"
-        for rank in range(8)
-        for n in range(4)
-    ]
-    assert read(lines).send == ChannelCount(total=32)

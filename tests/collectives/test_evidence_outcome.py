@@ -1,9 +1,8 @@
-# ruff: noqa: E501 - messages are quoted as they are printed
 """How a job ended is a statement of its own: good channels excuse no death, and no death makes channels bad."""
 
 from __future__ import annotations
 
-from evidence_rows import DIED, END, INFO, rows
+from evidence_rows import INFO, rows
 from rigs.logs import read
 from rigs.tables import each_row
 
@@ -43,64 +42,6 @@ def test_words_of_a_living_job_are_no_end(line: str) -> None:
     assert (verdict.problems, verdict.outcome) in [((), "unknown"), ((), "finished")]
 
 
-def test_the_cause_is_named_and_the_launchers_words_are_notes() -> None:
-    """One problem, the memory; what followed from it stands beside."""
-    verdict = read(
-        [
-            *GOOD,
-            "Traceback (most recent call last):",
-            '  File "train.py", line 3, in <module>',
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
-            "  exitcode  : 1 (pid: 4242)",
-            "srun: error: node-1: task 0: Exited with exit code 1",
-        ]
-    )
-    assert [problem.code for problem in verdict.problems] == ["gpu_out_of_memory"]
-    assert {"job_failed", "python_traceback"} <= {note.code for note in verdict.notes}
-
-
-def test_a_traceback_is_an_end_with_its_exception() -> None:
-    """The header alone may be quoted; an ignored exception, or one before the end of the job, ended nothing."""
-    header, error = "Traceback (most recent call last):", "ValueError: no such column"
-    assert [p.code for p in read([*GOOD, header, "  File ...", error]).problems] == ["python_traceback"]
-    assert [p.code for p in read([*GOOD, "[rank1]: " + header, "[rank1]: " + error]).problems] == ["python_traceback"]
-    assert read([*GOOD, header, "loss 1.0"]).problems == ()
-    assert read([*GOOD, "Exception ignored in: <function A.__del__>", header, error]).problems == ()
-    frame = '  File "/usr/lib/python3.10/multiprocessing/util.py", line 300, in _run_finalizers'
-    assert read([*GOOD, header, frame, "    finalizer()", error]).problems == ()
-    logged = "INFO: import of quick_gelu failed with: Traceback (most recent call last):"
-    assert read([*GOOD, logged, error]).problems == ()
-    finished = read([*GOOD, header, error, "{'train_runtime': 12.5, 'train_loss': 1.0}"])
-    assert (finished.problems, finished.outcome) == ((), "finished")
-    assert "python_traceback" in [note.code for note in finished.notes]
-
-
-@each_row(
-    "line",
-    [
-        "# Avg bus bandwidth    : 123.45",
-        "[INFO] [launch.py:348:main] Process 4242 exits successfully.",
-        "job exited with code 0",
-    ],
-)
-def test_an_end_that_a_line_states(line: str) -> None:
-    """Not known is not finished."""
-    assert read([*GOOD, line]).outcome == "finished"
-    assert read(GOOD).outcome == "unknown"
-
-
-def test_a_plugin_that_failed_ends_no_job_that_has_another_network() -> None:
-    """NCCL goes on with sockets; without a network that it names the job is over."""
-    failed = INFO.replace("INFO", "WARN") + "NET/OFI aws-ofi-nccl initialization failed"
-    chosen = [
-        f"{INFO}Using network Socket",
-        f"{INFO}comm 0x7f rank 6 nRanks 16 nNodes 2 localRanks 8 localRank 6 MNNVL 0",
-    ]
-    assert read([failed]).outcome == "failed"
-    assert read([failed, *chosen]).outcome == "unknown"
-
-
 @each_row(("code", "cause"), rows("causes"))
 @each_row("rank", ["", "10: ", "[rank3]: ", "(RayWorker pid=3, ip=10.0.0.1) "])
 def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: str) -> None:
@@ -112,13 +53,6 @@ def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: s
     assert code in [problem.code for problem in (*below.problems, *below.notes)]
     beside = read([*front, f"{rank}Last error: {cause}"])
     assert code in [problem.code for problem in (*beside.problems, *beside.notes)]
-
-
-def test_a_retry_is_no_failure_before_the_last() -> None:
-    """ "retrying (33/34)" goes on, "(34/34)" does not."""
-    line = f"{INFO}socketPollConnect: connect to 10.0.0.2<40> returned No route to host, retrying (%d/34) after sleep for 3400 msec"
-    assert read([*GOOD, line % 33]).problems == ()
-    assert [p.code for p in read([*GOOD, line % 34]).problems] == ["socket_connect_failed"]
 
 
 def test_every_code_that_ends_a_job_fails() -> None:
@@ -138,36 +72,3 @@ def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
 def test_words_that_only_resemble_an_end(line: str) -> None:
     """A handler, a text about errors, a zero."""
     assert read([*GOOD, line]).problems == ()
-
-
-def test_an_exception_in_a_thread_does_not_end_the_program() -> None:
-    """Python says so above the traceback; an interrupt by the keyboard does end it."""
-    header, error = "Traceback (most recent call last):", "ConnectionResetError: [Errno 104] Connection reset by peer"
-    assert read([*GOOD, "Exception in thread Thread-3 (run):", header, error]).problems == ()
-    stopped = read([*GOOD, header, '  File "train.py", line 3', "KeyboardInterrupt"])
-    assert [problem.code for problem in stopped.problems] == ["python_traceback"]
-
-
-STEP = "srun: error: node-1: task 0: Exited with exit code 1"
-
-
-def test_the_order_of_end_and_exception_decides_within_a_file() -> None:
-    """Caught before the end; after it the program died, whatever it had trained."""
-    assert read([*GOOD, *DIED, END]).outcome == "finished"
-    late = read([*GOOD, END, *DIED])
-    assert (late.outcome, [problem.code for problem in late.problems]) == ("failed", ["python_traceback"])
-
-
-def test_an_earlier_step_that_failed_is_a_note_where_the_job_came_to_its_end() -> None:
-    """Before the first line of NCCL, and with the end stated; else the failure stands."""
-    early = read([STEP, *GOOD, END])
-    assert (early.outcome, early.problems) == ("finished", ())
-    assert "job_failed" in [note.code for note in early.notes]
-    for lines in ([STEP, *GOOD], [*GOOD, STEP, END], [*GOOD, END, STEP], [STEP, *GOOD, END, STEP]):
-        assert read(lines).outcome == "failed"
-
-
-@each_row("line", ["Job 'raysubmit_a1b2' succeeded", "Successfully completed."])
-def test_a_scheduler_states_the_end(line: str) -> None:
-    """Ray's and LSF's own words."""
-    assert read([*GOOD, line]).outcome == "finished"

@@ -54,15 +54,6 @@ def test_the_node_without_gdrdma_and_the_node_with_a_port_down_are_named(tmp_pat
     assert verdict.problems[0].place == "node-b (ranks 2 to 3)"
 
 
-def test_a_warning_names_the_rank_of_its_process() -> None:
-    lines = [
-        *node("n", 0, gdrdma=True, hcas=1),
-        "n:401:501 [1] misc/shmutils.cc:72 NCCL WARN failed to extend /dev/shm",
-    ]
-    (problem,) = [p for p in read(lines).problems if p.code == "shm_too_small"]
-    assert (problem.hosts, problem.ranks) == (("n",), (1,))
-
-
 def test_the_log_of_some_ranks_is_no_single_node() -> None:
     wrong = []
     for lines, code, words in rows("parts"):
@@ -76,25 +67,6 @@ def test_the_log_of_some_ranks_is_no_single_node() -> None:
 
 IB = ["n1:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
       "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0"]  # fmt: skip
-USABLE = "n1:1:2 [0] NCCL INFO NET/IB : GPU Direct RDMA {} for HCA 0 'mlx5_0'"
-
-
-def test_the_reason_in_the_log_comes_before_the_module() -> None:
-    """Where the log says that DMA-BUF or peer memory works, nobody is sent to load nvidia_peermem."""
-    far = "n1:1:2 [0] NCCL INFO GPU Direct RDMA Disabled for GPU 0 / HCA 0 (distance 5 > 4)"
-    wrong = []
-    for lines, first in (
-        ([USABLE.format("(DMABUF) enabled")], "ib_without_gdrdma"),
-        (["n1:1:2 [0] NCCL INFO DMA-BUF is available on GPU device 0"], "ib_without_gdrdma"),
-        ([USABLE.format("Enabled"), far], "gdr_distance_too_far"),
-        ([far], "gdr_distance_too_far"),
-        ([USABLE.format("Disabled")], "peermem_missing"),
-    ):
-        problems = read([*lines, *IB]).problems
-        loads = "peermem" in problems[0].action
-        if problems[0].code != first or problems[0].severity != "fail" or loads != (first == "peermem_missing"):
-            wrong.append((lines, problems[0]))
-    assert wrong == []
 
 
 WARN = "h:1:2 [1] src/x.cc:220 NCCL WARN "
@@ -116,26 +88,6 @@ def test_texts_of_runtimes_and_launchers() -> None:
     assert [line for line in quiet if read([line]).problems[0].code != "no_transport_evidence"] == []
 
 
-SOCKET = ["h:1:2 [0] NCCL INFO NET/Socket : Using [0]{0}:fe80::1%{0}<0>"]
-
-
-def test_sockets_before_2_5_and_interfaces_that_lead_nowhere() -> None:
-    """No line names the network there; a tunnel or bridge gets a hint, a NIC none."""
-    old = [
-        "h:1:2 [0] NCCL INFO NET : Using interface eth0:10.0.0.1<0>",
-        "h:1:2 [0] NCCL INFO NET/Socket : 1 interfaces found",
-    ]
-    assert read(old).inter_node_transport == "Socket"
-    wrong = []
-    for name, odd in (("sit0", True), ("ip6tnl0", True), ("tun0", True), ("wg0", True), ("veth1a2b", True),
-                      ("br-9f", True), ("eth0", False), ("ens5f0np0", False), ("bond0", False),
-                      ("ib0", False)):  # fmt: skip
-        codes = [p.code for p in read([SOCKET[0].format(name)]).problems]
-        if ("docker_interface_used" in codes) != odd:
-            wrong.append((name, codes))
-    assert wrong == []
-
-
 @pytest.mark.parametrize("gz", [False, True])
 def test_other_texts_get_an_answer_of_their_own(gz: bool, tmp_path: Path) -> None:
     """Saved RAS, ibstat, rdma link and kernel logs; none of them proves a channel."""
@@ -153,27 +105,7 @@ def test_other_texts_get_an_answer_of_their_own(gz: bool, tmp_path: Path) -> Non
     assert wrong == []
 
 
-GDR = [f"nodeb:40:41 [0] NCCL INFO Channel 00/0 : {way} via NET/IB/0/GDRDMA"
-       for way in ("7[7] -> 8[0] [receive]", "15[7] -> 0[0] [send]")]  # fmt: skip
-FLUSH = (
-    "n1:7:8 [0] NCCL WARN NET/IB : Got completion from peer 10.1.32.3<5> with error 5, opcode 0, len 0, vendor err 249"
-)
 MNNVL = ":100:200 [0] NCCL INFO MNNVL 1 cliqueId {} cliqueSize 4 cliqueRank 0"
-OF_ANOTHER = [
-    ("a part of the ranks", ["ranks_missing"], ["nodeb"], [
-        *(f"nodeb:40:41 [{n}] NCCL INFO comm 0x5 rank {8 + n} nranks 16 cudaDev {n} nvmlDev {n} busId {n}b000 "
-          "commId 0x8 - Init START" for n in range(8)), *GDR,
-    ]),
-    ("only what another failure leads to", ["ib_flush_error"], ["n1"], [FLUSH]),
-    ("it leads to no failure", [], [],
-     [FLUSH, *GDR, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 48.1"]),
-    ("by mpirun", ["process_killed"], ["gpu7"],
-     ["mpirun noticed that process rank 3 with PID 0 on node gpu7 exited on signal 9 (Killed)."]),
-    ("by srun", ["host_out_of_memory"], ["gpu07"],
-     ["srun: error: gpu07: task 3: Out Of Memory", "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0."]),
-    ("by the kernel", ["gpu_xid"], ["node3"],
-     ["Aug 01 10:00:00 node3 kernel: NVRM: Xid (PCI:0000:9b:00): 79, pid=1, name=python, GPU has fallen off the bus."]),
-]  # fmt: skip
 
 
 def _logs_of(nodes: Iterable[int], ranks: int, torn: int = -1) -> list[str]:
@@ -202,19 +134,3 @@ def test_nodes_without_a_log_are_missing(text: list[str], missing: str) -> None:
     """The first, the last and one between them; a rank whose line is torn is no node."""
     told = [each.message for each in read(text).problems if each.code == "ranks_missing"]
     assert [missing in each for each in told] == [True] * bool(missing)
-
-
-@each_row(("name", "expected", "hosts", "text"), OF_ANOTHER)
-def test_what_a_log_says_of_others(name: str, expected: list[str], hosts: list[str], text: list[str]) -> None:
-    """A part is not the whole; what follows from a failure elsewhere fails; launchers and kernels name a host."""
-    problems = [each for each in read(text).problems if each.severity != "info"]
-    assert ([each.code for each in problems], [host for each in problems for host in each.hosts]) == (expected, hosts)
-
-
-def test_cliques_that_end_at_their_hosts_join_no_nodes() -> None:
-    """NCCL calls channels within a node MNNVL too."""
-    ends = [f"gb-{n}{MNNVL.format(n)}" for n in (1, 2)]
-    within = "gb-1:100:200 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL"
-    comm = "gb-1:100:200 [0] NCCL INFO comm 0xb rank 0 nRanks 8 nNodes 2 localRanks 4 localRank 0 MNNVL 1"
-    verdict = read([*ends, comm, within, *(line.replace("nodeb", "gb-2") for line in GDR)])
-    assert (verdict.inter_node_transport, verdict.mnnvl_use) == ("IB", "off")

@@ -116,25 +116,6 @@ def test_a_wrapped_line_is_joined(cut: int, prefix: str) -> None:
     assert verdict.send.total + verdict.undirected.total == 1
 
 
-def test_the_end_of_a_cut_file_is_not_off() -> None:
-    """The file was cut right behind the device: the tag may have been next."""
-    lines = ["x\n", "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0"]
-    assert read(lines).gdrdma == "none"
-    assert read([*lines[:1], lines[1] + "\n"]).gdrdma == "off"
-
-
-def test_a_tag_on_its_own_line_explains_a_channel_that_lacks_it() -> None:
-    """Writers cut each other: the tag came later."""
-    on = "n1:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
-    bare = "n1:1:2 [0] NCCL INFO Channel 02/0 : 0[0] -> 2[0] [send] via NET/IB/0"
-    neighbour = "n3:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
-    assert read([on, bare, on, "/GDRDMA"]).gdrdma == "on"
-    assert read([on, bare, on, neighbour + "/GDRDMA"]).gdrdma == "on"
-    assert read([on, bare, bare, on, "/GDRDMA"]).gdrdma == "partial"
-    assert read([on, bare, on]).gdrdma == "partial"
-    assert read([on, bare, on, "+ grep -c 'NCCL INFO.*via NET/.*/GDRDMA' log"]).gdrdma == "partial"
-
-
 def test_names_made_up_by_tearing_are_no_mix() -> None:
     """One torn line in hundreds does not make a second transport."""
     head = "n1:1:2 [0] NCCL INFO"
@@ -148,33 +129,6 @@ def test_names_made_up_by_tearing_are_no_mix() -> None:
     few = read([*lines[:2], *lines[300:304], lines[-1]])
     assert few.inter_node_transport == "mixed IB (plugin IBext) + IB"
     assert few.intra_node_transport == "mixed P2P/IPC/read + P2P/IPC"
-
-
-def test_only_the_ends_of_lines() -> None:
-    """``grep -o 'via NET.*'``: the transport and the tag are there, the direction is not."""
-    verdict = read(["via NET/IB/0/GDRDMA", "via NET/IB/1/GDRDMA"])
-    assert (verdict.gdrdma, verdict.undirected) == ("on", ChannelCount(total=2, gdrdma=2))
-
-
-def test_text_about_logs_is_no_evidence() -> None:
-    """A script that greps for the line, and prose, prove nothing."""
-    verdict = read(
-        [
-            "+ grep -q 'via NET/IB/.*/GDRDMA' nccl.log",
-            "expect lines such as via NET/IB/0/GDRDMA in the log",
-            "data goes via NET/IB",
-        ]
-    )
-    assert (verdict.gdrdma, verdict.transports) == ("none", {})
-    assert evidence.exit_code(verdict) == evidence.NO_EVIDENCE
-
-
-def test_html_and_json_logs() -> None:
-    """Logs out of a browser or a container runtime."""
-    html = "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -&gt; 2[0] [send] via NET/IB/0/GDRDMA<br>"
-    runtime = '{"log":"n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -\\u003e 1[1] via P2P/CUMEM\\n","stream":"stdout"}'
-    verdict = read([html, runtime])
-    assert (verdict.gdrdma, verdict.intra_node_transport) == ("on", "P2P/CUMEM")
 
 
 @settings(max_examples=100, deadline=None)

@@ -124,12 +124,6 @@ def test_the_same_seed_gives_every_rank_the_same_rounds():
     assert second.next_round() == ()
 
 
-@each_row(("setting", "value"), [("false_alarm", 0.0), ("miss", 0.5), ("error", -1), ("slow_node", 1)])
-def test_an_impossible_rate_is_refused_by_name(setting, value):
-    with pytest.raises(ValueError, match=f"{setting}: {value!r} is not allowed"):
-        Rates(**{setting: value})
-
-
 def test_results_of_pairs_that_were_not_asked_are_refused():
     found = Search(8)
     found.next_round()

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 from rigs.packages import apt_unpacked
-
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "dashboards"))
 
 
 @pytest.fixture(scope="session")

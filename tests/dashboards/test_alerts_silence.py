@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from agent_pod import healthy, in_pod
 from alerts import ALERTS
 from prometheus_client.parser import text_string_to_metric_families
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
-
-from agent_pod import healthy, in_pod
 from rigs.tables import each_row
 
 from agent.checks.view import View

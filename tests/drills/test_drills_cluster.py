@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from drill_ground import MACHINES, ROOT, Ground, drill, eventually
+from api_server import ApiServer, configuration, write_kubeconfig
+from drill_ground import MACHINES, Ground, drill, eventually
 from relay import Relay, certificate
 
 from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from agent.cluster.publish import Publisher
 from agent.cluster.watch import Watcher
-
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-
-from api_server import ApiServer, configuration, write_kubeconfig
 
 pytestmark = pytest.mark.long
 

@@ -13,17 +13,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import nvml_profile
 import pytest
 from blocking_file import BlockingFile
-from drill_ground import MARK, ROOT, Ground, drill, eventually, machine
+from drill_ground import MARK, Ground, drill, eventually, machine
 
 from probes.api import Failed, Ok, Snapshot
 from probes.registry import BY_NAME
 from probes.scanner import Scanner
-
-sys.path.insert(0, str(ROOT / "tests" / "fakes" / "nvml"))
-
-import nvml_profile
 
 pytestmark = pytest.mark.long
 

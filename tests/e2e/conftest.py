@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import real_cluster
 from api_server import CRD, ApiServer, write_kubeconfig
 from e2e_client import client_of

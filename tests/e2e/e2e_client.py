@@ -13,16 +13,12 @@ from typing import Any
 
 import urllib3
 from api_server import ApiServer, configuration
+from kustomization import render
 from rigs.waiting import eventually
 
 from agent.cluster.client import Client
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
-
-from kustomization import render
-
 ROOT = Path(__file__).parents[2]
-MACHINES = ROOT / "tests/machines"
 
 
 def merge(client: Client, path: str, document: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -22,13 +21,10 @@ from typing import Any
 
 import pytest
 import yaml
+from kustomization import CLUSTER_SCOPED, render
 from rigs.waiting import eventually
 
 from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "agent"))
-
-from kustomization import CLUSTER_SCOPED, render
 
 ROOT = Path(__file__).parent.parent.parent
 Document = dict[str, Any]

@@ -25,7 +25,7 @@ from finetune.post import write_termination_message
 
 WORDS = [
     "--host", str(path_of()), "--model", "Llama-3.1-8B", "--nodes", "2", "--image", "registry.example/f:1",
-    "--api", "job", "--claim", "shared", "--set", "dataset_name=openai/gsm8k", "--set", "max_steps=100",
+    "--api", "job", "--claim", "shared", "--set", "dataset_name=synthetic:arithmetic", "--set", "max_steps=100",
     "--name", "sft",
     "--over", "eth0,10G", "--over", "net1=training/macvlan,25G", "--over", "rdma=training/macvlan",
 ]  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_job_that_is_not_done_in_time_is_unknown(cluster: Cluster, tmp_path: P
     [
         (["--over", "net1=a/b/c"], "--over 'net1=a/b/c': must be INTERFACE"),
         (["--over", "eth0"], "each once"),
-        (["--model", "tiny-llama", "--api", "local", "--dry-run"], "is of jobs on a cluster"),
+        (["--model", "tiny-llama", "--api", "local", "--dry-run"], "requires --api."),
     ],
 )
 def test_what_cannot_be_meant_is_refused(cluster: Cluster, tmp_path: Path, words: list[str], told: str) -> None:

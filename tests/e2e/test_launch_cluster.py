@@ -18,9 +18,9 @@ from rigs.tables import each_row
 from agent.advice.advise import answer
 from agent.advice.request import Request
 from agent.cli.launch import launch
+from agent.cluster.client import ApiError
 from agent.jobs import cluster_job, submission
 from contracts.job_plan import JobPlan, read
-from planner.kubernetes.job import JobError
 
 H100 = path_of()
 GIVEN = {
@@ -49,7 +49,7 @@ def test_a_job_that_exists_is_not_overwritten(api: ApiServer) -> None:
     """And the error says that nothing was made."""
     client = client_of(api)
     assert len(list(submission.create(client, documents("trainjob", "sft")))) == 3
-    with pytest.raises(JobError, match=r"trainjob/sft: the API server says 409.*nothing was made"):
+    with pytest.raises(ApiError, match=r"trainjob/sft: the API server says 409.*nothing was made"):
         list(submission.create(client, documents("trainjob", "sft")))
 
 
@@ -171,7 +171,7 @@ GATE = ["--preflight-image", "r.example/t:1"]
     ("words", "told"),
     [
         (["--dry-run", "-o", "xml"], "'xml' is not one of 'yaml', 'json'"),
-        (["-o", "yaml"], "-o yaml: goes with --dry-run"),
+        (["-o", "yaml"], "-o requires --dry-run."),
         ([*WORDS[:-2], *DRY], "no data set is named"),
         ([*NO_CLAIM, *DRY], "2 nodes write one run"),
         ([*WORDS, *DRY, "--set", "output_dir=/tmp/run"], "output_dir=/tmp/run"),
@@ -180,15 +180,15 @@ GATE = ["--preflight-image", "r.example/t:1"]
         ([*WORDS, *DRY, "--set", "output_dir=/mnt/shared/../x"], "must be below /mnt/shared"),
         ([*WORDS, *DRY[:-1], "--require", "rdma.port.dwon", *GATE], "no such check"),
         ([*WORDS, *DRY[:-1], "--require", "rdma.port.down"], "the pods run no gate"),
-        ([*WORDS, *DRY, *GATE], "--no-preflight wants none"),
+        ([*WORDS, *DRY, *GATE], "--preflight-image and --no-preflight cannot be combined."),
         ([*WORDS, *DRY, "--storage-class", "Fast SSD"], "--storage-class='Fast SSD'"),
         ([*WORDS, *DRY, "--storage-class", "fast", "--storage-size", "0Gi"], "--storage-size='0Gi'"),
         ([*WORDS, *DRY, "--storage-class", "fast", "--storage-size", "500GB"], "--storage-size='500GB'"),
         ([*WORDS, *DRY, "--resource", "nvidia.com/gpu=4"], "the plan has 8 ranks in a pod"),
-        ([*WORDS, *DRY, "--machine", "p5.48xlarge"], "give one of them"),
-        ([*WORDS, *DRY, "--timeout", "60"], "--timeout: is of a launch on this host"),
-        ([*WORDS, *DRY, "--output", "somewhere"], "--output: is of a launch on this host"),
-        *((["--dry-run", *words], f"{words[0]}: is of a job on a cluster") for words in (
+        ([*WORDS, *DRY, "--machine", "p5.48xlarge"], "--machine and --host cannot be combined."),
+        ([*WORDS, *DRY, "--timeout", "60"], "--timeout and --api cannot be combined."),
+        ([*WORDS, *DRY, "--output", "somewhere"], "--output and --api cannot be combined."),
+        *((["--dry-run", *words], f"{words[0]} requires --api.") for words in (
             ["--claim", "c"], ["--queue", "q"], ["--resource", "cpu=1"], ["--wait", "5"], ["--namespace", "a"])),
     ],
 )  # fmt: skip
@@ -301,7 +301,6 @@ def test_devices_that_cannot_be_chosen_are_named(kubeconfig: ApiServer) -> None:
     assert asked_nobody.exit_code == 2 and "not asked what the nodes offer" in asked_nobody.output
 
 
-API_NAMES = ["trainjob", "pytorchjob", "job"]
 COLLECTIONS = {
     "trainjob": "/apis/trainer.kubeflow.org/v1alpha1/trainjobs", "pytorchjob": "/apis/kubeflow.org/v1/pytorchjobs",
     "job": "/apis/batch/v1/jobs",
@@ -313,13 +312,12 @@ def launched(*words: str) -> Any:
     return CliRunner().invoke(launch, [*WORDS, "--name", "sft", *words])
 
 
-@pytest.mark.parametrize("kind", API_NAMES)
 @pytest.mark.parametrize(
-    ("condition", "code", "told"),
+    ("kind", "condition", "code", "told"),
     [
-        ("Failed", 0, "had failed: deleted"),
-        ("Complete", 1, "is complete: --name"),
-        (None, 1, "is not done; nothing was made"),
+        *((kind, "Failed", 0, "had failed: deleted") for kind in COLLECTIONS),
+        ("trainjob", "Complete", 1, "is complete: --name"),
+        ("job", None, 1, "is not done; nothing was made"),
     ],
 )
 def test_the_same_command_goes_on_after_a_job_that_failed(
@@ -358,7 +356,7 @@ def test_what_was_there_is_not_called_created(kubeconfig: ApiServer) -> None:
 PSS = 'pods "sft-0-x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities'
 
 
-@pytest.mark.parametrize("kind", API_NAMES)
+@pytest.mark.parametrize("kind", COLLECTIONS)
 def test_pods_that_admission_refuses_are_told(kubeconfig: ApiServer, kind: str) -> None:
     """Created is not all: exit code 3 and the controller's words, of the child Job of a TrainJob too."""
     kubeconfig.pods_refused = PSS
@@ -405,7 +403,7 @@ def test_no_pod_and_no_event_is_unknown(kubeconfig: ApiServer) -> None:
     kubeconfig.controllers = False
     done = launched("--api", "pytorchjob", "--wait", "0.1")
     assert done.exit_code == 5 and "is its operator running?" in done.stderr
-    for kind in API_NAMES:
+    for kind in COLLECTIONS:
         words = [*WORDS, "--name", "q", "--api", kind, "--queue", "team", "--wait", "0.1", "--no-dra"]
         queued = CliRunner().invoke(launch, words)
         assert queued.exit_code == 0 and "waits for its queue" in queued.stderr, kind

@@ -133,7 +133,7 @@ def test_other_words_of_such_a_file_are_what_is_planned(
     job = tmp_path / "job.yaml"
     file = {**yaml.safe_load(USERS.read_text()), **changed}
     job.write_text(yaml.safe_dump({name: value for name, value in file.items() if value is not None}))
-    done = launched("job", "--dry-run", config=job)
+    done = launched("job", "--dry-run", "--lengths", "100:7000,249:473", config=job)
     assert done.exit_code == 0, done.output
     files = next(each for each in yaml.safe_load_all(done.stdout) if each["kind"] == "ConfigMap")
     document = yaml.safe_dump(json.loads(files["data"]["plan.json"]))

@@ -93,6 +93,7 @@ def test_time_and_money_are_those_of_the_whole_run_and_the_picture_has_a_bar_a_n
     assert (failed.exit_code, replace(failed, bars=failed.bars[1:]).exit_code) == (3, 5)
 
 
+@pytest.mark.long
 @each_row("word", ["eth0", "eth0=fast", "eth0=0mbit", "lo=10mbit", "e th=1gbit", "a" * 16 + "=1gbit"])
 def test_a_network_that_cannot_be_made_is_named_with_what_can(word):
     """As any user's mistake: exit code 2."""

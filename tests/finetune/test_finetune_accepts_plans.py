@@ -6,6 +6,7 @@ from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
+import pytest
 from rigs.tables import each_row
 from test_finetune_equivalence import LAYOUTS, cases_of
 
@@ -33,6 +34,7 @@ def best(machine, nodes, name, method, packing):
     return [candidate.layout for candidate in found.best]
 
 
+@pytest.mark.long
 @each_row(("machine", "nodes"), MACHINES)
 @each_row("name", MODELS)
 @each_row(("method", "packing"), JOBS)

@@ -203,12 +203,16 @@ def test_what_trl_may_say_and_this_job_cannot(raw, words):
 
 def test_all_that_a_file_says_and_cannot_be_is_named_at_once():
     """One correction, not one a start; of a long value its beginning."""
-    several = {"push_to_hub": True, "trust_remote_code": True, "lora_r": "x",
+    several = {"push_to_hub": True, "trust_remote_code": True, "lora_r": "x", "lora_alpha": -1, "report_to": "wandb",
+               "fp16": True, "warmup_ratio": "y", "data_seed": 7, "bf16": "perhaps", "fsdp": "all",
+               "deepspeed": "no.json",
                "dataset_mixture": {"datasets": [{"id": f"org/name-{n}"} for n in range(50)]}}  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         parse_config(several)
     text = str(caught.value)
-    assert [name for name in several if f"{name}=" in text] == list(several)
+    assert [name for name in several if f"{name}=" in text] == [name for name in several if name != "fp16"]
+    with pytest.raises(ConfigError, match=r"unknown setting 'lora_rr'; close: lora_r.*fp16=true.*report_to='wandb'"):
+        parse_config({"lora_rr": 8, "fp16": True, "report_to": "wandb"})
     assert "org/name-0" in text and "org/name-9" not in text
 
 

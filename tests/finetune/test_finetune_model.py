@@ -16,6 +16,7 @@ from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import NamedValue, RunForecast
 from contracts.layout import ROPE_TYPES, Layout
 from contracts.run_record import Measured, RunPart, RunRecord
+from finetune import train
 from finetune.checkpoint import start_moments, training_state
 from finetune.data import collate, pack, prepare
 from finetune.loop import clip_gradients, learning_rate
@@ -106,13 +107,20 @@ def test_packed_rows_do_not_see_each_other(tmp_path, family):
         assert float(total([chunk], batch)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_other_families_are_refused(tmp_path):
-    """A model that the job cannot cut is named."""
-    from transformers import GPT2Config
-
-    GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=259).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="gpt2"):
+@each_row("family", ["gpt2", "falcon", "gpt_neox", "bloom", "phi"])
+def test_other_families_are_refused(tmp_path, family):
+    """A model that the job cannot cut is named, also one whose code does not take this job's attention."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ConfigError, match=f"is a {family}: this job runs"):
         build_model(JobConfig(model_name_or_path=f"random:{tmp_path}"), "fp32")
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_before_anything_loads(tmp_path, capsys):
+    """Exit code 2 and one line."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file/run"
+    assert train.main([f"output_dir={place}"]) == ConfigError.code
+    assert f"output_dir='{place}': the folder cannot be made: Not a directory" in capsys.readouterr().err
 
 
 @each_row("kind", ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"])

@@ -171,8 +171,9 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
         pytest.skip(f"mount is not allowed here: {mounted.stderr.decode().strip()}")
     try:
         whole_model = ("use_peft=false", "lora_modules_to_save=[]", "save_total_limit=1")
-        code, _ = run_job(disk / "out", *whole_model)
+        code, record = run_job(disk / "out", *whole_model)
         assert code == SaveError.code
+        assert f"the disk of {disk / 'out'} is full (" in record["reason"]
         assert [p.name for p in list_checkpoints(disk / "out")] == ["checkpoint-4"]
         assert not list((disk / "out").glob(".checkpoint-*"))
         shutil.copytree(disk / "out", tmp_path / "roomy")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from readers import TARGETS
+from fuzz_targets import targets
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
@@ -38,7 +38,7 @@ from contracts.plain import loads as plain
 from contracts.rank_state import StateError
 from contracts.rank_state import read as read_state
 from planner.forecast.calibration import CalibrationError, load_calibration
-from planner.forecast.models import ModelError, load_model
+from planner.forecast.models import ModelError, model_from_file
 from planner.lint.sources import EnvironmentTextError, read_environment
 from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
@@ -67,7 +67,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),
-    ("config.json", lambda path: load_model(str(path)), ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
+    ("config.json", model_from_file, ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
@@ -107,6 +107,7 @@ def test_too_much_is_refused_by_name(
         assert len(str(caught.value)) < 2000, (what, content[:40])
 
 
+@pytest.mark.long
 def test_a_pickle_costs_bounded_time_and_memory() -> None:
     """Whatever stands in it: one byte may make a dict, and asks for 600 MiB in a file of 8 MB."""
     code = """
@@ -233,7 +234,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     }  # fmt: skip
     # read in blocks of 1 MiB; words of a request, which HTTP caps; 4 KiB by the probe; the first MiB of a file, twice
     flat = {"nccl_log", "trace_lines", "words", "pci_config", "token_file"}
-    assert set(TARGETS) == bounded | flat
+    assert set(targets()) == bounded | flat
 
 
 BOMBS = """
@@ -263,6 +264,7 @@ for name, data in inputs:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1100)
 def test_bombs_end_soon_in_a_small_process() -> None:
     """Billion laughs in YAML lists, merges and XML, long lines, deep brackets, a gzip bomb: all refused or read."""

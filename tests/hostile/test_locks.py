@@ -97,13 +97,13 @@ def test_what_runs_here_is_what_is_locked() -> None:
 
 
 def test_the_licences_and_the_sbom_are_of_the_agents_lock() -> None:
-    """docs/licences.md is what `make sbom` would write now; the SBOM names every package with a purl and a hash."""
+    """The page of licences is what `make sbom` would write now; the SBOM names every package with a purl and a hash."""
     import sys
 
     sys.path.insert(0, str(ROOT / "locks"))
     import inventory
 
-    assert inventory.table() == (ROOT / "docs/licences.md").read_text(encoding="utf-8"), "make sbom"
+    assert inventory.table() == (ROOT / "docs/reference/licences.md").read_text(encoding="utf-8"), "make sbom"
     bom = inventory.sbom()
     made = bom["components"]
     assert len(made) > 20

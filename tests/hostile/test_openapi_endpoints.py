@@ -25,6 +25,8 @@ from agent.http.state import State
 if TYPE_CHECKING:
     from schemathesis import Case, Response
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = int(os.environ.get("TOPOFLIGHT_DOORS_EXAMPLES", "12"))
 
 

@@ -11,19 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import resident
 import urllib3
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
-
-import resident
 from rigs.agents import TOKEN, agent, bearer, token_file
 from rigs.agents import tokens as tokens_in
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
 from agent.base.documents import write_atomic
@@ -137,6 +134,7 @@ def test_a_hostile_host_name_stays_text_in_every_format(tmp_path: Path) -> None:
 ANY = st.text(max_size=60)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(words=st.lists(ANY, min_size=1, max_size=3), value=ANY, network=ANY, file=ANY)
 def test_manifests_hold_any_text_as_data(words: list[str], value: str, network: str, file: str) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import containers
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parent.parent / name) for name in ("agent", "e2e"))]
-
-import containers  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def podman(*words: str, check: bool = True, timeout: float = SECONDS) -> subproc
 
 
 def build(kind: str) -> tuple[str, str, float]:
-    """Build an image as docs/kubernetes.md does, from the base. Returns its name, the build's log, and its seconds."""
+    """Build an image as the Kubernetes page does. Returns its name, the build's log, and its seconds."""
     tag, began = f"localhost/topoflight-{kind}:test", time.monotonic()
     done = _engine(
         "buildah", "build", "--layers", "--isolation", "chroot", "--network", "host", *_pip_mounts(),

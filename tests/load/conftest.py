@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "bench"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import resident
 from load_served import H100, Served
 from rigs.packages import apt_installed

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import crowds
 import load
 import psutil
 import pytest
@@ -25,8 +26,10 @@ from starlette.requests import Request
 
 from agent.http.worker import ProblemError, Worker
 
+pytestmark = pytest.mark.long
+
 MOST_WAITING = 8
-LONGEST_SECONDS = 8.0
+LONGEST_SECONDS = 20.0  # a busy machine takes its time to start the process, which is scheduled last
 IDLE_SECONDS = 6.0
 # The agent with two endpoints and its worker with two questions more: one that has no end, and one that has an error.
 ASKED_TOO = """
@@ -243,15 +246,14 @@ def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at
     assert [getattr(error, "status", error) for error in refused] == [503, 503]
 
 
-@pytest.mark.long
 def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
     """p99 of /metrics beside many clients on costly questions: within three times what it is alone, in some round."""
-    resident.get(served.port, load.COSTLY.format(1, 1024))
+    resident.get(served.port, crowds.COSTLY.format(1, 1024))
     seen = []
     for _ in range(5):  # the three latest of three hundred are other work's as often as the agent's
-        alone = load.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
-        with load.background_load(served.port):
-            beside = load.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
+        alone = crowds.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
+        with crowds.background_load(served.port):
+            beside = crowds.percentile(load.latencies(served.port, "/metrics", 300), 0.99)
         seen.append((alone, beside))
         if beside <= 3 * alone:
             return

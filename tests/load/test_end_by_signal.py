@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import resident
 import yaml
+from api_server import write_kubeconfig
 from load_served import H100, ROOT
 from rigs.waiting import eventually
 
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-
-from api_server import write_kubeconfig
+pytestmark = pytest.mark.long
 
 GRACE_SECONDS = next(
     document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]

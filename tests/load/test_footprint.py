@@ -10,6 +10,8 @@ import footprint
 import pytest
 import resident
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent.parent
 NOISE_MIB = 3.0  # allocators keep freed pages; ten scans and a hundred requests that leak a page each show more
 
@@ -29,7 +31,6 @@ def test_memory_at_rest(restored: tuple[str, dict[str, str]], tmp_path: Path) ->
     assert paged.resident <= footprint.AIMS["publishing"]
 
 
-@pytest.mark.long
 def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """Into the stand-in for the API server, measured once it has published: its start is spread over some seconds."""
     root, environment = restored
@@ -39,7 +40,6 @@ def test_memory_with_publishing(restored: tuple[str, dict[str, str]], tmp_path: 
     assert loud.pss <= footprint.AIMS["publishing"]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_nothing_grows(restored: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     """From the first third of many scans and requests to the last."""
@@ -59,7 +59,6 @@ def test_help_costs_a_few_bare_interpreters() -> None:
     assert spent < 10 * bare
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_bench_of_speed_runs() -> None:
     """With little to do; `make bench` runs it and the benches whose parts other tests run."""

@@ -21,6 +21,8 @@ from rigs.waiting import eventually
 from agent.http.access import HEAD_BYTES, LimitedProtocol
 from agent.http.serve import BACKLOG
 
+pytestmark = pytest.mark.long
+
 QUICK = """
 import sys
 from agent.http import serve

@@ -11,13 +11,10 @@ from dataclasses import replace
 import psutil
 import pytest
 import resident
-from load_served import H100, ROOT, Served
-from rigs.waiting import eventually
-
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-
 from api_server import ApiServer, write_kubeconfig
+from load_served import H100, Served
 from rigs.recorded import view
+from rigs.waiting import eventually
 
 from agent.cluster.nodes import NodeRecord, records_of, to_resource
 

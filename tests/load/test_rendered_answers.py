@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import load as loading
+import crowds
 import pytest
 import resident
 from load_served import Served
@@ -80,11 +80,12 @@ def test_stored_answers_are_bounded_and_the_oldest_give_way() -> None:
     assert [number for number in asked if rendered.get(seen, number)] == [*asked[MOST_ANSWERS:]]
 
 
+@pytest.mark.long
 def test_a_hundred_clients_that_ask_the_same_are_all_answered(served: Served) -> None:
     """Scans come every second: none of the hundred is turned away when an answer must be made anew, none errs."""
     for path in ("/metrics", "/recommendations", "/recommendations?model=Llama-3.1-8B"):
         resident.get(served.port, path)
-        found = loading.load(served.port, path, clients=loading.CLIENTS, seconds=1.5, least=2 * loading.CLIENTS)
+        found = crowds.load(served.port, path, clients=crowds.CLIENTS, seconds=1.5, least=2 * crowds.CLIENTS)
         assert found.errors == 0
         assert set(found.statuses) == {200}, found.statuses
 
@@ -95,9 +96,9 @@ def test_a_scrape_is_no_slower_than_node_exporters(served: Served, node_exporter
     with resident.exporter() as (_, other):
         late: list[tuple[float, ...]] = []
         for _ in range(5):  # the three latest of three hundred are other work's as often as the server's
-            ours, theirs = loading.side_by_side([served.port, other], scrapes=300)
-            assert loading.percentile(ours, 0.5) <= loading.percentile(theirs, 0.5)
-            late.append(tuple(loading.percentile(values, 0.99) for values in (ours, theirs)))
+            ours, theirs = crowds.side_by_side([served.port, other], scrapes=300)
+            assert crowds.percentile(ours, 0.5) <= crowds.percentile(theirs, 0.5)
+            late.append(tuple(crowds.percentile(values, 0.99) for values in (ours, theirs)))
             best_of_ours, best_of_theirs = map(min, zip(*late, strict=True))
             if best_of_ours <= best_of_theirs:
                 return

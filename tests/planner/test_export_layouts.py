@@ -80,6 +80,7 @@ def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
         assert settle_layout(JobPlan(config=settings), answer.chosen.layout.world_size, True) == answer.chosen.layout
 
 
+@pytest.mark.long
 def test_accelerate_reads_its_file(tmp_path: Path) -> None:
     """accelerate's own loader accepts it and sees FSDP2 with the degrees."""
     reader = pytest.importorskip("accelerate.commands.config.config_args", reason="accelerate is not installed")
@@ -98,6 +99,7 @@ def test_accelerate_reads_its_file(tmp_path: Path) -> None:
     assert loaded.parallelism_config["parallelism_config_dp_replicate_size"] == 2
 
 
+@pytest.mark.long
 def test_trl_names_are_those_of_training_arguments() -> None:
     """Every key that is not TRL's or the model's is a field of transformers' TrainingArguments."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -128,6 +130,7 @@ def test_trl_loads_the_model_in_a_type_that_trains(precision: Any, train: dict[s
     assert yaml.safe_load(export("trl", request(layout, **train)))["dtype"] == dtype
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_transformers_trains_weights_in_the_type_that_they_were_loaded_in(dtype: str, tmp_path: Path) -> None:
     """Without FSDP: gradients and AdamW's states too, bf16=True or not."""

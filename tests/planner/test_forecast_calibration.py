@@ -119,7 +119,6 @@ def test_another_device_or_precision_is_refused() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.alone
 def test_this_host_is_measured_for_real() -> None:
     """Two copies time a small layer at once; the answer is a calibration that the planner takes."""
     request = CalibrationRequest(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
+from rigs.recorded import H100, changed
+from rigs.recorded import snapshot as host
 from rigs.tables import each_row
 
 from agent.advice import advise
@@ -19,20 +22,13 @@ from planner.forecast.links import TCP_CEILING_BYTES_PER_SECOND, links_of
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from probes.api import Ok, Snapshot
+from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import load
 from probes.interfaces.facts import InterfacesFacts
-from probes.scan import scan
 from topology.build import build
 from topology.cluster import join
 
 ROOT = Path(__file__).resolve().parents[2]
-MACHINES = ROOT / "tests" / "machines"
-
-
-def host(name: str) -> Snapshot:
-    return scan(load(MACHINES / f"{name}.json"))
 
 
 def ask(snapshot: Snapshot, **options: object) -> Recommendation:
@@ -50,11 +46,14 @@ def network(advice: Recommendation) -> str:
     return " ".join(advice.chosen.forecast.inputs)
 
 
-SOUND = ask(host("hgx-h100-8xH100-8hca"))
+@cache
+def sound() -> Recommendation:
+    """What is advised where nothing is wrong."""
+    return ask(host(H100))
 
 
 def test_a_sound_node_has_nothing_beside_it() -> None:
-    assert SOUND.slowed == () and SOUND.sound is None and SOUND.sound_here is None
+    assert sound().slowed == () and sound().sound is None and sound().sound_here is None
 
 
 @each_row(
@@ -74,12 +73,12 @@ def test_each_sick_node_forecasts_what_it_does_beside_what_sound_ones_do(
     advice = ask(host(machine))
     assert any(re.search(words, line) for line in advice.slowed), advice.slowed
     assert advice.sound is not None and advice.sound_here is not None
-    assert advice.sound.forecast.step_seconds.mid == pytest.approx(seconds(SOUND), rel=0.05)  # the layout may differ
+    assert advice.sound.forecast.step_seconds.mid == pytest.approx(seconds(sound()), rel=0.05)  # the layout may differ
     assert advice.sound_here.forecast.step_seconds.mid > least * advice.sound.forecast.step_seconds.mid
-    assert seconds(advice) >= 0.999 * seconds(SOUND)
+    assert seconds(advice) >= 0.999 * seconds(sound())
 
 
-def test_a_lost_gpu_is_there_again_when_mended() -> None:
+def test_a_lost_gpu_is_there_again_when_repaired() -> None:
     advice = ask(host("sick-h100-gpu-lost"))
     assert advice.chosen is not None and advice.sound is not None
     assert (advice.chosen.layout.world_size, advice.sound.layout.world_size) == (14, 16)
@@ -94,23 +93,21 @@ def with_clock(snapshot: Snapshot, megahertz: float, *reasons: str) -> Snapshot:
         facts.gpus[3], sm_clock_hertz=megahertz * 1e6, sm_clock_max_hertz=1980e6, utilization_ratio=1.0,
         throttle_reasons=reasons,
     )  # fmt: skip
-    gpus = (*facts.gpus[:3], slow, *facts.gpus[4:])
-    return replace(snapshot, outcomes={**snapshot.outcomes, "gpu": Ok(facts=replace(facts, gpus=gpus))})
+    return changed(snapshot, GpuFacts, gpus=(*facts.gpus[:3], slow, *facts.gpus[4:]))
 
 
 def test_the_slowest_gpu_sets_the_pace() -> None:
     """Slower with each step of the clock; beyond what it sustains anyway nothing is lost."""
-    sound = host("hgx-h100-8xH100-8hca")
-    times = [seconds(ask(with_clock(sound, clock, "sw_thermal"))) for clock in (1980, 1050, 700, 350)]
+    times = [seconds(ask(with_clock(host(H100), clock, "sw_thermal"))) for clock in (1980, 1050, 700, 350)]
     assert times == sorted(times) and times[1] > 1.25 * times[0]
-    assert times[0] == pytest.approx(seconds(SOUND), rel=0.001)
-    halves = ask(with_clock(sound, 0, "hw_slowdown"))  # the driver reads no clock: half, by nvml.h
+    assert times[0] == pytest.approx(seconds(sound()), rel=0.001)
+    halves = ask(with_clock(host(H100), 0, "hw_slowdown"))  # the driver reads no clock: half, by nvml.h
     assert any("gpu.clocks.slowdown on GPU3: 50%" in line for line in halves.slowed)
 
 
 def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
     """One GPU of eight at x8: every rail waits for its own, and what is offloaded takes half the way."""
-    snapshot = host("hgx-h100-8xH100-8hca")
+    snapshot = host(H100)
     node = build(snapshot)
     slot = node.gpus[2].pcie_bytes_per_second
     assert slot is not None
@@ -133,7 +130,7 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
     )
     assert advice.slowed == ("gpu.pcie.width on GPU2: fewer lanes to the host and to the NICs",)
     assert advice.sound is not None and advice.sound.forecast.step_seconds.mid == pytest.approx(
-        seconds(SOUND), rel=1e-3
+        seconds(sound()), rel=1e-3
     )
     assert advice.sound_here is not None
     assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
@@ -166,7 +163,7 @@ def with_interface_rate(snapshot: Snapshot, rate: float | None) -> Snapshot:
     facts = snapshot.facts(InterfacesFacts)
     assert facts is not None
     told = tuple(replace(each, speed_bytes_per_second=rate) for each in facts.interfaces)
-    return replace(snapshot, outcomes={**snapshot.outcomes, "interfaces": Ok(facts=replace(facts, interfaces=told))})
+    return changed(snapshot, InterfacesFacts, interfaces=told)
 
 
 def test_sockets_carry_what_the_interface_does_and_no_more_than_sockets_can() -> None:
@@ -205,7 +202,7 @@ def test_every_failure_of_a_node_has_a_rule_or_ends_the_job_or_is_named_as_not_c
     assert not set(RULES) & (ENDS | unbounded)
 
 
-def test_what_the_advised_environment_mends_or_leaves_out_costs_nothing() -> None:
+def test_what_the_advised_environment_repairs_or_leaves_out_costs_nothing() -> None:
     """The interface that a setting names, the path that a level allows, a port that is not in the list."""
     from planner.forecast.faults import counted
 
@@ -233,21 +230,19 @@ def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_n
     found = (Finding(code="imex.channel.missing", status=Status.FAIL, subject="", message=""),)
     train = TrainSpec(method="full", sequence_length=2048, global_batch=64)
     advice = recommend(pair, (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": found, "b": found})
-    assert advice.slowed == ("imex.channel.missing: the network in place of NVLink between nodes",)
+    assert advice.slowed == ("imex.channel.missing: the network instead of NVLink between nodes",)
     assert advice.sound is not None and advice.sound_here is not None
     assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
 
 
 def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
-    """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing to mend beside it."""
-    sound = host("hgx-h100-8xH100-8hca")
-    facts = sound.facts(GpuFacts)
+    """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing to repair beside it."""
+    facts = host(H100).facts(GpuFacts)
     assert facts is not None
 
     def board(watts: float) -> Recommendation:
         gpus = tuple(replace(gpu, power_limit_watts=watts, power_limit_default_watts=watts) for gpu in facts.gpus)
-        gpu = Ok(facts=replace(facts, gpus=gpus), seconds=0.0)
-        return ask(replace(sound, outcomes={**sound.outcomes, "gpu": gpu}), global_batch=256)
+        return ask(changed(host(H100), GpuFacts, gpus=gpus), global_batch=256)
 
     usual, fewer = board(700.0), board(500.0)
     assert fewer.sound is None and fewer.slowed == ()

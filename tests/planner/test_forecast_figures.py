@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.explain import widths
+from planner.forecast.intervals import widths
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "measurements" / "forecast.md"
@@ -36,9 +37,9 @@ def value(cell: str) -> float | str:
 
 
 def test_documents_cite_the_figures_of_the_page() -> None:
-    """Each row of the page's summary stands in docs/model.md; README cites nothing else."""
+    """Each row of the page's summary stands in docs/explanation/forecast.md; README cites nothing else."""
     summary = tables(PAGE.read_text(encoding="utf-8"))["Summary"]
-    model = (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
+    model = (ROOT / "docs/explanation/forecast.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", model, re.MULTILINE))
     for name, (figure,) in list(summary.items())[1:]:
         assert rows.get(name) == figure.replace("%", " %"), name
@@ -55,19 +56,26 @@ def test_the_page_has_the_widths_that_ship() -> None:
         assert float(kinds[name][2]) == pytest.approx(sigma, abs=1e-3)
     for name, sigma in table.any_with.items():
         assert float(kinds[f"any: {name}"][2]) == pytest.approx(sigma, abs=1e-3)
-        assert 75 <= float(kinds[f"any: {name}"][3].rstrip("%")) <= 90
+        # no kind is narrower than one that has a part of its marks, so one may cover more than it was learned for
+        assert 75 <= float(kinds[f"any: {name}"][3].rstrip("%")) <= 95
+    others = {
+        "one step of the stack measured": table.calibrated, "difference of two layouts of one job": table.pair,
+        "the same, of the same degrees": table.pair_same,
+        **{f"memory: {method}": sigma for method, sigma in table.memory.items()},
+    }  # fmt: skip
+    for name, sigma in others.items():
+        assert float(kinds[name][2]) == pytest.approx(sigma, abs=1e-3), name
 
 
 @pytest.mark.nightly
 @pytest.mark.corpus
 def test_the_page_is_what_the_command_prints(corpus: Path) -> None:
     """Percentages within 1.5 points, counts and widths within what that allows: a term that moved is written again."""
-    files = [corpus / "layouts" / name for name in ("published.csv", "published2.csv")]
-    if not all(file.is_file() for file in files):
+    if not (corpus / "layouts" / "published3.csv").is_file():
         pytest.skip(f"no published rows in {corpus}")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "forecast.py"), *map(str, files)],
-        capture_output=True, text=True, check=True, cwd=ROOT,
+        [sys.executable, str(ROOT / "bench" / "forecast.py")], capture_output=True, text=True, check=True, cwd=ROOT,
+        env=os.environ | {"TOPOFLIGHT_CORPUS": str(corpus)},
     )  # fmt: skip
     printed, page = tables(done.stdout), tables(PAGE.read_text(encoding="utf-8"))
     assert printed.keys() == page.keys()

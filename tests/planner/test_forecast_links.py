@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rigs.tables import each_row
+
 from contracts.layout import Layout
+from hardware.gpus import gpu_named
+from planner.forecast import machines
+from planner.forecast.compute import gpu_rates
 from planner.forecast.links import HOST, links_of
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import forecast_layout, plan
+from planner.forecast.step_time import Job, step_parts
+from planner.recommend import forecast_layout, plan, recommend
+from planner.stacks import engine_named
+from topology.cluster import join
 from topology.graph import ClusterTopology, GpuNode, NodeTopology
+
+GB300 = gpu_named("NVIDIA GB300")
+assert GB300 is not None
+RATES = gpu_rates(GB300, TrainSpec(), engine_named("trl"), "bf16")
 
 
 def slot(index: int, slot: float, running: float | None = None, link: str = "Gen4 x16") -> GpuNode:
@@ -66,3 +78,61 @@ def test_offloading_is_forecast_over_the_probed_link() -> None:
     assert "PCIe to host memory 1.5 GB/s: derived (GPU1 runs at Gen4 x2 of x16)" in part.detail
     assert any("Gen4 x2 of x16" in text and "host memory" in text for text in forecast.inputs)
     assert seconds[1] > seconds[0]
+
+
+@each_row(
+    ("machine", "nodes", "ranks"),
+    [
+        ("gb300", 1, 4),
+        ("gb300", 16, 64),
+        ("gb300", 18, 72),
+        ("gb300", 19, 32),
+        ("gb300", 32, 64),
+        ("p5.48xlarge", 32, 8),
+    ],
+)
+def test_an_nvlink_domain_stays_one_where_a_job_spans_several(machine: str, nodes: int, ranks: int) -> None:
+    """Nodes are spread evenly over the domains; groups of ranks that start at a multiple of their size stay in one."""
+    links = links_of(machines.cluster(machine, nodes))
+    assert links.island_size == ranks
+    assert links.crosses(8, 1).link == "NVLink"
+
+
+def test_scanned_nodes_are_an_island_where_they_follow_each_other() -> None:
+    """Two domains of two nodes, in the order of the ranks or not; a node outside any domain."""
+    one, other = (machines.cluster("gb300", 36).nodes[i] for i in (0, -1))
+    alone = replace(one, gpus=tuple(replace(gpu, nvlink_domain=None) for gpu in one.gpus))
+    for nodes, ranks in (((one, one, other, other), 8), ((one, other, one, other), 4), ((one, one, alone), 4)):
+        assert links_of(ClusterTopology(nodes=nodes, inter_node_transport="rdma")).island_size == ranks
+
+
+def test_nodes_of_different_networks_are_forecast_over_sockets() -> None:
+    """As the environment sets them: NCCL takes one network for all ranks. The advice names both kinds, and the GPUs."""
+    cluster = join([machines.get("p4d.24xlarge", "a"), machines.get("dgx-h100", "b")])
+    network = links_of(cluster).network
+    assert network is not None and (network.link, network.how) == ("TCP", "assumed")
+    answer = recommend(cluster, (), model_named("Llama-3.1-8B"), TrainSpec())
+    assert answer.chosen is not None
+    words = " ".join(answer.unknowns)
+    for part in ("some nodes have EFA and others RDMA", "different GPUs", "topoflight bench"):
+        assert part in words, part
+
+
+def test_a_small_gradient_is_reduced_at_once() -> None:
+    """Adapters over 512 ranks are one bucket: no ring of 512 steps for each layer."""
+    links = links_of(machines.cluster("gb300", 128))
+    train = TrainSpec(method="lora", sequence_length=4096)
+    engine = engine_named("topoflight")
+    job = Job(model=model_named("Llama-3.1-8B"), train=train, links=links, engine=engine, rates=RATES)
+    at = Layout(world_size=512, dp_replicate=512, sharding="ddp")
+    ring = links.ring_seconds(2.0 * 4.0 * 42e6, 512, 1, 2.0 * 7)  # 42 M weights in buckets of 25 MiB, both ways
+    assert step_parts(job, at).reduce <= ring
+
+
+def test_offloaded_weights_cross_pcie_as_they_lie() -> None:
+    """QLoRA's in four bits, and no gradient of what is frozen: 70B on two ranks, 35 GB for both passes."""
+    links = links_of(machines.cluster("4xl40s"))
+    train = TrainSpec(method="qlora", sequence_length=512, global_batch=2)
+    job = Job(model=model_named("Llama-2-70B"), train=train, links=links, engine=engine_named("trl"), rates=RATES)
+    at = Layout(world_size=2, dp_shard=2, checkpointing="full", offload="all")
+    assert step_parts(job, at).offload * links.host.bytes_per_second < 1.2 * 35e9

@@ -58,6 +58,7 @@ def kept_bytes(layers: int, method: Method) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.long
 @each_row("method", ["full", "lora"])
 def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
     """Two more layers of transformers' Llama keep twice what is forecast for one."""

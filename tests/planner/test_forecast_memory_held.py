@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from rigs.recorded import changed
+from rigs.recorded import snapshot as host
 from rigs.tables import each_row
 
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import plan, recommend
-from probes.api import Ok, Snapshot
+from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
-from probes.host.recording import load
-from probes.scan import scan
 from topology.build import build
 from topology.cluster import join
 
-H100 = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"
 MODEL = model_named("Llama-3.1-8B")
 TRAIN = TrainSpec(method="lora")
 
 
 def _held(ratio: float, gpu: int = 3) -> Snapshot:
-    snapshot = scan(load(H100))
-    facts = snapshot.facts(GpuFacts)
+    facts = host().facts(GpuFacts)
     assert facts is not None
     gpus = list(facts.gpus)
     used = int(ratio * (gpus[gpu].memory_bytes or 0))
     gpus[gpu] = replace(gpus[gpu], memory_used_bytes=used, processes=(GpuProcess(pid=4711, memory_bytes=used),))
-    return replace(snapshot, outcomes={**snapshot.outcomes, "gpu": Ok(facts=replace(facts, gpus=tuple(gpus)))})
+    return changed(host(), GpuFacts, gpus=tuple(gpus))
 
 
 @each_row("ratio", [0.2, 0.5, 0.98])
@@ -49,12 +46,10 @@ def test_a_full_gpu_leaves_no_layout() -> None:
     """98 % held by others: nothing of an 8B model fits into the rest."""
     snapshot = _held(0.98)
     found = recommend(join((build(snapshot),)), (snapshot,), MODEL, TRAIN)
-    healthy = scan(load(H100))
-    assert recommend(join((build(healthy),)), (healthy,), MODEL, TRAIN).chosen is not None
+    assert recommend(join((build(host()),)), (host(),), MODEL, TRAIN).chosen is not None
     assert found.chosen is None
 
 
 def test_what_the_driver_keeps_for_itself_is_not_held() -> None:
     """600 MiB on an idle H100."""
-    snapshot = scan(load(H100))
-    assert plan(join((build(snapshot),)), (snapshot,), MODEL, TRAIN).capacity == float(81559 << 20)
+    assert plan(join((build(host()),)), (host(),), MODEL, TRAIN).capacity == float(81559 << 20)

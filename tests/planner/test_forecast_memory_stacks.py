@@ -52,15 +52,15 @@ def test_the_job_keeps_every_product() -> None:
     assert parts.activations == pytest.approx(by_hand, rel=1e-3)
 
 
-def test_a_compiled_loss_keeps_the_logits_and_their_gradient() -> None:
-    """Two bytes each; uncompiled, torchtitan's loss has fp32 copies."""
-    layout = Layout(world_size=32, dp_shard=32, micro_batch=2)
-    plain, compiled = (
-        memory_parts(MODEL, FULL, at, engine_named("torchtitan")).logits
-        for at in (layout, replace(layout, compile=True))
-    )
-    assert compiled == TOKENS * 128256 * 4.0
-    assert plain == TOKENS * 128256 * 10.0
+def test_torchtitans_loss_has_fp32_copies_whatever_is_compiled() -> None:
+    """Which release compiles it nobody can tell: 8B of 32,768 tokens on 8 GPUs, full recomputation, took 83.9 GiB.
+
+    benchmarks/llama3_h100_202412_torchtitan.md, table 2, with compile.
+    """
+    train = TrainSpec(method="full", sequence_length=32768, engine="torchtitan")
+    layout = Layout(world_size=8, dp_shard=8, checkpointing="full", compile=True, precision="fp8")
+    needed = memory_parts(MODEL, train, layout, engine_named("torchtitan")).total
+    assert needed / GIB == pytest.approx(83.9, rel=0.06)
 
 
 def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
@@ -106,6 +106,7 @@ def test_what_trl_freezes_in_fp32_takes_four_bytes_and_autocasts_copies() -> Non
     assert grown(Layout(world_size=2, dp_shard=2)) == (pytest.approx(count), 0.0)
 
 
+@pytest.mark.long
 @each_row("dtype", ["bfloat16", "float32"])
 def test_autocast_saves_a_frozen_weight_in_two_bytes(dtype: str) -> None:
     """What the copies are: torch's Linear under autocast, whose weight does not train."""

@@ -13,7 +13,6 @@ from rigs.tables import each_row
 from planner.forecast.specs import weights
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))  # scripts, not a package
 from forecast import as_run  # noqa: E402
 from rows import Row, read_row  # noqa: E402
 
@@ -86,11 +85,30 @@ def test_memory_and_out_of_memory_rows(tmp_path: Path) -> None:
     assert (method, held, oom, safe) == ("full", "1", "1", "0")
 
 
-def test_a_time_beyond_the_gpu_is_set_aside(tmp_path: Path) -> None:
-    """60,000 tokens/s of an 8B model on one H100 would need four times its FLOP/s."""
+def test_a_time_beyond_the_gpu_is_an_error_of_ours(tmp_path: Path) -> None:
+    """60,000 tokens/s of an 8B model on one H100 need four times its FLOP/s: a model or a rate was read wrong."""
     done = score(tmp_path, [{**BASE, "tokens_s_gpu": "60000"}])
-    assert cells(done, "Rows", "a table")[2:4] == ["0", "1"]
-    assert "time set aside 1: more FLOP/s than the GPU reaches" in done.stdout
+    assert cells(done, "Rows", "a table")[2:4] == ["1", "0"]
+    assert float(cells(done, "Step time", "a table")[2].rstrip("%")) > 100
+
+
+def test_a_file_is_scored_by_what_ships(tmp_path: Path) -> None:
+    """Nothing is fitted or learned on it: a source's figures are the same whatever other sources the file has."""
+    rows = [{**BASE, "row_id": str(n), "tokens_s_gpu": str(6000 + 100 * n)} for n in range(12)]
+    slow = [{**row, "source": "another table", "tokens_s_gpu": "2000"} for row in rows]
+    alone, beside = (cells(score(tmp_path, each), "Step time", "a table") for each in (rows, rows + slow))
+    assert alone == beside
+    assert "as shipped" in score(tmp_path, rows).stdout
+
+
+def test_a_mixture_that_is_not_placed_lies_in_no_interval(tmp_path: Path) -> None:
+    """It counts in the coverage of its source, and among the mixtures that were not placed."""
+    shape = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
+    mixture = {**BASE, **shape, "model": "Qwen3-30B-A3B", "framework": "Megatron-LM", "tokens_s_gpu": "9000"}
+    one, two = (score(tmp_path, [mixture, *[{**mixture, "model": "Secret-MoE", "arch": "moe"}] * n]) for n in (0, 1))
+    held = [float(cells(done, "Step time, as shipped: mixtures", "a table")[4].rstrip("%")) for done in (one, two)]
+    assert held[1] == held[0] / 2
+    assert cells(two, "Summary", "mixtures of experts not placed") == ["1 of 2"]
 
 
 @each_row(

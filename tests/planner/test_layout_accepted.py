@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rigs.recorded import H100, snapshot
 from rigs.tables import each_row
 
 from contracts.layout import TRAINED, Layout
@@ -23,12 +23,9 @@ from planner.recommend import plan, search_planned
 from planner.rules import first_broken
 from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 from probes.api import Snapshot
-from probes.host.recording import load
-from probes.scan import scan
 from topology.build import build
 from topology.graph import ClusterTopology, NodeTopology
 
-MACHINES = Path(__file__).resolve().parents[1] / "machines"
 NVIDIA = [row.name for row in catalogue() if (gpu := gpu_named(row.gpu)) and gpu.maker == "NVIDIA"]
 TRAINS = (
     TrainSpec(method="lora", sequence_length=2048, global_batch=64),
@@ -40,9 +37,8 @@ TRAINS = (
 
 @cache
 def machine(name: str) -> tuple[Snapshot, NodeTopology]:
-    """One recording, scanned."""
-    snapshot = scan(load(MACHINES / f"{name}.json"))
-    return snapshot, build(snapshot)
+    """One recording, and its topology."""
+    return snapshot(name), build(snapshot(name))
 
 
 def shape(name: str, method: str = "lora") -> SimpleNamespace:
@@ -56,17 +52,18 @@ def shape(name: str, method: str = "lora") -> SimpleNamespace:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @each_row("nodes", [1, 2])
-@each_row("name", sorted(path.stem for path in MACHINES.glob("*.json")))
+@each_row("name", ["cpu-only-vm", "titan-rtx-2x-nv2", "sick-h100-gpu-lost", "r760xa-2xA40-bf3"])
 def test_every_recommended_layout_is_accepted(name: str, nodes: int) -> None:
-    """The best of every family, for adapters and full training, on one machine and on two like it."""
+    """The best of every family, on one machine and on two like it; those of the catalogue are drawn below."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
     from finetune.plan import refusals
 
-    snapshot, node = machine(name)
+    found, node = machine(name)
     for model in ("Llama-3.1-8B", "tiny-llama"):
         for train in TRAINS:
-            planned = plan(ClusterTopology(nodes=(node,) * nodes), (snapshot,) * nodes, model_named(model), train)
+            planned = plan(ClusterTopology(nodes=(node,) * nodes), (found,) * nodes, model_named(model), train)
             for candidate in search_planned(planned).best:
                 lora = train.method != "full"
                 why = refusals(candidate.layout, shape(model, train.method), lora=lora)
@@ -86,6 +83,7 @@ def questions(count: int) -> list[tuple[str, str, int, TrainSpec]]:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_whatever_is_recommended_for_the_job_it_accepts() -> None:
     """A model that it does not train has no layout; every family ranked for one that it trains, it would run."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
@@ -118,13 +116,14 @@ COMBINED = [
 ]
 
 
+@pytest.mark.long
 @each_row("layout", COMBINED, ids=lambda at: f"{at.family} {at.offload}")
 def test_planner_and_job_allow_the_same_combinations(layout: Layout) -> None:
     """Combinations that the job's equivalence tests cover break no rule of the planner."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
     from finetune.plan import refusals
 
-    _, node = machine("hgx-h100-8xH100-8hca")
+    _, node = machine(H100)
     asked = Question(
         model=model_named("Llama-3.1-8B"), train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
         links=links_of(ClusterTopology(nodes=(node,)), ()),
@@ -135,9 +134,9 @@ def test_planner_and_job_allow_the_same_combinations(layout: Layout) -> None:
 
 def test_the_search_reaches_the_combinations() -> None:
     """On two 8-GPU machines the families with TP and PP over replicas are among those ranked."""
-    snapshot, node = machine("hgx-h100-8xH100-8hca")
+    found, node = machine(H100)
     train = TrainSpec(method="lora", sequence_length=2048, global_batch=64)
-    planned = plan(ClusterTopology(nodes=(node,) * 2), (snapshot,) * 2, model_named("Llama-3.1-8B"), train)
+    planned = plan(ClusterTopology(nodes=(node,) * 2), (found,) * 2, model_named("Llama-3.1-8B"), train)
     layouts = [candidate.layout for candidate in search_planned(planned).best]
     assert any(at.pp > 1 and at.tp > 1 and at.dp_shard > 1 for at in layouts)
     assert any(at.tp > 1 and at.dp_replicate > 1 and at.dp_shard == 1 for at in layouts)

@@ -1,68 +1,25 @@
-"""The layout on every recorded machine: what an expert would say about it, and that it says so for a reason."""
+"""The layout on recorded machines: what an expert would say about it, and that it says so for a reason."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import cattrs
-import pytest
+from rigs.recorded import snapshot
 
 from planner.advice import Recommendation
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import recommend
-from probes.host.recording import load
-from probes.scan import scan
 from topology.build import build
 from topology.graph import ClusterTopology
 
-ROOT = Path(__file__).resolve().parents[1]
-MACHINES = tuple(sorted(path.stem for path in (ROOT / "machines").glob("*.json")))
 TRAIN = TrainSpec(method="lora", sequence_length=2048, global_batch=32)
 
 
 def answer(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> Recommendation:
     """What is recommended on one recording."""
-    snapshot = scan(load(ROOT / "machines" / f"{name}.json"))
-    node = build(snapshot)
-    return recommend(
-        ClusterTopology(nodes=(node,)), (snapshot,), model_named(model), train, ranks_per_node=None if node.gpus else 2
-    )
-
-
-def essence(recommendation: Recommendation) -> dict[str, Any]:
-    """The part of the advice that a person reads first; times to two figures, so that only real changes show."""
-    data = cattrs.unstructure(recommendation)
-
-    def short(ranked: dict[str, Any]) -> dict[str, Any]:
-        layout, forecast = ranked["layout"], ranked["forecast"]
-        kept = ("world_size", "dp_replicate", "dp_shard", "tp", "pp", "sharding", "micro_batch",
-                "gradient_accumulation", "checkpointing", "precision", "offload")  # fmt: skip
-        return {
-            "layout": {key: layout[key] for key in kept},
-            "step_seconds": {key: float(f"{value:.2g}") for key, value in forecast["step_seconds"].items()},
-            "memory_gib": round(forecast["memory_bytes"]["mid"] / 1024**3, 1),
-            "dominant": forecast["dominant"],
-            "inputs": forecast["inputs"],
-            "why": ranked["why"],
-        }
-
-    return {
-        "chosen": short(data["chosen"]) if data["chosen"] else None,
-        "runners_up": [short(row) for row in data["runners_up"]],
-        "rejected": data["rejected"],
-        "helps_most": data["helps_most"],
-        "unknowns": data["unknowns"],
-    }
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_golden_layout(name: str, golden: Callable[..., None]) -> None:
-    """The whole layout advice, as recorded."""
-    golden(f"{name}/layout.json", json.dumps(essence(answer(name)), indent=1, ensure_ascii=False) + "\n", digest=True)
+    found = snapshot(name)
+    node = build(found)
+    ranks = None if node.gpus else 2
+    return recommend(ClusterTopology(nodes=(node,)), (found,), model_named(model), train, ranks_per_node=ranks)
 
 
 def test_no_tensor_parallelism_without_nvlink() -> None:
@@ -81,7 +38,7 @@ def test_two_titans_hear_that_they_have_no_bf16() -> None:
 def test_a_lost_gpu_is_left_out_and_named() -> None:
     """The layout is for the GPUs that are left."""
     said = answer("sick-h100-gpu-lost", train=TrainSpec(method="lora", sequence_length=2048))
-    assert any("mend it first" in text for text in said.unknowns)
+    assert any("repair it first" in text for text in said.unknowns)
     assert said.chosen is None or said.chosen.layout.world_size < 8
 
 

@@ -18,10 +18,11 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.forecast import machines
+from planner.forecast.intervals import widths
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_named, plan, search_planned
-from planner.search import SIGMA_PAIR, Candidate
+from planner.search import Candidate
 
 SLOWER, EVEN, ROOM = "slower", "even", "room"
 
@@ -75,12 +76,12 @@ def test_every_difference_from_a_published_recipe_is_explained(name: str) -> Non
     theirs = forecast_named(planned, {**recipe.layout, **schedule})
     assert "breaks" not in theirs.why, theirs.why
     gain = math.log(theirs.forecast.step_seconds.mid / ours.seconds)
-    assert gain > -SIGMA_PAIR, f"the recipe is forecast {math.exp(-gain):.2f} times as fast as {ours.layout}"
+    assert gain > -widths().pair, f"the recipe is forecast {math.exp(-gain):.2f} times as fast as {ours.layout}"
     assert differences(ours.layout, theirs.layout) <= recipe.differs.keys(), (ours.layout, theirs.layout)
     if recipe.claim == SLOWER:
         assert gain > 0
     elif recipe.claim == EVEN:
-        assert abs(gain) <= SIGMA_PAIR
+        assert abs(gain) <= widths().pair
     else:
         assert recipe.claim == ROOM
         assert "checkpointing" not in recipe.layout

@@ -167,3 +167,57 @@ def test_a_network_of_ones_own_joins_the_nodes() -> None:
         machines.over_network(machines.cluster("2xa40-roce"), "100G")
     with pytest.raises(machines.MachineError, match="NVLink domain"):
         machines.over_network(machines.cluster("gb200-nvl72", 4), "100G")
+
+
+def test_memory_is_judged_by_its_interval() -> None:
+    """A layout whose interval begins above the GPU is refused, one that ends below it fits, between them it may fit.
+
+    Of the last the advice says that it may fail, and what the settings could be in its place.
+    """
+    model, cluster = model_named("Llama-3.1-8B"), machines.cluster("p5.48xlarge")
+    asked = (("dp_shard", 8), ("sharding", "zero3"), ("checkpointing", "none"), ("gradient_accumulation", 1))
+    words = {}
+    for micro in range(1, 17):
+        train = TrainSpec(method="full", sequence_length=4096, packing=True, asked=(*asked, ("micro_batch", micro)))
+        answer = recommend(cluster, (), model, train)
+        said = " ".join(answer.unknowns)
+        if answer.chosen is None:
+            words[micro] = "refused"
+            continue
+        needs, has = answer.chosen.forecast.memory_bytes, answer.chosen.forecast.capacity_bytes or 0.0
+        words[micro] = "may fail" if "may run out of memory" in said else "fits"
+        assert (needs.high > has) == (words[micro] == "may fail")
+        assert needs.low <= has
+    assert list(dict.fromkeys(words.values())) == ["fits", "may fail", "refused"]
+
+
+def test_a_batch_of_the_planners_choice_grows_until_a_layout_has_it() -> None:
+    """8B on 16,384 GPUs: 512 sequences leave most of them idle; a batch that the user named stays as it is."""
+    cluster, model = machines.cluster("p5.48xlarge", 2048), model_named("Llama-3.1-8B")
+    answer = recommend(cluster, (), model, TrainSpec(method="full"))
+    assert answer.chosen is not None
+    batch = answer.chosen.layout.global_batch
+    assert batch > 512
+    assert f"global batch not given: {batch} sequences assumed" in " ".join(answer.unknowns)
+    assert recommend(cluster, (), model, TrainSpec(method="full", global_batch=512)).chosen is None
+
+
+def test_a_named_layout_gets_nothing_that_was_not_named() -> None:
+    """No offloading for want of memory, and the sharding that the engine has."""
+    cluster, model = machines.cluster("p5.48xlarge", 2), model_named("Llama-3.1-70B")
+    for engine, sharding in (("topoflight", "zero3"), ("megatron", "zero1")):
+        planned = plan(cluster, (), model, TrainSpec(method="full", engine=engine))
+        named = forecast_named(planned, {"dp_shard": 16})
+        assert (named.layout.offload, named.layout.sharding) == ("none", sharding)
+        assert named.why.startswith(("may run out of memory", "breaks memory-fits"))
+
+
+def test_what_a_question_says_in_vain_is_said_back() -> None:
+    """Rows that are cut, and a release of NCCL that nobody knows."""
+    train = TrainSpec(sequence_length=2048, length_histogram=((100, 10), (9000, 5)))
+    answer = recommend(
+        machines.cluster("p5.48xlarge"), (), model_named("Llama-3.1-8B"), train, nccl_version=(99, 99, 0)
+    )
+    words = " ".join(answer.unknowns)
+    assert "5 of 15 rows are longer than the sequence length of 2048 tokens" in words
+    assert "NCCL 99.99.0 is newer than" in words

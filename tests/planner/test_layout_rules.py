@@ -14,7 +14,7 @@ from planner.forecast.engine import Question, uneven_stages
 from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
-from planner.recommend import recommend
+from planner.recommend import plan, recommend, search_planned
 from planner.rules import RULES, first_broken
 from planner.stacks import ENGINES, engine_named
 
@@ -54,6 +54,13 @@ SLIDING = replace(
         ("stages-sum", question(), Layout(world_size=2, pp=2, stage_layers=(40, 41), gradient_accumulation=2), "81"),
         ("sequence-divides", question(sequence_length=1000), Layout(world_size=16, cp=16), "1000"),
         ("experts-divide", question(), Layout(world_size=2, dp_replicate=2, sharding="ddp", ep=2), "no experts"),
+        ("experts-divide", question(model="Qwen3-235B-A22B"),
+         Layout(world_size=8, dp_replicate=8, sharding="ddp", ep=16), "the 8 ranks of a pipeline stage"),
+        ("weights-can-train", replace(question(), model=replace(model_named("Llama-3.1-70B"), quantised="gptq")),
+         Layout(world_size=1), "quantised (gptq)"),
+        ("weights-can-train", replace(question("topoflight", method="lora"),
+                                      model=replace(model_named("Llama-3.1-70B"), quantised="gptq")),
+         Layout(world_size=1), "name the model that they were made from"),
         ("batch-divides", question(global_batch=12), Layout(world_size=8, dp_replicate=8, sharding="ddp"), "12"),
         ("positions-reach", question(model="GPT-2"), Layout(world_size=1), "1024 positions"),
         ("engine-runs", question("deepspeed"), Layout(world_size=2, tp=2), "deepspeed has no TP"),
@@ -74,6 +81,21 @@ def test_each_rule_forbids_what_it_names(rule: str, asked: Question, layout: Lay
     reason = dict(RULES)[rule](asked, layout)
     assert reason is not None
     assert says in reason
+
+
+def test_experts_are_spread_over_tensor_parallel_ranks_too() -> None:
+    """EP=32 with TP=2, PP=8 on 256 GPUs is published for Qwen3-235B: 16 data-parallel ranks of two."""
+    asked = question(model="Qwen3-235B-A22B")
+    at = Layout(world_size=256, tp=2, pp=8, ep=32, dp_shard=16, sharding="zero1", gradient_accumulation=8)
+    assert first_broken(asked, at) is None
+
+
+@each_row(("experts", "ranks"), [(2, 8), (4, 8), (16, 16), (32, 32)])
+def test_every_degree_that_divides_the_experts_is_tried(experts: int, ranks: int) -> None:
+    """Inside the fast domain or not: what is named is found."""
+    train = TrainSpec(method="full", sequence_length=4096, global_batch=64, engine="megatron")
+    planned = plan(machines.cluster("p5.48xlarge", ranks // 8), (), model_named("gpt-oss-20b"), train)
+    assert search_planned(planned, {"ep": experts}).best
 
 
 def test_fp8_needs_the_gpu_for_it() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -243,30 +245,43 @@ def test_scripts_and_documents_kept_as_text(text: str, name: str) -> None:
     assert merged(reading(text, name)) == {"NCCL_NET": "IB"}
 
 
-ENDLESS = {
-    "empty lines": "\n" * 200_000, "assignments": "A=" * 100_000, "backticks": "`" * 400_000, "doubling": "A=aaaa\n" +
-    "A=$A$A\n" * 100 + "export NCCL_X=$A\n", "conditions": "if x; then\n" * 20_000, "quotes": "bash -c \"" * 20_000,
-    "here-documents": "cat <<E\n" * 20_000, "braces": "${" * 100_000, "indented": "\n    NCCL_X=1" * 10_000,
-    "pipes": "a|" * 20_000, "case": "case x in a) ;; " * 5_000, "arrays": "A=(" * 20_000, "and": "a&&" * 50_000 + "b",
-    "calls": "f() { g; g; }; g() { h; h; }; h() { f; f; }\n" + "f\n" * 20_000,
-    "loops": "for a in 1 2 3 4 5 6 7 8 9; do\n" * 9 + "NCCL_X=$a\n" + "done\n" * 9,
-    "templates": "{{ if x }}\n" * 20_000, "stages": "FROM a\nENV NCCL_X=1\n" * 5_000,
-    "defaults": "export NCCL_X=" + "${A:-" * 5_000 + "}" * 5_000 + "\n",
-    "functions": "".join(f"f{n}() {{ NCCL_X{n}=1 torchrun a; }}\n" for n in range(10_000)) + "torchrun a\n",
-    "launches": "".join(f"export NCCL_X{n}=1\ntorchrun a\n" for n in range(5_000)),
-    "options": "sudo" + " -u" * 200_000 + " torchrun a --export=b" * 20_000 + "\n",
-    "options of others": "".join(f"{each}{' -u a' * 30_000} torchrun a\n" for each in ("env", "timeout", "srun")),
-    "wrappers": "".join(f"{each} -u " * 20_000 + "torchrun a\n" for each in ("env", "sudo", "nohup", "srun")),
-    "joined lines": "A=1 B=2\nexport NCCL_X=1\n" * 4_000,
-    "joined assignments": "A=1 B=2 \\\n" * 50_000 + "\nexport NCCL_X=1\n",
-    "array": "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
+# Texts of a length in proportion to n; those that double or call each other have one size.
+ENDLESS: dict[str, Callable[[int], str]] = {
+    "empty lines": lambda n: "\n" * 40 * n, "assignments": lambda n: "A=" * 20 * n, "backticks": lambda n: "`" * 80 * n,
+    "doubling": lambda n: "A=aaaa\n" + "A=$A$A\n" * 100 + "export NCCL_X=$A\n",
+    "conditions": lambda n: "if x; then\n" * 4 * n, "quotes": lambda n: 'bash -c "' * 4 * n,
+    "here-documents": lambda n: "cat <<E\n" * 4 * n, "braces": lambda n: "${" * 20 * n,
+    "indented": lambda n: "\n    NCCL_X=1" * 2 * n, "pipes": lambda n: "a|" * 4 * n,
+    "case": lambda n: "case x in a) ;; " * n, "arrays": lambda n: "A=(" * 4 * n, "and": lambda n: "a&&" * 10 * n + "b",
+    "calls": lambda n: "f() { g; g; }; g() { h; h; }; h() { f; f; }\n" + "f\n" * 4 * n,
+    "loops": lambda n: "for a in 1 2 3 4 5 6 7 8 9; do\n" * 9 + "NCCL_X=$a\n" + "done\n" * 9,
+    "templates": lambda n: "{{ if x }}\n" * 4 * n, "stages": lambda n: "FROM a\nENV NCCL_X=1\n" * n,
+    "defaults": lambda n: "export NCCL_X=" + "${A:-" * n + "}" * n + "\n",
+    "functions": lambda n: "".join(f"f{i}() {{ NCCL_X{i}=1 torchrun a; }}\n" for i in range(2 * n)) + "torchrun a\n",
+    "launches": lambda n: "".join(f"export NCCL_X{i}=1\ntorchrun a\n" for i in range(n)),
+    "options": lambda n: "sudo" + " -u" * 40 * n + " torchrun a --export=b" * 4 * n + "\n",
+    "options of others": lambda n: "".join(f"{i}{' -u a' * 6 * n} torchrun a\n" for i in ("env", "timeout", "srun")),
+    "wrappers": lambda n: "".join(f"{i} -u " * 4 * n + "torchrun a\n" for i in ("env", "sudo", "nohup", "srun")),
+    "joined lines": lambda n: "A=1 B=2\nexport NCCL_X=1\n" * n,
+    "joined assignments": lambda n: "A=1 B=2 \\\n" * 10 * n + "\nexport NCCL_X=1\n",
+    "array": lambda n: "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
-@pytest.mark.timeout(60)
-def test_no_text_takes_long(text: str) -> None:
-    """What repeats, nests or doubles is read in one pass or refused."""
-    for kind in (None, "shell", "yaml", "dockerfile"):
-        with contextlib.suppress(EnvironmentTextError):
-            read_text(text, kind)
+def seconds(text: str, kind: str | None = "shell") -> float:
+    """CPU time of reading it."""
+    began = time.process_time()
+    with contextlib.suppress(EnvironmentTextError):
+        read_text(text, kind)
+    return time.process_time() - began
+
+
+@pytest.mark.long
+@each_row("name", ENDLESS)
+def test_no_text_takes_long(name: str) -> None:
+    """What repeats, nests or doubles is read in one pass or refused: beside a plain script of its length, and 10 kB."""
+    text = ENDLESS[name](1250)
+    plain = "export NCCL_X=1\n" * ((len(text) + 10_000) // 16)
+    longest = 100 * seconds(plain)
+    taken = {kind: seconds(text, kind) for kind in (None, "shell", "yaml", "dockerfile")}
+    assert max(taken.values()) < longest, (longest, taken)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import host, interface
+from rigs.pods import templates
 from rigs.tables import each_row
 
 from agent.advice.advise import answer, in_pods
@@ -38,17 +38,10 @@ SPEC = JobSpec(
 APIS = sorted(manifests.APIS)
 
 
-def templates(node: Any) -> Iterator[dict[str, Any]]:
-    """Every pod template below `node`."""
-    if isinstance(node, dict):
-        if "containers" in (node.get("spec") or {}):
-            yield node
-        else:
-            for value in node.values():
-                yield from templates(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from templates(value)
+def test_launch_offers_every_api() -> None:
+    """The names in verbs/cluster.toml are those of the templates."""
+    (api,) = (param for param in launch.params if param.name == "api")
+    assert tuple(api.type.choices) == ("local", *manifests.APIS)
 
 
 def command_of(documents: tuple[dict[str, Any], ...]) -> list[str]:
@@ -356,7 +349,8 @@ def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
     """A record without nvidia_peermem; the options answer."""
     words = [
         "--host", str(MACHINES / "sick-h100-no-peermem.json"), "--api", "job", "--network", "--dry-run", "--claim", "c",
-        "--image", "r.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=a/b", "--no-preflight",
+        "--image", "r.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=synthetic:arithmetic",
+        "--no-preflight",
     ]  # fmt: skip
     done = CliRunner().invoke(launch, words)
     assert done.exit_code == 0 and "--no-host-mofed to have the network operator bring it" in done.stderr
@@ -382,7 +376,7 @@ def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(metho
     words = [
         "--host", str(MACHINES / "hgx-h100-8xH100-8hca.json"), "--model", "Qwen/Qwen2.5-7B", "--method", method,
         "--api", "job", "--image", "registry.example/finetune:1", "--claim", "shared",
-        "--set", "dataset_name=rows.jsonl", "--dry-run",
+        "--set", "dataset_name=synthetic:arithmetic", "--dry-run",
     ]  # fmt: skip
     found = {}
     for rate, per_second in ((None, 125 * 2**20), ("1G", 1e9), ("5M", 5e6)):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from nccl_env_hosts import host
+from rigs.pods import templates
 from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
@@ -31,17 +32,10 @@ REQUIRED = "kueue.x-k8s.io/podset-required-topology"
 GROUP = "kueue.x-k8s.io/podset-group-name"
 
 
-def containers(node: Any) -> list[dict[str, Any]]:
-    """The main containers of every pod template below `node`."""
-    if isinstance(node, dict):
-        return [*node.get("containers", []), *(c for value in node.values() for c in containers(value))]
-    return [c for value in node for c in containers(value)] if isinstance(node, list) else []
-
-
 def test_a_trainjobs_claims_are_where_the_trainer_carries_them_to_the_pod() -> None:
     """A TrainJob's resourcesPerNode loses its claims on the way, and replaces all that the runtime says."""
     runtime, job = manifests.APIS["trainjob"](replace(SPEC, resource_claim_template="sft-gpu-nic"))[-2:]
-    (container,) = containers(runtime)
+    (container,) = next(templates(runtime))["spec"]["containers"]
     assert container["resources"]["claims"] == [{"name": "gpu-nic"}]
     assert container["resources"]["limits"] == SPEC.limits
     assert "resourcesPerNode" not in job["spec"]["trainer"]
@@ -51,7 +45,7 @@ def test_without_claims_the_trainjob_says_what_a_node_takes() -> None:
     """As Kubeflow documents it; the runtime then says nothing of it."""
     runtime, job = manifests.APIS["trainjob"](SPEC)
     assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == SPEC.limits
-    assert "resources" not in containers(runtime)[0]
+    assert "resources" not in next(templates(runtime))["spec"]["containers"][0]
 
 
 def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
@@ -185,7 +179,8 @@ def test_a_name_from_inside_a_pod_is_told() -> None:
     assert network_manifests.seen_from_a_pod(snapshots([MACHINES / "l40s-4x-pcie.json"])) == ()
     words = [
         "--host", str(MACHINES / "r760xa-2xA40-bf3.json"), "--api", "job", "--network", "--dry-run", "--no-preflight",
-        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=a/b",
+        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set",
+        "dataset_name=synthetic:arithmetic",
         "--resource", "rdma/rdma_shared_device_eth=1",
     ]  # fmt: skip
     done = CliRunner().invoke(launch, words)

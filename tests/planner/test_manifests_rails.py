@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import jsonschema
+import build
 import pytest
 import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import cluster, host, interface, port
-from rigs.hub import beside_rows
 from rigs.tables import each_row
-from test_manifests_schema import strict
 
 from agent.cli.launch import launch
 from planner.advice import Recommendation
-from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes import networks as network_rails
 from planner.kubernetes.job import JobError
@@ -279,65 +273,30 @@ def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def schemas(corpus: Path) -> dict[str, Document]:
-    """Kind -> schema of the two definitions that rails are."""
-    found = {}
-    for name in ("mellanox.com_macvlannetworks", "k8s.cni.cncf.io_network-attachment-definitions"):
-        crd = yaml.safe_load((corpus / "crds" / f"{name}.yaml").read_text())
-        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        schema["properties"].update(apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"})
-        found[crd["spec"]["names"]["kind"]] = strict(schema)
-    return found
-
-
-@pytest.mark.corpus
-def test_rails_hold_no_field_their_api_would_drop(schemas: dict[str, Document]) -> None:
-    """Each of sixteen documents, as kubectl reads them."""
-    text = manifests.render(network_manifests.network(spec(8, gateway="192.168.2.1")))
-    made = [document for document in yaml.safe_load_all(text) if document["kind"] in schemas]
-    assert len(made) == 16
-    for document in made:
-        jsonschema.validate(document, schemas[document["kind"]])
-
-
-@pytest.fixture(scope="module")
-def builder() -> Iterator[ModuleType]:
-    """tests/machines/build.py, whose parts make another machine."""
-    sys.path.insert(0, str(MACHINES))
-    described = importlib.util.spec_from_file_location("machines_build", MACHINES / "build.py")
-    assert described and described.loader
-    made = importlib.util.module_from_spec(described)
-    described.loader.exec_module(made)
-    yield made
-    sys.path.remove(str(MACHINES))
-
-
-@pytest.fixture(scope="module")
-def four_rails(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_rails(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recording of a node of four L40S, each with a RoCE port beside it, and Ethernet besides."""
-    made = builder
 
     def rails(tree: Any) -> Any:
-        nets = [made.Netdev(name="eno1", index=2, speed=25000, mac="b8:3f:d2:00:00:0f", addresses=("10.10.4.11/22",))]
+        nets = [build.Netdev(name="eno1", index=2, speed=25000, mac="b8:3f:d2:00:00:0f", addresses=("10.10.4.11/22",))]
         gpus = []
         for i, bus in enumerate((0x20, 0x40, 0xA0, 0xC0)):
-            net = made.Netdev(name=f"ens{i}f0np0", index=3 + i, mtu=9000, speed=200000, mac=f"b8:3f:d2:00:00:0{i}",
+            net = build.Netdev(name=f"ens{i}f0np0", index=3 + i, mtu=9000, speed=200000, mac=f"b8:3f:d2:00:00:0{i}",
                               addresses=(f"192.168.{3 * i}.11/24",))  # fmt: skip
-            card = made.Rdma(
-                name=f"mlx5_{i}", link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", guid=made.guid(80 + i)
+            card = build.Rdma(
+                name=f"mlx5_{i}", link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", guid=build.guid(80 + i)
             )
-            beside = made.hca(f"0000:{bus + 5:02x}:00.0", card, net=net)
-            gpu = made.gpu(f"0000:{bus + 3:02x}:00.0", 0x26B9, generation=4)
-            tree.pci(f"pci0000:{bus:02x}", int(i > 1), made.switch(bus, gpu, beside, generation=4))
-            gpus.append(made.NvmlGpu(board=made.L40S, bus_id=f"0000:{bus + 3:02x}:00.0", numa=int(i > 1)))
+            beside = build.hca(f"0000:{bus + 5:02x}:00.0", card, net=net)
+            gpu = build.gpu(f"0000:{bus + 3:02x}:00.0", 0x26B9, generation=4)
+            tree.pci(f"pci0000:{bus:02x}", int(i > 1), build.switch(bus, gpu, beside, generation=4))
+            gpus.append(build.NvmlGpu(board=build.L40S, bus_id=f"0000:{bus + 3:02x}:00.0", numa=int(i > 1)))
             nets.append(net)
-        return made.Machine(
-            hostname="rails-01", source="Built for a test.", product="four rails", vendor="Supermicro", cpu=made.GENOA,
-            nvml=made.answers(gpus, made.GENOA), netdevs=(made.LOOPBACK, *nets), default_route=2,
+        return build.Machine(
+            hostname="rails-01", source="Built for a test.", product="four rails", vendor="Supermicro", cpu=build.GENOA,
+            nvml=build.answers(gpus, build.GENOA), netdevs=(build.LOOPBACK, *nets), default_route=2,
         )  # fmt: skip
 
     path = tmp_path_factory.mktemp("rails") / "rails-01.json"
-    path.write_text(made.dumps(made.record(rails)), encoding="utf-8")
+    path.write_text(build.dumps(build.record(rails)), encoding="utf-8")
     return path
 
 
@@ -345,11 +304,12 @@ def launched(recording: Path, *more: str) -> tuple[list[Document], str]:
     """What `launch --network --dry-run` prints, and what it says on stderr."""
     words = [
         "--host", str(recording), "--api", "job", "--network", "--dry-run", "--no-preflight", "--claim", "shared",
-        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=a/b", *more,
+        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B",
+        "--set", "dataset_name=synthetic:arithmetic", *more,
     ]  # fmt: skip
     done = CliRunner().invoke(launch, words)
     assert done.exit_code == 0, done.output
-    return list(yaml.safe_load_all(done.stdout)), beside_rows(done.stderr)
+    return list(yaml.safe_load_all(done.stdout)), done.stderr
 
 
 def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rigs.tables import each_row
 
-from planner.forecast.models import ModelError, known_names, load_model, model_from_config, model_named
+from planner.forecast.models import ModelError, known_names, model_from_config, model_from_file, model_named
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 
 LLAMA = {
@@ -50,7 +50,7 @@ def test_config_json_gives_the_same_shape_as_the_name(tmp_path: Path) -> None:
     folder = tmp_path / "my-llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    spec = load_model(str(folder))
+    spec = model_from_file(folder)
     assert spec.name == "my-llama"
     assert weights(spec).total == weights(model_named("Llama-3.1-8B")).total
 
@@ -83,7 +83,7 @@ def test_a_folder_without_json_is_an_error(tmp_path: Path) -> None:
     """Garbage is refused with the file's name."""
     (tmp_path / "config.json").write_text("{nope")
     with pytest.raises(ModelError, match=r"config\.json: not JSON"):
-        load_model(str(tmp_path))
+        model_from_file(tmp_path)
 
 
 SLIDE = ("mistral", "qwen2", "qwen3", "mixtral", "gemma2")  # Llama and the first Gemma have no window at all
@@ -93,6 +93,7 @@ MINIMAL = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "said",
@@ -118,7 +119,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(
 
     config = {"model_type": family, **MINIMAL, **said}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    spec, theirs = load_model(str(tmp_path)), AutoConfig.from_pretrained(tmp_path)
+    spec, theirs = model_from_file(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert (spec.kv_heads, spec.ffn) == (theirs.num_key_value_heads, theirs.intermediate_size)
     assert spec.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     assert spec.tied_embeddings is theirs.tie_word_embeddings
@@ -132,3 +133,30 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(
     assert spec.sliding_window == (window if sliding else None)
     told = spec.layers // 2 if family == "gemma2" and spec.sliding_layers is None else spec.sliding_layers
     assert sliding == 0 or (spec.layers if told is None else told) == sliding
+
+
+@each_row(
+    ("config", "words"),
+    [
+        ({"model_type": "nemotron_h"}, "state-space or linear-attention layers"),
+        ({"model_type": "kimi_linear"}, "state-space or linear-attention layers"),
+        ({"model_type": "nobody_knows"}, "model_type='nobody_knows': known are"),
+    ],
+)
+def test_a_family_that_is_not_forecast_is_refused_by_name(config: dict[str, str], words: str) -> None:
+    """Hybrids are no dense models of their size."""
+    with pytest.raises(ModelError, match=words):
+        model_from_config(config)
+
+
+def test_quantised_weights_are_named() -> None:
+    """By the method that config.json names; the model that they were made from has none."""
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 99,
+    }
+    quantised = {**shape, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert (model_from_config(quantised).quantised, model_from_config(shape).quantised) == ("gptq", "")

@@ -22,7 +22,8 @@ from planner.stacks.topoflight import ENGINE as TOPOFLIGHT
 
 FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next", "gemma", "gemma2",
-    "gemma3_text", "gpt2", "phi3", "deepseek_v3", "gpt_oss", "llama4_text", "glm4_moe",
+    "gemma3_text", "gpt2", "phi3", "deepseek_v3", "gpt_oss", "llama4_text", "glm", "glm4", "glm4_moe", "granite",
+    "minimax_m2", "olmo2", "olmo3",
 )  # fmt: skip
 # Every key may also be left out, and each family meets keys that only others have.
 CHOICES: dict[str, list[Any]] = {
@@ -57,6 +58,7 @@ def odd_configs(family: str, count: int) -> list[dict[str, Any]]:
     return configs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(family: str, tmp_path: Path) -> None:
     """Read from the same config.json, as is; the model is built without memory."""
@@ -82,6 +84,7 @@ def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(fam
         assert by_part.layer in alike[:1] or not alike, said
 
 
+@pytest.mark.long
 @each_row("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"])
 def test_layers_slide_where_transformers_says(family: str) -> None:
     """Qwen2-MoE: every other of the first; Qwen3-MoE: all; gpt-oss: every other; Gemma 3: five of six."""
@@ -114,6 +117,7 @@ def test_mixtures_have_the_published_number_of_weights(name: str, total: int) ->
 ON_THE_HUB = yaml.safe_load(Path(__file__).with_name("models_on_the_hub.yaml").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 @each_row("name", ON_THE_HUB)
 def test_a_known_name_is_what_its_config_json_describes(name: str) -> None:
     """The table's row, the hub's config.json completed by transformers, and the model built of it."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import shutil
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 
+import nccl_names
 import pytest
 import yaml
 from rigs.tables import each_row
@@ -180,27 +178,17 @@ def test_what_no_format_can_carry_is_refused(bad: Setting) -> None:
             render([bad])
 
 
-def nccl_names() -> ModuleType:
-    """bench/nccl_names.py."""
-    path = Path(__file__).parent.parent.parent / "bench" / "nccl_names.py"
-    spec = importlib.util.spec_from_file_location("nccl_names_of_libraries", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 # NCCL's minor releases came every 2 to 4 months from 2.18 (April 2023) to 2.32 (September 2026): a table of half a year
 # lacks one or two.
 OLDEST_DAYS = 183
 
 
+@pytest.mark.long
 def test_no_newer_release_is_out_than_the_table_knows() -> None:
     """Asked of pip's index where it answers, else the table's own date decides; `bench/nccl_names.py` mends it."""
-    reader = nccl_names()
     try:
-        published = [parse_version(each) for package in reader.PACKAGES for each in reader.releases_on_index(package)]
+        found = [each for package in nccl_names.PACKAGES for each in nccl_names.releases_on_index(package)]
+        published = [parse_version(each) for each in found]
     except (OSError, subprocess.SubprocessError):
         published = []
     if published:
@@ -235,25 +223,20 @@ def test_names_are_read_from_a_librarys_code(default: int, tmp_path: Path) -> No
         pytest.skip("the reader knows x86-64, which the wheels are read of")
     source, library = tmp_path / "a.c", tmp_path / "libnccl.so.2"
     source.write_text(LIBRARY.format(default=default))
-    subprocess.run(
-        ["cc", "-O1", "-fPIC", "-shared", "-o", library, source],
-        check=True,
-    )
-    reader = nccl_names()
-    assert reader.names_of_library(library.read_bytes()) == {
-        "NCCL_SOME_TEXT": reader.Read(kind="text"),
-        "NCCL_SOME_NUMBER": reader.Read(kind="integer", default=str(default)),
+    subprocess.run(["cc", "-O1", "-fPIC", "-shared", "-o", library, source], check=True)
+    assert nccl_names.names_of_library(library.read_bytes()) == {
+        "NCCL_SOME_TEXT": nccl_names.Read(kind="text"),
+        "NCCL_SOME_NUMBER": nccl_names.Read(kind="integer", default=str(default)),
     }
 
 
 def test_a_release_joins_the_table() -> None:
     """A new name begins with its release, one that is gone ends with the last that read it, the rest stays."""
-    reader = nccl_names()
-    new = reader.Read(kind="integer", default="3")
-    rows = reader.merged(
+    new = nccl_names.Read(kind="integer", default="3")
+    rows = nccl_names.merged(
         {name: names()[name] for name in ("NCCL_IB_HCA", "NCCL_PXN_DISABLE")},
-        {(2, 98, 1): {"NCCL_IB_HCA": reader.Read(kind="text"), "NCCL_PXN_DISABLE": new, "NCCL_OLD": new},
-         (2, 99, 1): {"NCCL_IB_HCA": reader.Read(kind="text"), "NCCL_NEW": new}},
+        {(2, 98, 1): {"NCCL_IB_HCA": nccl_names.Read(kind="text"), "NCCL_PXN_DISABLE": new, "NCCL_OLD": new},
+         (2, 99, 1): {"NCCL_IB_HCA": nccl_names.Read(kind="text"), "NCCL_NEW": new}},
     )  # fmt: skip
     assert rows["NCCL_IB_HCA"] == names()["NCCL_IB_HCA"]
     assert (rows["NCCL_NEW"].first, rows["NCCL_NEW"].kind, rows["NCCL_NEW"].default) == ((2, 99, 1), "integer", "3")

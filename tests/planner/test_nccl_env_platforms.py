@@ -1,12 +1,11 @@
 """Every platform of data/platforms.toml on its built machine: what is recognised, what is advised, what the docs say.
 
-`TOPOFLIGHT_UPDATE_GOLDEN=1` redraws docs/platforms.md.
+`TOPOFLIGHT_UPDATE_GOLDEN=1` redraws docs/reference/platforms.md.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from topology.build import build
 from topology.cluster import join
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "machines"))
 import platform_machines as built  # noqa: E402
 
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
@@ -224,7 +222,7 @@ def pages() -> dict[str, str]:
     listed = [f"{number}. {name}, {date}" for number, (name, date) in enumerate(sources.items(), 1)]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in why.items()]
     return {
-        "platforms.md": "\n".join((HEAD, *lines, "", "## Sources", "", *listed)) + "\n",
+        "reference/platforms.md": "\n".join((HEAD, *lines, "", "## Sources", "", *listed)) + "\n",
         "decisions/0024-published-and-not-set.md": "\n".join((WHY, *reasons)) + "\n",
     }
 
@@ -235,12 +233,12 @@ HEAD = """\
 What makers of platforms publish for NCCL, and what is advised on a machine of that shape for several nodes: *advised*
 as published, *not set* though published, *ours* instead or besides. In brackets: the sources, and what recognises the
 platform (DMI, GPU, fabric; no network is asked). Where nothing does, nothing is applied. Why the rest is not set:
-[decisions/0024](decisions/0024-published-and-not-set.md).
+[decisions/0024](../decisions/0024-published-and-not-set.md).
 """
 WHY = """\
 # What makers of platforms publish and Topoflight does not set
 
-By reason, for the values *not set* in [platforms.md](../platforms.md). Both pages are drawn from
+By reason, for the values *not set* in [platforms.md](../reference/platforms.md). Both pages are drawn from
 `planner/nccl_env/data/platforms.toml` by `tests/planner/test_nccl_env_platforms.py`.
 """
 
@@ -271,7 +269,7 @@ def _facts(row: Platform) -> str:
 
 
 def test_page_of_platforms_is_drawn_from_the_data() -> None:
-    """docs/platforms.md, and its reasons in docs/decisions."""
+    """docs/reference/platforms.md, and its reasons in docs/decisions."""
     for name, text in pages().items():
         path = ROOT / "docs" / name
         if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):

@@ -133,14 +133,14 @@ def hcas() -> Iterator[Case]:
     # InfiniBand and Ethernet ports cannot talk to each other.
     bond = port("mlx5_bond_0", layer="Ethernet", gbit=100, model="ConnectX-6")
     yield case(host(rdma=[*IB8[:2], bond]), sets={HCA: "mlx5_0,mlx5_1"}, why={HCA: "mlx5_bond_0:1: Ethernet"})
-    # A slower ConnectX-4 is management; a slower ConnectX-7 among ConnectX-7 is a fault to mend.
+    # A slower ConnectX-4 is management; a slower ConnectX-7 among ConnectX-7 is a fault to repair.
     management = [*IB8[:2], port("mlx5_2", gbit=25, model="ConnectX-4")]
     yield case(host(rdma=management), sets={HCA: "mlx5_0,mlx5_1"})
     yield case(host(rdma=[*IB8[:2], port("mlx5_2", gbit=200)]), sets={HCA: None})
-    # NCCL passes over a port that is down in silence; the list must not hide it once it is mended.
+    # NCCL passes over a port that is down in silence; the list must not hide it once it is repaired.
     down = [port("mlx5_0"), port("mlx5_1", state="DOWN"), port("mlx5_2", layer="Ethernet", gbit=25)]
     yield case(host(rdma=down), sets={HCA: "mlx5_0,mlx5_1"}, says={HCA: "mlx5_1:1 DOWN"})
-    # Soft-RoCE runs on the CPU; alone it is what there is, and NCCL takes it in place of TCP.
+    # Soft-RoCE runs on the CPU; alone it is what there is, and NCCL uses it instead of TCP.
     rxe = port("rxe0", kind="rxe", layer="Ethernet", gbit=2.5)
     yield case(host(rdma=[port("mlx5_0", **ROCE), rxe]), sets={HCA: "mlx5_0"})
     yield case(host(rdma=[rxe]), sets={HCA: None}, says={HCA: "in software", "NCCL": ""})
@@ -156,8 +156,8 @@ def hcas() -> Iterator[Case]:
     yield case(seen, sets={HCA: FOUR}, why={HCA: "the 4 behind its networks"})
     # A twin near the GPUs may carry storage: the question is asked, with the ports it is about.
     nine = host(rdma=[*IB8, port("mlx5_8")])
-    yield case(nine, says={HCA: "cannot be told from one node"}, never=("every one it finds belongs",))
-    yield case(nine, says={HCA: "ask which of them carry storage"})
+    yield case(nine, says={HCA: "One node does not show"}, never=("every one it finds belongs",))
+    yield case(nine, says={HCA: "find out which of them carry storage"})
     # Who asks sees which switch each port leads to; a bond has its members' wires.
     wired = [port(f"mlx5_{i}", netdev=net, gids=[v2_gid(3, f"10.1.{i}.5")], **ROCE)
              for i, net in enumerate(("a", "bond0"))]  # fmt: skip
@@ -306,7 +306,7 @@ def gids() -> Iterator[Case]:
                  never=("finds the GID itself", "finds the RoCE v2 GID itself"))  # fmt: skip
         yield of(LINK_LOCAL, V1_IPV4, version=version, only={"NCCL_IB_ROCE_VERSION_NUM": "1"})
         yield of(LINK_LOCAL, V1_IPV6, version=version, only={"NCCL_IB_ROCE_VERSION_NUM": "1", family: "AF_INET6"})
-    # No variable mends a port without an address; 169.254.0.0/16 NCCL takes, as directly joined hosts have it.
+    # No variable repairs a port without an address; 169.254.0.0/16 NCCL takes, as directly joined hosts have it.
     yield of(LINK_LOCAL, LINK_LOCAL_V2, only={}, says={index: "link-local"}, never=("finds the GID itself",))
     yield of(LINK_LOCAL, v2_gid(3, "169.254.3.1"), never=("link-local",))
     # No one family fits ports with addresses of different families.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from probes.gpu.probe import PROBE
 from probes.scanner import Scanner
 
 TESTS = Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS / "fakes" / "nvml"))
 
 import nvml_profile  # noqa: E402 - found through the line above
 

@@ -15,7 +15,7 @@ from agent.base import inputs
 from agent.base import result_store as keep
 from agent.checks import baseline
 from contracts import bounded, run_record
-from planner.forecast.models import load_model
+from planner.forecast.models import model_from_file
 from probes.host.recording import load
 
 
@@ -43,7 +43,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "kept record": keep.read,
     "run": run_record.read,
     "baseline": baseline.read,
-    "config.json": lambda path: load_model(str(path)),
+    "config.json": model_from_file,
     "recording": load,
     "verb": lambda path: inputs.read(str(path), 1000, hint=""),
 }

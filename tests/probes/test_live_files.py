@@ -8,12 +8,13 @@ import random
 import shutil
 import socket
 import struct
+from collections import deque
 from pathlib import Path
 
 import pytest
 
-from probes.host.live import LINES_MAX, KernelLog, LiveHost
-from probes.pci.read import Config, parse_config
+from probes.host.live import LINES_MAX, LiveHost, keep_newest
+from probes.pci.read import parse_config
 
 GPU = "/sys/bus/pci/devices/0000:1b:00.0"
 
@@ -82,28 +83,29 @@ def test_configuration_space_is_read_again_where_it_may_change(tmp_path: Path) -
     file.write_bytes(space)
     host = LiveHost(str(tmp_path))
 
-    def seen() -> Config:
+    def seen(*facts: str) -> tuple[object, ...]:
         host.begin_scan()
-        return parse_config(host.read_bytes(f"{GPU}/config", 4096))
+        read = parse_config(host.read_bytes(f"{GPU}/config", 4096))
+        return tuple(read.get(fact) for fact in facts)
 
     def write(offset: int, value: bytes) -> None:
         with file.open("r+b") as device:
             device.seek(offset)
             device.write(value)
 
-    assert (seen().acs_source_validation, seen().relaxed_ordering) == (False, False)
+    assert seen("acs_source_validation", "relaxed_ordering") == (False, False)
     write(0x106, b"\x01")
-    assert (seen().acs_source_validation, seen().relaxed_ordering) == (True, False)
+    assert seen("acs_source_validation", "relaxed_ordering") == (True, False)
     write(0x48, b"\x10")
-    assert (seen().acs_source_validation, seen().relaxed_ordering) == (True, True)
+    assert seen("acs_source_validation", "relaxed_ordering") == (True, True)
     write(0, b"\xff" * 4096)
-    assert seen().lost
+    assert seen("lost") == (True,)
     write(0, bytes(space))
-    assert (seen().lost, seen().acs_source_validation) == (False, False)
+    assert seen("lost", "acs_source_validation") == (None, False)
     file.parent.resolve().rename(tmp_path / "aside")
     _plug(tmp_path, "0x2331")
     file.write_bytes(bytes(64))
-    assert seen().acs_source_validation is None
+    assert seen("acs_source_validation") == (None,)
 
 
 def _in_root(root: Path, path: str) -> str | int:
@@ -157,29 +159,19 @@ def test_links_lead_where_the_kernel_says_and_never_out_of_the_root(tmp_path: Pa
     assert host.resolve("/out") == "/d0"
 
 
-def test_the_kernel_log_is_read_on_from_its_last_record() -> None:
-    """Records of other subsystems are passed over, only the newest lines are kept."""
-    reader, writer = os.pipe2(os.O_DIRECT)  # gives back packets as they were written, as /dev/kmsg gives records
-    log = KernelLog(f"/proc/self/fd/{reader}")
-    os.write(writer, b"4,1,100,-;NVRM: Xid (PCI:0000:1b:00): 79, lost\n SUBSYSTEM=pci\n")
-    os.write(writer, b"6,2,200,-;eth0: link up\n")
-    assert log.lines("NVRM: Xid") == ("NVRM: Xid (PCI:0000:1b:00): 79, lost",)
-    assert log.lines("NVRM: Xid") == ("NVRM: Xid (PCI:0000:1b:00): 79, lost",)
-    for number in range(LINES_MAX):
-        os.write(writer, b"4,%d,300,-;NVRM: Xid (PCI:0000:1c:00): 31, pid=%d\n" % (number, number))
-        found = log.lines("NVRM: Xid")
-    assert len(found) == LINES_MAX
-    assert found[0].endswith("pid=0")
-    assert found[-1].endswith(f"pid={LINES_MAX - 1}")
-    log.close()
-    os.close(reader)
-    os.close(writer)
+def test_lines_of_the_kernel_log_outlive_it() -> None:
+    """What newer lines have overwritten is kept, each line once, and of all the newest."""
+    kept: deque[str] = deque(maxlen=LINES_MAX)
+    lines = [f"<4>[  {number}.0] NVRM: Xid (PCI:0000:1c:00): 31, pid={number}" for number in range(LINES_MAX + 1)]
+    for shown in (lines[:2], lines[1:3], lines[2:], lines[2:]):
+        keep_newest(kept, shown)
+    assert list(kept) == lines[1:]
 
 
-def test_without_the_device_the_kernel_log_is_asked_in_one_piece() -> None:
-    """Where this process may not read it at all, that is an error and not an empty log."""
+def test_a_kernel_log_that_may_not_be_read_is_an_error() -> None:
+    """And not an empty log."""
     try:
-        found = KernelLog("/nowhere/kmsg").lines("no line of any kernel has these words in it")
+        found = LiveHost().kernel_log("no line of any kernel has these words in it")
     except OSError as error:
         assert error.filename == "kernel log" or "kernel log" in str(error)
     else:

@@ -39,6 +39,7 @@ def test_every_recorded_machine_replays_and_names_its_source(name: str) -> None:
     assert {probe: o["status"] for probe, o in outcomes.items() if o["status"] == "failed"} == {}
 
 
+@pytest.mark.long
 def test_the_built_recordings_are_what_the_builder_writes() -> None:
     """Edit the builder, not the files."""
     done = subprocess.run(

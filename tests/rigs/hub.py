@@ -203,8 +203,3 @@ def _write(request: Any, status: int, content: bytes, headers: dict[str, str]) -
     request.end_headers()
     if request.command != "HEAD":
         request.wfile.write(content)
-
-
-def beside_rows(stderr: str) -> str:
-    """What `launch` says, without the note that no hub was there to read the data set's rows from."""
-    return "".join(line for line in stderr.splitlines(keepends=True) if not line.startswith("note: the rows of "))

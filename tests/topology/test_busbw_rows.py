@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
-
 import expect as bench_expect
+import pytest
 from busbw_rows import PlaceError, Row, place, read
 from rigs.tables import each_row
 

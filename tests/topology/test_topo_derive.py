@@ -15,7 +15,7 @@ from probes.pci.facts import PciDevice
 from topology.check import check
 from topology.derive import complete
 from topology.formats.text import parse
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class
+from topology.graph import GpuNode, NicNode, NodeTopology, Pair, Pairs, PathClass, nvlinks, path_class
 from topology.links import NvLinks, PciTree
 from topology.plan import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.reference import departures, recognise, reference_of
@@ -79,11 +79,13 @@ def test_what_follows_from_the_pairs():
         "a hybrid cube mesh is one island without all pairs": (
             [(len(i.gpus), i.all_to_all, i.nvlinks_per_pair) for i in MESH.islands], [(8, False, ("NV1", "NV2"))]),
         "six NVLink 2 of each V100": (rate(MESH), 6 * 20.0),
-        "pairs one GPU apart are NVB to NCCL": (MESH.pair("GPU0", "GPU5").path, PathClass.NVB),
-        "and SYS to nvidia-smi": (MESH.pair("GPU0", "GPU5").label, "SYS"),
-        "joined pairs are NVL": (MESH.pair("GPU0", "GPU1").path, PathClass.NVL),
+        "pairs one GPU apart are NVB to NCCL": (Pairs(MESH.pairs).get("GPU0", "GPU5").path, PathClass.NVB),
+        "and SYS to nvidia-smi": (Pairs(MESH.pairs).get("GPU0", "GPU5").label, "SYS"),
+        "joined pairs are NVL": (Pairs(MESH.pairs).get("GPU0", "GPU1").path, PathClass.NVL),
         "two GPUs apart is too far": (
-            node(4, {(0, 1): "NV1", (1, 2): "NV1", (2, 3): "NV1"}).pair("GPU0", "GPU3").path, PathClass.SYS),
+            Pairs(node(4, {(0, 1): "NV1", (1, 2): "NV1", (2, 3): "NV1"}).pairs).get("GPU0", "GPU3").path,
+            PathClass.SYS,
+        ),
         "a chain closes no ring": (
             (rate(CHAIN, "island"), "no ring" in plan(CHAIN, "island").derivation[0]), (None, True)),
         "pairs are islands of their own": (
@@ -168,7 +170,7 @@ def test_slot_is_what_device_and_port_can_both_do():
             device("gpu", "rp", link_transfers_per_second=2.5e9, link_transfers_per_second_max=32e9, link_width_max=16),
         ]
     )
-    assert tree.slot_bytes_per_second("gpu") == pytest.approx(24e9)
+    assert tree.link("gpu")[0] == pytest.approx(24e9)
 
 
 def gpu(index, *links, **fields):

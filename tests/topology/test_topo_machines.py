@@ -17,7 +17,7 @@ from probes.pci.facts import PciFacts
 from topology.build import build
 from topology.check import CODES, check
 from topology.formats.text import parse
-from topology.graph import PathClass
+from topology.graph import Pairs, PathClass
 from topology.render import json_document
 from topology.render import render_matrix as matrix
 from topology.svg import svg
@@ -45,7 +45,7 @@ def test_every_pair_once_and_every_form_holds(name):
         assert finding.evidence or finding.code == "topology.rail.uneven"
 
 
-@each_row("name", [name for name in NAMES if topology(name).gpus])
+@each_row("name", lambda: [name for name in NAMES if topology(name).gpus])
 def test_matrix_reads_back(name):
     node = topology(name)
     again = parse(matrix(node), name)
@@ -88,7 +88,7 @@ def test_what_is_said_of_each_machine():
         "and says so": (of(flat, "gpu_nic.undecidable").status, Status.UNKNOWN),
         "with what to set": ("NCCL_TOPO_FILE" in of(flat, "virtual").remedy, True),
         "and to which file": ("/opt/microsoft/ndv4-topo.xml" in of(with_file, "virtual").remedy, True),
-        "fewer NVLinks on a pair": (short.pair("GPU0", "GPU3").label, "NV16"),
+        "fewer NVLinks on a pair": (Pairs(short.pairs).get("GPU0", "GPU3").label, "NV16"),
         "are found": ((of(short, "nvlink.asymmetric").subject, of(short, "nvlink.asymmetric").status),
                       ("GPU3", Status.FAIL)),
         "and lower the plan": (planned(short, "island").busbw_bytes_per_second, pytest.approx(16 * 20.6e9)),
@@ -116,7 +116,8 @@ def test_a_gpu_at_x4_lowers_the_plan_of_the_ring():
     for name in ("l40s-4x-pcie", "sick-l40s-x4"):
         node = topology(name)
         (plans[name],) = [e for e in node.expectations if (e.scope, e.op) == ("node", "all_gather")]
-        assert node.pair("GPU2", "GPU3").bytes_per_second == pytest.approx(24e9)  # as NCCL reads the slot, either way
+        slot = Pairs(node.pairs).get("GPU2", "GPU3")
+        assert slot.bytes_per_second == pytest.approx(24e9)  # as NCCL reads the slot, either way
     assert plans["l40s-4x-pcie"].busbw_bytes_per_second == pytest.approx(16e9)
     assert plans["sick-l40s-x4"].busbw_bytes_per_second == pytest.approx(6e9)
     assert any("GPU2 runs at Gen4 x4 of x16" in step for step in plans["sick-l40s-x4"].derivation)
@@ -186,7 +187,7 @@ def test_pci_ancestry_agrees_with_nvml_where_no_nvlink_hides_it():
     assert facts is not None
     told = {(pair.a, pair.b): pair.ancestor for pair in facts.pairs}
     blind = build(replace(whole, outcomes={**whole.outcomes, "gpu": Absent(why="no driver")}))
-    assert {key: blind.pair(f"GPU{key[0]}", f"GPU{key[1]}").label for key in told} == told
+    assert {key: Pairs(blind.pairs).get(f"GPU{key[0]}", f"GPU{key[1]}").label for key in told} == told
 
 
 def test_a_driver_that_does_not_load_leaves_the_gpus_of_the_pci_tree():

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
 from rigs.tables import each_row
 from topo_samples import ALL
 
-from agent.cli.topo import topo
-from topology.check import check
 from topology.formats.text import parse
 
 ROW = re.compile(r"(?m)^([ \t]*(?:GPU\d|mlx\d|NIC\d+\t).*)$")
@@ -116,68 +111,3 @@ SHAPES = {
 @each_row("shape", SHAPES, ids=str)
 def test_a_mangled_matrix_says_the_same(sample, shape):
     assert gist(parse(SHAPES[shape](ALL[sample]))) == gist(parse(ALL[sample]))
-
-
-def switched(odd: int | None, gpus: int = 8, note: str = "", nic: str = "NODE") -> str:
-    """A matrix behind NVSwitch, one GPU of which may be off it."""
-    rows = ["\t" + "\t".join(f"GPU{j}" for j in range(gpus)) + "\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity"]
-    for i in range(gpus):
-        far = {j: "NODE" if (i < gpus // 2) == (j < gpus // 2) else "SYS" for j in range(gpus)}
-        cells = [" X " if i == j else far[j] if odd in (i, j) else "NV18" for j in range(gpus)]
-        rows.append("\t".join((f"GPU{i}", *cells, "PIX" if i == 0 else nic, "SYS", "0-55", "0")))
-    for k in range(2):
-        cells = ["SYS" if k else "PIX" if i == 0 else nic for i in range(gpus)]
-        rows.append("\t".join((f"NIC{k}", *cells, *(" X " if k == j else "SYS" for j in range(2)))))
-    return "\n".join((*rows, note, "Legend:", "  X    = Self", "NIC Legend:", "  NIC0: mlx5_0", "  NIC1: mlx5_1", ""))
-
-
-@pytest.mark.parametrize("gpus", [4, 8])
-def test_a_gpu_off_the_switch_is_named(gpus: int, tmp_path: Path) -> None:
-    """NODE and SYS to all while the others are NV18: `topo` prints what it finds, with its lines."""
-    path = tmp_path / "topo.txt"
-    path.write_text(switched(gpus - 1, gpus))
-    done = CliRunner().invoke(topo, ["--from", str(path)])
-    assert "topology.nvlink.missing" in done.output
-    assert f"GPU{gpus - 1} reaches no other GPU over NVLink" in " ".join(done.output.split())
-    document = json.loads(CliRunner().invoke(topo, ["--from", str(path), "-o", "json"]).output)
-    assert ("topology.nvlink.missing", "fail") in [(f["code"], f["status"]) for f in document["findings"]]
-    path.write_text(switched(None, gpus))
-    assert "topology.nvlink.missing" not in CliRunner().invoke(topo, ["--from", str(path)]).output
-
-
-@each_row("place", ["above", "below"])
-@each_row(
-    "said", ["76 NICs found in the topology, only displaying 56 in the matrix.", "76 NICs found, only displaying 56"]
-)
-def test_nics_that_are_not_shown_are_told(place: str, said: str) -> None:
-    """nvidia-smi leaves NICs out: what is shown as nearest is the nearest of those shown only, unless it is PIX."""
-    text = said + "\n" + switched(None) if place == "above" else switched(None, note=said)
-    node = parse(text)
-    assert [warning for warning in node.warnings if "56 of 76 NICs" in warning] != []
-    assert [near.decidable for near in node.nearest_nic] == [True] + [False] * 7
-    assert all("56 of 76" in near.why for near in node.nearest_nic[1:])
-    assert parse(switched(None)).warnings == ()
-    assert parse(said.replace("76", "56") + "\n" + switched(None)).warnings == ()
-
-
-def found(*rows: str) -> list[tuple[str, str, str]]:
-    return [(f.code, f.status, f.subject) for f in check(parse("\n".join(rows) + "\n"))]
-
-
-def test_a_card_beside_a_bridged_pair_is_no_fault():
-    """A bridge joins two cards; a third has none."""
-    assert not found("\tGPU0\tGPU1\tGPU2", "GPU0\t X \tNV12\tSYS", "GPU1\tNV12\t X \tSYS", "GPU2\tSYS\tSYS\t X ")
-
-
-def test_a_bridged_pair_with_fewer_links_than_another_is_told():
-    rows = ("GPU0\t X \tNV12\tNODE\tNODE", "GPU1\tNV12\t X \tNODE\tNODE", "GPU2\tNODE\tNODE\t X \tNV10",
-            "GPU3\tNODE\tNODE\tNV10\t X ")  # fmt: skip
-    assert found("\tGPU0\tGPU1\tGPU2\tGPU3", *rows) == [("topology.nvlink.asymmetric", "warn", "GPU2")]
-    assert not found("\tGPU0\tGPU1\tGPU2\tGPU3", *(row.replace("NV10", "NV12") for row in rows))
-
-
-def test_nics_without_a_legend_are_judged():
-    """nvidia-smi gives columns to Mellanox's devices only."""
-    rows = ("\tGPU0\tNIC0", "GPU0\t X \tNODE", "NIC0\tNODE\t X ")
-    assert found(*rows) == [("topology.gdr.path", "fail", "GPU0")]
-    assert not found(*(row.replace("NODE", "PIX") for row in rows))

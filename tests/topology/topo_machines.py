@@ -1,24 +1,15 @@
-"""Recorded machines as snapshots, each scanned once per test run."""
+"""The topologies of the recorded machines, each built once per process."""
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
-from probes.api import Snapshot
-from probes.host.recording import load
-from probes.scan import scan
+from rigs.recorded import NAMES, snapshot
+
 from topology.build import build
 from topology.graph import NodeTopology
 
-MACHINES = Path(__file__).parent.parent / "machines"
-NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
-
-
-@cache
-def snapshot(name: str) -> Snapshot:
-    """One recording, scanned."""
-    return scan(load(MACHINES / f"{name}.json"))
+__all__ = ["NAMES", "snapshot", "topology"]
 
 
 @cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import why as table
+from rigs.recorded import path_of, view
+from rigs.tables import each_row
 
 from agent.advice.request import Request
 from agent.cluster.gate import checks_of, readable
@@ -23,12 +25,6 @@ from contracts.run_record import Measured, RunRecord
 from planner.why import Cause, Seen, Verdict, judge
 from probes.api import Ok
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
-
-import why as table
-from rigs.recorded import path_of, view
-from rigs.tables import each_row
 
 NOW = 1000.0
 
@@ -996,6 +992,7 @@ def test_counts_that_move_are_no_stall() -> None:
     assert (still.state, still.ranks) == ("stuck", (1,))
 
 
+@pytest.mark.long
 def test_a_stack_says_what_a_rank_does() -> None:
     from finetune.beside import phase_of  # and with it torch
 

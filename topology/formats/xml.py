@@ -199,6 +199,7 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     if bus_id in found.pci:
         raise TopologyFileError(found.source, element.line, f"busid {bus_id} stands twice in the file")
     numa = found.numa_nodes[cpu]
+    speed = re.match(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", attributes.get("link_speed", ""))
     class_code = _number(attributes.get("class"))
     node = PciDevice(
         bus_id=bus_id,
@@ -207,7 +208,7 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
         class_code=class_code or 0,
         vendor_id=_number(attributes.get("vendor")) or 0,
         device_id=_number(attributes.get("device")) or 0,
-        link_transfers_per_second=_speed(attributes.get("link_speed")),
+        link_transfers_per_second=float(speed[1]) * 1e9 if speed else None,
         link_width=_decimal(attributes.get("link_width")),
     )
     found.pci[bus_id] = node
@@ -232,11 +233,6 @@ def _pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
     if class_code is None and not gpus and not nets and not element.named("pci"):
         found.without_class += 1
     walk(element, cpu, bus_id, found)
-
-
-def _speed(text: str | None) -> float | None:
-    match = re.match(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", text or "")
-    return float(match[1]) * 1e9 if match else None
 
 
 def _net_dev(net: Element) -> int:

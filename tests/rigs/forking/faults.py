@@ -32,26 +32,27 @@ def install():
     """Let this rank's faults happen: it comes to its meetings, and fills its buffers, through here."""
     import torch
 
-    from collectives.bench import measure, ops
+    from collectives.bench import ops
+    from collectives.bench.pulse import Pulse
 
-    arrive, fill = measure.arrive, ops.fill
+    arrive, fill = Pulse.arrive, ops.fill
     faults = [fault[1:] for fault in parse(os.environ[VARIABLE]) if fault[0] == int(os.environ["RANK"])]
     kinds = {kind for kind, _, _ in faults}
 
-    def arrive_with_faults(me, name):
+    def arrive_with_faults(pulse, where):
         for kind, value, iteration in faults:
-            if kind == "slow" and me.pulse.arrived >= iteration:
+            if kind == "slow" and pulse.arrived >= iteration:
                 time.sleep(value)
-            elif me.pulse.arrived == iteration:
+            elif pulse.arrived == iteration:
                 happen(kind)
-        arrive(me, name)
+        arrive(pulse, where)
 
     def fill_wrongly(op, side, turn):
         fill(op, side, turn)
         if op.gives(side):
             side.send_buffer[side.send_buffer.numel() // 2] += 1
 
-    measure.arrive = arrive_with_faults
+    Pulse.arrive = arrive_with_faults
     if "lie" in kinds:
         ops.fill = fill_wrongly
     if "version" in kinds:
