@@ -42,6 +42,7 @@ class Word(NamedTuple):
     text: str  # OPEN stands for each part that is not known
     raw: str  # as it is written, without its quotes
     line: int = 0
+    assumed: bool = False  # a default is in it, which the environment outside may replace
 
 
 @dataclass(slots=True)
@@ -218,6 +219,7 @@ class Expander:
         given = self.shell.arrays.get("@")
         if given is None or not re.fullmatch(r"\d+|[@*#]", name) or name == "0":
             return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
+        self.assumed = self.assumed or any(each.assumed for each in given)
         if name.isdecimal():
             return given[int(name) - 1].text if int(name) <= len(given) else ""
         return str(len(given)) if name == "#" else " ".join(each.text for each in given)
@@ -296,10 +298,12 @@ class Expander:
             self.script.used.add(name)
             if name in self.shell.arrays:
                 return list(self.shell.arrays[name])
-        value = self.value(node)
+        before, self.assumed = self.assumed, False
+        value, assumed = self.value(node), self.assumed
+        self.assumed = before or assumed
         if node.type in _SPLITS and (re.search(r"\s", value) or not value):
-            return [Word(each, each, line) for each in value.split()]
-        return [Word(value, self.raw(node), line)]
+            return [Word(each, each, line, assumed) for each in value.split()]
+        return [Word(value, self.raw(node), line, assumed)]
 
     def raw(self, node: Node) -> str:
         """What stands there without the quotes around it."""

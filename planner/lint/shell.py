@@ -129,6 +129,7 @@ class _Reader(Expander):
         self._input = _Input()
         self._output_line = 0
         self._scope = ""
+        self._view = ""  # the condition under which the command that is followed has these words
         self._status: bool | None = None  # how the last command ended; None: unknown
         self._ended = ""  # why nothing more runs here
         self._launches: list[Launch] = []
@@ -208,8 +209,8 @@ class _Reader(Expander):
             if not (is_judged(name) or name in JOB_SIZE) or not any(e.exported and not e.unset for e in values):
                 continue
             given = [each if each.exported else replace(each, unset=True) for each in values]
-            only = len(given) == 1
-            found[name] = tuple(replace(e, scope="" if only else e.scope) for e in given if e.scope or not e.unset)
+            sure = len(given) == 1 and not (self._view and given[0].scope.startswith(self._view))
+            found[name] = tuple(replace(e, scope="" if sure else e.scope) for e in given if e.scope or not e.unset)
         return found
 
     def _launch(self, label: str, *, sure: bool) -> None:
@@ -346,7 +347,7 @@ class _Reader(Expander):
         if len(scopes) < 2 or len(scopes) > _MOST_VIEWS:
             yield
             return
-        start, outer, ends = self.shell, self._scope, list[Shell | None]()
+        start, outer, view, ends = self.shell, self._scope, self._view, list[Shell | None]()
         for scope in scopes:
             self.shell, self._ended = start.copy(), ""
             for name in names:
@@ -354,9 +355,10 @@ class _Reader(Expander):
                 self.shell.variables[name] = tuple(found or [e for e in variables[name] if not e.scope])[-1:]
                 self.shell.variables[name] = self.shell.variables[name] or variables[name][-1:]
             self._scope = scope if scope.startswith(outer) else _both(outer, scope)
+            self._view = scope and self._scope
             yield
             ends.append(None if self._ended else self.shell.copy())
-        self._scope = outer
+        self._scope, self._view = outer, view
         self._resume(*ends)
 
     def _visit(self, node: Node, *, split: bool = True) -> None:
@@ -460,6 +462,7 @@ class _Reader(Expander):
         for word in words:
             if self._ended:
                 break
+            self.assumed = word.assumed
             self.assign(name, word.text, word.raw, line)
             self._resume(*self._round(body, breaks))
         self._resume(self._now(), *breaks)
@@ -732,6 +735,7 @@ class _Reader(Expander):
                 self.script.files.append(f"the variables that {keyword} gets in line {line}")
             elif NAME.match(name):
                 self._hide(name, own)
+                self.assumed = each.assumed
                 if equals:
                     self.assign(name, value, value, line, exported=True if exports else False if ends else None)
                 elif exports or ends:
@@ -754,8 +758,9 @@ class _Reader(Expander):
                 self.script.files.append(f"the variables that unset gets in line {line}")
                 why = f"unless line {line} unsets it"
                 for name, values in self.shell.variables.items():
-                    open_ = tuple(replace(each, scope=_both(each.scope, why)) for each in values)
-                    self.shell.variables[name] = open_ if is_judged(name) else values
+                    kept = [replace(each, scope=_both(each.scope, why)) for each in values]
+                    gone = replace(values[-1], value="", exported=False, unset=True, scope="")
+                    self.shell.variables[name] = (*kept, gone) if is_judged(name) else values
             elif word.text[:1] != "-":
                 gone = Assigned(
                     name=word.text, value="", raw="", line=line, scope=self._scope, exported=False, unset=True
@@ -900,7 +905,7 @@ class _Reader(Expander):
     def _keep(self, target: str, text: str, line: int) -> None:
         """Note what a file is given, and read it as a text of its own."""
         self._written[_path(target)] = (self._written.get(_path(target), "") + text.rstrip("\n") + "\n")[-MOST_VALUE:]
-        self.script.inner.append(Inner(text=text, target=target, line=line))
+        self.script.inner.append(Inner(text=text, target=target.replace(OPEN, "..."), line=line))
 
     def _read(self, program: str, given: _Input, target: str) -> None:
         """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""

@@ -116,3 +116,23 @@ def test_settings_that_no_program_gets_are_named_and_not_judged() -> None:
 def test_a_script_whose_settings_are_comments_is_no_markdown() -> None:
     answer = why_nothing(SLURM, read_text(SLURM, None, "a.sbatch"))
     assert answer.endswith("only in comments (line 5); it was read as: Slurm batch script")
+
+
+def test_what_only_a_run_decides_is_checked_both_ways_and_named() -> None:
+    """Each condition's settings, with the condition; files and names that are not known, with their lines."""
+    tc = "NCCL_IB_TC"
+    rows = (
+        ("export NCCL_IB_TC=1\nM=${M:-a}\n[ $M = a ] && export NCCL_IB_TC=2\ntorchrun a\n", {"": "1", "after &&": "2"}),
+        ("f() { case $1 in a) export NCCL_IB_TC=1;; *) export NCCL_IB_TC=2;; esac; }\nf ${M:-a}\ntorchrun a\n",
+         {"case $1 in a": "1", "case $1 in *": "2"}),
+        ("[ -d x ] && O='-x NCCL_IB_TC=1'\nmpirun $O a\n", {"after &&": "1"}),
+        ("if grep -q x y; then X=1; else X=2; fi\nexport NCCL_IB_TC=$X\ntorchrun a\n",
+         {"if grep -q x y": "1", "else of if grep -q x y": "2"}),
+        ("export NCCL_IB_TC=1\nunset $V\ntorchrun a\n", {"unless line 3 unsets it": "1"}),
+    )  # fmt: skip
+    for text, wanted in rows:
+        found = read_text("#!/bin/bash\n" + text, None, "a.sh").environments
+        got = {each.source.removeprefix("shell script").removeprefix(", "): each.environment.get(tc) for each in found}
+        assert {place: value for place, value in got.items() if value} == wanted, text
+    loads = read_text('. /etc/x\nexport "$L"\neval "$C"\nNCCL_NET=IB torchrun a\n', None, "a.sh")
+    assert [re.sub(r"\D", "", each) for each in loads.files] == ["1", "2", "3"]
