@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import contracts
 from agent.advice.request import Request
 from agent.base.documents import document
 from agent.base.inputs import InputError
@@ -84,6 +85,13 @@ def plan_of(
     )  # fmt: skip
 
 
+def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The environment in which each rank's Python starts the monitor by itself (finetune/autostart)."""
+    start = Path(contracts.__file__).parent.parent / "finetune" / "autostart"
+    path = os.pathsep.join(filter(None, (str(start), environment.get("PYTHONPATH"))))
+    return {**environment, "TOPOFLIGHT_RUN": str(folder.absolute()), "PYTHONPATH": path}
+
+
 def _python() -> str:
     """The interpreter that the user's shell has torchrun of, for the trainer's packages may be there; else this one."""
     torchrun = shutil.which("torchrun")
@@ -120,7 +128,7 @@ def train(
     mark = folder / "ended."  # and the rank: written by script_rank
     for old in folder.glob(f"{mark.name}*"):
         old.unlink()
-    variables = {**plan.environment, script_rank.ENDED: str(mark.absolute())}
+    variables = monitored({**plan.environment, script_rank.ENDED: str(mark.absolute())}, folder)
     done = run(plan.words, variables, folder, timeout_seconds, on_line, grace_seconds=plan.grace_seconds)
     failed = run_record.first_failed_rank("\n".join(done.last_lines))
     if failed and failed.signal and mark.with_name(f"{mark.name}{failed.rank}").exists():
