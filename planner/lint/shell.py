@@ -732,7 +732,7 @@ class _Reader(Expander):
                 continue
             equals, value = each.text.partition("=")[1:]
             if OPEN in name and each.text[:1] != "-":
-                self.script.files.append(f"the variables that {keyword} gets in line {line}")
+                self._unread(line, f"the names of the variables that {keyword} gets are unknown")
             elif NAME.match(name):
                 self._hide(name, own)
                 self.assumed = each.assumed
@@ -755,7 +755,7 @@ class _Reader(Expander):
             if functions:
                 self._functions.pop(word.text, None)
             elif OPEN in word.text:  # it may be any
-                self.script.files.append(f"the variables that unset gets in line {line}")
+                self._unread(line, "the names of the variables that unset gets are unknown")
                 why = f"unless line {line} unsets it"
                 for name, values in self.shell.variables.items():
                     kept = [replace(each, scope=_both(each.scope, why)) for each in values]
