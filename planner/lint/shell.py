@@ -43,6 +43,7 @@ _SIMPLE = ("command", "redirected_statement", "variable_assignment", "variable_a
 _BLOCKS = ("program", "compound_statement", "do_group", "else_clause", "case_item")
 
 Settings = Mapping[str, tuple[Assigned, ...]]
+_Hidden = dict[str, tuple[Assigned, ...] | None]
 
 
 class Launch(NamedTuple):
@@ -121,8 +122,8 @@ class _Reader(Expander):
         self._functions: dict[str, tuple[Node, bytes, int]] = {}  # with the text and its first line
         self._called: set[str] = set()
         self._active: list[str] = []  # functions that are followed at this moment
-        self._locals: list[dict[str, tuple[Assigned, ...] | None]] = []  # what a function's own variables hide
-        self._passing: list[dict[str, tuple[Assigned, ...] | None]] = []  # what settings of one command hide
+        self._locals: list[_Hidden] = []  # what a function's own variables hide
+        self._passing: list[_Hidden] = []  # what settings of one command hide
         self._returns: list[list[Shell]] = []
         self._loops: list[tuple[list[Shell], list[Shell]]] = []  # what `continue` and `break` go on with
         self._written: dict[str, str] = {}  # files that the script itself writes
@@ -181,23 +182,16 @@ class _Reader(Expander):
 
     def _follow_functions(self) -> None:
         """Follow functions that whoever loads the script may call; name the settings of those that nobody calls."""
-        bodies = [(name, *rest) for name, rest in self._functions.items() if name not in self._called]
-        outside, at = list[bytes](), 0
-        for _, body, source, _ in sorted(bodies, key=lambda each: each[1].start_byte):
-            outside.append(source[at : body.start_byte])
-            at = max(at, body.end_byte)
-        outside.append(bodies[0][2][at:] if bodies else b"")
-        named = Counter(re.findall(rb"[\w-]+", re.sub(rb"(?m)(?:^|\s)#.*$", b"", b"".join(outside))))
         closed = any(each.sure for each in self._launches) and not self._runs_unknown
         end = self.shell.copy()
-        for name, body, source, first in bodies:
-            self.shell, self._ended, self.source, self.first = end.copy(), "", source, first
-            if closed and named[name.encode()] <= 1:
+        for name in [name for name in self._functions if name not in self._called]:
+            body, self.source, self.first = self._functions[name]
+            self.shell, self._ended, before = end.copy(), "", self._started
+            if closed:
                 self._skip(body, f"the function {name} is not called")
             elif name not in self._called:
-                before = len(self._launches)
                 self._branch(self.shell, f"function {name}", [body])
-                if len(self._launches) == before:
+                if self._started == before:
                     self._launch(f"function {name}", sure=False)
 
     # -- launches
@@ -795,7 +789,7 @@ class _Reader(Expander):
                     self._not_understood(error)
             if child.type == "herestring_redirect":
                 self._input = _Input(self.value(child.children[-1]), line)
-        kept: dict[str, tuple[Assigned, ...] | None] = {}
+        kept: _Hidden = {}
         for each in before:
             if words:
                 kept.setdefault(self.text(each.children[0]), self.shell.variables.get(self.text(each.children[0])))
@@ -803,10 +797,13 @@ class _Reader(Expander):
         self._passing.append(kept)
         if words:
             self.run(words, line)
-        for name, values in self._passing.pop().items():
-            if values is None:
-                self.shell.variables.pop(name, None)
-            else:
+        self._restore(self._passing.pop())
+
+    def _restore(self, hidden: _Hidden) -> None:
+        """Bring back what variables were that only a command or a function had."""
+        for name, values in hidden.items():
+            self.shell.variables.pop(name, None)
+            if values is not None:
                 self.shell.variables[name] = values
 
     def run(self, words: list[Word], line: int) -> None:
@@ -885,16 +882,11 @@ class _Reader(Expander):
         returned = self._returns.pop()
         self._status = None if len(returned) + (not self._ended) > 1 else self._status
         self._resume(self._now(), *returned)
-        for own, values in self._locals.pop().items():
-            if values is None:
-                self.shell.variables.pop(own, None)
-            else:
-                self.shell.variables[own] = values
+        self._restore(self._locals.pop())
         self._active.pop()
         self._loops, self.source, self.first, given = kept
-        self.shell.arrays |= {"@": given or ()}
-        if given is None:
-            del self.shell.arrays["@"]
+        self.shell.arrays.pop("@", None)
+        self.shell.arrays |= {} if given is None else {"@": given}
 
     def _write(self, text: str, line: int) -> None:
         """Note what a command writes, where something reads it."""
