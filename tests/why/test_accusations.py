@@ -18,6 +18,7 @@ from rigs.tables import each_row
 from agent.cli.why import why
 from agent.jobs.script import monitored
 from agent.why import diagnosis, ranks
+from collectives.bench import processes
 from collectives.traces.calls import Call, RankTrace
 from collectives.traces.stacks import read as read_stacks
 from contracts import rank_state
@@ -203,6 +204,8 @@ def test_the_monitor_writes_what_the_reader_reads() -> None:
     """It runs where nothing of this package is, so it has names of its own."""
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
         rank_state.RANKS_FOLDER, rank_state.NAME, rank_state.TRACE, rank_state.ASK)  # fmt: skip
+    # a launcher marks its processes with a variable of another name, and would overwrite the folder
+    assert processes.RUN_VARIABLE not in monitored({}, Path("run"))
 
 
 @pytest.mark.ranks
