@@ -464,7 +464,7 @@ def flight_recorder(data: bytes) -> object:
     steps = data[1:] if data[:1] == b"\1" else b""
     raw = json.dumps(changed(document_of("trace"), steps)).encode() if steps else data
     trace = calls.read(raw, rank=0)
-    return why.judge(why.Seen(traces={0: trace, 1: trace}, world=2))
+    return why.judge(why.RunFacts(traces={0: trace, 1: trace}, world=2))
 
 
 @reads(seed("ras.json"), seed("ras.txt"), errors=(ras.RasError,))
@@ -478,9 +478,10 @@ def ras_answer(data: bytes) -> object:
 def trace_lines(data: bytes) -> object:
     """Lines of a log."""
     report = watchdog.read(_text(data).splitlines())
-    seen = why.Seen(reported={"watchdog": report.traces}, errors=report.errors, late=report.late, clash=report.clash,
-                    hung=report.hung, lost=report.lost, world=max(report.traces, default=0) + 1)  # fmt: skip
-    return why.judge(seen)
+    facts = why.RunFacts(reported={"watchdog": report.traces}, errors=report.errors, late=report.late,
+                         clash=report.clash, hung=report.hung, lost=report.lost, models=report.models,
+                         rendezvous=report.rendezvous, world=max(report.traces, default=0) + 1)  # fmt: skip
+    return why.judge(facts)
 
 
 @reads(b'{"rank": 1}', errors=(states.StateError,), stepped=True)
@@ -489,7 +490,7 @@ def rank_state(data: bytes) -> object:
     whole = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
     raw = json.dumps(changed(whole, data[1:])).encode() if data[:1] == b"\1" else data
     state = states.read(_scratch().file("state_rank_1.json", raw))
-    return why.judge(why.Seen(states={1: state, 0: state}, world=2, now=2.0))
+    return why.judge(why.RunFacts(states={1: state, 0: state}, world=2, now=2.0))
 
 
 def check(target: Target, data: bytes) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from agent.jobs.script import monitored  # noqa: E402
 from agent.why import diagnosis as why  # noqa: E402
 from agent.why import ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
@@ -35,6 +36,7 @@ from planner.why import Verdict  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "why.md"
 RANKS = ROOT / "tests" / "why" / "ranks.py"
+TRAINING = ROOT / "tests" / "why" / "training.py"
 CULPRIT = 2
 ASK_SECONDS = 2.0
 
@@ -54,6 +56,7 @@ class Fault:
     act: str = ""  # done from outside: a signal's name, "cgroup", "cut", "shape"
     calls: int = 20  # that each rank has made before it is looked at
     hosts: int = 0  # namespaces; 0: one host, four ranks
+    kind: str = ""  # "ddp", "fsdp": tests/why/training.py with the monitor's default settings; else tests/why/ranks.py
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -80,8 +83,12 @@ def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
     """Four ranks on this host, which end with the stack, and with this process."""
     log = stack.enter_context((folder / "log").open("wb"))
     port = str(random.randint(20000, 55000))
+    script = [str(TRAINING), fault.kind, fault.name.partition("-")[2]] if fault.kind else [
+        str(RANKS), str(folder), fault.name]  # fmt: skip
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", port,
-             str(RANKS), str(folder), fault.name, str(CULPRIT)]  # fmt: skip
+             *script, str(CULPRIT)]  # fmt: skip
+    if fault.kind:
+        environment = monitored({"WHY_AT": "500", **environment, "PYTHONPATH": ""}, folder)
     stack.callback(Tree(words, environment, log).end, 0.0)
 
 
@@ -134,6 +141,8 @@ def one(fault: Fault) -> Result:
             began = time.monotonic()
             result = _ask(fault, folder, began)
             _give_back(folder)
+            if (happened := folder / "happened").exists():
+                result.seconds = max(0.0, time.time() - happened.stat().st_mtime)
         shutil.rmtree(folder / "ranks", ignore_errors=True)
         return result
 

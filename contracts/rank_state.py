@@ -1,6 +1,6 @@
 """Where one rank stands: the small file that each rank of a run keeps beside its work, and `topoflight why` reads.
 
-Written every few seconds by a thread that only looks (finetune.beside); plain JSON, so that any job may write it.
+Written every few seconds by a thread that only looks (finetune.rank_monitor); plain JSON, so that any job may write it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Mark:
     at: float = 0.0  # Unix seconds
     calls: int = 0
     samples: dict[str, int] = field(default_factory=dict)
-    delayed: float | None = None  # seconds that the main thread has waited for a CPU (proc(5), schedstat)
     unsent: dict[str, int] = field(default_factory=dict)  # as of the state, so far
 
 
@@ -49,6 +48,10 @@ class RankState:
     phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
+    own: tuple[str, ...] = ()  # of these, the frames of the user's own code
+    usual: tuple[str, ...] = ()  # functions of the user's in which ordinary steps are seen: "train.py step"
+    cpu_share: float | None = None  # of a CPU, that the main thread has used since the last writing
+    is_active: bool = False  # since then the process has read or written, or a child of it has computed
     samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
     calls: int = 0  # collectives called so far, all groups
     marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most

@@ -24,7 +24,7 @@ import transformers
 
 from contracts import job_plan
 from contracts.job_config import ConfigError, EndedError
-from finetune import beside, channels, checkpoint, hub, memory, post
+from finetune import channels, checkpoint, hub, memory, post, rank_monitor
 from finetune.loop import RESUMABLE, Trainer
 from finetune.model import load_libraries
 from finetune.plan import settle_layout
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
         plan = dataclasses.replace(plan, layout=layout)
         if dist.get_world_size() > 1:
-            beside.start(Path(config.output_dir))
+            rank_monitor.start(Path(config.output_dir))
         load_libraries(config)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = hub.pin(config, recorder.note)
@@ -109,7 +109,7 @@ def _tell(error: EndedError) -> int:
 
 def join_ranks() -> torch.device:
     """The process group, and this rank's device. Alone, without torchrun, a group of one."""
-    beside.before()
+    rank_monitor.prepare()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -96,7 +96,7 @@ def span(value: float) -> Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """What joins the ranks of one collective; rates are bytes per second, each way.
+    """What joins the ranks of one collective, or one host's part of it; rates are bytes per second, each way.
 
     A group is what `inside` joins: the GPUs of a host, or of an NVLink domain that spans hosts.
     """
@@ -108,6 +108,7 @@ class Paths:
     nvls: bool | None = False  # the switch can reduce: capability 9.0 and NCCL 2.17; None: not known
     between: str | None = None  # "RDMA", "RDMA without GPUDirect", "sockets"; None: one group, or unknown
     wire: Interval | None = None  # one group to the others, all NICs of its ranks together
+    domain: str | None = None  # of one host: the NVLink domain that its GPUs share with other hosts
     words: tuple[str, ...] = ()  # where these come from
 
     def ranks_per_group(self, ranks: int) -> int:

@@ -39,20 +39,6 @@ _KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostLinks:
-    """One host's part of the paths; every rate in bytes per second, each way."""
-
-    host: str
-    inside: str | None = None
-    link: Interval | None = None
-    capability: tuple[int, int] | None = None
-    between: str | None = None
-    wire: Interval | None = None
-    domain: str | None = None  # NVLink domain that the host's GPUs share with other hosts
-    words: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
     """What the host's owner says that it must have; None says nothing."""
 
@@ -60,7 +46,7 @@ class Due:
     wire: float | None = None  # of its RDMA devices together, bytes per second
 
 
-def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | None = None) -> HostLinks:
+def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | None = None) -> Paths:
     """What joins the GPUs of these local ranks to each other and to other hosts.
 
     `due` goes before the recognised machine in what should be.
@@ -78,8 +64,7 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
     if due.wire is not None:
         out = "RDMA", span(due.wire), (f"asked for: RDMA devices of {due.wire / GIGA:.4g} GB/s together",)
     domains = {gpu.nvlink_domain for gpu in gpus}
-    return HostLinks(
-        host=node.hostname,
+    return Paths(
         inside=among[0],
         link=among[1],
         capability=gpus[0].compute_capability if gpus else None,
@@ -90,38 +75,28 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
     )
 
 
-def joined(hosts: Sequence[HostLinks], ranks: int, *, nvls: bool | None) -> Paths:
+def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
     """The paths of `ranks` over these hosts: the weakest host decides, a shared NVLink domain makes one group."""
     weakest = min(hosts, key=lambda each: each.link.low if each.link else 0.0)
-    local = ranks > len(hosts)
     switch = weakest.inside == "NVSwitch" and (weakest.capability or (0, 0)) >= (9, 0)
     domains = {each.domain for each in hosts}
     one_domain = len(hosts) > 1 and None not in domains and len(domains) == 1
-    groups = 1 if one_domain else len(hosts)
     words = tuple(dict.fromkeys(weakest.words))
-    paths = Paths(
-        groups=groups,
-        inside=weakest.inside if local or one_domain else None,
-        link=weakest.link if local or one_domain else None,
-        capability=weakest.capability,
-        nvls=nvls if switch else False,
-        words=words,
-    )
+    paths = Paths(capability=weakest.capability, nvls=nvls if switch else False, words=words)
+    if ranks > len(hosts) or one_domain:
+        paths = replace(paths, inside=weakest.inside, link=weakest.link)
     if one_domain:
         return replace(paths, words=(*words, f"one NVLink domain holds all {len(hosts)} hosts"))
-    if groups == 1:
+    if len(hosts) == 1:
         return paths
+    paths = replace(paths, groups=len(hosts))
     if any(each.wire is None or each.between is None for each in hosts):
         return paths
     slowest = min(hosts, key=lambda each: each.wire.low if each.wire else 0.0)
     kinds = {each.between for each in hosts}
-    order = ("sockets", "RDMA without GPUDirect", "RDMA")
-    return replace(
-        paths,
-        between=next(kind for kind in order if kind in kinds),
-        wire=slowest.wire,
-        words=tuple(dict.fromkeys((*words, *slowest.words))),
-    )
+    between = next(kind for kind in ("sockets", "RDMA without GPUDirect", "RDMA") if kind in kinds)
+    words = tuple(dict.fromkeys((*words, *slowest.words)))
+    return replace(paths, between=between, wire=slowest.wire, words=words)
 
 
 SMALL_SIZES = (

@@ -21,11 +21,11 @@ from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from topology.build import build
-from topology.expected import FAILS_BELOW, Expected
+from topology.expected import FAILS_BELOW, Expected, Paths
 from topology.expected import expected as bandwidth
 from topology.graph import NodeTopology
 from topology.paths import Bar as BarName
-from topology.paths import Due, HostLinks, host_links, joined
+from topology.paths import Due, host_links, joined
 from topology.reference import departures
 
 BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
@@ -106,14 +106,14 @@ def _bar_of(
 def _links(
     name: BarName, node: NodeTopology, hello: Sequence[Mapping[str, Any]], mine: Sequence[int], *, alone: bool,
     local_ranks: int,
-) -> HostLinks | None:  # fmt: skip
+) -> Paths | None:  # fmt: skip
     """What one host's ranks told of its links; of a part of one host's own ranks the links between just these."""
     if alone and len(mine) < local_ranks:
         first = min(rank for rank, row in enumerate(hello) if row["host"] == hello[mine[0]]["host"])
         return host_links(node, [rank - first for rank in mine], name)
     links = hello[mine[0]].get("links") or {}
     try:
-        return cattrs.structure(links[name], HostLinks)
+        return cattrs.structure(links[name], Paths)
     except (cattrs.BaseValidationError, KeyError, TypeError, ValueError):
         return None
 

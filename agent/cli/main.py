@@ -49,6 +49,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "preflight": ("agent.cli.preflight:preflight", "Run all checks as a gate; the exit code is the verdict."),
     "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
+    "run": ("agent.cli.run:run", "Run a training command with the rank monitor, which `why` reads."),
     "compare-networks": (
         "agent.cli.networks:compare_networks",
         "Run one fine-tune over each network and compare them. Generates load.",

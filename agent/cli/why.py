@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import click
 
 from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
-from agent.base.output import emit
+from agent.base.output import emit, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,11 +30,12 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @with_options("why")
 def why(
     logs: tuple[str, ...], run: Path | None, ras: tuple[str, ...], recorder: Path | None,
-    diagnostics: tuple[str, ...], manifest: Path | None, layout: str, watch: bool, form: str, **options: Any,
+    diagnostics: tuple[str, ...], manifest: Path | None, layout: str, limit: float, watch: bool, form: str,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Diagnose a stuck, slow or failed training run: the rank or link, the cause, and the remedy.
 
-    Exit code 0: nothing found. 3: stuck or failed. 4: slow. 5: no source contains any information.
+    Exit code 0: no fault found. 3: stuck or failed. 4: slow. 5: no source contains any information.
     """
     from agent.advice.request import Request
     from agent.why import diagnosis as gathered
@@ -45,18 +47,40 @@ def why(
         sources = gathered.Asked(
             logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
-            published=published,
+            published=published, limit=limit,
         )  # fmt: skip
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
-            found = watch_run(run, lambda verdict: emit(verdict, form, lambda out: show(out, verdict)))
+            _refuse_unused(click.get_current_context())
+            found = watch_run(run, lambda verdict: _tell(verdict, form), lambda text: say(text, err=True), limit=limit)
+            if form == "table":
+                emit(found, form, lambda out: show(out, found))
         else:
             found = gathered.answer(sources)
             emit(found, form, lambda out: show(out, found))
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
+
+
+def _refuse_unused(context: click.Context) -> None:
+    """Options that --watch does not use are refused."""
+    used = ("run", "watch", "limit", "form")
+    given = [name for name in context.params if name not in used and context.get_parameter_source(name) is COMMANDLINE]
+    if given:
+        words = [next(p.opts[-1] if p.param_type_name == "option" else "LOG" for p in context.command.params
+                      if p.name == name) for name in given]  # fmt: skip
+        raise click.UsageError(f"--watch uses only --run, --limit and -o: leave out {', '.join(words)}")
+
+
+def _tell(verdict: Verdict, form: str) -> None:
+    """One line for each change of the verdict, with its time; a document in other forms."""
+    if form == "table":
+        line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
+        say(f"{time.strftime('%H:%M:%S')} {line}")
+    else:
+        emit(verdict, form, lambda out: show(out, verdict))
 
 
 def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:
@@ -87,6 +111,7 @@ def _file(word: str, stack: ExitStack) -> str:
     return copy.name
 
 
+COMMANDLINE = click.core.ParameterSource.COMMANDLINE
 _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
 
 
@@ -113,7 +138,7 @@ def show(out: Console, found: Verdict) -> None:
         if cause.action:
             indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
     for line in found.innocent:
-        out.print(f"no fault: {escape(line)}")
+        out.print(f"waited for: {escape(line)}")
     for line in found.disagree:
         out.print(f"sources differ: {escape(line)}")
     for line in found.change:

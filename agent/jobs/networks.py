@@ -275,7 +275,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
 def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
     """Measure and run over each network in turn; NamespaceError where none can be made here."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with lock.hold(), hosts(networks, job.folder / "ranks.log", stop) as rig:
+    with lock.hold(), hosts(networks, stop) as rig:
         job.note("load torch")
         results = []
         for network in networks:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from agent.advice.advise import POD_ROLES, advise, in_pods
 from agent.advice.job_settings import planned_for
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.hosts import snapshots
 from agent.base.inputs import InputError, RequestError
 from agent.checks.codes import ALL_CODES
 from agent.checks.lint import lint_text
@@ -23,10 +20,8 @@ from contracts import bounded
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
 from contracts.yaml_text import EditError, YamlTextError, documents
 from planner.advice import Recommendation
-from planner.forecast.machines import names
 from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit
-from planner.kubernetes.manifests import mappings
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
 from planner.lint.documents import DocumentError, missing_sources
 from planner.lint.machine import machine_of
@@ -163,29 +158,6 @@ def forecast(advice: Recommendation) -> dict[str, str]:
     }
 
 
-def placed(text: str, request: Request) -> Request:
-    """The question with the machine that the manifest asks for by its instance type, and its nodes, where not given."""
-    if "apiVersion" not in text or ((request.hosts or request.machine) and request.nodes):
-        return request
-    with suppress(WrapError, YamlTextError):
-        found = documents(text)
-        if not request.hosts and request.machine is None:
-            known = (name for word in _values(found, _INSTANCE) if (name := word.removeprefix("Standard_")) in names())
-            request = replace(request, machine=next(known, None))
-        if request.machine and request.nodes is None:
-            request = replace(request, nodes=jobs_in(found)[0].nodes)
-    return request
-
-
-def _values(document: Any, label: str) -> Iterator[str]:
-    """Values of a label in selectors: `label: value`, and `key: label, values: [value]`."""
-    for found in mappings(document):
-        if isinstance(found.get(label), str):
-            yield found[label]
-        if found.get("key") == label and isinstance(found.get("values"), list):
-            yield from (one for one in found["values"] if isinstance(one, str))
-
-
 def elsewhere(text: str, file: str) -> list[str]:
     """Name what a manifest takes its environment from and does not hold: "ConfigMap nccl"."""
     if guess_kind(text, file) not in ("yaml", "json"):
@@ -194,36 +166,3 @@ def elsewhere(text: str, file: str) -> list[str]:
         return missing_sources(documents(text))
     except (YamlTextError, DocumentError):
         return []
-
-
-def forecast_after(text: str, file: str, request: Request) -> tuple[str, str]:
-    """Return (the step time that is forecast on sound nodes, the command that would tell it where it is unknown).
-
-    The layout is that of the first job's own arguments, else the best layout of the model in the question.
-    """
-    told, command = _by_arguments(text, file, request)
-    if told or request.model is None or not (request.machine or request.hosts):
-        return told, command
-    advice = advise(request, lambda: snapshots(request.hosts))
-    if advice.chosen is None:
-        return "", "topoflight recommend: " + (advice.rejected[0].reason if advice.rejected else "no layout is allowed")
-    step = units.interval(advice.chosen.forecast.step_seconds, "s")
-    return f"after the change a step takes {step} in the best layout ({advice.chosen.layout.family})", ""
-
-
-def _by_arguments(text: str, file: str, request: Request) -> tuple[str, str]:
-    command = f"topoflight why --manifest {file} --machine NAME, or --host FILE"
-    if "apiVersion" not in text:
-        return "", "topoflight recommend --model NAME --machine NAME --nodes N"
-    if not request.allow_files or not (request.machine or request.hosts):  # its arguments name files, and the hub
-        return "", command
-    options = {"hosts": request.hosts, "root": request.root, "machine": request.machine, "config": None}
-    try:
-        job = jobs_in(documents(text))[0]
-        advice, said = advised(job, () if request.machine else snapshots(request.hosts), options)
-    except (WrapError, YamlTextError, InputError) as error:
-        return "", f"topoflight recommend: {error}"
-    if advice.chosen is None:
-        return "", f"topoflight recommend; {next((line for line in said if 'unknown' in line), 'no layout is allowed')}"
-    step = units.interval(advice.chosen.forecast.step_seconds, "s")
-    return f"after the change a step of {job.kind}/{job.name} takes {step}", ""

@@ -43,7 +43,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
 from topology.cluster import join
-from topology.graph import CLASSES, NodeTopology, level, nvlinks
+from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
 from topology.render import columns
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ def _environment() -> Environment:
         unknown_ids=unknown_ids,
         columns=columns,
         classes=CLASSES,
+        pairs_of=Pairs,
         about=told,
         glance=page_nodes.glance,
         charts=charts,

@@ -8,11 +8,11 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent.advice import advise
-from agent.advice.request import Request, cluster_of, model_of, price_of
+from agent.advice.network_cost import cost_of_sockets
+from agent.advice.request import Request, price_of
 from agent.base import units
 from agent.base.inputs import InputError
 from agent.why.ranks import newest, of_run
@@ -20,26 +20,16 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence
-from collectives.traces import calls, ras, watchdog
+from collectives.traces import calls, ras, stacks, watchdog
 from contracts import bounded, run_record
 from contracts.finding import Finding
-from contracts.layout import LayoutError, values_of
 from contracts.redaction import without_secrets
 from contracts.run_record import RunRecord
-from contracts.yaml_text import YamlTextError, documents
-from hardware.units import GIGA
 from planner import why
-from planner.forecast import machines
-from planner.forecast.faults import RULES
-from planner.kubernetes.manifests import attached
-from planner.lint.sources import EnvironmentTextError, read_text
-from planner.recommend import cost_of, forecast_named, plan
-from planner.why import Cause, Seen, Unknown, Verdict
+from planner.why import Cause, RunFacts, Unknown, Verdict
+from planner.why.facts import BUSY_SECONDS
 from probes.api import Snapshot
 from probes.gpu import health
-from probes.interfaces.facts import InterfacesFacts
-from probes.rdma.facts import RdmaFacts
-from topology.graph import ClusterTopology
 
 _MOST_FILES = 8192
 _MOST_LOG_LINES = 20_000_000
@@ -64,11 +54,13 @@ class Asked:
     checks: tuple[Finding, ...] = ()  # of nodes, as their agents publish them
     published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
+    limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
 
 
 def answer(sources: Asked) -> Verdict:
     """The verdict on all that was named. Raises WhyError."""
-    seen, wrong = of_run(sources.run) if sources.run else (Seen(now=time.time()), [])
+    record = _record(sources.run)
+    seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         traces, bad = calls.read_files(sorted(sources.recorder.glob("*"))[:_MOST_FILES])
         wrong += bad
@@ -79,13 +71,15 @@ def answer(sources: Asked) -> Verdict:
     logs = (*sources.logs, *sources.diagnostics)
     log, found = watchdog.read(_lines(logs)), _evidence(logs)
     reports = [_ras(source) for source in sources.ras]
-    counted = max(seen.world or 0, (found.ranks or 0) if found else 0) or None
-    cut = _cut_short(sources.logs)
+    hosts = {int(row[2]): row[1] for text in _tails(sources.logs) for row in _FAILED.finditer(text)}
+    listed = len(hosts) if set(hosts) == set(range(len(hosts))) else 0  # torchrun lists every rank that it ended
+    counted = max(seen.world or 0, (found.ranks or 0) if found else 0, listed) or None
     seen = replace(
-        seen, first=_first_ended(sources.logs), cut_short=cut, cut_rank=_aborted(sources.logs) if cut else None,
+        seen, first=_first_ended(sources.logs), cut_short=_cut_short(sources.logs), hosts=hosts, limit=sources.limit,
+        stacks=_stacks(sources.logs, seen),
         world=_world(replace(seen, world=counted)), reported={"watchdog": log.traces} if log.traces else {},
         errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
-        joins=log.joins,
+        joins=log.joins, models=log.models, rendezvous=log.rendezvous,
     )  # fmt: skip
     verdict = why.judge(seen)
     for report in reports[-1:]:
@@ -96,23 +90,27 @@ def answer(sources: Asked) -> Verdict:
     machines_of = _snapshots(request, sources.published)
     if found is not None:
         verdict = with_log(verdict, found)
-        verdict = priced(verdict, found, request, sources.layout, machines_of, sources.manifest)
+        verdict = with_sockets(verdict, found, sources, machines_of)
     if request.hosts or sources.checks:
         checks = (*sources.checks, *(_checks(machines_of) if request.hosts else ()))
-        verdict = faults_priced(with_nodes(verdict, checks), checks, request, sources.layout, machines_of)
+        verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
-        verdict = with_manifest(verdict, sources.manifest, request, sources.layout, machines_of)
-    record = _record(sources.run)
+        verdict = with_manifest(verdict, sources.manifest)
     if record is not None:
         verdict = costed(with_record(verdict, record), record, request, seen)
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
-    if verdict.state == "fine" and not verdict.sources:
+    done = record is not None and record.status == "complete"
+    if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: nothing was read that tells how a run stands")
+        if sources.run is not None:
+            hint = Unknown(what=f"what the ranks do: no rank has written into {sources.run}/ranks",
+                           command=f"topoflight run --folder {sources.run} -- torchrun train.py")  # fmt: skip
+            verdict = replace(verdict, unknown=(hint, *verdict.unknown))
     whole: Verdict = without_secrets(replace(verdict, unknown=(*verdict.unknown, *unknown)))  # lines of logs are in it
     return whole
 
 
-def _world(seen: Seen) -> int | None:
+def _world(seen: RunFacts) -> int | None:
     """How many ranks there are, where a source says; never fewer than have been seen."""
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*([seen.world] if seen.world else []), *members]
@@ -191,6 +189,24 @@ def _tails(logs: Sequence[str]) -> Iterator[str]:
             yield stream.read().decode("utf-8", errors="replace")
 
 
+# torchrun's table of failures (torch/distributed/elastic/multiprocessing/errors)
+_FAILED = re.compile(r"^ *host +: (\S{1,253})\n *rank +: (\d{1,7}) ", re.MULTILINE)
+_OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
+
+
+def _stacks(logs: Sequence[str], seen: RunFacts) -> dict[int, tuple[str, ...]]:
+    """Python stacks in the logs by rank, as the text, the file's name, or the rank's process number tells it."""
+    by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
+    found = {}
+    for log in logs:
+        named = _OF_RANK.search(Path(log).name)
+        for stack in stacks.read(_lines((log,)), rank=int(named[1]) if named else None):
+            rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
+            if rank is not None:
+                found[rank] = stack.frames
+    return found
+
+
 def _first_ended(logs: Sequence[str]) -> int | None:
     """The rank that torchrun saw end first, by the end of a log."""
     for text in _tails(logs):
@@ -199,13 +215,6 @@ def _first_ended(logs: Sequence[str]) -> int | None:
         if first and first.exit_code != -signal.SIGABRT:
             return first.rank
     return None
-
-
-def _aborted(logs: Sequence[str]) -> int | None:
-    """The only rank that SIGABRT ended."""
-    failed = (one for text in _tails(logs) for one in run_record.failed_ranks(text))
-    ranks = {one.rank for one in failed if one.exit_code == -signal.SIGABRT}
-    return ranks.pop() if len(ranks) == 1 else None
 
 
 def _ras(source: str) -> ras.RasReport:
@@ -465,101 +474,42 @@ def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
                    unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
 
 
-def faults_priced(
-    verdict: Verdict, checks: Sequence[Finding], request: Request, layout: str, snapshots: Sequence[Snapshot]
-) -> Verdict:  # fmt: skip
-    """What each finding on the node behind costs by itself, lanes of a link or a slow clock: the forecast without it.
-
-    Only failures and slow clocks have a price, as in the advice (planner.forecast.faults). Raises WhyError.
-    """
-    behind = {node for cause in verdict.causes for node in cause.nodes}
-    rows = [one for one in checks if one.node in behind and one.status in ("fail", "warn") and one.code in RULES]
-    if not rows:
+def with_sockets(verdict: Verdict, found: Evidence, sources: Asked, snapshots: Sequence[Snapshot]) -> Verdict:
+    """The price of TCP, where the log shows it in place of RDMA, as `topoflight recommend` forecasts it."""
+    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
         return verdict
-    what, model = f"what {rows[0].code} on {rows[0].node} costs", model_of(request)
-    if model is None or not snapshots or request.machine:
-        node = "" if snapshots else "--host FILE of that node, "
-        hint = Unknown(what=what, command=f"{node}--model NAME --nodes N --epochs N --lengths ...")
-        return replace(verdict, unknown=(*verdict.unknown, hint))
-    said: dict[str, list[str]] = {}
-    unpriced: list[str] = []
-    told, most = verdict.forecast, 0.0
-    try:
-        cluster = cluster_of(request, snapshots, request.ranks_per_node)
-        for check in rows[:8]:
-            found = advise.findings_of((check,))
-            if len(snapshots) == 1:  # one recording stands for all nodes of the job
-                found = {node.hostname: of_node for node in cluster.nodes for of_node in found.values()}
-            if (cost := cost_of(cluster, snapshots, model, request.train, found, values_of(layout))) is None:
-                unpriced.append(f"{check.code} {check.subject} on {check.node}")
-                continue
-            was, sound = cost
-            would = sound.forecast.step_seconds.mid
-            steps = advise.steps_of(request, sound) if _has_budget(request) else None
-            words = f"{check.code} {check.subject}: {was / would:.2f} x" + _extra(request, was - would, steps, cluster)
-            said.setdefault(check.node, []).append(words)
-            if not verdict.forecast and was - would > most:
-                most = was - would
-                told = f"without {check.code}: {units.seconds(would)} a step in place of {units.seconds(was)}"
-    except (LayoutError, machines.MachineError, ValueError) as error:
-        raise WhyError(str(error)) from None
-    causes = []
-    for cause in verdict.causes:
-        prices = [cause.price, *(words for node in cause.nodes for words in said.get(node, ()))]
-        causes.append(replace(cause, price="; ".join(filter(None, prices))))
-    hints = tuple(
-        Unknown(what=f"what {one} costs: nothing that was read bounds it", command="topoflight bench on that node")
-        for one in unpriced[:2]
-    )
-    return replace(verdict, causes=tuple(causes), forecast=told, unknown=(*verdict.unknown, *hints))
+    cost = cost_of_sockets(found, sources.request or Request(), sources.layout, snapshots, sources.manifest)
+    causes = verdict.causes
+    if cost.price and causes:
+        causes = (replace(causes[0], price=cost.price), *causes[1:])
+    unknown = tuple(Unknown(what=what, command=command) for what, command in cost.unknown)
+    return replace(verdict, causes=causes, change=(*verdict.change, *cost.change), forecast=cost.forecast,
+                   unknown=(*verdict.unknown, *unknown))  # fmt: skip
 
 
-def _extra(request: Request, each_step: float, steps: int | None, cluster: ClusterTopology) -> str:
-    """ ", +3 h 20 min, +412 of your prices" of so many seconds more a step; empty without steps."""
-    if not steps:
-        return ""
-    extra = each_step * steps
-    each = price_of(request)
-    money = f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices" if each is not None else ""
-    return f", +{units.duration(extra)}{money}"
-
-
-def with_manifest(
-    verdict: Verdict, path: Path, request: Request, layout: str = "", snapshots: Sequence[Snapshot] = ()
-) -> Verdict:  # fmt: skip
-    """Settings of the job's environment that `lint-env` warns of, and what they cost."""
-    from agent.checks.lint import Linted, lint_text
-    from agent.jobs.wrapped import elsewhere, forecast_after, placed
+def with_manifest(verdict: Verdict, path: Path) -> Verdict:
+    """The settings of the job's environment that `topoflight lint-env` warns of."""
+    from agent.checks.lint import lint_text
+    from agent.jobs.wrapped import elsewhere
 
     try:
-        raw = bounded.read(path, 16 << 20)
+        text = bounded.read(path, 16 << 20).decode("utf-8", errors="replace")
     except (OSError, bounded.TooLargeError) as error:
         raise WhyError(f"--manifest {path}: {error}") from None
-    text = raw.decode("utf-8", errors="replace")
     try:
         linted = lint_text(text, "auto", nccl_version=None, machine=None, name=path.name)
+        read, wrong = linted.read, [check for check in linted.checks if check.status in ("fail", "warn")]
     except InputError:
-        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE) or not _is_read(text, path.name):
+        if re.search(r"^[^#\n]*NCCL_[A-Z]", text, re.MULTILINE):
             raise
-        linted = Linted(read="sets no variable of NCCL", checks=())
-    wrong = [check for check in linted.checks if check.status in ("fail", "warn")]
+        read, wrong = "sets no variable of NCCL", []
     wrong.sort(key=lambda check: check.status != "fail")
     causes = tuple(
         Cause(code=one.code, message=f"{one.subject}: {one.message}" if one.subject else one.message,
               evidence=one.evidence[:2], action=one.remedy)
         for one in wrong[:8]
     )  # fmt: skip
-    request = placed(text, request)
-    sockets = {one.subject: one for one in wrong if one.code == "env.debug.leftover" and _off(one, request, snapshots)}
-    at = next((number for number, one in enumerate(wrong[:8]) if one.subject in sockets), None)
-    if at is not None and not any(cause.price for cause in verdict.causes):
-        by_name = Verdict(state="slow", line="", causes=(causes[at],))
-        over = priced(by_name, _over_sockets(text, path.name), request, layout, snapshots, path)
-        causes = (*causes[:at], *over.causes, *causes[at + 1 :])
-        verdict = replace(verdict, forecast=verdict.forecast or over.forecast, unknown=verdict.unknown + over.unknown)
     change = tuple(dict.fromkeys(f"{path.name}: {one.remedy}" for one in wrong[:8] if one.remedy))
-    sources = (*verdict.sources, f"manifest: {linted.read}")
-    asks_for_change = bool(wrong or verdict.change)
     others = tuple(
         Unknown(what=f"what {name} sets, which {path.name} names and does not hold",
                 command=f"kubectl get {name.lower()} -o yaml: into the same file, after ---")
@@ -569,137 +519,17 @@ def with_manifest(
         verdict = replace(verdict, state="slow", line=f"slow by its manifest: {causes[0].message}")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for its manifest: {causes[0].message}")
-    verdict = replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change), sources=sources,
-                      unknown=(*verdict.unknown, *others))  # fmt: skip
-    if verdict.forecast or not asks_for_change:
-        return verdict
-    told, command = forecast_after(text, path.name, request)
-    unknown = Unknown(what="the forecast after the change", command=command)
-    return replace(verdict, forecast=told) if told else replace(verdict, unknown=(*verdict.unknown, unknown))
-
-
-def _off(check: Finding, request: Request, snapshots: Sequence[Snapshot]) -> bool:
-    """Whether a setting keeps NCCL off RDMA; NCCL_IB_DISABLE does not where EFA's plugin carries it."""
-    value = check.evidence[0].partition("=")[2].strip().lower() if check.evidence else ""
-    if check.subject == "NCCL_NET":
-        return value == "socket"
-    if check.subject != "NCCL_IB_DISABLE" or value in ("", "0"):
-        return False
-    if request.machine:
-        return machines.cluster(request.machine, 2).inter_node_transport != "efa"
-    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
-    return not any(device.kind == "efa" for told in facts for device in told.devices)
-
-
-def _over_sockets(text: str, name: str) -> Evidence:
-    """What a log of the manifest's job would say of its network: sockets, over the interface that it names."""
-    with suppress(EnvironmentTextError):
-        rows = (one.environment for one in read_text(text, None, name).environments)
-        named = next((row["NCCL_SOCKET_IFNAME"] for row in rows if row.get("NCCL_SOCKET_IFNAME")), "")
-        return Evidence(inter_node_transport="Socket", socket_interface=named.lstrip("=^").split(",")[0] or None)
-    return Evidence(inter_node_transport="Socket")
-
-
-def _is_read(text: str, name: str) -> bool:
-    try:
-        read_text(text, None, name)
-    except EnvironmentTextError:
-        return False
-    return True
-
-
-def priced(
-    verdict: Verdict, found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot],
-    manifest: Path | None = None,
-) -> Verdict:  # fmt: skip
-    """What TCP in place of RDMA costs: the same layout over both, by the forecast."""
-    if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
-        return verdict
-    model = model_of(request)
-    what = f"what TCP over {found.socket_interface or 'its interface'} costs"
-    if model is None or not (request.machine or snapshots):
-        hint = Unknown(
-            what=what, command="--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ..."
-        )
-        return replace(verdict, unknown=(*verdict.unknown, hint))
-    over = rdma_of(snapshots, found, manifest)
-    hint = Unknown(what="over which interface RDMA would run", command="topoflight capture on a node: --host FILE")
-    unknown = verdict.unknown if over else (*verdict.unknown, hint)
-    if request.machine:
-        snapshots = ()
-    try:
-        cluster = cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
-        rate = request.network or _socket_rate(snapshots, found.socket_interface)
-        if rate is None:
-            hint = Unknown(what=what, command="--network RATE: what that interface carries, as 10G")
-            return replace(verdict, unknown=(*verdict.unknown, hint))
-        slow = machines.over_network(cluster, rate, "tcp")
-        planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
-        values = values_of(layout)
-        if not values:
-            best = advise.of_cluster(replace(request, network=None), cluster, snapshots).chosen
-            values = {k: v for k, v in asdict(best.layout).items() if k != "world_size"} if best else {}
-        was, would = (forecast_named(one, values).forecast for one in planned)
-        steps = advise.steps_of(request, forecast_named(planned[1], values)) if _has_budget(request) else None
-    except (LayoutError, machines.MachineError, ValueError) as error:
-        raise WhyError(str(error)) from None
-    times = was.step_seconds.mid / would.step_seconds.mid
-    rdma = f"RDMA over {over}" if over else "RDMA"
-    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {times:.1f} x"
-    words += _extra(request, was.step_seconds.mid - would.step_seconds.mid, steps, cluster)
-    causes = tuple(
-        replace(cause, price=words) if number == 0 else cause for number, cause in enumerate(verdict.causes)
-    )  # fmt: skip
-    advised = advise.environment_only(replace(request, network=None), cluster, snapshots).settings
-    change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
-    step = f"{units.seconds(would.step_seconds.mid)} a step in place of {units.seconds(was.step_seconds.mid)}"
-    if steps:
-        step += f", {units.duration(would.step_seconds.mid * steps)} in place of "
-        step += units.duration(was.step_seconds.mid * steps)
-    return replace(verdict, causes=causes, change=(*verdict.change, *change), unknown=unknown,
-                   forecast=f"with {rdma}: {step}")  # fmt: skip
-
-
-def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | None) -> str:
-    """ "net1, net2": what RDMA would run over; empty where no source tells.
-
-    By a scan the interfaces of the active ports, or devices without one; else the devices of the log; else the
-    interfaces that Multus makes of the manifest's networks.
-    """
-    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
-    names = [
-        port.netdev or device.name for told in facts for device in told.devices for port in device.ports
-        if device.kind in ("hca", "efa") and port.state == "ACTIVE"
-    ]  # fmt: skip
-    names = names or [name.partition(":")[0] for name in found.hcas]
-    said = ""
-    if not names and manifest is not None:
-        with suppress(OSError, bounded.TooLargeError, YamlTextError):
-            names = attached(documents(bounded.read_text(manifest, 16 << 20)))
-            said = " of the manifest's networks"
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}{said}" if names else ""
-
-
-def _has_budget(request: Request) -> bool:
-    return any(one is not None for one in (request.train.steps, request.tokens, request.hours, request.epochs))
-
-
-def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | None:
-    """What the interface is linked at, as --network takes it."""
-    found = [snapshot.facts(InterfacesFacts) for snapshot in snapshots]
-    speeds = [
-        one.speed_bytes_per_second for facts in found if facts for one in facts.interfaces
-        if one.name == interface and one.speed_bytes_per_second
-    ]  # fmt: skip
-    return f"{min(speeds) * 8 / GIGA:g}G" if speeds else None
+    if causes and not verdict.forecast:
+        others = (*others, Unknown(what="the forecast after the change",
+                                   command="topoflight recommend --model NAME --machine NAME --nodes N"))  # fmt: skip
+    return replace(verdict, causes=(*verdict.causes, *causes), change=(*verdict.change, *change),
+                   sources=(*verdict.sources, f"manifest: {read}"), unknown=(*verdict.unknown, *others))  # fmt: skip
 
 
 _ENDED_WELL = ("running", "complete", "interrupted", "unknown")
 
 
-def costed(verdict: Verdict, record: RunRecord, request: Request, seen: Seen) -> Verdict:
+def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts) -> Verdict:
     """What each cause costs over the whole run: its share of the measured step, times the steps, times the prices."""
     step, config = record.measured.step_seconds, record.plan.config
     steps = request.train.steps or (config.max_steps if config else None)

@@ -1,6 +1,7 @@
 """What a run's folder tells of its ranks: their own files, their calls and their processes; and the verdict beside it.
 
-Surface: DIR/ranks (finetune.beside), /proc of this host, DIR/run.json. Nothing is asked of a rank but by `ask`.
+Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. Nothing is asked of a rank but by
+`ask`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 
 from collectives.traces import calls
 from contracts import rank_state, run_record
-from contracts.rank_state import RankState
+from contracts.rank_state import NAME, RankState
 from planner import why
-from planner.why import Seen, Verdict
+from planner.why import RunFacts, Verdict
+from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS
 
 ASK_SECONDS = 30.0  # between two dumps that a watcher asks for
 MOST_ASK_SECONDS = 480.0  # twice as long after each look that found the run fine: a dump costs the job some 0.1 s
+SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
 SETTLED_SECONDS = 4.0  # ranks that lose another notice, and write, within
+COPIED_SECONDS = 300.0  # by which no clock of a cluster is off that can still train
 _MOST_FILES = 8192
 
 
@@ -61,7 +65,7 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
     return found
 
 
-def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
+def of_run(folder: Path, *, now: float | None = None) -> tuple[RunFacts, list[str]]:
     """What a run's folder holds of its ranks, and what could not be read."""
     ranks = folder / rank_state.RANKS_FOLDER if (folder / rank_state.RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
@@ -72,11 +76,37 @@ def of_run(folder: Path, *, now: float | None = None) -> tuple[Seen, list[str]]:
         states = {rank: state for rank, state in states.items() if rank < world}
         traces = {rank: trace for rank, trace in traces.items() if rank < world}
     alive = processes(states)
-    # of a run that is over, the end is when its ranks last wrote; of one that goes on, it is now
-    last = max((state.written for state in states.values()), default=0.0)
+    ages, copied = _ages(ranks, states)
     running = any(kind != "gone" for kind in alive.values())
-    at = now or (time.time() if running else last) or newest(traces)
-    return Seen(traces=traces, states=states, processes=alive, world=world or None, now=at), wrong + bad
+    last = max((state.written for state in states.values()), default=0.0)
+    at = now or time.time()
+    # the newest file says when a rank last wrote, unless the folder was copied since
+    heard = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
+    silence = None if running or not states else at - (last if copied or now else heard)
+    if silence is not None and silence < SILENT_RUN_SECONDS:
+        running = True
+    facts = RunFacts(traces=traces, states=states, processes=alive, world=world or None, ages=ages, copied=copied,
+                     silence=silence, now=at if running else last or newest(traces))  # fmt: skip
+    return facts, wrong + bad
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _ages(folder: Path, states: Mapping[int, RankState]) -> tuple[dict[int, float], bool]:
+    """Seconds by which each rank's file is older than the newest, and whether only the ranks' own clocks tell.
+
+    Files have the time of one clock, the file system's, unless they have been copied: then it is not that of writing.
+    """
+    files = {rank: _modified(folder / NAME.format(rank=rank)) for rank in states}
+    copied = any(abs(files[rank] - state.written) > COPIED_SECONDS for rank, state in states.items())
+    times = {rank: state.written for rank, state in states.items()} if copied else files
+    newest_of_all = max(times.values(), default=0.0)
+    return {rank: newest_of_all - at for rank, at in times.items()}, copied
 
 
 def newest(traces: Mapping[int, calls.RankTrace]) -> float:
@@ -84,52 +114,72 @@ def newest(traces: Mapping[int, calls.RankTrace]) -> float:
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 
 
-def look(folder: Path) -> Verdict:
-    """The verdict on a run's folder."""
-    return why.judge(of_run(folder)[0])
+def look(folder: Path, limit: float = BUSY_SECONDS) -> tuple[Verdict, RunFacts]:
+    """The verdict on a run's folder, and what it rests on."""
+    facts = replace(of_run(folder)[0], limit=limit)
+    return why.judge(facts), facts
 
 
-def ask(folder: Path) -> None:
-    """Have every rank of a run dump its calls at its next look."""
-    with suppress(OSError):
+def ask(folder: Path) -> bool:
+    """Have every rank of a run dump its calls at its next look; whether that could be asked."""
+    try:
         (folder / rank_state.RANKS_FOLDER / rank_state.ASK).touch()
+    except OSError:
+        return False
+    return True
 
 
 def watch(
-    folder: Path, tell: Callable[[Verdict], None], *, seconds: float = 5.0, until: float | None = None
-) -> Verdict:
-    """Look at a run until it ends, or until `until`; each new verdict is told and kept beside the record."""
-    last_line, asked_at, pause = "", 0.0, 0.0
+    folder: Path, tell: Callable[[Verdict], None], warn: Callable[[str], None], *, seconds: float = 5.0,
+    limit: float = BUSY_SECONDS, until: float | None = None,
+) -> Verdict:  # fmt: skip
+    """Look at a run until it ends, or until `until`; each change of verdict is told and kept beside the record.
+
+    While a verdict is not "no fault found", ranks are asked for their calls every SUSPICION_SECONDS, for
+    MOST_SUSPICION_SECONDS; otherwise ever more rarely.
+    """
+    last: object = None
+    asked_at = suspected_at = -MOST_SUSPICION_SECONDS
+    pause, warned = 0.0, False
     while True:
-        verdict = look(folder)
+        verdict, facts = look(folder, limit)
         if verdict.state == "failed":  # the others are still to tell how they ended
             time.sleep(SETTLED_SECONDS)
-            verdict = look(folder)
-        if verdict.line != last_line:
-            last_line = verdict.line
+            verdict, facts = look(folder, limit)
+        over = bool(facts.states) and all(state.ended for state in facts.states.values())
+        if over and verdict.state == "fine":
+            verdict = replace(verdict, line=f"the run has ended: {len(facts.states)} ranks have ended by themselves")
+        if (change := (verdict.state, verdict.ranks, [cause.code for cause in verdict.causes], over)) != last:
+            last = change
             tell(verdict)
-            keep(folder, verdict)
-        seen = of_run(folder)[0]
-        over = bool(seen.states) and all(state.ended for state in seen.states.values())
+            if not keep(folder, verdict):
+                warn(f"cannot write {run_record.WHY} into {folder}")
+            suspected_at = time.monotonic()
         if over or verdict.state == "failed" or (until is not None and time.time() >= until):
             return verdict
-        if verdict.state != "fine":
-            pause = min(pause, ASK_SECONDS)
+        is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
+        if is_suspicious and time.monotonic() - suspected_at < MOST_SUSPICION_SECONDS:
+            pause = min(pause, SUSPICION_SECONDS)
         if time.monotonic() - asked_at >= pause:
-            ask(folder)
-            asked_at, pause = time.monotonic(), min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
+            if not ask(folder) and not warned:
+                warn(f"cannot write into {folder}: the ranks dump their calls only when they stall")
+                warned = True
+            asked_at = time.monotonic()
+            pause = min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
         time.sleep(seconds)
 
 
-def keep(folder: Path, verdict: Verdict) -> None:
-    """Write the verdict beside the run's record, and where it names a fault as a note into the record."""
+def keep(folder: Path, verdict: Verdict) -> bool:
+    """Write the verdict beside the run's record, and a fault as a note into the record; whether it could be written."""
     from agent.base.documents import render
 
-    draft = folder / ".why.json.draft"
+    draft, written = folder / ".why.json.draft", False
     with suppress(OSError):
         draft.write_text(render(verdict, "json"), encoding="utf-8")
         draft.replace(folder / run_record.WHY)
+        written = True
     with suppress(OSError, run_record.RecordError):
         record = run_record.read(folder / "run.json")
         if (note := run_record.watched(folder)) and note not in record.notes:
             run_record.save(folder / "run.json", replace(record, notes=[*record.notes, note]))
+    return written

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-RUN_VARIABLE = "TOPOFLIGHT_RUN"  # marks every process of one run, so that the end finds orphans as well
+RUN_VARIABLE = "TOPOFLIGHT_PROCESS_TREE"  # marks every process of one run, so that the end finds orphans as well
 PARENT_VARIABLE = "TOPOFLIGHT_PARENT"  # pid of the process that started the run
 # For each Python that we start and those that it starts: from 3.11 on, no torch.py of the current folder is imported.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}

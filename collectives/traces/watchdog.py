@@ -43,11 +43,25 @@ _PEER = re.compile(  # NCCL's words, and gloo's
     r"losed by remote peer (\S{1,253}?)<\d{1,5}>|losed by peer \[(?:::ffff:)?([0-9a-fA-F.:]{2,45})\]:\d{1,5}|"
     r"Call to (?:recv from|send to) (\S{1,253}?)<\d{1,5}> failed ?: (?:Connection reset|Broken pipe)"
 )
+# TCPStore.cpp, socket.cpp and reducer.cpp of torch/csrc/distributed/c10d, releases 1.13 to 2.13
+_CLIENTS = re.compile(r"waiting for clients\. (\d{1,7})/(\d{1,7}) clients joined")
+_UNRESOLVED = re.compile(r"network addresses of \(([^,()]{1,253}), \d{1,5}\) cannot be retrieved|"
+                         r"gaierror: .{0,40}(?:not known|failure in name resolution)")  # fmt: skip
+_TAKEN = re.compile(r"(?:EADDRINUSE|errno: 98\b|[Aa]ddress already in use)")
+_ENDPOINT = re.compile(r"bind to \[?([^\s\]]{1,253})\]?:(\d{1,5})|port: (\d{1,5})")
+_UNREACHED = re.compile(
+    r"client socket has timed out after .{1,30} trying to connect to \(([^,()]{1,253}), (\d{1,5})\)"
+)
+_PARAMETERS = re.compile(r"ank (\d{1,7}) has (\d{1,9}) params, while rank (\d{1,7}) has inconsistent (\d{1,9}) params")
+_SHAPE = re.compile(
+    r"\[(?:Rank )?(\d{1,7})\]: (params\[\d{1,9}\]) in this process with (sizes|strides) (\[[\d, ]{0,200}\])"
+)
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by",
-            "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier", "[TC]",
-            "Call to ")  # fmt: skip
+            "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier", "[TC]", "Call to ",
+            "clients joined", "cannot be retrieved", "gaierror", "ddress already in use", "EADDRINUSE",
+            "client socket has timed out", "inconsistent", "params[")  # fmt: skip
 MOST = 1 << 16  # ranks, or calls, that are kept
 
 
@@ -62,7 +76,19 @@ class Join:
 
 
 @dataclass(slots=True)
-class Told:
+class Rendezvous:
+    """How the first meeting of the ranks failed. None and empty: the texts do not tell."""
+
+    joined: int | None = None
+    world: int | None = None
+    unresolved: str = ""  # the name that DNS does not know
+    unreached: str = ""  # "host:port" that a rank could not connect to
+    taken: str = ""  # "port 29500" that another process listens at
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class LogFacts:
     """All that a log's lines say of its ranks."""
 
     traces: dict[int, RankTrace] = field(default_factory=dict)
@@ -73,6 +99,8 @@ class Told:
     late: dict[int, str] = field(default_factory=dict)  # ranks that a monitored barrier has missed, and its words
     lost: dict[int, str] = field(default_factory=dict)  # by rank: the host whose connection was closed
     joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
+    models: dict[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
+    rendezvous: Rendezvous | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +118,7 @@ class _Spoken:
 
 class _Reader:
     def __init__(self) -> None:
-        self.report = Told()
+        self.report = LogFacts()
         self.spoken: list[_Spoken] = []
         self.at: dict[tuple[int, int], str] = {}  # (rank, number of the call) -> group
         self.enqueued: dict[tuple[int, str], int] = {}
@@ -130,11 +158,35 @@ class _Reader:
             join.ranks.add(int(found[2]))
         elif found := _JOINED.search(line):
             self.report.joins.pop(found[1], None)
+        self.meeting(line)
         place = here or self.before
         rank_of = int(named[1]) if named else place[0] if place else None
         if rank_of is not None:
             self.others(line, rank_of)
         self.before = here
+
+    def meeting(self, line: str) -> None:
+        """Lines on ranks that do not meet, and on models that differ; the rank that writes one only waits."""
+        met = self.report.rendezvous or Rendezvous()
+        before = met.joined, met.unresolved, met.unreached, met.taken
+        if clients := _CLIENTS.search(line):
+            met.joined, met.world = max(int(clients[1]), met.joined or 0), int(clients[2])
+        elif name := _UNRESOLVED.search(line):
+            met.unresolved = met.unresolved or name[1] or "of a host"
+        elif _TAKEN.search(line):
+            at = _ENDPOINT.search(line)
+            met.taken = met.taken or (f"port {at[2] or at[3]}" if at else "the port")
+        elif host := _UNREACHED.search(line):
+            met.unreached = f"{host[1]}:{host[2]}"
+        if before != (met.joined, met.unresolved, met.unreached, met.taken):
+            met.lines = (*met.lines, line.strip()[:300])[:4]
+            self.report.rendezvous = met
+        if counts := _PARAMETERS.search(line):
+            for rank, count in ((counts[1], counts[2]), (counts[3], counts[4])):
+                self.report.models[int(rank)] = f"{count} parameters"
+        elif shape := _SHAPE.search(line):
+            self.report.models[int(shape[1])] = f"{shape[2]} of {shape[3]} {shape[4]}"
+            self.report.models.setdefault(0, f"{shape[2]} of other {shape[3]}")
 
     def others(self, line: str, rank: int) -> None:
         """Lines on a watchdog that hangs itself, and on a peer that is gone."""
@@ -167,7 +219,7 @@ class _Reader:
                 sizes=(sizes,) if found[4] is not None else (),
             )  # fmt: skip
 
-    def end(self) -> Told:
+    def end(self) -> LogFacts:
         calls: dict[int, dict[str, Call]] = {}
         sizes: dict[str, int] = {}
         prefixed = {(one.own, one.number) for one in self.spoken if one.prefixed}
@@ -236,7 +288,7 @@ def _joined(parts: list[str]) -> str:
     return letters if exact else words
 
 
-def read(lines: Iterable[str]) -> Told:
+def read(lines: Iterable[str]) -> LogFacts:
     """What the lines say, nothing where no rank spoke."""
     reader = _Reader()
     for line in _unfolded(lines):

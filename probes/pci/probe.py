@@ -79,12 +79,6 @@ def _device(device: PciDevice) -> Iterator[Finding]:
         yield finding(TEXTS, key, subject=device.bus_id, where=f"{SYSFS}/{device.bus_id}", driver=driver)
 
 
-def possible_width(facts: PciFacts, device: PciDevice) -> int | None:
-    """Lanes that the device and the slot above it could both use."""
-    least: int | None = _least(facts, device, "link_width_max")
-    return least
-
-
 def _least(facts: PciFacts, device: PciDevice, fact: str) -> Any:
     """The smaller value of the device and of what is above it; None where the device's own is not known."""
     above = [getattr(d, fact) for d in facts.devices if d.bus_id == device.parent]
@@ -100,7 +94,7 @@ def _link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
         return
     where, what = f"{SYSFS}/{device.bus_id}", _what(device)
-    width, possible = device.link_width, possible_width(facts, device)
+    width, possible = device.link_width, _least(facts, device, "link_width_max")
     if width and possible and width < possible:
         status = Status.FAIL if gpu or device.rdma or uplink else Status.WARN
         seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
@@ -208,7 +202,7 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
     if acs:
         yield Sample(metric="pci_acs_source_validation_devices", value=float(sum(acs)))
     for device in facts.devices:
-        width, possible = device.link_width, possible_width(facts, device)
+        width, possible = device.link_width, _least(facts, device, "link_width_max")
         if not is_bridge(device.class_code) and width and possible:
             yield Sample(metric="pci_link_width_ratio", value=width / possible, labels=(device.bus_id,))
 

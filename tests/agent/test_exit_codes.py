@@ -57,6 +57,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
     ("evidence", 3): (("-",), BAD_LOG),
     ("evidence", 4): (("-", "--fail-on", "warn", "--port", "mlx5_0:1", "--port", "mlx5_9:1"), WARNED_LOG),
     ("evidence", 5): (("-",), "nothing of NCCL"),
+    ("run", 2): (("no-such-command",), ""),
     ("why", 0): (("-",), GOOD_LOG),
     ("why", 2): (("missing.log",), ""),
     ("why", 3): (

@@ -32,10 +32,10 @@ def headings(name: str) -> list[str]:
 
 def diagnoses() -> set[str]:
     """Codes that `why` gives its causes: literals of the sources, and of the tests where the code builds them."""
-    places = [ROOT / "planner/why.py", *(ROOT / "agent/why").glob("*.py"), ROOT / "tests/why/test_why.py"]
+    places = [*(ROOT / "planner/why").glob("*.py"), *(ROOT / "agent/why").glob("*.py"), ROOT / "tests/why/test_why.py"]
     text = "".join(place.read_text(encoding="utf-8") for place in places)
-    found = set(re.findall(r"\"((?:rank|ranks|call|link|all|timeout|step)\.[a-z]+)\"", text))
-    found |= set(tomllib.loads((ROOT / "planner/why.toml").read_text(encoding="utf-8"))["code"].values())
+    found = set(re.findall(r"\"((?:rank|ranks|call|link|all|timeout|step|model|rendezvous)\.[a-z]+)\"", text))
+    found |= set(tomllib.loads((ROOT / "planner/why/why.toml").read_text(encoding="utf-8"))["code"].values())
     return found | set(re.findall(r"code=\"([a-z]+)\"", text))
 
 

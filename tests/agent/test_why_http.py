@@ -24,17 +24,17 @@ WATCHDOG = (
 
 
 def stalled() -> tuple[list[Any], dict[str, Any]]:
-    """States and traces of four ranks of which one has not come to the sixth call for 40 s."""
+    """States and traces of four ranks of which one has not come to call 26 for 70 s."""
     now = time.time()
     states, traces = [], {}
     for rank in range(4):
         late = rank == 2
         state = RankState(rank=rank, world_size=4, host=f"node-{rank}", written=now,
-                          phase="compute" if late else "collective", since=now - 40)  # fmt: skip
+                          phase="compute" if late else "collective", since=now - 70, calls=25 + (not late))  # fmt: skip
         states.append(json.loads(dumps(state)))
         traces[str(rank)] = {"version": "2.10", "entries": [
-            {"record_id": n, "process_group": ["0", "default_pg"], "collective_seq_id": n, "p2p_seq_id": 0,
-             "profiling_name": "gloo:all_reduce", "time_created_ns": int((now - 46 + n) * 1e9), "input_sizes": [[8]],
+            {"record_id": n, "process_group": ["0", "default_pg"], "collective_seq_id": n + 20, "p2p_seq_id": 0,
+             "profiling_name": "gloo:all_reduce", "time_created_ns": int((now - 76 + n) * 1e9), "input_sizes": [[8]],
              "state": "scheduled", "retired": n < 6, "is_p2p": False}
             for n in range(1, 6 if late else 7)
         ]}  # fmt: skip

@@ -12,10 +12,10 @@ from agent.base.hosts import snapshots
 from planner.forecast import machines
 from topology.build import build
 from topology.cluster import join
-from topology.expected import Expected, Unknown, expected
+from topology.expected import Expected, Paths, Unknown, expected
 from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
-from topology.paths import Bar, HostLinks, host_links, joined
+from topology.paths import Bar, host_links, joined
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9
@@ -26,7 +26,7 @@ def node(name: str) -> NodeTopology:
     return build(snapshot)
 
 
-def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> HostLinks:
+def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> Paths:
     return host_links(machine, range(ranks), bar)
 
 
@@ -106,9 +106,9 @@ def test_the_weakest_host_decides() -> None:
 def test_hosts_of_one_nvlink_domain_are_one_group() -> None:
     tray = links(node("gb200-nvl72-tray"), 4)
     assert tray.domain
-    inside = joined([tray, replace(tray, host="other")], 8, nvls=True)
+    inside = joined([tray, tray], 8, nvls=True)
     assert inside.groups == 1
-    apart = joined([tray, replace(tray, host="other", domain="elsewhere.1")], 8, nvls=True)
+    apart = joined([tray, replace(tray, domain="elsewhere.1")], 8, nvls=True)
     assert apart.groups == 2
     domain, wire = expected(inside, "all_gather", 8 << 30, 8), expected(apart, "all_gather", 8 << 30, 8)
     assert isinstance(domain, Expected) and isinstance(wire, Expected)

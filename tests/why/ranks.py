@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from collectives.bench import processes
-from finetune import beside
+from finetune import rank_monitor
 
 FOLDER, FAULT, CULPRIT = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 2
 STEPS = int(os.environ.get("WHY_STEPS", "100000"))
@@ -155,10 +155,10 @@ SIZE = int(os.environ.get("WHY_SIZE", "4096"))
 def main() -> None:
     if os.environ.get(processes.RUN_VARIABLE):  # of a launcher that may be killed
         processes.die_with_parent()
-    beside.before()
+    rank_monitor.prepare()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(os.environ.get("WHY_TIMEOUT", "120"))))
     rank, world = dist.get_rank(), dist.get_world_size()
-    watching = beside.start(FOLDER, look_seconds=float(os.environ.get("WHY_LOOK", "0.2")))
+    watching = rank_monitor.start(FOLDER, look_seconds=float(os.environ.get("WHY_LOOK", "0.2")))
     pairs = [(a, b) for a in range(world) for b in range(a + 1, world)] if FAULT.startswith("link") else []
     groups = {pair: dist.new_group(list(pair)) for pair in pairs}
     loader = iter(DataLoader(Rows(), batch_size=None))

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import why as table
-from rigs.recorded import path_of, view
 from rigs.tables import each_row
 
+from agent.advice import network_cost
 from agent.advice.request import Request
-from agent.cluster.gate import checks_of, readable
 from agent.cluster.node_facts import unpublished
-from agent.cluster.nodes import Fleet, records_of, to_resource
 from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import ras, watchdog
@@ -22,7 +20,7 @@ from collectives.traces.calls import Call, RankTrace
 from contracts.finding import Finding, Status
 from contracts.rank_state import Mark, RankState
 from contracts.run_record import Measured, RunRecord
-from planner.why import Cause, Seen, Verdict, judge
+from planner.why import Cause, RunFacts, Verdict, judge
 from probes.api import Ok
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
@@ -42,9 +40,9 @@ def trace(rank: int, *calls: Call) -> RankTrace:
     return RankTrace(rank=rank, source="", calls=calls, enqueued=newest, names={"0": "default_pg"})
 
 
-def of(rows: dict[int, list[Call]], world: int = 4, **more: Any) -> Seen:
+def of(rows: dict[int, list[Call]], world: int = 4, **more: Any) -> RunFacts:
     """What the dumps of these ranks' calls show."""
-    return Seen(traces={rank: trace(rank, *calls) for rank, calls in rows.items()}, world=world, now=NOW, **more)
+    return RunFacts(traces={rank: trace(rank, *calls) for rank, calls in rows.items()}, world=world, now=NOW, **more)
 
 
 def said(found: Verdict) -> tuple[str, tuple[int, ...], str]:
@@ -52,21 +50,23 @@ def said(found: Verdict) -> tuple[str, tuple[int, ...], str]:
 
 
 def history(count: int, late: dict[int, float] | None = None, ranks: int = 4) -> dict[int, list[Call]]:
-    """Calls a second apart; `late` ranks come so much later to each."""
+    """Three calls in quick succession, as a model is wrapped; then one a second, to which `late` ranks come later."""
     return {
-        rank: [call(n, at=NOW - 200 + n + (late or {}).get(rank, 0.0)) for n in range(1, count + 1)]
+        rank: [call(n, at=NOW - 200 + (n * 0.002 if n <= 3 else n + (late or {}).get(rank, 0.0)))
+               for n in range(1, count + 1)]
         for rank in range(ranks)
-    }
+    }  # fmt: skip
 
 
-def waiting(missing: int = 2, for_seconds: float = 40.0, **state: object) -> Seen:
+def waiting(missing: int = 2, for_seconds: float = 70.0, **state: object) -> RunFacts:
     """Everyone but one rank waits in call 61."""
     rows = history(60)
     for rank, calls in rows.items():
         if rank != missing:
             calls.append(call(61, done=False, at=NOW - for_seconds))
     states = {rank: RankState(rank=rank, host="a", written=NOW, phase="collective") for rank in rows}
-    states[missing] = RankState(rank=missing, host="b", written=NOW, **state)  # type: ignore[arg-type]
+    more = {"calls": 60, **state}
+    states[missing] = RankState(rank=missing, host="b", written=NOW, **more)  # type: ignore[arg-type]
     return of(rows, states=states)
 
 
@@ -77,16 +77,35 @@ def test_the_missing_rank_is_named_and_never_who_waits(phase: str | None, code: 
     assert found.causes[0].code == code
 
 
-@each_row("phase", ["save", "evaluate", "compile"])
-def test_who_saves_evaluates_or_compiles_is_innocent(phase: str) -> None:
-    found = judge(waiting(phase=phase))
-    assert (found.state, found.ranks, found.causes) == ("fine", (), ())
-    assert found.innocent
+BUSY = {"phase": "compute", "cpu_share": 0.9}
+
+
+@each_row(
+    ("state", "seconds", "code"),
+    [
+        *(({"phase": phase}, 200.0, "") for phase in ("save", "evaluate", "compile")),
+        ({"phase": "save"}, 310.0, "rank.save"),
+        ({"phase": "compute", "calls": 6}, 200.0, ""),  # before the first step: data is prepared, a model is loaded
+        ({**BUSY, "own": ("train.py:40 push_to_hub",)}, 200.0, ""),
+        ({**BUSY, "own": ("train.py:40 push_to_hub",)}, 310.0, "rank.compute"),
+        ({**BUSY, "own": ("train.py:31 step",), "usual": ("train.py step",)}, 20.0, "rank.compute"),
+        ({"phase": "compute", "cpu_share": 0.0}, 50.0, ""),
+        ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.compute"),
+        ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 70.0, ""),  # it downloads
+    ],
+)
+def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
+    state: dict[str, Any], seconds: float, code: str
+) -> None:
+    found = judge(waiting(for_seconds=seconds, **state))
+    assert said(found) == (("stuck", (2,), code) if code else ("fine", (), ""))
+    assert code or (found.innocent and "counts as a fault after" in found.line)
+    assert judge(replace(waiting(for_seconds=40.0, **state), limit=20.0)).ranks == (2,)  # as --limit sets it
 
 
 @each_row(("saved", "computed", "state"), [(14, 1, "fine"), (2, 30, "stuck"), (0, 3, "stuck")])
 def test_who_has_just_come_back_from_a_checkpoint_is_innocent(saved: int, computed: int, state: str) -> None:
-    mark = Mark(at=NOW - 45, samples={"compute": 100, "collective": 100})
+    mark = Mark(at=NOW - 75, samples={"compute": 100, "collective": 100})
     looks = {"compute": 100 + computed, "collective": 104, "save": saved}
     found = judge(waiting(phase="compute", since=NOW - computed, marks=(mark,), samples=looks))
     assert (found.state, bool(found.innocent)) == (state, state == "fine")
@@ -102,10 +121,10 @@ def test_a_rank_of_which_nothing_was_read_is_not_accused() -> None:
     seen = waiting()
     found = judge(replace(seen, traces={r: t for r, t in seen.traces.items() if r != 2}, states={}))
     assert said(found) == ("stuck", (), "call.timeout")
-    assert "whether rank 2 came, no source tells" in found.line
+    assert "whether rank 2 came is not known" in found.line
 
 
-def dumped(*open_calls: dict[str, Any], done: int = 3, gone: bool = False) -> Seen:
+def dumped(*open_calls: dict[str, Any], done: int = 3, gone: bool = False) -> RunFacts:
     """Four ranks' dumps without anything beside them, ten minutes after the last call; the ranks' open calls."""
     traces = {}
     for rank, mine in enumerate(open_calls):
@@ -113,7 +132,7 @@ def dumped(*open_calls: dict[str, Any], done: int = 3, gone: bool = False) -> Se
         if mine:
             rows.append(replace(call(done + 1, done=False, at=NOW - 640), **mine))
         traces[rank] = replace(trace(rank, *rows), groups={"0": (0, 1, 2, 3)}, written=NOW)
-    return Seen(traces=traces, world=4, now=NOW - 640)
+    return RunFacts(traces=traces, world=4, now=NOW - 640)
 
 
 WAITS = {"started": True}
@@ -124,8 +143,8 @@ WAITS = {"started": True}
     [
         ((WAITS, WAITS, {}, WAITS), (2,), "rank.behind", "its last there is number 3"),
         ((WAITS, WAITS, {"started": False}, WAITS), (2,), "rank.behind", "its GPU has not begun it"),
-        ((WAITS, WAITS, WAITS), (), "call.timeout", "whether rank 3 came, no source tells"),
-        ((WAITS, WAITS, WAITS, WAITS), (), "network", "every rank of the group has come"),
+        ((WAITS, WAITS, WAITS), (), "call.timeout", "whether rank 3 came is not known"),
+        ((WAITS, WAITS, WAITS, WAITS), (), "network", "every rank of the group has entered"),
     ],
 )
 def test_dumps_alone_tell_who_is_missing(rows: Any, ranks: tuple[int, ...], code: str, words: str) -> None:
@@ -139,13 +158,13 @@ def test_a_wait_for_a_message_names_its_sender_alone() -> None:
     receive = Call(group="0", number=9, record=9, op="recv", p2p=True, peer=2, created=NOW - 640)
     rows = {r: replace(trace(r, call(1)), groups={"0": (0, 1, 2, 3)}, taken=NOW) for r in range(4)}
     rows[0] = replace(rows[0], calls=(*rows[0].calls, receive))
-    assert judge(Seen(traces=rows, world=4, now=NOW)).ranks == (2,)
+    assert judge(RunFacts(traces=rows, world=4, now=NOW)).ranks == (2,)
     send = replace(receive, op="send", peer=0)
     rows[2] = replace(rows[2], calls=(*rows[2].calls, send))
-    assert judge(Seen(traces=rows, world=4, now=NOW)).ranks == ()
+    assert judge(RunFacts(traces=rows, world=4, now=NOW)).ranks == ()
 
 
-def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> Seen:
+def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> RunFacts:
     """Ranks whose watchdog spoke: (rank, group, call, newest call where it says)."""
     traces = {
         rank: RankTrace(
@@ -155,7 +174,7 @@ def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> 
         )
         for rank, group, number, newest in rows
     }  # fmt: skip
-    return Seen(reported={"watchdog": traces})
+    return RunFacts(reported={"watchdog": traces})
 
 
 @each_row(
@@ -174,7 +193,7 @@ def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> 
     ],
 )
 def test_a_rank_is_named_only_where_a_line_says_that_it_has_not_come(
-    seen: Seen, ranks: tuple[int, ...], code: str
+    seen: RunFacts, ranks: tuple[int, ...], code: str
 ) -> None:
     found = judge(seen)
     assert said(found) == ("stuck", ranks, code)
@@ -231,7 +250,7 @@ def test_what_gloo_and_the_kernel_say_is_read(
 @each_row(
     ("lines", "line"),
     [
-        (["[OK]   ECC: no uncorrected volatile errors across 8 ranks"], "nothing found"),
+        (["[OK]   ECC: no uncorrected volatile errors across 8 ranks"], "no fault found"),
         (["[OK]   ECC: no", "[INFO] NCCL environment: mismatch across 8 ranks in comm 0x1 for NCCL_ALGO"],
          "fine but for the log: NCCL's diagnostics: ranks differ"),
     ],
@@ -294,9 +313,9 @@ def test_a_rank_that_ended_with_its_own_error_is_who_the_others_waited_for() -> 
 def test_the_dumps_of_a_few_ranks_accuse_nobody() -> None:
     seen = waiting()
     mine = {rank: replace(t, groups={"0": tuple(range(8))}) for rank, t in seen.traces.items() if rank in (0, 1)}
-    found = judge(Seen(traces=mine, world=8, now=NOW))
+    found = judge(RunFacts(traces=mine, world=8, now=NOW))
     assert said(found) == ("stuck", (), "call.timeout")
-    behind = judge(Seen(traces={**mine, 2: seen.traces[2]}, world=8, now=NOW))
+    behind = judge(RunFacts(traces={**mine, 2: seen.traces[2]}, world=8, now=NOW))
     assert behind.ranks == (2,)
 
 
@@ -304,19 +323,19 @@ def test_dumps_of_a_timeout_alone_name_the_missing_rank() -> None:
     """PyTorch's dumps do not say when they were made; the file's time bounds it."""
     seen = waiting(for_seconds=0.0)
     late = {rank: replace(one, written=NOW + 600) for rank, one in seen.traces.items()}
-    found = judge(Seen(traces=late, world=4, now=NOW))
+    found = judge(RunFacts(traces=late, world=4, now=NOW))
     assert (found.state, found.ranks) == ("stuck", (2,))
     assert "for 600 s by the dumps' file times" in found.causes[0].evidence[0]
     fresh = {rank: replace(one, written=NOW + 3) for rank, one in seen.traces.items()}
-    assert judge(Seen(traces=fresh, world=4, now=NOW)).state == "fine"
+    assert judge(RunFacts(traces=fresh, world=4, now=NOW)).state == "fine"
 
 
-def odd(mine: Call) -> Seen:
+def odd(mine: Call) -> RunFacts:
     """Rank 1 is in this call, the others in their usual one."""
     return of({rank: [*calls, mine if rank == 1 else call(5, done=False)] for rank, calls in history(4).items()})
 
 
-def in_order(of_rank: int) -> Seen:
+def in_order(of_rank: int) -> RunFacts:
     """Three ranks that alternate two calls, of which one has swapped its last two."""
     rows = {r: [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")] for r in range(3)}
     for rank, calls in rows.items():
@@ -324,21 +343,21 @@ def in_order(of_rank: int) -> Seen:
     return of(rows, world=3)
 
 
-def left_behind(*, call_of_rank_2: Call) -> Seen:
+def left_behind(*, call_of_rank_2: Call) -> RunFacts:
     rows = {rank: [call(45, done=False, at=NOW - 60)] for rank in (0, 1, 3)}
     return of({**rows, 2: [call_of_rank_2]})
 
 
-def circle() -> Seen:
+def circle() -> RunFacts:
     groups: dict[str, tuple[int, ...]] = {"a": (0, 1), "b": (0, 1)}
     waits = [trace(rank, call(1, group=group, done=False, at=NOW - 60)) for rank, group in enumerate("ab")]
-    return Seen(traces={one.rank: replace(one, groups=groups) for one in waits}, world=2, now=NOW)
+    return RunFacts(traces={one.rank: replace(one, groups=groups) for one in waits}, world=2, now=NOW)
 
 
-def not_begun() -> Seen:
+def not_begun() -> RunFacts:
     """The last rank has enqueued the call that the others wait in; its GPU has not come to it."""
     rows = {rank: trace(rank, call(1), replace(call(2, done=False), started=rank != 3)) for rank in range(4)}
-    return Seen(traces={rank: replace(one, written=NOW + 600) for rank, one in rows.items()}, world=4, now=NOW)
+    return RunFacts(traces={rank: replace(one, written=NOW + 600) for rank, one in rows.items()}, world=4, now=NOW)
 
 
 WORDS = "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber={}OpType=BARRIER)"
@@ -359,91 +378,40 @@ HUNG = {6: "stood still for 480 s"}
         ("a size of the job that cannot be true costs no memory", replace(waiting(), world=10**15), "stuck", (2,),
          "rank.behind", ""),
         ("torch itself found calls that do not match",
-         Seen(clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives on ranks."}), "failed",
-         (0, 1), "call.other", ""),
-        ("the same call under other numbers is another order", Seen(clash=watchdog.read([SAME_CALL]).clash), "failed",
-         (1, 2), "call.order", ""),
-        ("a watchdog that hangs itself is no wait for others", Seen(hung=HUNG, idle=frozenset({6})), "failed", (6,),
+         RunFacts(clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives on ranks."}), "failed",
+         (), "call.other", "disagree"),
+        ("the same call under other numbers is another order", RunFacts(clash=watchdog.read([SAME_CALL]).clash),
+         "failed", (), "call.order", "disagree"),
+        ("a watchdog that hangs itself is no wait for others", RunFacts(hung=HUNG, idle=frozenset({6})), "failed", (6,),
          "watchdog_hung", "no collective was outstanding"),
-        ("a watchdog that hangs in a collective accuses nobody", Seen(hung=HUNG), "failed", (), "watchdog_hung", ""),
+        ("a watchdog that hangs in a collective accuses nobody", RunFacts(hung=HUNG), "failed", (), "watchdog_hung",
+         ""),
         ("a GPU that has not come to the call is behind", not_begun(), "stuck", (3,), "rank.behind", ""),
         ("another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ""),
         ("another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ""),
         ("an order is known by what came after what", in_order(1), "stuck", (1,), "call.order", ""),
-        ("of two that differ the one that calls something new is odd", of(FIRST_OF_TWO), "stuck", (1,),
-         "call.size", ""),
-        ("two against two accuses nobody alone", of(TWO_AND_TWO), "stuck", (0, 1, 2, 3), "call.other", "disagree"),
+        ("of two of four no majority is known", of(FIRST_OF_TWO), "stuck", (), "call.size",
+         "the calls of ranks 2, 3 are not known"),
+        ("two against two name no rank", of(TWO_AND_TWO), "stuck", (), "call.other", "disagree"),
         ("groups that wait for each other are a circle", circle(), "stuck", (0, 1), "call.circle", ""),
         ("a rank in a call that the others have left is behind",
          left_behind(call_of_rank_2=call(44, "all_gather", done=False, at=NOW - 60)), "stuck", (2,), "rank.behind",
          "which the others have left"),
     ],
 )  # fmt: skip
-def test_who_is_named(what: str, seen: Seen, state: str, ranks: tuple[int, ...], code: str, words: str) -> None:
+def test_who_is_named(what: str, seen: RunFacts, state: str, ranks: tuple[int, ...], code: str, words: str) -> None:
     found = judge(seen)
     assert said(found) == (state, ranks, code), what
     assert words in found.line, what
 
 
-@each_row(
-    ("told", "sent", "taken", "cut", "ranks"),
-    [
-        ((1, 3), 2048, 1024, 2, (2,)),  # what a usual call sends is too much for its smaller one
-        ((0, 3), 4096, 2048, 1, (2,)),  # its neighbour, who can take a usual one, is sent more: double precision
-        ((3,), 4096, 2048, 1, ()),  # one of four is no majority: it may be the odd one
-        ((2, 3), 4096, 2048, 1, ()),  # who sent too much calls as the others do
-        ((1, 3), 4096, 1024, 2, ()),  # neither is what those calls send
-        ((1, 3), 2048, 1024, None, ()),
-    ],
-)
-def test_whose_size_is_odd_is_told_by_the_message_that_gloo_could_not_take(
-    told: tuple[int, ...], sent: int, taken: int, cut: int | None, ranks: tuple[int, ...]
-) -> None:
-    """4096 floats of four ranks are 2048 bytes a message in gloo's ring (gloo/allreduce.cc)."""
-    last = replace(call(61, size=4096), dtypes=("Float",))
-    rows = {r: trace(r, *calls, *([last] if r in told else [])) for r, calls in history(60).items()}
-    states = {
-        r: RankState(
-            rank=r, written=NOW, ended=r in told, error="RuntimeError: Connection closed by peer" * (r in told)
-        )
-        for r in rows
-    }
-    line = f"[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. {sent} vs {taken}."
-    found = judge(Seen(traces=rows, states=states, world=4, now=NOW, cut_short=line, cut_rank=cut))
-    assert (found.state, found.causes[0].code, found.ranks) == ("failed", "call.size", ranks)
-    assert bool(found.unknown) is not bool(ranks)
-
-
-def test_an_order_is_known_by_what_came_after_what() -> None:
-    rows = {rank: [call(1), call(2, "all_gather"), call(3), call(4, "all_gather")] for rank in range(3)}
-    for rank, calls in rows.items():
-        calls.append(call(5, "all_gather" if rank == 1 else "all_reduce", done=False))
-    found = judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=3, now=NOW))
-    assert (found.ranks, found.causes[0].code) == ((1,), "call.order")
-
-
-def test_of_two_that_differ_the_one_that_calls_something_new_is_odd() -> None:
-    rows = {rank: [call(1), call(2, done=False, size=8 if rank == 0 else 5)] for rank in range(2)}
-    found = judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=4, now=NOW))
-    assert (found.ranks, found.causes[0].code) == ((1,), "call.size")
-
-
-def test_two_against_two_accuses_nobody_alone() -> None:
-    rows = {rank: [call(1), call(2, "broadcast" if rank < 2 else "gather", done=False)] for rank in range(4)}
-    found = judge(Seen(traces={r: trace(r, *c) for r, c in rows.items()}, world=4, now=NOW))
-    assert found.ranks == (0, 1, 2, 3)
-    assert "disagree" in found.line
-
-
-def test_groups_that_wait_for_each_other_are_a_circle() -> None:
-    first = trace(0, call(1, group="a", done=False, at=NOW - 60))
-    second = trace(1, call(1, group="b", done=False, at=NOW - 60))
-    traces = {
-        0: replace(first, groups={"a": (0, 1), "b": (0, 1)}),
-        1: replace(second, groups={"a": (0, 1), "b": (0, 1)}),
-    }
-    found = judge(Seen(traces=traces, world=2, now=NOW))
-    assert found.causes[0].code == "call.circle"
+def test_a_size_that_gloo_could_not_take_names_no_rank() -> None:
+    """gloo ends the rank that is sent more than its call takes, which may be the one that is right."""
+    states = {r: RankState(rank=r, written=NOW, ended=r in (0, 1, 3), error="RuntimeError: Connection closed by peer")
+              for r in range(4)}  # fmt: skip
+    line = "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 2048 vs 1024."
+    found = judge(RunFacts(traces={}, states=states, world=4, now=NOW, cut_short=line))
+    assert said(found) == ("failed", (), "call.size") and found.unknown
 
 
 def p2p(op: str, peer: int, *, done: bool = False, size: int = 8, record: int = 50) -> Call:
@@ -456,7 +424,7 @@ def pipeline(**calls: list[Call]) -> Verdict:
     traces = {
         int(name[1:]): replace(trace(int(name[1:]), *mine), groups={"pp": (4, 5, 6)}) for name, mine in calls.items()
     }
-    return judge(Seen(traces=traces, world=8, now=NOW))
+    return judge(RunFacts(traces=traces, world=8, now=NOW))
 
 
 def test_stages_of_a_pipeline_wait_for_each_other() -> None:
@@ -467,7 +435,7 @@ def test_stages_of_a_pipeline_wait_for_each_other() -> None:
     moving = pipeline(r4=[p2p("send", 1)], r5=[p2p("recv", 0)], r6=[p2p("recv", 1)])
     assert said(moving) == ("stuck", (), "network") and "ranks 4, 5" in moving.causes[0].evidence[1]
     assert said(pipeline(r4=[p2p("send", 1)], r5=[p2p("send", 0)], r6=[])) == ("stuck", (4, 5), "call.circle")
-    assert said(pipeline(r4=[p2p("send", 1)], r5=[p2p("recv", 0, size=4)], r6=[])) == ("stuck", (4, 5), "call.size")
+    assert said(pipeline(r4=[p2p("send", 1)], r5=[p2p("recv", 0, size=4)], r6=[])) == ("stuck", (), "call.size")
 
 
 def test_one_late_rank_is_named_two_share_the_wait() -> None:
@@ -485,10 +453,10 @@ def test_one_late_rank_is_named_two_share_the_wait() -> None:
 def test_a_late_rank_that_does_nothing_more_than_the_others_is_not_accused() -> None:
     traces = {r: trace(r, *c) for r, c in history(60, {3: 0.6}).items()}
     looks = {"collective": 60, "compute": 40}
-    states = {r: RankState(rank=r, host="a", written=NOW, samples=looks) for r in range(4)}
-    assert judge(Seen(traces=traces, states=states, world=4, now=NOW)).ranks == ()
+    states = {r: RankState(rank=r, host="a", written=NOW, samples=looks, calls=60) for r in range(4)}
+    assert judge(RunFacts(traces=traces, states=states, world=4, now=NOW)).ranks == ()
     states[3] = replace(states[3], samples={"collective": 20, "compute": 80})
-    assert judge(Seen(traces=traces, states=states, world=4, now=NOW)).ranks == (3,)
+    assert judge(RunFacts(traces=traces, states=states, world=4, now=NOW)).ranks == (3,)
 
 
 def marks(before: dict[str, int], since: dict[str, int], began: int = 8, pieces: int = 14) -> tuple[Mark, ...]:
@@ -510,88 +478,33 @@ WAITED = ({"compute": 6, "collective": 4}, {"compute": 2, "collective": 8})
     [
         ([GREW] * 4, (), "all.compute"),
         ([WAITED] * 4, (), "all.collective"),
-        ([WAITED, WAITED, GREW, WAITED], (2,), "rank.compute"),
     ],
 )
 def test_a_pace_that_falls_is_told_by_what_grew(rows: list[Any], ranks: tuple[int, ...], code: str) -> None:
     states = {r: RankState(rank=r, host="a", written=NOW, marks=marks(*row)) for r, row in enumerate(rows)}
-    found = judge(Seen(states=states, world=4, now=NOW))
+    found = judge(RunFacts(states=states, world=4, now=NOW))
     assert said(found) == ("slow", ranks, code)
 
 
 def test_the_network_is_named_only_where_bytes_were_seen_to_wait() -> None:
     rows = {r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, marks=marks(*WAITED))
             for r in range(4)}  # fmt: skip
-    assert judge(Seen(states=rows, world=4, now=NOW)).unknown
+    assert judge(RunFacts(states=rows, world=4, now=NOW)).unknown
     rows[1] = replace(rows[1], unsent={"10.0.0.2": 30, "10.0.0.3": 30, "10.0.0.0": 30})
-    assert judge(Seen(states=rows, world=4, now=NOW)).causes[0].code == "link.node"
+    assert judge(RunFacts(states=rows, world=4, now=NOW)).causes[0].code == "link.node"
     # what rank 3's bytes waited for before the change says nothing of it
     busy = {"10.0.0.0": 90, "10.0.0.2": 90}
     rows[3] = replace(rows[3], unsent=busy, marks=tuple(
         replace(mark, unsent={one: looks * n // 9 for one, looks in busy.items()} if n < 9 else busy)
         for n, mark in enumerate(rows[3].marks)))  # fmt: skip
-    found = judge(Seen(states=rows, world=4, now=NOW))
+    found = judge(RunFacts(states=rows, world=4, now=NOW))
     assert (found.causes[0].code, found.nodes) == ("link.node", ("h1",))
-
-
-@each_row(
-    ("seconds", "of", "unsent", "ranks", "code"),
-    [
-        (9.0, {0}, {}, (0,), "rank.compute"),
-        (4.5, {0}, {}, (0,), "rank.compute"),  # with its share
-        (4.5, {0}, {"10.0.0.2": 30}, (), "link.node"),
-        (4.5, {0, 1, 2, 3}, {}, (), "all.collective"),  # the machine has no more
-        (3.0, {0}, {}, (), "all.collective"),
-    ],
-)
-def test_who_waits_for_a_cpu_is_accused_of_what_the_others_and_the_network_do_not_explain(
-    seconds: float, of: set[int], unsent: dict[str, int], ranks: Any, code: str
-) -> None:
-    late = tuple(replace(mark, delayed=seconds * max(0, n - 9)) for n, mark in enumerate(marks(*WAITED)))
-    states = {
-        r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, unsent=unsent if r != 2 else {},
-                     marks=late if r in of else marks(*WAITED)) for r in range(4)
-    }  # fmt: skip
-    found = judge(Seen(states=states, world=4, now=NOW))
-    assert said(found) == ("slow", ranks, code), found
-    assert ("waits for a CPU" in found.line) == (code == "rank.compute")
-
-
-def test_a_network_that_slowed_before_the_first_looks_is_named_where_bytes_wait() -> None:
-    """The recorder shows the change, the states only what all do since: they were not there before it."""
-    slower = {
-        rank: [replace(c, created=NOW - 300 + n + 4 * max(0, n - 30)) for n, c in enumerate(calls)]
-        for rank, calls in history(60).items()
-    }
-    traces = {rank: trace(rank, *calls) for rank, calls in slower.items()}
-    now = marks({"compute": 1, "collective": 9}, {"compute": 1, "collective": 9}, pieces=4)
-    states = {
-        r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, marks=now,
-                     unsent={"10.0.0.2": 9} if r != 2 else {})
-        for r in range(4)
-    }  # fmt: skip
-    found = judge(Seen(traces=traces, states=states, world=4, now=NOW))
-    assert (found.state, found.causes[0].code, found.nodes) == ("slow", "link.node", ("h2",))
-    assert found.causes[0].cost is not None
-    unseen = {rank: replace(state, unsent={}) for rank, state in states.items()}
-    assert judge(Seen(traces=traces, states=unseen, world=4, now=NOW)).causes[0].code == "all"
-    starved = {rank: replace(state, marks=marks(GREW[0], GREW[0], pieces=4)) for rank, state in states.items()}
-    assert judge(Seen(traces=traces, states=starved, world=4, now=NOW)).causes[0].code == "all"
 
 
 def test_an_evaluation_is_no_slower_pace() -> None:
     evaluates = ({"compute": 6, "collective": 4}, {"evaluate": 8, "compute": 1, "collective": 1})
     states = {r: RankState(rank=r, host="a", written=NOW, marks=marks(*evaluates)) for r in range(4)}
-    assert judge(Seen(states=states, world=4, now=NOW)).state == "fine"
-
-
-@each_row("began", [20, 46])
-def test_calls_that_come_later_and_later_are_told_without_a_reason(began: int) -> None:
-    at = [n + 2.0 * max(0, n - began) for n in range(60)]
-    traces = {r: trace(r, *(call(n + 1, at=NOW - 200 + at[n]) for n in range(60))) for r in range(4)}
-    found = judge(Seen(traces=traces, world=4, now=NOW))
-    assert said(found) == ("slow", (), "all")
-    assert found.unknown
+    assert judge(RunFacts(states=states, world=4, now=NOW)).state == "fine"
 
 
 TIMED_OUT = "RuntimeError: Timed out waiting 120000ms for recv operation to complete"
@@ -599,11 +512,14 @@ TIMED_OUT = "RuntimeError: Timed out waiting 120000ms for recv operation to comp
 
 def gave_up(phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, **more: Any) -> Verdict:
     """Rank 2 was at something while the others waited for 120 s and ended; then its process was gone."""
-    rows = {rank: trace(rank, call(1, done=False, at=NOW - 120)) for rank in (0, 1, 3)}
+    before = [call(n, at=NOW - 150 + n) for n in range(1, 9)]
+    rows = {rank: trace(rank, *before, call(9, done=False, at=NOW - 120)) for rank in (0, 1, 3)}
     states = {r: RankState(rank=r, written=NOW, phase="collective", ended=True, error=error) for r in rows}
-    states[2] = RankState(rank=2, written=NOW - killed_before, phase=phase, since=NOW - 140)
+    states[2] = RankState(rank=2, written=NOW - killed_before, phase=phase, since=NOW - 140, calls=8)
     gone = dict.fromkeys(range(4), "gone")
-    return judge(Seen(traces={**rows, 2: trace(2)}, states=states, processes=gone, world=4, now=NOW, **more))
+    return judge(
+        RunFacts(traces={**rows, 2: trace(2, *before)}, states=states, processes=gone, world=4, now=NOW, **more)
+    )
 
 
 @each_row("phase", ["compile", "save", "evaluate"])
@@ -618,7 +534,7 @@ def by_states_alone(phase: str) -> Verdict:
     """The same without any dump."""
     states = {r: RankState(rank=r, written=NOW, phase="collective", ended=True, error=TIMED_OUT) for r in (0, 1, 3)}
     states[2] = RankState(rank=2, written=NOW, phase=phase, since=NOW - 140)
-    return judge(Seen(states=states, processes=dict.fromkeys(range(4), "gone"), world=4, now=NOW))
+    return judge(RunFacts(states=states, processes=dict.fromkeys(range(4), "gone"), world=4, now=NOW))
 
 
 def test_who_was_killed_while_saving_is_gone() -> None:
@@ -652,22 +568,22 @@ def test_ras_that_lists_who_is_ahead_does_not_overrule_the_calls() -> None:
 
 def test_a_monitored_barrier_and_the_checks_of_detail_name_ranks() -> None:
     told = watchdog.read(["RuntimeError: [Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 30000 ms"])
-    found = judge(Seen(late=told.late, world=8, now=NOW))
+    found = judge(RunFacts(late=told.late, world=8, now=NOW))
     assert (found.state, found.ranks) == ("failed", (3, 5))
     print_of = "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber=5, OpType={}, TensorShape=[2, 5], T"
     words = [f"Detected mismatch between collectives on ranks. {print_of.format(rank, op)}, but "
              f"{print_of.format(0, 'REDUCE')}" for rank, op in ((1, "ALLREDUCE"), (2, "REDUCE"))]  # fmt: skip
-    odd_one = judge(Seen(clash=watchdog.read(words).clash))
+    odd_one = judge(RunFacts(clash=watchdog.read(words).clash))
     assert (odd_one.ranks, odd_one.causes[0].code) == ((1,), "call.other")
-    two = judge(Seen(clash=watchdog.read(words[:1]).clash))
-    assert two.ranks == (0, 1)
+    two = judge(RunFacts(clash=watchdog.read(words[:1]).clash))
+    assert two.ranks == ()
     assert "rank 0 calls reduce of [2, 5], rank 1 calls allreduce of [2, 5]" in two.line
 
 
 def test_one_rank_that_prints_its_own_call_accuses_nobody() -> None:
     line = "Detected mismatch between collectives on ranks. Rank 0 is running inconsistent collective: "
     found = judge(
-        Seen(clash=watchdog.read([f"{line}CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[9], T"]).clash)
+        RunFacts(clash=watchdog.read([f"{line}CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[9], T"]).clash)
     )
     assert said(found) == ("failed", (), "call.other")
     assert "rank 0 calls broadcast of [9]" in found.line
@@ -685,7 +601,7 @@ def test_one_rank_that_prints_its_own_call_accuses_nobody() -> None:
     ],
 )  # fmt: skip
 def test_who_does_not_join_is_named_where_all_who_did_say_so(lines: list[str], state: str, ranks: Any) -> None:
-    found = judge(Seen(joins=watchdog.read(lines).joins))
+    found = judge(RunFacts(joins=watchdog.read(lines).joins))
     assert (found.state, found.ranks) == (state, ranks), found.line
 
 
@@ -694,15 +610,16 @@ def test_a_rank_that_dumps_for_another_says_which_call_it_is_in_itself() -> None
         "[rank{0}]:[E ProcessGroupNCCL.cpp:1746] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Received a dump signal due "
         "to a collective timeout from  rank 6. Last enqueued NCCL work: {1}, last completed NCCL work: {2}."
     )
-    found = judge(Seen(reported={"watchdog": watchdog.read([said.format(1, 31, 29), said.format(2, 31, 29)]).traces}))
+    read = watchdog.read([said.format(1, 31, 29), said.format(2, 31, 29)])
+    found = judge(RunFacts(reported={"watchdog": read.traces}))
     assert (found.state, found.ranks) == ("stuck", ())
     assert "ranks 1, 2 wait in a collective, number 30 of group 0" in found.line
-    idle = judge(Seen(reported={"watchdog": watchdog.read([said.format(1, 31, 31)]).traces}))
+    idle = judge(RunFacts(reported={"watchdog": watchdog.read([said.format(1, 31, 31)]).traces}))
     assert idle.state == "fine"
     behind = watchdog.read(
         [said.format(0, 31, 30), said.format(1, 31, 30), said.format(2, 31, 30), said.format(3, 29, 29)]
     )
-    assert judge(Seen(reported={"watchdog": behind.traces}, world=4)).ranks == (3,)
+    assert judge(RunFacts(reported={"watchdog": behind.traces}, world=4)).ranks == (3,)
 
 
 def test_a_rank_whose_gpu_is_in_a_call_that_the_others_have_left_is_behind_by_the_log() -> None:
@@ -725,7 +642,7 @@ def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:
 
 def test_ras_that_lacks_data_once_accuses_nobody() -> None:
     comm = ras.RasComm(id="1", size=2, ranks={1: ras.RasRank(rank=1, host="n2", pid=9, missing="no answer")})
-    report, nothing = ras.RasReport(comms=(comm,), total=1, most=2), Verdict(state="fine", line="nothing found")
+    report, nothing = ras.RasReport(comms=(comm,), total=1, most=2), Verdict(state="fine", line="no fault found")
     once = gathered.with_ras(nothing, report, None)
     assert (once.state, once.causes) == ("unknown", ())
     assert "rank 1" in once.line
@@ -745,24 +662,24 @@ def test_a_call_that_some_have_left_is_the_networks_where_bytes_are_sent_again_i
         for r in range(4)
     }
     states[1] = replace(states[1], held={"10.0.0.2": 30}, resent={"10.0.0.2": 28})
-    found = judge(Seen(traces=rows, states=states, world=4, now=NOW))
+    found = judge(RunFacts(traces=rows, states=states, world=4, now=NOW))
     assert said(found) == ("stuck", (), "link")
     assert set(found.nodes) == {"h1", "h2"}
     states[1] = replace(states[1], resent={})  # its bytes wait, and the other's kernel answers
-    assert judge(Seen(traces=rows, states=states, world=4, now=NOW)).ranks == (1, 2)
+    assert judge(RunFacts(traces=rows, states=states, world=4, now=NOW)).ranks == (1, 2)
 
 
 def test_who_has_called_ahead_and_not_left_what_all_others_have_is_behind() -> None:
     ahead = (call(46, done=False, at=NOW - 60), call(47, done=False, at=NOW - 60))
     rows = {rank: trace(rank, call(45, at=NOW - 61), *ahead) for rank in (0, 1, 3)}
     rows[2] = trace(2, call(45, done=False, at=NOW - 61), *ahead)
-    found = judge(Seen(traces=rows, world=4, now=NOW))
+    found = judge(RunFacts(traces=rows, world=4, now=NOW))
     assert said(found) == ("stuck", (2,), "rank.behind")
     assert "which the others have left" in found.line
     older = {rank: replace(one, taken=NOW - 30 * (rank == 2)) for rank, one in rows.items()}
-    assert judge(Seen(traces=older, world=4, now=NOW)).ranks == ()  # it may have left since it dumped
+    assert judge(RunFacts(traces=older, world=4, now=NOW)).ranks == ()  # it may have left since it dumped
     rows[1] = trace(1, call(44))  # has not come: of a reduce the others may have left
-    assert judge(Seen(traces=rows, world=4, now=NOW)).ranks == (1,)
+    assert judge(RunFacts(traces=rows, world=4, now=NOW)).ranks == (1,)
 
 
 def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
@@ -784,50 +701,6 @@ def test_the_nic_is_named_of_the_node_behind_and_of_no_other() -> None:
     assert "host-2" in gathered.with_nodes(cut, down[1:]).unknown[0].what
 
 
-@each_row(
-    ("machine", "code", "words"),
-    [
-        ("sick-l40s-x4", "link.node", "pci.link.width 0000:a1:00.0: "),
-        ("sick-h100-thermal", "rank.compute", "gpu.power.brake GPU7: "),
-    ],
-)
-def test_lanes_and_clocks_of_the_node_behind_have_their_own_price(machine: str, code: str, words: str) -> None:
-    request = Request.of(
-        hosts=(path_of(machine),), nodes=2, model="Llama-3.1-8B", steps=10_000, price="36", method="full"
-    )
-    scanned = gathered._snapshots(request, ())
-    checks = gathered._checks(scanned)
-    node = checks[0].node
-    cause = Cause(code=code, message="behind", nodes=(node,))
-    found = gathered.faults_priced(Verdict(state="slow", line="slow", causes=(cause,)), checks, request, "", scanned)
-    (price,) = [one for one in found.causes[0].price.split("; ") if one.startswith(words)]
-    times = float(price.removeprefix(words).partition(" x")[0])
-    assert 1.0 <= times < 20
-    assert price.endswith("of your prices")
-    assert found.forecast.startswith("without gpu.power.brake" if times > 1 else "")
-    other = Verdict(state="slow", line="slow", causes=(replace(cause, nodes=("another",)),))
-    assert gathered.faults_priced(other, checks, request, "", scanned) == other
-    bare = gathered.faults_priced(replace(other, causes=(cause,)), checks, Request(), "", ())
-    assert "costs" in bare.unknown[0].what
-
-
-def test_what_agents_publish_of_nodes_is_priced_as_a_recording_is() -> None:
-    """Two nodes by their records alone, one of them with a sick link: as a list of the API server would hold them."""
-    sick = view("sick-l40s-x4")
-    held = Fleet()
-    (record,) = records_of(replace(sick, made_at_seconds=NOW), name="node-a")
-    held.replace([to_resource(replace(record, name=name))[1] for name in ("node-a", "node-b")])
-    checks = checks_of(("node-a",), held, now=NOW + 10)
-    cause = Cause(code="link.node", message="behind", nodes=("node-a",))
-    slow = Verdict(state="slow", line="slow", causes=(cause,))
-    request = Request.of(model="Llama-3.1-8B", steps=10_000, price="36", method="full")
-    published = readable(("node-a", "node-b", "node-c"), held)
-    assert [one.hostname for one in published] == ["node-a", "node-b"]
-    found = gathered.faults_priced(slow, checks, request, "", published)
-    assert "pci.link.width 0000:a1:00.0: " in found.causes[0].price
-    assert "of your prices" in found.causes[0].price
-
-
 NETWORKS = """kind: Pod
 metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
 """
@@ -846,24 +719,24 @@ metadata: {{name: a, annotations: {{k8s.v1.cni.cncf.io/networks: '{}'}}}}
 def test_the_interface_of_rdma_is_named_by_who_knows_it(tmp_path: Path, networks: str, words: str) -> None:
     manifest = tmp_path / "job.yaml"
     manifest.write_text(NETWORKS.format(networks))
-    assert gathered.rdma_of((), Evidence(), manifest) == words
-    assert gathered.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
+    assert network_cost.rdma_of((), Evidence(), manifest) == words
+    assert network_cost.rdma_of((), Evidence(hcas=("mlx5_1:1/RoCE",)), manifest) == "mlx5_1"
     port = RdmaPort(port=1, state="ACTIVE", netdev="net1")
     device = RdmaDevice(name="mlx5_1", kind="hca", ports=(port, replace(port, port=2, state="DOWN", netdev="net2")))
     scan = replace(unpublished("a", ""), outcomes={"rdma": Ok(facts=RdmaFacts(source="sysfs", devices=(device,)))})
-    assert gathered.rdma_of((scan,), Evidence(), manifest) == "net1"
-    assert gathered.rdma_of((), Evidence(), None) == ""
+    assert network_cost.rdma_of((scan,), Evidence(), manifest) == "net1"
+    assert network_cost.rdma_of((), Evidence(), None) == ""
 
 
 def test_a_cause_costs_its_share_of_all_steps() -> None:
     late = judge(of(history(60, {3: 0.5})))
-    assert late.causes[0].cost == pytest.approx(0.5, abs=0.02)
+    assert late.causes[0].cost == pytest.approx(0.5, abs=0.05)
     record = RunRecord(measured=Measured(step_seconds=2.0))
     request = Request(price="36", nodes=2).changed(steps=3600)
-    found = gathered.costed(late, record, request, Seen())
-    assert "min of 2 h 0 min for 3600 steps, +73 of your prices" in found.causes[0].price
+    found = gathered.costed(late, record, request, RunFacts())
+    assert "min of 2 h 0 min for 3600 steps, +68 of your prices" in found.causes[0].price
     assert found.forecast.startswith("without it: ")
-    assert gathered.costed(late, RunRecord(), request, Seen()) == late
+    assert gathered.costed(late, RunRecord(), request, RunFacts()) == late
 
 
 def test_ras_accuses_no_majority() -> None:
@@ -872,7 +745,7 @@ def test_ras_accuses_no_majority() -> None:
         return ras.RasReport(comms=(ras.RasComm(id="1", size=32, ranks=ranks,
                                                 spread={"AllGather": {count: 30, count + 1: 2}}),))  # fmt: skip
 
-    nothing = Verdict(state="fine", line="nothing found")
+    nothing = Verdict(state="fine", line="no fault found")
     still, once = (gathered.with_ras(nothing, report(640), earlier) for earlier in (report(640), None))
     assert (still.state, still.ranks, still.causes[0].code) == ("stuck", (), "call.timeout")
     assert "30 of 32" in still.line
@@ -901,7 +774,7 @@ def test_equal_counts_that_stand_still_are_not_called_fine() -> None:
         ranks = {r: ras.RasRank(rank=r, counts={"AllReduce": count}) for r in range(3)}
         return ras.RasReport(comms=(ras.RasComm(id="1", size=3, ranks=ranks),), total=1)
 
-    nothing = Verdict(state="fine", line="nothing found")
+    nothing = Verdict(state="fine", line="no fault found")
     assert gathered.with_ras(nothing, report(9), report(8)).state == "fine"
     still = gathered.with_ras(nothing, report(9), report(9))
     assert (still.state, still.ranks, "no count moved" in still.line) == ("unknown", (), True)
@@ -994,7 +867,7 @@ def test_counts_that_move_are_no_stall() -> None:
 
 @pytest.mark.long
 def test_a_stack_says_what_a_rank_does() -> None:
-    from finetune.beside import phase_of  # and with it torch
+    from finetune.rank_monitor import phase_of  # and with it torch
 
     wait = ("/x/torch/distributed/distributed_c10d.py", "all_reduce")
     run = ("/x/torch/_dynamo/eval_frame.py", "compile_wrapper")
@@ -1013,7 +886,7 @@ def test_who_ended_without_an_error_is_who_the_others_lost() -> None:
     lost = "RuntimeError: Read error [127.0.0.1]:41: Connection reset by peer"
     states = {r: RankState(rank=r, written=NOW, ended=True, error=lost) for r in (0, 1, 3)}
     states[2] = RankState(rank=2, written=NOW - 1, ended=True)
-    found = judge(Seen(states=states, processes=dict.fromkeys(range(4), "gone"), world=4, now=NOW, first=1))
+    found = judge(RunFacts(states=states, processes=dict.fromkeys(range(4), "gone"), world=4, now=NOW, first=1))
     assert said(found) == ("failed", (2,), "rank.gone")
 
 

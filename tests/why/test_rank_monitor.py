@@ -9,7 +9,7 @@ from rigs.netns import missing
 
 TALK = """
 import json, socket, sys
-from finetune import beside
+from finetune import rank_monitor
 
 server = socket.create_server(("10.9.9.9", 0))
 client = socket.create_connection(server.getsockname())
@@ -20,13 +20,13 @@ also, _ = server.accept()
 inner = socket.create_server(("127.0.0.1", 0))
 loop = socket.create_connection(inner.getsockname())
 client.settimeout(3)
-before, modes = beside._sending(), (client.gettimeout(), client.getblocking())
+before, modes = rank_monitor._sending(), (client.gettimeout(), client.getblocking())
 six.setblocking(False)
 try:
     while True:
         six.send(bytes(1 << 16))
 except BlockingIOError:
-    print(json.dumps([before, beside._sending(), modes == (client.gettimeout(), client.getblocking())]))
+    print(json.dumps([before, rank_monitor._sending(), modes == (client.gettimeout(), client.getblocking())]))
 """
 
 

@@ -1,0 +1,123 @@
+"""What TCP in place of RDMA costs a job: the same layout over both, by the forecast. For `topoflight why`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from agent.advice import advise
+from agent.advice.request import Request, cluster_of, model_of, price_of
+from agent.base import units
+from agent.base.inputs import RequestError
+from collectives.nccl_log.transport import Evidence
+from contracts import bounded
+from contracts.layout import LayoutError, values_of
+from contracts.yaml_text import YamlTextError, documents
+from hardware.units import GIGA
+from planner.forecast import machines
+from planner.kubernetes.manifests import attached
+from planner.recommend import forecast_named, plan
+from probes.api import Snapshot
+from probes.interfaces.facts import InterfacesFacts
+from probes.rdma.facts import RdmaFacts
+from topology.graph import ClusterTopology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkCost:
+    """What a job pays for a slower network; empty where it cannot be forecast, with the options that it takes."""
+
+    price: str = ""  # "TCP over eth0 (8.4G) instead of RDMA over net1: 2.5 x, +1 h 55 min"
+    forecast: str = ""  # "with RDMA over net1: 12 s a step in place of 30 s"
+    change: tuple[str, ...] = ()  # settings that are advised for RDMA
+    unknown: tuple[tuple[str, str], ...] = ()  # (what is not known, the command that would tell it)
+
+
+def cost_of_sockets(
+    found: Evidence, request: Request, layout: str, snapshots: Sequence[Snapshot], manifest: Path | None = None
+) -> NetworkCost:  # fmt: skip
+    """What the sockets of a log cost. Raises RequestError where the forecast refuses the layout or the machine."""
+    model = model_of(request)
+    what = f"what TCP over {found.socket_interface or 'its interface'} costs"
+    if model is None or not (request.machine or snapshots):
+        options = "--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ..."
+        return NetworkCost(unknown=((what, options),))
+    over = rdma_of(snapshots, found, manifest)
+    hint = "over which interface RDMA would run", "topoflight capture on a node: --host FILE"
+    unknown = () if over else (hint,)
+    if request.machine:
+        snapshots = ()
+    try:
+        cluster = cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
+        rate = request.network or _socket_rate(snapshots, found.socket_interface)
+        if rate is None:
+            return NetworkCost(unknown=((what, "--network RATE: what that interface carries, as 10G"),))
+        slow = machines.over_network(cluster, rate, "tcp")
+        planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
+        values = values_of(layout)
+        if not values:
+            best = advise.of_cluster(replace(request, network=None), cluster, snapshots).chosen
+            values = {k: v for k, v in asdict(best.layout).items() if k != "world_size"} if best else {}
+        was, would = (forecast_named(one, values).forecast for one in planned)
+        steps = advise.steps_of(request, forecast_named(planned[1], values)) if _has_budget(request) else None
+    except (LayoutError, machines.MachineError, ValueError) as error:
+        raise RequestError(str(error)) from None
+    times = was.step_seconds.mid / would.step_seconds.mid
+    rdma = f"RDMA over {over}" if over else "RDMA"
+    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {times:.1f} x"
+    words += _extra(request, was.step_seconds.mid - would.step_seconds.mid, steps, cluster)
+    advised = advise.environment_only(replace(request, network=None), cluster, snapshots).settings
+    change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
+    step = f"{units.seconds(would.step_seconds.mid)} a step in place of {units.seconds(was.step_seconds.mid)}"
+    if steps:
+        step += f", {units.duration(would.step_seconds.mid * steps)} in place of "
+        step += units.duration(was.step_seconds.mid * steps)
+    return NetworkCost(price=words, forecast=f"with {rdma}: {step}", change=change, unknown=unknown)
+
+
+def _extra(request: Request, each_step: float, steps: int | None, cluster: ClusterTopology) -> str:
+    """ ", +3 h 20 min, +412 of your prices" of so many seconds more a step; empty without steps."""
+    if not steps:
+        return ""
+    extra = each_step * steps
+    each = price_of(request)
+    money = f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices" if each is not None else ""
+    return f", +{units.duration(extra)}{money}"
+
+
+def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | None) -> str:
+    """ "net1, net2": what RDMA would run over; empty where no source tells.
+
+    By a scan the interfaces of the active ports, or devices without one; else the devices of the log; else the
+    interfaces that Multus makes of the manifest's networks.
+    """
+    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
+    names = [
+        port.netdev or device.name for told in facts for device in told.devices for port in device.ports
+        if device.kind in ("hca", "efa") and port.state == "ACTIVE"
+    ]  # fmt: skip
+    names = names or [name.partition(":")[0] for name in found.hcas]
+    said = ""
+    if not names and manifest is not None:
+        with suppress(OSError, bounded.TooLargeError, YamlTextError):
+            names = attached(documents(bounded.read_text(manifest, 16 << 20)))
+            said = " of the manifest's networks"
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}{said}" if names else ""
+
+
+def _has_budget(request: Request) -> bool:
+    return any(one is not None for one in (request.train.steps, request.tokens, request.hours, request.epochs))
+
+
+def _socket_rate(snapshots: Sequence[Snapshot], interface: str | None) -> str | None:
+    """What the interface is linked at, as --network takes it."""
+    found = [snapshot.facts(InterfacesFacts) for snapshot in snapshots]
+    speeds = [
+        one.speed_bytes_per_second for facts in found if facts for one in facts.interfaces
+        if one.name == interface and one.speed_bytes_per_second
+    ]  # fmt: skip
+    return f"{min(speeds) * 8 / GIGA:g}G" if speeds else None

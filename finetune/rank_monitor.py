@@ -1,0 +1,418 @@
+"""A thread inside each rank that looks where the main thread is, and writes it into the run's folder.
+
+Surface: this process's Python stack (sys._current_frames), /proc/self, this process's own sockets, and PyTorch's flight
+recorder, which records the last 2,000 collectives by itself. A look costs some tens of microseconds, nothing is
+exchanged between ranks, and a rank that is stuck in a collective still writes, because the wait releases Python's lock.
+A file of some hundred bytes is written every few seconds; the recorder is dumped when nothing has moved for
+STALL_SECONDS, or when `topoflight why --watch` asks.
+
+This file also runs in Python environments that have nothing of Topoflight (autostart/sitecustomize.py), so it needs the
+standard library alone. What it writes, contracts/rank_state.py reads.
+
+    from finetune import rank_monitor
+    rank_monitor.start(Path("run"))        # after init_process_group
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import importlib
+import importlib.machinery
+import ipaddress
+import json
+import os
+import random
+import re
+import socket
+import sys
+import termios
+import threading
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+RANKS_FOLDER, STATE, TRACE, ASK = "ranks", "state_rank_{rank}.json", "trace_rank_{rank}.json", "dump"
+VERDICT = "why.json"  # of an earlier start
+LOOK_SECONDS = 1.0
+WRITE_LOOKS = 10  # looks between two writes
+ENDS_SECONDS = 60.0  # between two lists of this process's connections
+STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
+MOST_MARKS = 64  # every second goes when there are more: 4 KB
+MOST_ERROR = 4000  # characters
+_USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a function is one that ordinary steps run through
+_ACTIVE_BYTES = 1 << 18  # read or written between two writes; the monitor itself writes some 10 KB
+_DEEPEST = 200
+_LIBC = ctypes.CDLL(None)
+_MOST_SOCKETS = 4096
+_ESTABLISHED = 1  # first byte of tcp_info; the third counts what is sent again in vain
+_SHOWN = 6
+
+# First match from the innermost frame outward wins: a data loader's queue inside an evaluation is data.
+_LIBRARIES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    # what a compiled step runs through has frames of torch._dynamo too; these are there only while it is compiled
+    ("compile", re.compile(r"/torch/_dynamo/(?:convert_frame|symbolic_convert)\.py|/triton/compiler/")),
+    (
+        "save",
+        re.compile(r"/torch/(?:serialization\.py|distributed/checkpoint/)|/safetensors/|/finetune/checkpoint\.py"),
+    ),
+    ("data", re.compile(r"/torch/utils/data/|/datasets/|/webdataset/|/finetune/(?:data|rows)\.py")),
+    ("collective", re.compile(r"/torch/distributed/(?:distributed_c10d|_functional_collectives|nn/functional)\.py")),
+)
+# Names give a phase its word, and more patience; no rank is named because of one.
+_FUNCTIONS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("save", re.compile(r"^_?(?:save|write)_(?:checkpoint|model|state|pretrained)|^save$")),
+    ("evaluate", re.compile(r"(?:^|_)(?:eval|evaluate|evaluation|validate|validation)(?:_|$)")),
+)
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - compared with names of files as Python has them
+
+
+def phase_of(frames: list[tuple[str, str]]) -> str:
+    """What a stack does: (file, function), innermost first. A library's frame tells more than a function's name."""
+    named = next((phase for _, name in frames for phase, pattern in _FUNCTIONS if pattern.search(name)), "compute")
+    for file, _ in frames:
+        for phase, pattern in _LIBRARIES:
+            if pattern.search(f"/{file}"):
+                return named if phase == "data" and named == "evaluate" else phase
+    return named
+
+
+class RankMonitor(threading.Thread):
+    """The monitoring thread of one rank."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int, *, look_seconds: float = LOOK_SECONDS) -> None:
+        super().__init__(name="topoflight-rank-monitor", daemon=True)
+        self.folder, self.rank, self.look_seconds = folder / RANKS_FOLDER, rank, look_seconds
+        main = threading.main_thread()
+        self.main, self.native = main.ident or 0, main.native_id
+        self.samples: Counter[str] = Counter()
+        self.unsent: Counter[str] = Counter()
+        self.resent: Counter[str] = Counter()
+        self.held: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+        self.phase, self.since = "compute", time.time()
+        self.where: tuple[str, ...] = ()
+        self.own: tuple[str, ...] = ()
+        self.calls, self.moved, self.dumped = 0, time.monotonic(), 0.0
+        self.last_request = self._requested_at()
+        self.marks: list[dict[str, Any]] = []
+        self.over = threading.Event()
+        self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
+        self.ends: tuple[str, ...] = ()
+        self.listed = -ENDS_SECONDS
+        self.effort = self._effort()
+        self.pid = os.getpid()
+        self.random = random.Random()  # noqa: S311 - of its own: the job's own random numbers stay as they are
+
+    def run(self) -> None:
+        """Look until the end; what cannot be read or written is left out, and the job goes on."""
+        written = 0.0
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in (self.folder / TRACE.format(rank=self.rank), self.folder.parent / VERDICT):
+                old.unlink(missing_ok=True)  # of an earlier start
+        # at uneven times: looks in step with the job's own steps would see the same phase each time
+        while not self.over.wait(self.look_seconds * self.random.uniform(0.5, 1.5)):
+            self.look()
+            now = time.monotonic()
+            stalled = (
+                now - self.moved >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, now - self.moved) / 2
+            )
+            if wanted := self.is_dump_wanted():  # by then every rank has looked, and all dump at one time
+                self.over.wait(
+                    min(max(0.0, self.last_request + 2 * self.look_seconds - time.time()), self.look_seconds)
+                )
+            if stalled or wanted:
+                self.dump()
+                written = 0.0
+            if now - written >= WRITE_LOOKS * self.look_seconds:
+                self.write()
+                written = now
+
+    def look(self) -> None:
+        """Record where the main thread is now."""
+        stack = _stack(sys._current_frames().get(self.main))
+        calls, in_call = _collectives()
+        phase = phase_of([(file, function) for file, _, function in stack])
+        if in_call is not None and phase in ("compute", "evaluate") and self._waits(stack, in_call):
+            phase = "collective"
+        if phase != self.phase:
+            self.phase, self.since = phase, time.time()
+        self.samples[phase] += 1
+        self.where = tuple(_shown(frame) for frame in stack[:_SHOWN])
+        own = [frame for frame in stack if _is_own(frame[0])]
+        self.own = tuple(_shown(frame) for frame in own[:_SHOWN])
+        if calls > self.calls:
+            if own:
+                self.places[f"{own[0][0].rpartition('/')[2]} {own[0][2]}"] += 1
+            self.calls, self.moved = calls, time.monotonic()
+            self.held.clear()
+        for address, waits, again in _sending():
+            self.unsent[address] += waits
+            self.resent[address] += again
+            self.held[address] += waits or again
+
+    def _waits(self, stack: list[tuple[str, int, str]], in_call: str) -> bool:
+        """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run."""
+        if in_call != "called":
+            return in_call == "started"
+        with contextlib.suppress(OSError, IndexError):
+            words = Path(f"/proc/self/task/{self.native}/stat").read_text().rpartition(")")[2].split()
+            return words[0] != "R" and bool(stack) and not _is_own(stack[0][0])
+        return False
+
+    def _requested_at(self) -> float:
+        try:
+            return (self.folder / ASK).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def is_dump_wanted(self) -> bool:
+        """Whether `topoflight why` has asked for a dump since the last one."""
+        before, self.last_request = self.last_request, max(self._requested_at(), self.last_request)
+        return self.last_request > before
+
+    def dump(self) -> None:
+        """Write the recorder's calls, as JSON."""
+        self.dumped = time.monotonic()
+        with contextlib.suppress(Exception):  # another torch, a full disk: the verdict does without it
+            c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+            self._replace(TRACE.format(rank=self.rank), c10d._dump_fr_trace_json())
+
+    def write(self, *, ended: bool = False) -> None:
+        """Replace the rank's file."""
+        if not ended and time.monotonic() - self.listed >= ENDS_SECONDS:
+            self.ends = _ends()
+            self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
+        unsent = {address: looks for address, looks in self.unsent.items() if looks}
+        now = time.time()
+        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples),
+                           "unsent": unsent})  # fmt: skip
+        if len(self.marks) > MOST_MARKS:
+            del self.marks[1::2]
+        before, self.effort = self.effort, self._effort()
+        seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
+        least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.places.values()))
+        self._replace(STATE.format(rank=self.rank), json.dumps({
+            **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
+            "own": self.own, "usual": [place for place, looks in self.places.items() if looks >= least],
+            "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
+            "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
+            "samples": dict(self.samples), "calls": self.calls, "marks": self.marks,
+            "cpu_seconds": time.process_time(), "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
+            "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": self.ends,
+        }).encode())  # fmt: skip
+
+    def _effort(self) -> tuple[float, float, float, float]:
+        """(now, CPU seconds of the main thread, bytes that the process read and wrote, CPU seconds of its children)."""
+        cpu = moved = children = 0.0
+        with contextlib.suppress(OSError, AttributeError):
+            cpu = time.clock_gettime(time.pthread_getcpuclockid(self.main))
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            moved = float(sum(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines()[:2]))
+            pids = Path(f"/proc/self/task/{self.native}/children").read_text().split()[:64]
+            ticks = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids)
+            children = sum(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), cpu, moved, children
+
+    def end(self) -> None:
+        """The process is done: the recorder's calls, the last state, and the error that ended it, if one did."""
+        if self.over.is_set() or os.getpid() != self.pid:
+            return
+        self.over.set()
+        self.join(timeout=2 * self.look_seconds)
+        self.dump()
+        self.write(ended=True)
+
+    def _replace(self, name: str, text: bytes) -> None:
+        draft = self.folder / f".{name}.draft"
+        with contextlib.suppress(OSError):
+            draft.write_bytes(text)
+            draft.replace(self.folder / name)
+
+
+def prepare() -> None:
+    """Before the process group: NCCL's recorder is dumped on a timeout; it records by itself from PyTorch 2.13 on."""
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def start(folder: Path, *, look_seconds: float = LOOK_SECONDS) -> RankMonitor:
+    """Start the monitor, in a rank that has joined its process group."""
+    import torch.distributed as dist
+
+    made = RankMonitor(folder, dist.get_rank(), dist.get_world_size(), look_seconds=look_seconds)
+    made.start()
+    atexit.register(made.end)
+    return made
+
+
+class _StartOnImport:
+    """Wraps init_process_group once torch.distributed is imported: the monitor starts after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Find torch.distributed.distributed_c10d as Python does, to be run with the wrapper; nothing else."""
+        if name != "torch.distributed.distributed_c10d":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                with contextlib.suppress(AttributeError):
+                    module.init_process_group = self.wrapped(module.init_process_group)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def wrapped(self, function: Any) -> Any:
+        """init_process_group, and then the monitor: once, in a run of more than one rank."""
+
+        @functools.wraps(function)
+        def init_process_group(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            with contextlib.suppress(Exception):  # whatever it is, the job goes on
+                import torch.distributed as dist
+
+                if not self.started and dist.get_world_size() > 1:
+                    self.started = True
+                    start(self.folder)
+            return result
+
+        return init_process_group
+
+    started = False
+
+
+def start_on_import(folder: Path) -> None:
+    """Start the monitor by itself once this process has initialised torch.distributed."""
+    prepare()
+    sys.meta_path.insert(0, _StartOnImport(folder))
+
+
+def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    found: list[tuple[str, int, str]] = []
+    while frame is not None and len(found) < _DEEPEST:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def _shown(frame: tuple[str, int, str]) -> str:
+    file, line, name = frame
+    return f"{file.rpartition('/')[2]}:{line} {name}"
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the user's own code: neither an installed package nor Python itself."""
+    installed = "/site-packages/" in file or "/dist-packages/" in file
+    return not installed and not file.startswith((_STANDARD_LIBRARY, "<"))
+
+
+def _collectives() -> tuple[int, str | None]:
+    """(collectives enqueued by this rank, over all groups; "started" or "called" where one is not over).
+
+    NCCL tells which have begun on the GPU, gloo (-1) only which have been called. None: no recorder.
+    """
+    try:
+        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+        groups = json.loads(c10d._dump_fr_trace_json(includeCollectives=False))["pg_status"].values()
+        rows = [tuple(int(group[f"last_{one}_collective"]) for one in ("enqueued", "started", "completed"))
+                for group in groups]  # fmt: skip
+    except Exception:  # noqa: BLE001 - any release of torch, with or without a recorder
+        return 0, None
+    if any(started > completed for _, started, completed in rows):
+        return sum(row[0] for row in rows), "started"
+    called = any(started < 0 and enqueued > completed for enqueued, started, completed in rows)
+    return sum(row[0] for row in rows), "called" if called else ""
+
+
+def _groups() -> dict[str, tuple[int, ...]]:
+    """Members of each group: gloo's recorder does not name them."""
+    try:
+        from torch.distributed import distributed_c10d as c10d
+
+        world: Any = c10d._world
+        return {name: tuple(sorted(world.pg_group_ranks[group])) for group, name in world.pg_names.items()}
+    except Exception:  # noqa: BLE001 - no public name tells it
+        return {}
+
+
+def _identity() -> dict[str, Any]:
+    """What does not change: host, process, addresses."""
+    found: dict[str, Any] = {"host": os.uname().nodename, "pid": os.getpid()}
+    if (gpu := os.environ.get("LOCAL_RANK")) is not None and gpu.isdecimal():
+        found["gpu"] = int(gpu)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found["started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError, ValueError):  # proc(5): lines with "/32 host LOCAL" follow the address
+        lines = Path("/proc/self/net/fib_trie").read_text().splitlines()
+        local = {old.split()[-1] for old, new in pairwise(lines) if "/32 host LOCAL" in new}
+        found["addresses"] = sorted(one for one in local if not one.startswith("127."))
+    return found
+
+
+def _ends() -> tuple[str, ...]:
+    """Own ends of this process's connections: a peer that loses one names it in its error."""
+    found = []
+    for fd in _descriptors():
+        if _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, (info := (ctypes.c_ubyte * 3)()),
+                            ctypes.byref(ctypes.c_uint32(3))) or info[0] != _ESTABLISHED:  # fmt: skip
+            continue
+        if (own := _address(fd, _LIBC.getsockname)) is not None:
+            found.append(f"{own[0]}:{own[1]}")
+    return tuple(sorted(found))
+
+
+def _descriptors() -> list[int]:
+    with contextlib.suppress(OSError):
+        return sorted(int(one) for one in os.listdir("/proc/self/fd"))[:_MOST_SOCKETS]  # noqa: PTH208 - names alone
+    return []
+
+
+def _address(fd: int, function: Any) -> tuple[Any, int] | None:
+    """(IP address, port) that getsockname or getpeername tells of a socket."""
+    name, length = (ctypes.c_ubyte * 128)(), ctypes.c_uint32(128)
+    if function(fd, name, ctypes.byref(length)):
+        return None
+    six = int.from_bytes(bytes(name[:2]), sys.byteorder) == socket.AF_INET6
+    address = ipaddress.ip_address(bytes(name[8:24] if six else name[4:8]))
+    return getattr(address, "ipv4_mapped", None) or address, int.from_bytes(bytes(name[2:4]), "big")
+
+
+def _error() -> str | None:
+    """The exception that nobody caught, with its whole message."""
+    error = getattr(sys, "last_value", None)
+    return f"{type(error).__name__}: {str(error)[:MOST_ERROR]}" if error is not None else None
+
+
+def _sending() -> list[tuple[str, bool, bool]]:
+    """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again (tcp(7)).
+
+    Asks this process's own sockets, by libc: for /proc/net/tcp the kernel walks the whole host's table (5 ms), and a
+    socket object of Python's may change how the job's own one blocks.
+    """
+    found: dict[str, tuple[bool, bool]] = {}
+    info = (ctypes.c_ubyte * 3)()
+    for fd in _descriptors():
+        long = ctypes.c_uint32(len(info))
+        if _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(long)):
+            continue  # no TCP
+        if info[0] != _ESTABLISHED or (peer := _address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
+            continue
+        with contextlib.suppress(OSError):  # closed meanwhile
+            queued = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+            waits, again = found.get(str(peer[0]), (False, False))
+            found[str(peer[0])] = (waits or queued > 0, again or info[2] > 0)
+    return [(address, *flags) for address, flags in found.items()]

@@ -1,0 +1,86 @@
+"""Why a run is stuck, slow or failed: the rules that turn what its ranks left into one verdict.
+
+Facts come from the readers (facts.py). They show which ranks wait in which call (calls.py), what the ranks that are
+waited for do (activity.py), and so which of them is the cause (stuck.py), or whether the run moves and is only slow
+(pace.py). A rank that waits is never named: the rank that is missing from the collective is, and its last known
+position explains the cause. Each accusation has a margin; within it the answer is "not distinguishable yet". What no
+source tells stays unknown, with the command that would tell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planner.why import reports
+from planner.why.facts import (
+    ACTIONS,
+    TRUST,
+    Cause,
+    RunFacts,
+    Unknown,
+    Verdict,
+    is_open,
+    open_verdict,
+    ranks_of,
+    verdict_of,
+)  # fmt: skip
+from planner.why.pace import slow
+from planner.why.stuck import stuck
+
+__all__ = ["ACTIONS", "TRUST", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "open_verdict",
+           "ranks_of", "verdict_of"]  # fmt: skip
+
+
+def judge(facts: RunFacts) -> Verdict:
+    """The verdict on the ranks: the flight recorder first, as it is exact; then the others; then the ranks' states."""
+    by_source = {"flight recorder": facts.traces, **facts.reported}
+    found = {name: one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))}
+    known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
+    best = next(iter((known or found).values()), None)
+    verdict = (
+        reports.by_clash(facts)
+        or reports.by_models(facts)
+        or reports.by_errors(facts)
+        or best
+        or reports.by_joins(facts)
+        or reports.by_states(facts)
+        or reports.by_rendezvous(facts)
+        or reports.by_torchrun(facts)
+        or reports.by_hang(facts)
+    )
+    verdict = verdict or reports.by_peer(facts) or reports.by_timeouts(facts) or slow(facts)
+    if verdict is None or verdict.state == "fine":
+        verdict = reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
+    return replace(verdict, disagree=(*verdict.disagree, *_differences(known)), sources=_sources(facts))
+
+
+def _differences(found: Mapping[str, Verdict]) -> tuple[str, ...]:
+    """Sources that name other ranks than the one that is believed."""
+    if len(found) < 2:
+        return ()
+    (first, believed), *others = found.items()
+    return tuple(
+        f"{name} names {ranks_of(other.ranks) or 'no rank'}, {first} {ranks_of(believed.ranks) or 'no rank'}: {first} "
+        f"is believed, as it {TRUST[first]}"
+        for name, other in others if other.ranks != believed.ranks
+    )  # fmt: skip
+
+
+def _nothing(facts: RunFacts) -> Verdict:
+    """No fault was found: an answer, with what it rests on."""
+    unknown = []
+    if not facts.traces:
+        unknown.append(Unknown(what="which collectives the ranks are in", command="topoflight why --run DIR --watch"))
+    if not facts.states:
+        unknown.append(Unknown(what="what each rank does", command="py-spy dump --pid PID on each node"))
+    line = "no fault found: no rank is missing, late or gone, and no call waits for long"
+    if not facts.traces and not facts.states:
+        line = "no fault found in what was read"
+    return Verdict(state="fine", line=line, unknown=tuple(unknown))
+
+
+def _sources(facts: RunFacts) -> tuple[str, ...]:
+    counts = {"flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
+              "stacks": facts.stacks, **facts.reported}  # fmt: skip
+    return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)

@@ -1,0 +1,288 @@
+"""Verdicts on what ranks and launchers wrote into logs, and on ranks that have ended."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.why.activity import (
+    ENDED,
+    LOST_PEER,
+    TIMED_OUT,
+    Activity,
+    activity,
+    cause_of,
+    first_to_end,
+    gave_up,
+    headline,
+    outlived,
+    timeout_too_short,
+)  # fmt: skip
+from planner.why.calls import mismatch, signature
+from planner.why.facts import (
+    ACTIONS,
+    INNOCENT,
+    MOST_RANKS,
+    SILENT_RUN_SECONDS,
+    Cause,
+    RunFacts,
+    Unknown,
+    Verdict,
+    open_verdict,
+    ranks_of,
+    verdict_of,
+)  # fmt: skip
+from planner.why.stuck import sizes_met
+
+_EVERY_LOG = "topoflight why LOG_OF_EVERY_RANK, or --run DIR"
+_COLLECT = "collect the logs of every rank"
+
+
+def by_clash(facts: RunFacts) -> Verdict | None:
+    """Calls that torch compared itself before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    rows = facts.clash
+    if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
+        ((rank, call),) = rows.items()
+        cause = Cause(code="call.other", message=f"the ranks' calls do not match: rank {rank} calls {call.words}",
+                      action="make every rank of the group call the same, in the same order")  # fmt: skip
+        what, how = "what the other ranks call there", "topoflight why with the logs of every rank"
+        return open_verdict("failed", cause, facts, (), what, how)
+    if len({signature(call) for call in rows.values()}) >= 2:
+        cause = mismatch(rows, {}, size=facts.world or len(rows))
+        return verdict_of("failed", (cause,), facts, cause.ranks)
+    if len({call.number for call in rows.values()}) < 2:
+        return None
+    # the same call under different numbers: a rank has called one more than the others
+    each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
+    cause = Cause(code="call.order", message=f"{ranks_of(sorted(rows))} disagree: {'; '.join(each[:4])}",
+                  evidence=each[:8], action="make every rank of the group call the same, as often")  # fmt: skip
+    return verdict_of("failed", (cause,), facts)
+
+
+def by_models(facts: RunFacts) -> Verdict | None:
+    """Ranks whose model differs, by DDP's own check.
+
+    DDP compares shapes with those of rank 0 alone, so the ranks that say nothing have the model of rank 0.
+    """
+    rows = facts.models
+    if len(set(rows.values())) < 2:
+        return None
+    size = max(facts.world or 0, len(rows), 3 if facts.world is None else 0)
+    kinds = Counter(rows.values())
+    kinds[rows.get(0, next(iter(rows.values())))] += size - len(rows)
+    usual, most = kinds.most_common(1)[0]
+    odd = tuple(sorted(rank for rank, kind in rows.items() if kind != usual)) if 2 * most > size else ()
+    each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
+    who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} another model than the others" if odd else (
+        "the ranks' models differ")  # fmt: skip
+    cause = Cause(code="model.differs", message=f"{who}: {each}", ranks=odd,
+                  action="build the same model, with the same frozen parameters, on every rank")  # fmt: skip
+    return verdict_of("failed", (cause,), facts, odd)
+
+
+def by_rendezvous(facts: RunFacts) -> Verdict | None:
+    """Ranks that did not meet. The rank that wrote the line is the one that waited, and is never named."""
+    met = facts.rendezvous
+    if met is None:
+        return None
+    nodes: tuple[str, ...] = ()
+    if met.unresolved:
+        code, message = "rendezvous.name", f"the name {met.unresolved} could not be resolved (DNS)"
+        action = "check MASTER_ADDR, and the DNS of that pod or host"
+    elif met.taken:
+        code, message = "port_in_use", f"{met.taken} of the rendezvous is already in use"
+        action = "end the process that an earlier run left there, or choose another --master-port"
+    elif met.world and met.joined is not None and met.joined < met.world:
+        code = "rendezvous_timeout"
+        message = (
+            f"{met.joined} of {met.world} ranks have joined; which {'rank' if met.world - met.joined == 1 else 'ranks'}"
+        )
+        message += " did not is not known"
+        action = "read the launcher's log on each node: one never started its ranks, or has another --node-rank"
+    elif met.unreached:
+        host = met.unreached.rpartition(":")[0]
+        code, message, nodes = "rendezvous_timeout", f"{met.unreached} could not be reached at the rendezvous", (host,)
+        action = "check that rank 0 runs there, and that its port is open between the nodes"
+    else:
+        return None
+    cause = Cause(code=code, message=message, nodes=nodes, evidence=met.lines, action=action)
+    return verdict_of("failed", (cause,), facts)
+
+
+def by_joins(facts: RunFacts) -> Verdict | None:
+    """A process group that is being made, and the ranks that have not come to make it."""
+    more = next((join for join in facts.joins.values() if join.joined > join.world > 0), None)
+    if more is not None:
+        message = f"{more.joined} ranks have joined a process group of {more.world}: some are of another run"
+        cause = Cause(code="bootstrap_mismatch", message=message,
+                      action="end processes that an earlier run left; the same world size on every node")  # fmt: skip
+        return verdict_of("failed" if more.over else "stuck", (cause,), facts)
+    short = [join for join in facts.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
+    if not short:
+        return None
+    join = short[0]
+    state, count = "failed" if join.over else "stuck", f"{join.joined} of {join.world} ranks have joined"
+    waiting = tuple(sorted(join.ranks))
+    missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
+    if len(missing) == join.world - join.joined:  # each that has joined says so
+        cause = replace(cause_of(missing[0], Activity("unknown", ""), facts), ranks=missing,
+                        message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
+        return verdict_of(state, (cause,), facts, missing, waiting)
+    message = f"{count} the process group; which rank has not is not known"
+    cause = Cause(code="call.timeout", message=message, action=_COLLECT)
+    return open_verdict(state, cause, facts, waiting, "which rank has not joined", _EVERY_LOG)
+
+
+def by_errors(facts: RunFacts) -> Verdict | None:
+    """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
+    if facts.late:
+        ranks = tuple(sorted(facts.late))
+        message = f"{ranks_of(ranks)} {facts.late[ranks[0]]}"
+        cause = cause_of(ranks[0], Activity("unknown", ""), facts, "monitored barrier")
+        return verdict_of("failed", (replace(cause, message=message, ranks=ranks),), facts, ranks)
+    own = {rank: error for rank, error in facts.errors.items() if not LOST_PEER.search(error)}
+    if not own or facts.states or (facts.first is not None and facts.first not in facts.errors):
+        return None
+    reported = {rank for rows in facts.reported.values() for rank, row in rows.items() if row.calls}
+    waiting = tuple(sorted(reported - set(own)))
+    wait = (f"watchdog: {ranks_of(waiting)} waited in vain",) if waiting else ()
+    kinds = {error.partition(":")[0] for error in own.values()}
+    if len(own) > 1 and len(kinds) == 1 and facts.first not in own:  # none of them is the cause of the others'
+        message = f"{ranks_of(sorted(own))} each ended with {next(iter(own.values()))}"
+        return verdict_of("failed", (Cause(code="ranks.gone", message=message, evidence=wait),), facts, (), waiting)
+    first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
+    which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
+    cause = cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), facts, which, *wait)
+    return verdict_of("failed", (cause,), facts, (first,), waiting)
+
+
+def by_hang(facts: RunFacts) -> Verdict | None:
+    """A rank whose own watchdog hung; named where it waited for nobody: no collective was outstanding."""
+    if not facts.hung:
+        return None
+    rows = sorted(facts.hung.items())
+    idle = tuple(rank for rank, _ in rows if rank in facts.idle)
+    who = ranks_of([rank for rank, _ in rows])
+    no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
+    cause = Cause(code="watchdog_hung", message=f"PyTorch's watchdog of {who} {rows[0][1]}{no_call}: a CUDA call hangs "
+                  "or a thread holds Python's lock (GIL)", ranks=idle,
+                  action="py-spy dump --native --pid of that rank, and the kernel's log for an Xid")  # fmt: skip
+    return verdict_of("failed", (cause,), facts, idle)
+
+
+def by_peer(facts: RunFacts) -> Verdict | None:
+    """A peer that closed its connection, where nothing tells more: it ended first, or had lost another."""
+    if not facts.lost:
+        return None
+    hosts = ", ".join(sorted(set(facts.lost.values()))[:4])
+    message = f"{ranks_of(sorted(facts.lost))} lost a peer: {hosts} closed the connection"
+    cause = Cause(code="rank.lost", message=message, action=f"read the logs of the ranks on {hosts}")
+    what, how = "why that peer closed it", "topoflight why with the logs of every node"
+    return open_verdict("failed", cause, facts, tuple(sorted(facts.lost)), what, how)
+
+
+def by_timeouts(facts: RunFacts) -> Verdict | None:
+    """Ranks that ended as they had waited for too long, where nothing tells more: gloo names neither call nor peer."""
+    rows = {rank: error for rank, error in sorted(facts.errors.items()) if TIMED_OUT.search(error)}
+    if not rows or facts.states:
+        return None
+    message = f"{ranks_of(list(rows))} waited in vain; which rank has not come is not known"
+    cause = Cause(code="call.timeout", message=message, evidence=tuple(rows.values())[:2], action=_COLLECT)
+    return open_verdict("failed", cause, facts, tuple(rows), "which rank has not come", _EVERY_LOG)
+
+
+def by_torchrun(facts: RunFacts) -> Verdict | None:
+    """The rank that torchrun saw fail first, where nothing else tells."""
+    if facts.cut_short:
+        return sizes_met(facts)
+    if facts.first is None:
+        return None
+    cause = cause_of(facts.first, Activity("gone", "failed first, by torchrun's log"), facts)
+    return verdict_of("failed", (cause,), facts, (facts.first,))
+
+
+def by_states(facts: RunFacts) -> Verdict | None:
+    """Without calls: ranks that have ended, that are stopped, or that are silent while others still write."""
+    what = {rank: activity(rank, facts) for rank in facts.states}
+    waited = tuple(sorted(gave_up(facts)))
+    busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and outlived(rank, facts)}
+    if busy:
+        wait = f"rank states: {ranks_of(waited)} waited in vain"
+        if all(one.kind in INNOCENT for one in busy.values()):
+            return timeout_too_short(busy, facts, wait, waited)
+        busy = {rank: one for rank, one in busy.items() if one.kind not in INNOCENT}
+        causes = tuple(cause_of(rank, one, facts, wait) for rank, one in busy.items())
+        return verdict_of("failed", causes, facts, tuple(busy), waited)
+    bad = [rank for rank, one in what.items() if one.kind in ENDED]
+    errors = [rank for rank in bad if facts.states[rank].error]
+    clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
+    if errors and (first := first_to_end(bad, facts)) is not None:
+        bad = [first]
+    elif bad and len(bad) == len(what) and len(clean) < len(what):
+        return _all_ended(bad, facts)
+    elif len(clean) == len(what):
+        return None
+    bad = [rank for rank in bad if rank not in clean] or bad
+    if not bad:
+        return None
+    lost = [r for r, s in facts.states.items() if s.error and LOST_PEER.search(s.error) and r not in bad]
+    wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
+    causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in sorted(bad))
+    gone = any(cause.code == "rank.gone" for cause in causes)
+    if gone and facts.cut_short:
+        return sizes_met(facts)
+    others = tuple(sorted(set(facts.states) - set(bad)))
+    return verdict_of("failed" if gone else "stuck", causes, facts, tuple(sorted(bad)), others)
+
+
+def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
+    """All have ended, none by an error of its own: which was first is not known."""
+    if facts.cut_short:
+        return sizes_met(facts)
+    errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
+    silent = [rank for rank in ranks if not facts.states[rank].ended]
+    if errors:
+        message = "every rank has ended; those that left an error had lost another"
+        action = f"one of {ranks_of(silent)} was first: read their own logs" if silent else ""
+    else:
+        message = f"{ranks_of(silent)} {'has' if len(silent) == 1 else 'have'} ended without a final state"
+        message += ": killed, preempted, out of memory, or the host was rebooted"
+        action = ACTIONS["gone"]
+    cause = Cause(code="rank.lost" if errors else "ranks.gone", message=message, evidence=errors[:4], action=action)
+    what, how = "which rank ended first", "topoflight why LOG --run DIR, with torchrun's log"
+    return open_verdict("failed", cause, facts, (), what, how)
+
+
+def by_stacks(facts: RunFacts) -> Verdict | None:
+    """One stack of each rank shows who is in a collective, but not whether it moves: no rank is named."""
+    if not facts.stacks or facts.states or facts.traces:
+        return None
+    inside = {rank for rank, stack in facts.stacks.items() if any(_IN_CALL.search(frame) for frame in stack)}
+    outside = sorted(set(facts.stacks) - inside)
+    who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
+    line = "; ".join([*who, *(f"rank {rank} is in {' < '.join(facts.stacks[rank][:3])}" for rank in outside[:4])])
+    hint = Unknown(what="whether the ranks move: one stack of each does not tell", command="take the stacks once more "
+                   "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
+    return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
+
+
+# functions of PyTorch in which a rank waits for the others
+_IN_CALL = re.compile(r"distributed_c10d\.py:|_functional_collectives\.py:|graph\.py:\d+ _engine_run_backward")
+
+
+def by_silence(facts: RunFacts) -> Verdict | None:
+    """No rank has written for a while, and none is known to run: the run has ended, and none said how."""
+    over = [rank for rank, state in facts.states.items() if state.ended]
+    if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or not facts.states or over:
+        return None
+    verdict = _all_ended(tuple(facts.states), facts)
+    cause = replace(verdict.causes[0], message=f"{verdict.causes[0].message}; the last heartbeat is "
+                    f"{_duration(facts.silence)} old")  # fmt: skip
+    return replace(verdict, causes=(cause,), line=f"failed: {cause.message}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min" if seconds < 36000 else (
+        f"{seconds / 3600:.0f} h")  # fmt: skip

@@ -1,0 +1,239 @@
+"""The verdict on calls that do not move: which rank, link or mismatch keeps the others waiting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from collectives.traces.calls import RankTrace
+from planner.why.activity import (
+    ENDED,
+    Activity,
+    activity,
+    cause_of,
+    first_to_end,
+    gave_up,
+    lost_a_peer,
+    outlived,
+    since_wait_began,
+    timeout_too_short,
+)  # fmt: skip
+from planner.why.calls import BlockedCalls, describe, find_blocked
+from planner.why.facts import (
+    EXPLAINS,
+    LONGER,
+    STALL_SECONDS,
+    Cause,
+    RunFacts,
+    Verdict,
+    open_verdict,
+    ranks_of,
+    verdict_of,
+)  # fmt: skip
+
+
+def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verdict | None:
+    """The verdict where calls do not move; None where this source shows no such thing."""
+    blocked = find_blocked(traces, facts, failed=lost_a_peer(facts))
+    what = {
+        rank: _by_calls(rank, blocked, traces, facts) or since_wait_began(rank, facts, blocked.begun[rank])
+        for rank in blocked.roots
+    }
+    ended = [rank for rank in facts.states if activity(rank, facts).kind == "gone"]
+    first = first_to_end(ended, facts) if any(facts.states[rank].error for rank in ended) else None
+    decisive = {rank for rank, one in what.items() if one.kind in ("gone", "stopped")}
+    if first is not None and (decisive or first in blocked.waits):  # the others ended after it, or were ended
+        decisive, what[first] = {first}, activity(first, facts)
+        blocked.roots.add(first)
+    if not blocked.waits or not (decisive or blocked.mismatches or _has_stalled(blocked, traces, facts, source)):
+        return None
+    waiting = tuple(sorted(rank for rank in blocked.waits if rank not in blocked.roots))
+    wait = f"{source}: {blocked.describe(waiting)}" + _age(blocked, facts, traces)
+    if blocked.mismatches and not any(one.kind == "stopped" for one in what.values()):
+        ranks = tuple(sorted({rank for cause in blocked.mismatches for rank in cause.ranks}))
+        failed = any(state.ended and state.error for state in facts.states.values())
+        return verdict_of("failed" if failed else "stuck", tuple(blocked.mismatches), facts, ranks, waiting)
+    if first is None and sum(one.kind == "gone" for one in what.values()) > 1:
+        return None  # which of them was first is for their errors to tell
+    if not blocked.roots:
+        return _without_root(blocked, facts, wait, waiting)
+    busy = {rank: one for rank, one in what.items() if one.grace and one.kind not in ENDED and rank not in decisive}
+    if (early := _too_early(busy, what, blocked, facts, wait, waiting)) is not None:
+        return early
+    if not decisive and blocked.roots <= set(blocked.waits) - blocked.held and _resends(facts):
+        behind = min(blocked.roots)  # all have come to the call that these are still in: they are not late
+        message = f"{ranks_of(sorted(blocked.roots))}: still in {describe(blocked.waits[behind])}"
+        cause = network(facts, "transfers no data", wait, message, between=sorted(blocked.here[behind]))
+        return verdict_of("stuck", (cause,), facts, (), tuple(sorted(blocked.waits)))
+    return _named(decisive or blocked.roots, what, blocked, facts, wait)
+
+
+def _named(
+    ranks: set[int], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str
+) -> Verdict:  # fmt: skip
+    """The verdict that names the ranks that the others wait for, without those that may take longer."""
+    waiting = tuple(sorted(rank for rank in blocked.waits if rank not in blocked.roots))
+    named = sorted(rank for rank in ranks if blocked.age >= what[rank].grace or what[rank].kind in ENDED)
+    causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in named)
+    gone = any(cause.code == "rank.gone" for cause in causes)
+    if gone and facts.cut_short:
+        return sizes_met(facts, waiting)
+    failed = gone or any(outlived(rank, facts) for rank in named)
+    return verdict_of("failed" if failed else "stuck", causes, facts, tuple(named), waiting)
+
+
+def _has_stalled(
+    blocked: BlockedCalls, traces: Mapping[int, RankTrace], facts: RunFacts, source: str
+) -> bool:  # fmt: skip
+    """Whether the longest wait is a stall; a watchdog has waited before it wrote, and dumps alone may tell no time."""
+    untimed = not any(trace.taken or trace.written for trace in traces.values()) and not facts.states
+    return (
+        source != "flight recorder"
+        or blocked.age >= max(STALL_SECONDS, LONGER * blocked.usual)
+        or (untimed and any(blocked.missing.values()))
+    )
+
+
+def _too_early(
+    busy: Mapping[int, Activity], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str,
+    waiting: tuple[int, ...],
+) -> Verdict | None:  # fmt: skip
+    """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
+    patient = {rank: one for rank, one in busy.items() if blocked.age < one.grace}
+    if not patient or len(patient) < len(what):
+        return None
+    if gave_up(facts):
+        long = {rank: one for rank, one in patient.items() if one.grace >= facts.limit}
+        return timeout_too_short(patient, facts, wait, waiting) if len(long) == len(patient) else None
+    left = max(one.grace for one in patient.values())
+    lines = tuple(f"rank {rank} {one.words}; {wait}" for rank, one in sorted(patient.items()))
+    line = f"nothing is stuck yet: {lines[0]}; it counts as a fault after {left:.0f} s"
+    return Verdict(state="fine", line=line, innocent=lines, waiting=waiting)
+
+
+def _resends(facts: RunFacts) -> bool:
+    """Whether, since the calls stand still, a rank's bytes to another host wait, and some had to be sent again.
+
+    Nothing answers there. For a rank that only does not read, its kernel still answers.
+    """
+    owners = {address: state.host for state in facts.states.values() for address in state.addresses}
+    return any(
+        state.held[address] and state.resent.get(address) and owners.get(address, address) != state.host
+        for state in facts.states.values() for address in state.held
+    )  # fmt: skip
+
+
+def sizes_met(facts: RunFacts, waiting: tuple[int, ...] = ()) -> Verdict:
+    """gloo ends the rank that is sent too much, which may be the one that is right: no rank is named."""
+    cause = Cause(code="call.size", message="calls of different sizes met: a rank was sent more than its call takes",
+                  evidence=(facts.cut_short,), action="make every rank of the group call the same sizes")  # fmt: skip
+    what, how = "which rank's size is the odd one", "TORCH_DISTRIBUTED_DEBUG=DETAIL on the next run"
+    return open_verdict("failed", cause, facts, waiting, what, how)
+
+
+def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tuple[int, ...]) -> Verdict:
+    """All of a group are in a call and nothing moves; groups wait for each other; or the missing rank is not known."""
+    if blocked.met:
+        inside = sorted(blocked.here[min(blocked.met)])
+        message = f"{ranks_of(inside)} are all in {describe(blocked.waits[min(blocked.met)])}: it does not move"
+        cause = network(facts, "transfers no data", wait, message, between=inside)
+        return verdict_of("stuck", (cause,), facts, (), waiting)
+    if circle := blocked.circle():
+        lines = tuple(
+            f"rank {rank} waits in {blocked.waits[rank].words} of group {blocked.waits[rank].group} for "
+            f"{ranks_of(sorted(blocked.missing[rank]))}"
+            for rank in circle
+        )
+        cause = Cause(code="call.circle", message=f"{ranks_of(circle)} wait for each other in different groups",
+                      ranks=circle, evidence=lines, action="call groups in one order on every rank")  # fmt: skip
+        return verdict_of("stuck", (cause,), facts, circle)
+    unseen = sorted(set().union(*blocked.unseen.values()) - set(blocked.waits)) if blocked.unseen else []
+    rest = f"whether {ranks_of(unseen)} came is not known" if unseen else "which rank has not come is not known"
+    counts = tuple(
+        f"{len(blocked.here[rank])} of the {size} ranks of group {blocked.waits[rank].group} are seen in number "
+        f"{blocked.waits[rank].number}"
+        for rank, size in sorted(blocked.sizes.items()) if size and len(blocked.here[rank]) < size
+    )  # fmt: skip
+    numbers: dict[str, set[int]] = {}
+    for call in blocked.waits.values():
+        if call.group and not call.p2p:
+            numbers.setdefault(call.group, set()).add(call.number)
+    apart = tuple(
+        f"some have left number {min(here)} of group {group}, and wait in number {max(here)}: calls that do not match, "
+        f"or a GPU that hangs in number {min(here)}"
+        for group, here in numbers.items() if len(here) > 1
+    )  # fmt: skip
+    cause = Cause(code="call.timeout", message=f"{blocked.describe(waiting)}; {rest}",
+                  evidence=tuple(dict.fromkeys((wait, *apart, *counts)))[:4],
+                  action="collect the logs and dumps of every rank")  # fmt: skip
+    how = ("topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
+           "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
+    return open_verdict("stuck", cause, facts, waiting, "which rank has not come to the call", how)
+
+
+def _age(blocked: BlockedCalls, facts: RunFacts, traces: Mapping[int, RankTrace]) -> str:
+    """How long the wait is, and how that is known: of dumps without a run beside them the file's time is all."""
+    if blocked.age <= 0:
+        return ""
+    by_file = not facts.states and any(trace.written and not trace.taken for trace in traces.values())
+    return f", for {blocked.age:.0f} s" + (" by the dumps' file times" if by_file else "")
+
+
+def _by_calls(
+    rank: int, blocked: BlockedCalls, traces: Mapping[int, RankTrace], facts: RunFacts
+) -> Activity | None:  # fmt: skip
+    """What a rank does by its calls alone; None where its own file tells it."""
+    mine = blocked.waits.get(rank)
+    if mine is not None and rank in blocked.held:
+        return Activity("gpu", f"has called {describe(mine)}, and its GPU has not begun it: work before it still runs")
+    if mine is not None:
+        kind = "gpu" if rank in blocked.left else "unknown"
+        return Activity(kind, f"is still in {describe(mine)}, which the others have left")
+    if rank in facts.states or rank in facts.processes or rank in facts.stacks:
+        return None
+    call = next(blocked.waits[one] for one, others in sorted(blocked.missing.items()) if rank in others)
+    trace = traces[rank]
+    last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
+    newest = trace.enqueued.get(call.group) or (last.number if last else 0)
+    since = f"; its last there is number {newest}" if newest else "; it has called nothing there"
+    where = f", from {last.frames[0]}" if last and last.frames else ""
+    return Activity("unknown", f"has not come to {describe(call)}{since}{where}")
+
+
+def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
+    """The cause between ranks that have all come: a link or a node, by the pairs of hosts whose bytes wait.
+
+    `between` are in a call that does not move; for others the looks from `since` on count, Unix seconds: before it,
+    the network was as it should be.
+    """
+    pairs: Counter[tuple[str, str]] = Counter()
+    owners = {address: state.host or "?" for state in facts.states.values() for address in state.addresses}
+    for state in facts.states.values():
+        old = next((mark.unsent for mark in reversed(state.marks) if mark.at <= since), {})
+        looks = state.held if between else {one: n - old.get(one, 0) for one, n in state.unsent.items()}
+        for address, times in looks.items():
+            if times > 0 and state.host and (there := owners.get(address, address)) != state.host:
+                pairs[state.host, there] += times
+    hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
+    if len(hosts) == 2:  # only these two are in the call that does not move
+        pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)} or {(hosts[0], hosts[1]): 1})
+    total = sum(pairs.values())
+    backlog = tuple(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6))
+    by_host: Counter[str] = Counter()
+    for (a, b), n in pairs.items():
+        by_host[a] += n
+        by_host[b] += n
+    if total and len(by_host) > 1:
+        (host, touched), (pair, most) = by_host.most_common(1)[0], pairs.most_common(1)[0]
+        others = {a if b == host else b for a, b in pairs if host in (a, b)}
+        if (share := (most + pairs.get((pair[1], pair[0]), 0)) / total) >= EXPLAINS and owners:
+            return Cause(code="link", nodes=tuple(sorted(pair)), share=share, evidence=(*evidence, *backlog),
+                         message=f"the link between {pair[0]} and {pair[1]}, or the network of one of them, {what}",
+                         action=f"on both: topoflight bench --nodes 2 --rendezvous {pair[0]}:1234")  # fmt: skip
+        if touched / total >= EXPLAINS and len(others) > 1:
+            return Cause(code="link.node", message=f"the network of {host} {what}: towards {', '.join(sorted(others))}",
+                         nodes=(host,), share=touched / total, evidence=(*evidence, *backlog),
+                         action=f"look at its NIC, cable and port: topoflight scan on {host}")  # fmt: skip
+    return Cause(code="network", message=f"the network {what}: every rank of the group has entered the call",
+                 evidence=(*evidence, *backlog), action="measure it by pairs: on each node "
+                        "topoflight bench --search --nodes N --rendezvous HOST:PORT")  # fmt: skip
