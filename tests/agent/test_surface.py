@@ -14,12 +14,12 @@ from typing import Any
 
 import click
 
+from agent import metrics
 from agent.base.options import _rows
 from agent.checks.codes import ALL_CODES
 from agent.cli.main import VERBS, cli
 from agent.http.server import create
 from agent.http.state import State
-from agent.metrics import families as metrics
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.tables import CODES as ENV_CODES
 
