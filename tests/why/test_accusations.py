@@ -95,7 +95,7 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
 
 def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> RankState:
     looks = {"compute": compute, "collective": collective}
-    return RankState(rank=0, host=host, written=START + compute + collective, samples=looks, calls=calls,
+    return RankState(rank=0, host=host, written=START + compute + collective, samples=looks, moving=looks, calls=calls,
                      marks=(Mark(at=START),))  # fmt: skip
 
 
@@ -114,6 +114,8 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
     states = {r: replace(looked_at(*row, f"h{r}"), rank=r) for r, row in enumerate(looks)}
     found = judge(RunFacts(states=states, world=3, now=START + 200))
     assert found.ranks == named, found.line
+    paused = {r: replace(s, moving={"compute": 20, "collective": 20}) for r, s in states.items()}  # one long pause
+    assert judge(RunFacts(states=paused, world=3, now=START + 200)).ranks == ()
     assert words in found.line + " ".join(row for cause in found.causes for row in cause.evidence)
 
 
