@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from agent import metrics
 from agent.advice.advise import RequestError, answer
 from agent.advice.request import Request, histogram_of, model_of
 from agent.base.documents import document
@@ -34,7 +35,6 @@ from agent.cluster.nodes import Fleet, from_resource
 from agent.http.access import read_tokens
 from agent.http.cluster import topology_document
 from agent.http.questions import question
-from agent.metrics import families as metrics
 from agent.pages import render as pages
 from collectives.bench.results import (
     BenchResult,

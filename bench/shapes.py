@@ -25,6 +25,10 @@ def is_mixture(raw: dict[str, str]) -> bool:
     return raw.get("arch") != "dense" and bool(_MIXTURE.search(f"{raw.get('arch') or ''} {raw.get('model') or ''}"))
 
 
+# Attention beside state-space layers: no dense model of its size.
+_HYBRID = re.compile(r"nemotron[-_ ]?(h|nano)\b|mamba|jamba|zamba|hymba|bamba|falcon[-_ ]?h1|granite[-_ ]?4|lfm2", re.I)
+
+
 class ShapeError(Exception):
     """A model whose shape neither its name nor its row gives."""
 
@@ -84,6 +88,8 @@ def shape_of(raw: dict[str, str], number: Callable[[dict[str, str], str], float 
             return known, True
         if sizes[1:] == (known.hidden, known.heads) and not known.dense_layers:  # cut down to fewer layers
             return replace(known, layers=sizes[0]), True
+    if _HYBRID.search(name):
+        raise ShapeError(f"model {name!r}: a hybrid of attention and state-space layers")
     total, _ = size_of(name, number(raw, "params_b"))
     mixture = is_mixture(raw)
     few = re.search(r"(?<![a-z0-9])(\d+)x\d+b", name, re.I)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -17,3 +18,16 @@ def read_table(module: str, name: str) -> dict[str, Any]:
 @cache  # of its own: the modules of a folder share its tables
 def _read(file: Path) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def bounds(text: str) -> tuple[str, float, float | None, bool] | None:
+    """Read "int 1..1024" or "float above 0..1_000_000.0": the type, both ends, and whether the lower one is excluded.
+
+    "int 1.." has no upper end. None for a text that is no range.
+    """
+    found = re.fullmatch(r"(int|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
+    if found is None:
+        return None
+    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
+    assert low is not None  # noqa: S101 - the pattern asks for it
+    return found[1], low, high, bool(found[2])

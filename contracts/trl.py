@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from contracts.tables import read_table
 
 Note = Callable[[str], None]
 
@@ -49,7 +49,7 @@ class OptionNames:
 @functools.cache
 def option_names() -> OptionNames:
     """Read trl.toml, once."""
-    data = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    data = dict(read_table(__file__, "trl.toml"))
     no_effect = {name: row["why"] for row in data.pop("no_effect") for name in row["names"]}
     only = {name: (row["allowed"], row["why"]) for row in data.pop("only") for name in row["names"]}
     return OptionNames(no_effect=no_effect, only=only, **data)

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import alerts  # noqa: E402 - found by the path above
 
-from agent.metrics.families import BY_SOURCE, FORBIDDEN_LABELS, LABELS, SYMBOLS  # noqa: E402 - found by the path above
+from agent.metrics import BY_SOURCE, FORBIDDEN_LABELS, LABELS, SYMBOLS  # noqa: E402 - found by the path above
 from probes.api import Metric  # noqa: E402
 
 

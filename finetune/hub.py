@@ -177,7 +177,11 @@ def _why(error: BaseException, revision: str) -> str:
 
     token = "the token in HF_TOKEN" if get_token() else "no token (HF_TOKEN)"
     cached = f"and the cache {constants.HF_HUB_CACHE} does not hold it"
-    chain = _chain(error)
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and len(chain) < 20:
+        chain.append(one)
+        one = one.__cause__ or one.__context__
     for one in chain:
         if isinstance(one, errors.GatedRepoError):
             return f"gated, and {token} opens it: its owner must let you in, and HF_TOKEN must be yours"
@@ -195,12 +199,3 @@ def _why(error: BaseException, revision: str) -> str:
         if isinstance(one, errors.HfHubHTTPError) and one.response is not None:
             return f"{constants.ENDPOINT} answered {one.response.status_code}, {cached}"
     return " ".join(str(error).split())[:500]
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and len(found) < 20:
-        found.append(one)
-        one = one.__cause__ or one.__context__
-    return found

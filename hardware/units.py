@@ -19,6 +19,11 @@ def rate(value: float | None) -> str:
     return f"{number:.3g} GB/s" if abs(number) < 999.5 else f"{number / 1000:.3g} TB/s"
 
 
+def gigabits(bytes_per_second: float) -> str:
+    """A rate in the unit that NICs are sold by, in full: 1.25e8 -> "1 Gb/s"."""
+    return f"{bytes_per_second * 8 / GIGA:g} Gb/s"
+
+
 def bits(value: float | None) -> str:
     """Bytes per second as networks name their rates: 5e10 -> "400 Gb/s"; None -> "unknown"."""
     if value is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.tables import read_table
-from hardware.units import GIGA
+from hardware.units import gigabits
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
 from probes.gpu.health import RULES
@@ -85,7 +85,7 @@ _FORMS: dict[str, Callable[[Any], object]] = {
     "generation": lambda number: f"gen {number}" if number else None,
     "lanes": lambda number: f"x{number}" if number else None,
     "plain": lambda value: value,
-    "rate": lambda value: f"{value * 8 / GIGA:g} Gb/s" if value else None,
+    "rate": lambda value: gigabits(value) if value else None,
     "some": lambda items: len(items) or None,
     "up": lambda is_up: "up" if is_up else "down",
     "watts": lambda value: f"{value:g} W",

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One question: where, and which run. Without a model only the environment is advised."""
+    """One question: where, and which run. Without a model only the environment is advised.
+
+    What users may ask is declared in contracts/question.toml, whose fields are members here or of TrainSpec.
+    """
 
     hosts: tuple[Path, ...] = ()
     root: str = "/"
@@ -58,15 +61,19 @@ class Request:
         return cls().changed(**options)
 
     def changed(self, **options: Any) -> Request:
-        """The same question with these options. Raises RequestError where `lengths` cannot be read."""
-        run = {name: value for name, value in options.items() if name in _OF_RUN}
+        """The same question with these options; None leaves a member of TrainSpec that cannot be None as it is.
+
+        Raises RequestError where `lengths` cannot be read.
+        """
+        run = {name: value for name, value in options.items()
+               if name in _OF_RUN and (value is not None or _OF_RUN[name] is None)}  # fmt: skip
         if "lengths" in options:
             run["length_histogram"] = histogram_of(options["lengths"])
         own = {one.name for one in fields(self)} & options.keys()
         return replace(self, train=replace(self.train, **run), **{name: options[name] for name in own - {"train"}})
 
 
-_OF_RUN = {one.name for one in fields(TrainSpec)}
+_OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
 
 
 def model_of(request: Request) -> ModelSpec | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from agent.advice.request import Request, cluster_of, default_ranks, model_of, prices_of, rows_of
 from agent.base import units
 from agent.base.inputs import RequestError
+from contracts import question
 from contracts.layout import LayoutError
 from planner.forecast import machines
 from planner.forecast.machines import MachineError
@@ -20,6 +21,8 @@ from planner.sweep import FrontierPoint, frontier
 from probes.api import Snapshot
 
 MOST_POINTS = 64
+FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "price")
+"""The fields of a question that the what-if page asks for."""
 
 
 def frontier_of(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:
@@ -79,12 +82,6 @@ def tokens_of(request: Request, train: TrainSpec) -> float:
 _SHORTEST = 512  # tokens: a shorter sequence is another job
 _TIMES = (2, 4, 8, 16, 32, 64)  # as many nodes
 _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
-_OPTION_NAMES = {"nccl_version": "nccl", "bench_file": "bench"}  # where the command line says it otherwise
-_UNSAID = {
-    "hosts", "transport", "shape", "train", "allow_files", "unmeasured", "tokenizer", "saved_modules", "mean_tokens",
-    "optimizer_in_backward", "measured_step", "lora_targets", "length_histogram", "attention", "fused_cross_entropy",
-    "asked", "host_threads", "dtype",
-}  # fmt: skip
 
 
 def nearest(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
@@ -141,11 +138,14 @@ def command(request: Request) -> str:
     words += [word for path in request.hosts for word in ("--host", str(path))]
     if request.train.length_histogram:
         words += ["--lengths", ",".join(f"{tokens}:{rows}" for tokens, rows in request.train.length_histogram)]
-    parts = (request, request.train)
-    for field, value in ((field, getattr(part, field.name)) for part in parts for field in fields(part)):
-        if field.name in _UNSAID or value == field.default:
-            continue
-        name = f"--{_OPTION_NAMES.get(field.name, field.name).replace('_', '-')}"
-        words += [name] if value is True else [name, str(value)]
-    words += [f"--{request.transport}"] if request.transport else []
+    said = {"root": "--root", **question.fields(), "bench_file": "--bench", "calibration": "--calibration"}
+    for name, option in said.items():
+        value = _member(request, name)
+        if value not in (None, False, _member(Request(), name)):
+            words += [f"--{value}"] if name == "transport" else [option] if value is True else [option, str(value)]
     return shlex.join(words)
+
+
+def _member(request: Request, name: str) -> Any:
+    """Return a field of the question by its name; `lengths` is the only one that has another form here: None."""
+    return getattr(request, name, getattr(request.train, name, None))

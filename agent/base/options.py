@@ -2,9 +2,10 @@
 
 Each table of such a file is one option. Its key is the text that the user types, and its members are the parameters of
 click.option; `type` is a word of `_TYPES` or a range. Help texts show defaults. A table without members is the table of
-the same name in verbs/shared.toml; one with `shared = true` overrides members of that table. A table whose name does
-not begin with "-" includes all options of the file of that name, except those that its `without` lists; a later table
-with `shared = true` overrides members of an included one.
+the same name in verbs/shared.toml or in contracts/question.toml; one with `shared = true` overrides members of that
+table, and its `without` lists those that it does not have. A table whose name does not begin with "-" includes all
+options of the file of that name, except those that its `without` lists; a later table with `shared = true` overrides
+members of an included one.
 
 `requires` lists options of which one must be given with this one, `excludes` options that cannot be given with it. A
 verb whose options do not go together ends before it does anything. An error in a table (a type, a member or the name
@@ -13,7 +14,6 @@ of another table that does not exist) is raised when the verb is imported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -24,6 +24,7 @@ from click.core import ParameterSource
 
 from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
 from agent.base.output import say
+from contracts import tables
 from contracts.tables import read_table
 
 _TYPES: dict[str, click.ParamType[Any]] = {
@@ -42,8 +43,9 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 }
 
 
+_QUESTION = read_table(tables.__file__, "question.toml")  # as contracts.question reads it
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
-_OWN_MEMBERS = ("shared", "requires", "excludes")  # of a table; the others are click.option's
+_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # of a table; the others are click.option's
 
 
 def with_options(verb: str) -> Callable[[Any], Any]:
@@ -81,7 +83,8 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            found[key] = (found.get(key) or _table("shared")[key]) | row
+            members = (found.get(key) or (_QUESTION | _table("shared"))[key]) | row
+            found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
     return found
@@ -129,15 +132,15 @@ def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
 
 
 def _type(text: str | list[str]) -> Any:
-    """A word of _TYPES, or a range: "int 1..1024", "float above 0..1_000_000", "int 1..": no upper end; or several."""
+    """A word of _TYPES or a range (contracts.tables.bounds), or several."""
     if isinstance(text, list):
         return tuple(map(_type, text))
-    found = re.fullmatch(r"(int|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
+    found = tables.bounds(text)
     if found is None:
         return _TYPES[text]
-    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
-    kind: Any = click.IntRange if found[1] == "int" else click.FloatRange
-    return kind(low, high, min_open=bool(found[2]))
+    name, low, high, above = found
+    kind: Any = click.IntRange if name == "int" else click.FloatRange
+    return kind(low, high, min_open=above)
 
 
 def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:

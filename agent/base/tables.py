@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich import box
@@ -58,6 +59,25 @@ class _Worded(Table):
             for column, cell in zip(self.columns, cells, strict=True):
                 block.add_row(column.header, cell)
             yield Padding(block, (0, 0, 1, 0), expand=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table as data: what the terminal prints and the pages show, made once."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    long: tuple[str, ...] = ()  # columns whose cells may go on in the next line; all where there is none
+
+
+def table_of(made: Grid) -> Table:
+    """A grid as the terminal prints it."""
+    found = table(*made.columns)
+    for column in found.columns:
+        column.no_wrap = bool(made.long) and column.header not in made.long
+    for row in made.rows:
+        found.add_row(*map(escape, row))
+    return found
 
 
 def table(*columns: str) -> Table:

@@ -15,8 +15,9 @@ from typing import Any
 
 from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.groups import ORDER
+from agent.checks.judged import BASELINE, baseline_bar, said
 from agent.checks.verdict import GateError
-from collectives.bench.results import RdmaWrite, ResultError, rdma_from_json, result_from_json
+from collectives.bench.results import BenchResult, Measurement, RdmaWrite, ResultError, rdma_from_json, result_from_json
 from contracts import bounded, codec
 from contracts.finding import Finding, Status
 from contracts.plain import PlainError
@@ -99,9 +100,7 @@ def _read(path: Path) -> Baseline:
 
 def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
     result = result_from_json(bench)
-    return {
-        (m.op, m.bytes, len(m.ranks), m.backend): m.busbw_bytes_per_second for m in result.measurements if m.verified
-    }
+    return {_measured_as(m): m.busbw_bytes_per_second for m in result.measurements if m.verified}
 
 
 def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
@@ -129,16 +128,10 @@ def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ..
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(had):
                 lost = ", ".join(sorted(had - have))
-                found.append(
-                    Finding(
-                        code=EXPECT_CODES[0], status=Status.FAIL, node=node, subject=f"{key}={len(had)}",
-                        message=f"the PCI bus shows {len(have)} {words}{'' if len(have) == 1 else 's'} of this host, "
-                        f"{len(had)} in the baseline: {lost} no longer",
-                        evidence=(f"/sys/bus/pci/devices: no {words} at {lost}",),
-                        remedy="Find out what the node has lost (kernel log, power cycle, reseat), or take a new "
-                        "baseline where it was taken out on purpose.",
-                    )
-                )  # fmt: skip
+                found.append(said(
+                    f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(had)}", have=len(have), had=len(had),
+                    words=f"{words}{'' if len(have) == 1 else 's'}", one=words, lost=lost,
+                ))  # fmt: skip
     return tuple(found)
 
 
@@ -172,3 +165,24 @@ def _judged(check: Finding, node: str, baseline: Mapping[Key, Status], passed: s
     if check.status in ("fail", "warn") and before is not None and _BETTER.index(before) >= _BETTER.index(check.status):
         return replace(check, status=Status.INFO, message=f"stands in the baseline too: {check.message}")
     return check
+
+
+def against_baseline(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
+    """The result with a bar from the baseline before each measurement's others, at the largest size of both."""
+    largest: dict[tuple[str, int], int] = {}
+    for m in result.measurements:
+        if _measured_as(m) in before:
+            largest[m.op, len(m.ranks)] = max(m.bytes, largest.get((m.op, len(m.ranks)), 0))
+    made = []
+    for m in result.measurements:
+        then = before.get(_measured_as(m)) if largest.get((m.op, len(m.ranks))) == m.bytes else None
+        if then:
+            bar = baseline_bar(then)
+            rest = tuple(each for each in m.bars if each.name != BASELINE)
+            m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=bar.why)
+        made.append(m)
+    return replace(result, measurements=tuple(made))
+
+
+def _measured_as(m: Measurement) -> tuple[str, int, int, str]:
+    return m.op, m.bytes, len(m.ranks), m.backend

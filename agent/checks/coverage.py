@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from probes.api import Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci import facts as pci_facts
@@ -18,20 +19,8 @@ from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes of what every host has
-# Unknown although their probe answered, for reasons that do not lie with the device: they are told, and not required.
-NOT_REQUIRED = {
-    "gpu.counters.rising": "needs two scans",
-    "gpu.device.denied": "a device cgroup gives the GPU to others; where none could be read all of gpu.* is required",
-    "gpu.xid.application": "needs the kernel's log, which an agent without its right cannot read on a healthy node",
-    "gpu.xid.driver": "as gpu.xid.application",
-    "gpu.xid.hardware": "as gpu.xid.application",
-    "gpu.xid.new": "needs two scans",
-    "rdma.counters.rising": "needs two scans",
-    "rdma.pfc.off": "many drivers do not answer DCB netlink, and a lossy fabric is a choice",
-    "rdma.port.below_max": "neither driver nor model tells what the port could do",
-    "rdma.uverbs.missing": "in a container: belongs to the pod that scans, the agent's own asks for no RDMA device",
-    "rdma.gid.missing_rocev2": "the kernel hides types of GIDs whose interface is in another network namespace",
-}
+NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"]
+"""Unknown although their probe answered, for reasons that do not lie with the device: they are not required."""
 _SOFT_RDMA = ("rxe", "siw")  # software over any Ethernet interface: on no bus
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 
 ORDER: tuple[Status, ...] = tuple(Status)  # worst first, as they are printed
 _OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families whose subjects are devices
@@ -31,13 +32,10 @@ def worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.code, check.node, check.subject)))
 
 
-# Checks that read one trouble of one device, each from another side, and the trouble's name.
-_TROUBLES = (
-    ("too hot", ("gpu.thermal.hot", "gpu.thermal.throttling")),
-    ("short of power", ("gpu.power.brake", "gpu.power.capped", "gpu.power.limit")),
-    ("short of NVLinks", ("gpu.nvlink.missing", "topology.nvlink.asymmetric", "topology.nvlink.missing")),
-)
-_TROUBLE_OF = {code: trouble for trouble, codes in _TROUBLES for code in codes}
+# The trouble that a check tells of, where several checks tell of one, each from another side.
+_TROUBLE_OF = {
+    code: trouble for trouble, codes in read_table(__file__, "rules.toml")["troubles"].items() for code in codes
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -34,14 +35,8 @@ SETTLING_SECONDS = 300.0
 CAUSE_SECONDS = 86400.0  # a change of version is told beside what came within a day of it, with its time
 WEEK_SECONDS = 7 * 86400.0
 
-_COMPARED = "is itself a comparison of scans: the event is over with the next"
-_BOARD = "the board itself keeps it until it is reset or replaced"
-AT_ONCE = {
-    "gpu.counters.rising": _COMPARED, "gpu.nvlink.errors": _COMPARED, "gpu.xid.new": _COMPARED,
-    "rdma.counters.rising": _COMPARED,
-    "gpu.memory.remap_exhausted": _BOARD, "gpu.memory.remap_failed": _BOARD,
-    "gpu.xid.hardware": "the kernel's line stays written",
-}  # fmt: skip
+_RULES = read_table(__file__, "rules.toml")
+AT_ONCE: dict[str, str] = {**_RULES["compared"], **_RULES["persistent"]}
 """Findings that one scan raises, with the reason: docs/reference/findings.md says it with each."""
 _MOVES_BY_ITSELF = "held back by"  # the trait of a GPU under load
 _VERSIONS = {"driver": "driver", "CUDA": "driver", "kernel": "kernel", "OS": "kernel"}
@@ -216,7 +211,7 @@ class History:
         """
         held = self._kept.open
         for key, checks in itertools.islice(found.items(), MOST_OPEN):
-            if settling and AT_ONCE.get(key[0]) == _COMPARED:  # what counted while the host started is of the start
+            if settling and key[0] in _RULES["compared"]:  # what counted while the host started is of the start
                 continue
             seen = held.setdefault(key, Seen(checks=checks, since=now, scans=0))
             seen.checks, seen.scans, seen.missing = checks, seen.scans + 1, 0

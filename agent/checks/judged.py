@@ -1,4 +1,4 @@
-"""What a measurement is held against, and whether it holds: checks of bus bandwidth, of NVLS and of MNNVL.
+"""What a measurement is held against, and whether it holds: bus bandwidth, NVLS, MNNVL and RDMA writes.
 
 The first bar is that of the recognised machine, of a baseline or of equal nodes; the second that of the links that are
 left. Below the first alone names the missing links; below the second is a fault that no link shows.
@@ -9,21 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Final
 
 import cattrs
 
 from agent.base import units
 from agent.checks.groups import ORDER
+from agent.checks.verdict import GateError
+from collectives.bench.perftest import Port
 from collectives.bench.plan import Expect
-from collectives.bench.results import Bar, BenchResult, Measurement
+from collectives.bench.results import Bar, BenchResult, Measurement, RdmaResult, RdmaWrite
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from probes.api import Snapshot
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
+from probes.texts import finding
 from topology.build import build
+from topology.check import RAW_OVER_PLAN
 from topology.expected import FAILS_BELOW, Expected, Paths
 from topology.expected import expected as bandwidth
-from topology.graph import NodeTopology
+from topology.graph import NicNode, NodeTopology
 from topology.paths import Bar as BarName
 from topology.paths import Due, host_links, joined
 from topology.reference import departures
@@ -38,6 +43,25 @@ JUDGED_BYTES_PER_RANK = 64 << 20
 MOST_JUDGED_BYTES = 8 << 30  # S that is judged whatever each rank's part of it is: more has no room beside a job's
 BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links lie within 0.88 to 0.98 of each other (plan.SearchPlan)
 _NVLS_SINCE = (2, 17)
+LOW_BANDWIDTH = "bench.rdma.low_bandwidth"
+RDMA_BENCH_CODES = (LOW_BANDWIDTH,)
+# Of the payload a wire carries. Azure's node health checks (Azure/azurehpc-health-checks, ib_write_bw) ask for 380 of
+# 400 Gb/s and 170 to 180 of 200; they report 393 of a healthy node and 351 of one that was taken out.
+LEAST, USUAL = 0.90, 0.97
+# Of a packet, beside its payload: RoCE v2 over Ethernet has preamble, gap, header and FCS (38), IPv4 and UDP (28), BTH
+# and ICRC (16); InfiniBand LRH, BTH, both CRCs and delimiters (IBTA vol. 1, 5.2; annex A17).
+HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
+
+
+_TEXTS = read_table(__file__, "findings.toml")
+
+
+def said(
+    key: str, node: str, status: Status | None = None, *, subject: str = "", evidence: tuple[str, ...] = (),
+    **values: object,
+) -> Finding:  # fmt: skip
+    """The finding of that key of findings.toml on a node, its texts filled in."""
+    return replace(finding(_TEXTS, key, status, subject, evidence, **values), node=node)
 
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
@@ -145,8 +169,6 @@ def _allows_nvls(text: str) -> bool:
 
 # Whether a measurement holds against its bars.
 
-Key = tuple[str, int, int, str]  # op, S, ranks, backend
-
 
 def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Finding]:
     """The judgements of all that was measured with enough bytes."""
@@ -165,36 +187,19 @@ def is_judged_result(m: Measurement) -> bool:
     return any(bar.name == BASELINE for bar in m.bars) or (bool(m.bars) and is_judged(m.op, m.bytes, len(m.ranks)))
 
 
-def against_baseline(result: BenchResult, before: Mapping[Key, float]) -> BenchResult:
-    """The result with a bar from the baseline before each measurement's others, at the largest size of both."""
-    largest: dict[tuple[str, int], int] = {}
-    for m in result.measurements:
-        if _key(m) in before:
-            largest[m.op, len(m.ranks)] = max(m.bytes, largest.get((m.op, len(m.ranks)), 0))
-    made = []
-    for m in result.measurements:
-        then = before.get(_key(m)) if largest.get((m.op, len(m.ranks))) == m.bytes else None
-        if then:
-            why = (
-                f"the baseline measured {units.rate(then)}",
-                f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}",
-            )
-            bar = Bar(name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=why)
-            rest = tuple(each for each in m.bars if each.name != BASELINE)
-            m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=why)
-        made.append(m)
-    return replace(result, measurements=tuple(made))
-
-
-def _key(m: Measurement) -> Key:
-    return m.op, m.bytes, len(m.ranks), m.backend
+def baseline_bar(then: float, *more: str) -> Bar:
+    """The bar that a baseline's value makes, in bytes per second."""
+    why = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
+    return Bar(
+        name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*why, *more)
+    )  # fmt: skip
 
 
 def _busbw(
     judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
 ) -> Iterable[Finding]:
     if not judged:
-        yield Finding(code=BUSBW, status=Status.UNKNOWN, node=node, message=_why_not(result))
+        yield said(f"{BUSBW} unknown", node, why=_why_not(result))
     for m in judged:
         yield _held(m, node, snapshots)
 
@@ -218,20 +223,18 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in m.bars) + tuple(
         why for bar in m.bars for why in bar.why
     )
-    finding = partial(Finding, code=BUSBW, node=node, subject=m.op, evidence=evidence)
     if not known:
-        why = m.bars[0].why[0] if m.bars[0].why else "unknown"
-        sentence = f"{units.rate(value)} at {units.size(m.bytes)}: what it should be is {why}"
-        return finding(status=Status.UNKNOWN, message=sentence)
+        why, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
+        rate, size = units.rate(value), units.size(m.bytes)
+        return said(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
     status = min((status_of(value, bar) for bar in known), key=ORDER.index)
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
-    message = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
+    measured = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
     if status == "pass":
-        if first is None or first.low is None:
-            status, message = Status.UNKNOWN, f"{message}; what it should be is not known"
-        return finding(status=status, message=message)
+        case = "open" if first is None or first.low is None else "pass"
+        return said(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
     cause, remedy = _cause(m, first, now, value, snapshots)
-    return finding(status=status, message=f"{message}: {cause}", remedy=remedy)
+    return said(BUSBW, node, status, subject=m.op, evidence=evidence, measured=measured, cause=cause, remedy=remedy)
 
 
 def expected_words(m: Measurement) -> str:
@@ -287,56 +290,164 @@ def _difference(first: Bar | None, now: Bar) -> str:
 
 def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """All-reduce that stays within the ring's value although the switch could reduce."""
-    finding = partial(Finding, code=NVLS, node=node)
     found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
     fabric = result.evidence.fabric if result.evidence else ()
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
     off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
     if off:
-        return finding(status=Status.INFO, message=off, evidence=lines)
+        return said(f"{NVLS} off", node, evidence=lines, why=off)
     expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
     if not expecting:
-        why = "no all_reduce of more than four GPUs behind one NVSwitch was measured with enough bytes"
-        return finding(status=Status.UNKNOWN, message=why)
+        return said(f"{NVLS} unknown", node)
     m, bar = max(expecting, key=lambda each: each[0].bytes)
     value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
-    if value >= low:
-        message = f"{units.rate(value)}: more than a ring carries"
-        return finding(status=Status.PASS, message=message, evidence=lines)
-    if value > ring:
-        return finding(status=Status.UNKNOWN, message=f"{units.rate(value)}: between ring and NVLS")
-    status = status_of(value, bar)
-    return finding(
-        status=status, subject=m.op, evidence=lines or ("the log has no line on NVLS",),
-        message=f"NVLS not used: {units.rate(value)} of {bar_words(bar)}, and a ring carries up to {units.rate(ring)}",
-        remedy="Look for why in the log; `topoflight explain bench.nvls.unused` lists the usual causes.",
-    )  # fmt: skip
+    if value >= low or value > ring:
+        case, shown = (" pass", lines) if value >= low else (" between", ())
+        return said(f"{NVLS}{case}", node, evidence=shown, rate=units.rate(value))
+    shown = lines or ("the log has no line on NVLS",)
+    return said(NVLS, node, status_of(value, bar), subject=m.op, evidence=shown, rate=units.rate(value),
+                bar=bar_words(bar), ring=units.rate(ring))  # fmt: skip
 
 
 def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
     """Hosts of one NVLink domain whose ranks do not reach each other over it."""
-    finding = partial(Finding, code=MNNVL, node=node)
-    hosts = len(set(result.hosts))
-    domains = result.nvlink_domains
+    hosts, domains = len(set(result.hosts)), result.nvlink_domains
     if hosts < 2 or len(domains) != 1 or not domains[0]:
         why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
-        return finding(status=Status.UNKNOWN, message=why)
+        return said(f"{MNNVL} unknown", node, why=why)
     proof = result.evidence
     lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
     remote = proof.inter_node_transport if proof else None
     if remote == "NVLink (MNNVL)":
-        return finding(status=Status.PASS, message="NCCL joins the hosts over NVLink", evidence=lines)
+        return said(f"{MNNVL} pass", node, evidence=lines)
     slow = [
         m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
     ]
-    if lines or (remote not in (None, "unknown")) or slow:
-        by = f"over {remote}" if remote not in (None, "unknown") else "by another way"
-        by_choice = (
-            " (NCCL_MNNVL_ENABLE=0 in the environment)" if result.environment.get("NCCL_MNNVL_ENABLE") == "0" else ""
+    if not (lines or remote not in (None, "unknown") or slow):
+        return said(f"{MNNVL} unknown", node, why="the log does not say how NCCL joins the hosts")
+    off = result.environment.get("NCCL_MNNVL_ENABLE") == "0"
+    return said(
+        MNNVL, node, evidence=lines or ("the log has no line on MNNVL",), hosts=hosts, domain=domains[0],
+        by=f"over {remote}" if remote not in (None, "unknown") else "by another way",
+        choice=" (NCCL_MNNVL_ENABLE=0 in the environment)" if off else "",
+    )  # fmt: skip
+
+
+# RDMA writes between two hosts: the wire rate of the port, as it should be and as it is.
+
+
+def ports_of(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
+    """The ACTIVE ports of this host in order, or those of `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
+    every = [(device, port) for device, port in _ports(snapshot) if port.state == "ACTIVE"]
+    found = [Port(device=d.name, port=p.port, gid_index=nccl_gid_index(p)) for d, p in every]
+    for name in wanted:
+        if not any(name in (port.device, str(port)) for port in found):
+            have = ", ".join(map(str, found)) or "none"
+            raise GateError(f"--device {name}: no ACTIVE RDMA port of that name; ACTIVE here: {have}")
+    return [port for port in found if not wanted or port.device in wanted or str(port) in wanted]
+
+
+def _ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
+    facts = snapshot.facts(RdmaFacts)
+    return [(device, port) for device in facts.devices for port in device.ports] if facts else []
+
+
+def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaWrite]) -> RdmaResult:
+    """The result, each port with its rate and what its writes are held against."""
+    known = {f"{device.name}:{port.port}": (device, port) for device, port in _ports(snapshot)}
+    nics = {nic.name: nic for nic in build(snapshot).nics}
+    made = []
+    for write in result.writes:
+        device, port = known[write.port]
+        equals = [p for d, p in known.values() if (d.kind, d.model) == (device.kind, device.model)]
+        bars = _of_port(write, device, port, equals, nics.get(device.name))
+        then = before.get(write.port)
+        if then is not None:
+            mtu = (f"in packets of {then.mtu_bytes} bytes",) if then.mtu_bytes else ()
+            bars = (baseline_bar(then.bytes_per_second, *mtu), *bars)
+        made.append(replace(write, rate_bytes_per_second=port.rate_bytes_per_second, bars=bars))
+    return replace(result, writes=tuple(made))
+
+
+def _of_port(
+    write: RdmaWrite, device: RdmaDevice, port: RdmaPort, equals: Sequence[RdmaPort], nic: NicNode | None
+) -> tuple[Bar, ...]:
+    """As it should be: the fastest of its equals on this host, in its slot. As it is: its own rate, PCIe as it runs."""
+    if device.kind == "rxe":
+        why = ("Soft-RoCE moves data by the processors: its rate says nothing; --baseline compares",)
+        return (Bar(name=SHOULD, why=why), Bar(name=IS, why=why))
+    slot = nic.pcie_bytes_per_second if nic else None
+    running = (nic.pcie_running_bytes_per_second or slot) if nic else None
+    due = max((max(p.rate_bytes_per_second or 0.0, p.rate_max_bytes_per_second or 0.0) for p in equals), default=0.0)
+    return (_bar(SHOULD, write, port, due, slot), _bar(IS, write, port, port.rate_bytes_per_second, running))
+
+
+def _bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | None, pcie: float | None) -> Bar:
+    if not rate:
+        return Bar(name=name, why=("the port's rate is not known",))
+    header, mtu = HEADER_BYTES.get(port.link_layer or "", 0), write.mtu_bytes or port.active_mtu_bytes or 4096
+    payload = mtu / (mtu + header)
+    why = [f"the port carries {units.bits(rate)}, {payload:.1%} of it as payload in packets of {mtu} bytes"]
+    wire = rate * payload
+    if pcie is not None and pcie * RAW_OVER_PLAN < wire:
+        wire = pcie * RAW_OVER_PLAN
+        why.append(f"its PCIe link carries {units.rate(wire)}")
+    return Bar(name=name, low=LEAST * wire, typical=USUAL * wire, high=wire, why=tuple(why))
+
+
+def checks_of_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
+    """One check for each port that was measured."""
+    return [_held_write(write, result, before.get(write.port)) for write in result.writes]
+
+
+def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Finding:
+    value = write.bytes_per_second
+    known = [bar for bar in write.bars if bar.low is not None]
+    evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in write.bars) + tuple(
+        dict.fromkeys(why for bar in write.bars for why in bar.why)
+    )
+    shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in known)
+    message = f"{units.rate(value)} to {result.peer}" + (f" of {shown}" if shown else "")
+    status = min((status_of(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
+    if status == "unknown":
+        message += f": {write.bars[0].why[0]}" if write.bars else ""
+    if status in ("unknown", "pass"):
+        key = f"{LOW_BANDWIDTH} pass"
+        return said(key, result.host, status, subject=write.port, evidence=evidence, measured=message)
+    cause, remedy = _cause_of_write(write, result, then)
+    return said(LOW_BANDWIDTH, result.host, status, subject=write.port, evidence=evidence, measured=message,
+                cause=cause, remedy=remedy)  # fmt: skip
+
+
+def _changed(write: RdmaWrite, then: RdmaWrite) -> tuple[str, str] | None:
+    """What of the port itself is less than in the baseline."""
+    if (write.rate_bytes_per_second or 0.0) < (then.rate_bytes_per_second or 0.0):
+        now, before = units.bits(write.rate_bytes_per_second), units.bits(then.rate_bytes_per_second)
+        return f"the port runs at {now}, {before} in the baseline", (
+            "Reseat or replace the cable or transceiver; see rdma.port.rate."
         )
-        return finding(
-            status=Status.FAIL, evidence=lines or ("the log has no line on MNNVL",),
-            message=f"{hosts} hosts share the NVLink domain {domains[0]}, and NCCL joins them {by}{by_choice}",
-            remedy="`nvidia-imex-ctl -N` on each host: every IMEX daemon must be READY; pods need a ComputeDomain.",
-        )  # fmt: skip
-    return finding(status=Status.UNKNOWN, message="the log does not say how NCCL joins the hosts")
+    if write.mtu_bytes and then.mtu_bytes and write.mtu_bytes < then.mtu_bytes:
+        return f"packets of {write.mtu_bytes} bytes, {then.mtu_bytes} in the baseline", (
+            "Raise the MTU of the interface and of the switch ports on the way; see rdma.mtu.small."
+        )
+    return None
+
+
+def _cause_of_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> tuple[str, str]:
+    """Why, as far as this side can tell, and what to do next."""
+    if then is not None and (changed := _changed(write, then)):
+        return changed
+    now = next((bar for bar in write.bars if bar.name == IS and bar.low is not None), None)
+    if now is not None and now.low is not None and write.bytes_per_second >= now.low:
+        return f"the port is what limits it: {'; '.join(now.why)}", (
+            "See rdma.port.rate and topology.nic.pcie_bound for this device."
+        )
+    return (
+        f"the port of {result.host} is as it was, so the fault is on the link between {result.host} and {result.peer}"
+        if then
+        else f"the port of {result.host} could carry more, so the fault is on the link between {result.host} and "
+        f"{result.peer}, or at its other end"
+    ), (
+        "Measure the other way round, then each of the two with a third host: the one that is slow with both has the "
+        "bad port, cable or switch port. rdma.counters.rising on either side names packet loss."
+    )

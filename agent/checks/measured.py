@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 from agent.base import units
 from agent.checks.coverage import gdrdma_possible
-from agent.checks.judged import checks_of_bars
+from agent.checks.judged import checks_of_bars, said
 from agent.checks.verdict import judge
 from agent.checks.view import View, without_secrets
 from collectives.bench.results import BenchResult
@@ -52,35 +52,24 @@ def checks_of_bench(result: BenchResult, snapshots: Sequence[Snapshot]) -> tuple
 
 
 def _unverified(result: BenchResult, node: str) -> Finding:
-    finding = partial(Finding, code="bench.result.unverified", node=node)
     wrong = [m for m in result.measurements if not m.verified]
     if wrong:
         names = ", ".join(f"{m.op} at {units.size(m.bytes)}" for m in wrong)
-        return finding(
-            status=Status.FAIL, message=f"wrong data from {names}", evidence=result.problems,
-            remedy="Treat the named rank's GPU, memory or link as faulty: run its diagnostics before any training.",
-        )  # fmt: skip
+        return said("bench.result.unverified", node, evidence=result.problems, names=names)
     if not result.measurements:
-        return finding(status=Status.UNKNOWN, message="nothing was measured")
-    return finding(status=Status.PASS, message=f"{len(result.measurements)} results verified element by element")
+        return said("bench.result.unverified none", node)
+    return said("bench.result.unverified pass", node, count=len(result.measurements))
 
 
 def _incomplete(result: BenchResult, node: str) -> Finding:
-    finding = partial(Finding, code="bench.run.incomplete", node=node)
     if result.complete:
-        return finding(status=Status.PASS, message="ran to its end")
+        return said("bench.run.incomplete pass", node)
     if result.stopped_by:  # what became of the ranks then says nothing of the machine
         done = units.count(len(result.measurements), "size")
-        return finding(
-            status=Status.UNKNOWN, evidence=result.problems,
-            message=f"stopped by {result.stopped_by} before it was done: {done} measured until then",
-            remedy="Measure again: what was not measured is not known.",
-        )  # fmt: skip
-    return finding(
-        status=Status.FAIL, evidence=result.problems,
-        message="; ".join(result.problems) or "ended early",
-        remedy="See which rank ended first; `topoflight explain bench.run.incomplete` lists the usual causes.",
-    )  # fmt: skip
+        key = "bench.run.incomplete stopped"
+        return said(key, node, evidence=result.problems, signal=result.stopped_by, done=done)
+    why = "; ".join(result.problems) or "ended early"
+    return said("bench.run.incomplete", node, evidence=result.problems, why=why)
 
 
 def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -94,18 +83,14 @@ def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _stragglers(result: BenchResult, node: str) -> list[Finding]:
-    finding = partial(Finding, code="bench.rank.slow", node=node)
     if not result.measurements:
-        return [finding(status=Status.UNKNOWN, message="nothing was measured")]
+        return [said("bench.rank.slow none", node)]
     if not result.stragglers:
-        return [finding(status=Status.PASS, message="no rank is waited for")]
+        return [said("bench.rank.slow pass", node)]
     return [
-        finding(
-            status=Status.WARN, subject=f"rank {s.rank} on {s.host}",
-            message=f"comes last in {s.share:.0%} of {s.iterations} iterations, {units.seconds(s.late_seconds)} late",
-            evidence=(s.why,) if s.why else (), remedy="Look at this rank's GPU clocks, NIC and CPU load first.",
-        )
-        for s in result.stragglers
+        said("bench.rank.slow", node, subject=f"rank {late.rank} on {late.host}", late=late,
+             evidence=(late.why,) if late.why else (), seconds=units.seconds(late.late_seconds))
+        for late in result.stragglers
     ]  # fmt: skip
 
 
@@ -119,82 +104,47 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
     seen = [
         f"{word} {side.gdrdma}/{side.total}" for word, side in (("send", sent), ("receive", received)) if side.total
     ]
-    counts = f"{', '.join(seen)} {noun}" if seen else "no channel seen"
-    lines = tuple(f"line {p.line}: {p.text}" for p in found.proof[:4])
     could = gdrdma_possible(snapshots)
-    status = {"on": "pass", "none": "unknown"}.get(found.gdrdma, "fail" if could else "info")
-    checks = [
-        Finding(
-            code="evidence.gdrdma.off", status=status, node=node, message=f"GPUDirect RDMA is {found.gdrdma}: {counts}",  # type: ignore[arg-type]
-            evidence=lines, remedy="Load nvidia_peermem or use DMA-BUF, and check the GPU-NIC path." if could else "",
-        )
+    status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(found.gdrdma, Status.FAIL if could else Status.INFO)
+    gdrdma = said(
+        "evidence.gdrdma.off" if could else "evidence.gdrdma.off impossible", node, status,
+        evidence=_lines(found.proof[:4]), gdrdma=found.gdrdma,
+        counts=f"{', '.join(seen)} {noun}" if seen else "no channel seen",
+    )  # fmt: skip
+    problems = [
+        said("evidence.log.problem", node, Status(problem.severity), subject=problem.code,
+             evidence=_lines(problem.lines[:3]), problem=problem)
+        for problem in found.problems
     ]  # fmt: skip
-    finding = partial(Finding, code="evidence.log.problem", node=node)
-    for problem in found.problems:
-        proof = tuple(f"line {p.line}: {p.text}" for p in problem.lines[:3])
-        checks.append(
-            finding(
-                status=problem.severity, subject=problem.code, message=problem.message, evidence=proof,  # type: ignore[arg-type]
-                remedy=problem.action,
-            )
-        )  # fmt: skip
-    return checks if found.problems else [*checks, finding(status=Status.PASS, message="the log shows no problem")]
+    return [gdrdma, *(problems or [said("evidence.log.problem pass", node)])]
+
+
+def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(f"line {line.line}: {line.text}" for line in proof)
 
 
 def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
     """What the run established; `why` says why there is no record."""
     if record is None:
-        failed = Finding(code="run.failed", status=Status.FAIL, node=node, message=why)
-        return (failed, *unmeasured(RUN_CODES[1:], why))
+        return (said("run.failed none", node, why=why), *unmeasured(RUN_CODES[1:], why))
+    ended = "run.failed pass" if record.status == "complete" else "run.failed"
+    layout = "" if record.status == "mismatch" else " unknown" if record.layout.effective is None else " pass"
+    loss = " unknown"
+    if record.loss.first is not None and record.loss.last is not None:
+        loss = " pass" if record.loss.last < record.loss.first else ""
     return (
-        _ended(record, node),
-        _layout(record, node),
-        _loss(record, node),
+        said(ended, node, record=record, reason=record.reason or "no reason given"),
+        said(f"run.layout.mismatch{layout}", node, record=record),
+        said(f"run.loss.not_falling{loss}", node, record=record),
         *(_compared(line, node) for line in compare(record)),
     )
 
 
-def _ended(record: RunRecord, node: str) -> Finding:
-    finding = partial(Finding, code="run.failed", node=node)
-    if record.status == "complete":
-        return finding(status=Status.PASS, message=f"{record.steps_done} steps trained")
-    message = f"the job ended as {record.status!r}: {record.reason or 'no reason given'}"
-    return finding(status=Status.FAIL, message=message, remedy="Read the job's log.")
-
-
-def _layout(record: RunRecord, node: str) -> Finding:
-    code = "run.layout.mismatch"
-    if record.status == "mismatch":
-        message = f"what runs is not what was requested: {record.reason}"
-        remedy = "Use an engine that can run the layout."
-        return Finding(code=code, status=Status.FAIL, node=node, message=message, remedy=remedy)
-    if record.layout.effective is None:
-        return Finding(code=code, status=Status.UNKNOWN, node=node, message="the job did not report its layout")
-    return Finding(code=code, status=Status.PASS, node=node, message=record.placements)
-
-
-def _loss(record: RunRecord, node: str) -> Finding:
-    code = "run.loss.not_falling"
-    if record.loss.first is None or record.loss.last is None:
-        return Finding(code=code, status=Status.UNKNOWN, node=node, message="no loss was reported")
-    falls = record.loss.last < record.loss.first
-    return Finding(
-        code=code, status=Status.PASS if falls else Status.FAIL, node=node,
-        message=f"loss {record.loss.first:.3f} -> {record.loss.last:.3f} in {record.steps_done} steps",
-        remedy="" if falls else "Lower the learning rate, and look at the data.",
-    )  # fmt: skip
-
-
 def _compared(line: Comparison, node: str) -> Finding:
     code = "forecast.step_time.outside" if line.quantity == "step_seconds" else "forecast.memory.outside"
-    forecast, measured = (
-        units.interval(line.forecast, line.unit),
-        (units.seconds(line.measured) if line.unit == "s" else units.size(line.measured)),
-    )
-    message = f"forecast {forecast}, measured {measured}"
-    if line.within is None:
-        return Finding(code=code, status=Status.UNKNOWN, node=node, message=message)
-    return Finding(
-        code=code, status=Status.PASS if line.within else Status.WARN, node=node, message=message,
-        remedy="" if line.within else "Run `topoflight calibrate` on this machine.",
+    status = Status.PASS if line.within else Status.UNKNOWN if line.within is None else None
+    return said(
+        f"{code} within" if status else code, node, status,
+        forecast=units.interval(line.forecast, line.unit),
+        measured=units.seconds(line.measured) if line.unit == "s" else units.size(line.measured),
     )  # fmt: skip

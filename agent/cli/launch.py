@@ -135,16 +135,11 @@ def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str |
         documents = (*cluster_job.network(found, spec.namespace, options["host_mofed"]), *documents)
     if form == "brief":
         _in_brief(advice)
-    if options["with_network"]:
-        unknown = cluster_job.unknown_mofed(found) if options["host_mofed"] is None else ""
-        for wrong in filter(None, (cluster_job.misnamed(found), cluster_job.addresses_in_use(found), unknown)):
-            say(f"warning: {wrong}", err=True)
+    of_network = cluster_job.network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
     notice = grace_notice(advice, "the pods", spec.save_seconds, SAVE_SECONDS, storage_rate(options["storage_rate"]))
     for line in filter(None, (*plan.notes, *left_out, notice)):
         say(f"note: {line}", err=True)
-    for wrong in filter(
-        None, (f(spec) for f in (cluster_job.without_nic, cluster_job.uncounted, cluster_job.not_kept))
-    ):
+    for wrong in (*of_network, *cluster_job.warnings(spec)):
         say(f"warning: {wrong}", err=True)
     if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
         say("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
@@ -254,7 +249,7 @@ def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: 
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.jobs import cluster_job
 
-    unnamed, fixed = cluster_job.unnamed(advice, options), cluster_job.fixed(advice, options)
+    unnamed, fixed = cluster_job.unnamed_devices(advice, options)
     if not (unnamed or fixed) or not _may_ask(options, query_cluster=query_cluster):
         return None
     try:

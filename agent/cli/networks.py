@@ -68,11 +68,9 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     unset = (f"{name}={value}" for name, value in defaults.items() if name not in settings)
     overrides = (*options["overrides"], *unset)
     request = Request.of(
-        model=options["model"], method=options["method"], global_batch=options["global_batch"] or HOSTS, nodes=HOSTS,
-        ranks_per_node=1,
+        model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
+        global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
     )  # fmt: skip
-    if options["sequence_length"]:
-        request = request.changed(sequence_length=options["sequence_length"])
     request = job_request(request, options["config"], overrides)
     if why := namespaces.missing():
         raise namespaces.NamespaceError(why)

@@ -73,7 +73,7 @@ def _not_drawn(runs: Sequence[Path]) -> tuple[str, ...]:
     if not runs:
         return ()
     from agent.base import result_store
-    from agent.pages.runs import not_drawn, shown
+    from agent.pages.charts import not_drawn, shown
 
     return not_drawn(shown(result_store.read_runs(runs)))
 
@@ -100,11 +100,10 @@ def _of_cluster(where: dict[str, Any], options: dict[str, Any]) -> Report:
 def _options(options: dict[str, Any], folder: Path | None) -> Any:
     from agent.advice.request import Request
     from agent.jobs.preflight import Options
+    from contracts import question
 
-    request = Request.of(
-        hosts=options["hosts"], root=options["root"], model=options.pop("model"), method=options.pop("method"),
-        sequence_length=options.pop("sequence_length") or 2048, global_batch=options.pop("global_batch"),
-    )  # fmt: skip
+    asked = {name: options.pop(name) for name in question.fields() if name in options}
+    request = Request.of(hosts=options["hosts"], root=options["root"], **asked)
     timeout = options.pop("timeout")
     return Options(request=request, timeout_seconds=timeout, output=folder or Path("reports"), **options)
 

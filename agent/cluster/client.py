@@ -1,9 +1,12 @@
 """The few calls that the product makes to Kubernetes: get, list in pages, watch, create, patch, apply.
 
-The official client finds the API server and the way in (service account, kubeconfigs, certificates, tokens, credential
-plugins, proxies), and sends; retries, limits and streaming are here. It is imported with the first Client, so that an
-agent without Kubernetes does without (docs/decisions/0009). Specification: Kubernetes API concepts (pages, watch,
-bookmarks, 410), server-side apply, the Status kind of API errors, and user impersonation.
+`Watcher` keeps a copy of a resource's objects current: it lists once, then watches, and lists again only when the
+server forgot. The official client finds the API server and the way in (service account, kubeconfigs, certificates,
+tokens, credential plugins, proxies), and sends; retries, limits and streaming are here. It is imported with the first
+Client, so that an agent without Kubernetes does without (docs/decisions/0009).
+
+Specification: Kubernetes API concepts (pages, watch, bookmarks, 410), server-side apply, the Status kind of API errors,
+and user impersonation.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import os
 import random
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from agent.base.counters import WatchTally, reason_of
 from agent.base.version import VERSION
 from contracts import bounded
 
@@ -27,9 +33,13 @@ if TYPE_CHECKING:
     from kubernetes.client import Configuration
     from urllib3 import HTTPResponse
 
+    from agent.cluster.nodes import Fleet
+
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
+JSON = "application/json"
+METADATA = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,{JSON}"  # where the server can leave the rest out
 APPLY = "application/apply-patch+yaml"  # JSON is YAML
 WRITE = {"fieldManager": "topoflight", "fieldValidation": "Strict"}
 DRY_RUN = {"dryRun": "All"}
@@ -38,6 +48,9 @@ BODY_LIMIT_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd holds no object above 1.5 MiB
 TOKEN_LIMIT_BYTES = 1 << 20
 CONNECTIONS = 4  # kept for reuse; threads that ask at once and no more
+GONE = 410
+SHORTEST_WATCH_SECONDS = 1.0
+BUSY_TRIES = 3  # of a first list, each after a longer pause, before a busy server counts as one that does not answer
 TRIES = 5
 TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
@@ -84,7 +97,7 @@ def connect(
             source = str(token.parent)
             load_incluster_config(configuration)
             named = token.with_name("namespace")
-            namespace = bounded.read_text(named, TOKEN_LIMIT_BYTES).strip() if named.exists() else "default"
+            namespace = _text(named) if named.exists() else "default"
         elif home.exists():
             source = str(home)
             namespace, headers = _kubeconfig(configuration, source, context)
@@ -125,15 +138,15 @@ def _kubeconfig(
     user = named["user"].value if named else {}
     if user.get("tokenFile") and not user.get("token"):
         token = Path(named.path).parent / user["tokenFile"]
-        configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=_bearer(token))
+        configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=f"Bearer {_text(token)}")
     if user.get("exec") and not (configuration.api_key or configuration.cert_file):
         command = user["exec"].get("command")
         raise AccessError(f"{paths}: the credential plugin {command} gave no credentials; its error is in the log")
     return chosen.get("namespace") or "default", _impersonation(user)
 
 
-def _bearer(path: Path) -> str:
-    return f"Bearer {bounded.read_text(path, TOKEN_LIMIT_BYTES).strip()}"
+def _text(path: Path) -> str:
+    return bounded.read_text(path, TOKEN_LIMIT_BYTES).strip()
 
 
 def _impersonation(user: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -164,32 +177,22 @@ class Client:
         self._headers = headers or []
         self._on_warning = on_warning
         self._timeout, self._tries = timeout_seconds, tries
-        self._stop = threading.Event()
-        self._accept = "application/json"
         self._api = ApiClient(configuration)
         self._api.user_agent = f"topoflight/{VERSION}"
 
     def close(self) -> None:
-        """End waiting between tries, and let connections go."""
-        self._stop.set()
+        """Let connections go."""
         self._api.close()
 
     def limited(self, *, tries: int, timeout_seconds: float | None = None) -> Client:
-        """The same server with other limits, and waits of its own."""
+        """The same server with other limits."""
         other = copy.copy(self)
-        other._tries, other._timeout, other._stop = tries, timeout_seconds or self._timeout, threading.Event()
+        other._tries, other._timeout = tries, timeout_seconds or self._timeout
         return other
 
     def brief(self) -> Client:
         """Ask twice and give up within 11 s (2.5 s to connect, 5 s to answer): for a call that somebody waits for."""
         return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
-
-    def metadata(self) -> Client:
-        """The same, but objects come without spec and status where the server can leave them out."""
-        other = copy.copy(self)
-        form = "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-        other._accept = f"application/json;{form},application/json"
-        return other
 
     def token(self) -> str:
         """The bearer token of the next request; empty where there is none. Raises ApiError."""
@@ -197,15 +200,17 @@ class Client:
         self._authorize(headers)
         return headers.get("authorization", "").partition(" ")[2]
 
-    def get(self, path: str, query: Mapping[str, Any] | None = None) -> Json:
-        """One object, or one page."""
-        return self.request("GET", path, query=query)
+    def get(self, path: str) -> Json:
+        """One object."""
+        return self.request("GET", path)[1]
 
-    def pages(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[tuple[list[Json], str]]:
-        """Items page by page, each with the resource version to watch from."""
+    def pages(
+        self, path: str, query: Mapping[str, Any] | None = None, *, accept: str = JSON
+    ) -> Iterator[tuple[list[Json], str]]:
+        """Items page by page, each with the resource version to watch from. METADATA: without spec and status."""
         wanted = {**(query or {}), "limit": PAGE}
         while True:
-            page = self.get(path, wanted)
+            page = self.request("GET", path, query=wanted, headers={"Accept": accept})[1]
             about = page.get("metadata") or {}
             yield list(page.get("items") or ()), str(about.get("resourceVersion", ""))
             if not about.get("continue"):
@@ -218,38 +223,30 @@ class Client:
         Whether this made the object, which was not there before, and the object.
         """
         query = {**WRITE, "force": "true", **(DRY_RUN if dry_run else {})}
-        status, made = self._tried("PATCH", path, query=query, body=document, content_type=APPLY)
+        status, made = self.request("PATCH", path, query=query, body=document, headers={"Content-Type": APPLY})
         return status == 201, made
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
         """POST; tried again after an unclear failure only where twice is as good as once (reviews)."""
         query = {**WRITE, **(DRY_RUN if dry_run else {})}
-        return self.request("POST", path, query=query, body=document, repeatable=repeatable)
+        return self.request("POST", path, query=query, body=document, repeatable=repeatable)[1]
 
     def delete(self, path: str) -> Json:
         """Delete an object after what it owns: once it is gone, its pods are."""
-        return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})
+        return self.request("DELETE", path, query={"propagationPolicy": "Foreground"})[1]
 
-    def request(self, method: str, path: str, **options: Any) -> Json:
-        """One call with its retries; `options` as `_tried` takes them. Raises ApiError."""
-        return self._tried(method, path, **options)[1]
-
-    def _tried(
-        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Json | None = None,
-        content_type: str = "application/json", repeatable: bool = True,
-    ) -> tuple[int, Json]:  # fmt: skip
-        """The status and the object of the first try that is answered for good; `close` ends the waits between."""
+    def request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> tuple[int, Json]:
+        """The status and the object of the first try that is answered for good. Raises ApiError."""
         for attempt in range(self._tries):
             try:
-                return self._once(method, path, query, body, content_type)
+                return self._once(method, path, **options)
             except ApiError as error:
                 clear = error.status == 429  # refused before anything was done
                 if attempt + 1 == self._tries or not (clear or (repeatable and error.status in (0, *AGAIN))):
                     raise
                 seconds = backoff_seconds(attempt, error.retry_after)
                 log.info("%s; again in %.1f s", error, seconds)
-                if self._stop.wait(seconds):
-                    raise
+                time.sleep(seconds)
         raise AssertionError("unreachable")
 
     def watch(self, path: str, resource_version: str, *, seconds: int = 300) -> Iterator[Json]:
@@ -260,23 +257,26 @@ class Client:
             "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": resource_version,
             "timeoutSeconds": seconds,
         }  # fmt: skip
-        answer = self._send("GET", path, query, None, "", read_seconds=seconds + self._timeout)
+        answer = self._send("GET", path, query=query, read_seconds=seconds + self._timeout)
         try:
             if answer.status != 200:
                 raise _refusal(answer.status, answer.read(BODY_LIMIT_BYTES), answer.headers)
-            yield from _events(answer)
+            left = b""
+            for chunk in answer.stream(65536):
+                *lines, left = (left + chunk).split(b"\n")
+                if len(left) > LINE_LIMIT_BYTES:
+                    raise ApiError(0, f"a watch event is larger than {LINE_LIMIT_BYTES} bytes")
+                yield from map(_event_of, filter(bytes.strip, lines))
         except HTTPError as error:
             raise ApiError(0, f"the watch broke off: {_words(error)}") from None
         finally:
             answer.close()
             answer.release_conn()
 
-    def _once(
-        self, method: str, path: str, query: Mapping[str, Any] | None, body: Json | None, content_type: str
-    ) -> tuple[int, Json]:
+    def _once(self, method: str, path: str, **options: Any) -> tuple[int, Json]:
         from urllib3.exceptions import HTTPError
 
-        answer = self._send(method, path, query, body, content_type, read_seconds=self._timeout * 2)
+        answer = self._send(method, path, read_seconds=self._timeout * 2, **options)
         try:
             raw = answer.read(BODY_LIMIT_BYTES + 1)
         except HTTPError as error:
@@ -289,28 +289,31 @@ class Client:
         try:
             value = json.loads(raw)
         except ValueError:
-            raise ApiError(answer.status, f"{path}: the answer is no JSON") from None
+            value = None
         if not isinstance(value, dict):
-            raise ApiError(answer.status, f"{path}: the answer is no object")
+            raise ApiError(answer.status, f"{path}: the answer is no JSON object")
         for header in answer.headers.getlist("Warning"):
             for text in _WARNING.findall(header):
                 self._on_warning(re.sub(r"\\(.)", r"\1", text))
         return answer.status, value
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, Any] | None, body: Json | None, content_type: str, *,
-        read_seconds: float,
+        self, method: str, path: str, *, read_seconds: float, query: Mapping[str, Any] | None = None,
+        body: Json | None = None, headers: Mapping[str, str] = MappingProxyType({}),
     ) -> HTTPResponse:  # fmt: skip
         """The answer with its body yet to be read. Raises ApiError of status 0 where there is none."""
         from kubernetes.client import ApiException
         from urllib3 import HTTPHeaderDict
         from urllib3.exceptions import HTTPError
 
-        headers = {"Accept": self._accept, "User-Agent": self._api.user_agent}
-        if body is not None:
-            headers["Content-Type"] = content_type
-        self._authorize(headers)
-        all_headers = HTTPHeaderDict(headers)
+        sent = {
+            "Accept": JSON,
+            "User-Agent": self._api.user_agent,
+            **({"Content-Type": JSON} if body else {}),
+            **headers,
+        }
+        self._authorize(sent)
+        all_headers = HTTPHeaderDict(sent)
         for name, value in self._headers:  # a user is in several groups: one header each
             all_headers.add(name, value)
         url = self.server + path
@@ -353,24 +356,17 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
     return "/".join([root, *words])
 
 
-def _events(answer: HTTPResponse) -> Iterator[Json]:
-    left = b""
-    for chunk in answer.stream(65536):
-        *lines, left = (left + chunk).split(b"\n")
-        if len(left) > LINE_LIMIT_BYTES:
-            raise ApiError(0, f"a watch event is larger than {LINE_LIMIT_BYTES} bytes")
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                event = json.loads(line)
-                kind, item = event["type"], event["object"]
-            except (ValueError, KeyError, TypeError):
-                raise ApiError(0, "the watch sent a line that is no event") from None
-            if kind == "ERROR":
-                raise ApiError(int(item.get("code") or 0), str(item.get("message", "watch error")),
-                               reason=str(item.get("reason", "")))  # fmt: skip
-            yield event
+def _event_of(line: bytes) -> Json:
+    """One line of a watch. Raises ApiError where it is none, or tells of an error."""
+    try:
+        event: Json = json.loads(line)
+        kind, item = event["type"], event["object"]
+    except (ValueError, KeyError, TypeError):
+        raise ApiError(0, "the watch sent a line that is no event") from None
+    if kind == "ERROR":
+        message = str(item.get("message", "watch error"))
+        raise ApiError(int(item.get("code") or 0), message, reason=str(item.get("reason", "")))
+    return event
 
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
@@ -387,3 +383,92 @@ def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
 
 def _words(error: Exception) -> str:
     return str(getattr(error, "reason", None) or error)
+
+
+class Watcher:
+    """A thread that keeps the records of a Fleet in step with the API server until it is stopped."""
+
+    def __init__(
+        self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: WatchTally | None = None
+    ) -> None:
+        self.tally = tally or WatchTally()
+        # one try a call: the pauses between them are this thread's, and who waits for the list hears the first refusal
+        self._client, self._path, self._fleet, self._seconds = client.limited(tries=1), path, fleet, seconds
+        self._stop = threading.Event()
+        self.listed = False  # the first list is there
+        self.refused = False  # the last try was, before any list was there, and more patience would not help
+        self.error: str | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        name = f"watch {self._path.rsplit('/', 1)[-1]}"
+        threading.Thread(target=self._loop, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """End at the next event; the thread is a daemon and is not waited for."""
+        self._stop.set()
+
+    def _loop(self) -> None:
+        version, failures = "", 0
+        while not self._stop.is_set():
+            try:
+                if not version:
+                    version = self._list()
+                began, first = time.monotonic(), version
+                for seen in self._events(version):
+                    version, failures = seen, 0
+                    self._heard()
+                if version == first and time.monotonic() - began < SHORTEST_WATCH_SECONDS:
+                    self._stop.wait(backoff_seconds(failures))  # a server that ends watches at once is not hammered
+                    failures += 1
+            except ApiError as error:
+                self.tally.restarts[reason_of(error.status)] += 1
+                if error.status == GONE:
+                    version = ""
+                    if failures == 0:  # the first time it is the rule, not a failure
+                        failures = 1
+                        continue
+                busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
+                failures = self._pause(str(error), failures, error.retry_after, refused=not busy)
+            except Exception as error:  # noqa: BLE001 - whatever an object holds, the others are followed
+                self.tally.restarts["invalid"] += 1
+                version = ""
+                failures = self._pause(f"an object that is none: {type(error).__name__}: {error}", failures)
+
+    def _pause(self, error: str, failures: int, retry_after: float | None = None, *, refused: bool = True) -> int:
+        """Say what went wrong and wait before the next try; one failure more."""
+        self.error = error
+        self.refused = refused and not self.listed
+        log.warning("watch of %s: %s", self._path, error)
+        self._stop.wait(backoff_seconds(failures, retry_after))
+        return failures + 1
+
+    def _list(self) -> str:
+        version = ""
+
+        def each() -> Iterator[dict[str, Any]]:
+            nonlocal version
+            for items, version in self._client.pages(self._path):  # noqa: B007 - the last page's is kept
+                yield from items
+
+        self._fleet.replace(each())
+        self.tally.lists += 1
+        self._heard()
+        self.listed, self.refused = True, False
+        return version
+
+    def _events(self, version: str) -> Iterator[str]:
+        for event in self._client.watch(self._path, version, seconds=self._seconds):
+            if self._stop.is_set():
+                return
+            item = event["object"]
+            version = str(item["metadata"]["resourceVersion"])
+            if event["type"] == "DELETED":
+                self._fleet.remove(item)
+            elif event["type"] in ("ADDED", "MODIFIED"):
+                self._fleet.put(item)
+            yield version
+
+    def _heard(self) -> None:
+        self.error = None
+        self.tally.heard_at_seconds = time.time()

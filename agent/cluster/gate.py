@@ -1,11 +1,19 @@
-"""The gate over nodes of the cluster, from what their agents published: `preflight --nodes` and `--selector`."""
+"""Nodes of the cluster: which are meant, how the gate judges what their agents published, and where they stand.
+
+`preflight --nodes` and `--selector` ask by name and by label. Where a node stands there is no one label for. Known are
+those of NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since 1.0), EKS
+(topology.k8s.aws/network-node-layer-3, the layer next to an instance), GKE (cloud.google.com/gce-topology-subblock) and
+the GPU feature discovery (nvidia.com/gpu.clique, an NVLink domain); of a site's own labels those whose name ends with
+rack, leaf or switch.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
@@ -13,8 +21,9 @@ from agent.checks import expect_checks
 from agent.checks.codes import CLUSTER_CODES
 from agent.checks.judged import BASELINE_LEAST, BUSBW, bar_words, status_of
 from agent.checks.verdict import GateError
-from agent.cluster.client import Client, path_of
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
+from agent.cluster.client import METADATA, ApiError, Client, path_of
+from agent.cluster.node_facts import clean
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, Measured, NodeRecord
 from collectives.bench.results import Bar
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
@@ -22,7 +31,6 @@ from probes.api import Snapshot
 if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
     from agent.checks.expect import Expectation
 
-Json = dict[str, Any]
 _SILENT, _VERDICT = CLUSTER_CODES
 
 
@@ -86,12 +94,12 @@ def _peers(records: Iterable[NodeRecord]) -> Mapping[tuple[Any, ...], list[float
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for record in records:
         for one in record.measured if record.product else ():
-            found[_measured_as(record, one)].append(float(one["busbw"]))
+            found[_measured_as(record, one)].append(one["busbw"])
     return {key: sorted(values, reverse=True) for key, values in found.items()}
 
 
-def _measured_as(record: NodeRecord, one: Json) -> tuple[Any, ...]:
-    return record.product, record.gpus, one.get("op"), one.get("bytes"), one.get("job")
+def _measured_as(record: NodeRecord, one: Measured) -> tuple[Any, ...]:
+    return record.product, record.gpus, one["op"], one["bytes"], one["job"]
 
 
 def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[float]]) -> list[Finding]:
@@ -102,7 +110,7 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
     made = []
     for mine in record.measured:
         same = peers.get(_measured_as(record, mine), [])
-        value, subject = float(mine["busbw"]), str(mine["op"])
+        value, subject = mine["busbw"], mine["op"]
         if len(same) < LEAST_EQUALS:
             why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
             made.append(Finding(code=BUSBW, status=Status.UNKNOWN, node=record.name, subject=subject, message=why))
@@ -159,3 +167,46 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
     else:
         found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
     return found
+
+
+# In which rack, or behind which switch, each node stands: by the labels of the Nodes.
+
+LABELS = tuple(map(re.compile, (
+    r"(?:.*[./-])?rack", r"(?:.*[./-])?(?:leaf|switch)", r"fabric\.topograph\.run/tier-0",
+    r"topology\.k8s\.aws/network-node-layer-3", r"cloud\.google\.com/gce-topology-subblock",
+    r"(?:.*[./-])?block", r"nvidia\.com/gpu\.clique",
+)))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where nodes stand: `of` holds (node, value) by the label; without one, `why`."""
+
+    label: str = ""
+    of: tuple[tuple[str, str], ...] = ()
+    why: str = "no label of the Nodes names a rack or a switch"
+
+
+def places_by(labels: Mapping[str, Mapping[str, str]]) -> Places:
+    """By the first of LABELS that any node has; of several keys the one that most nodes have."""
+    counts = Counter(key for mine in labels.values() for key in mine)
+    for pattern in LABELS:
+        keys = [key for key, _ in counts.most_common() if pattern.fullmatch(key)]
+        if keys:
+            found = ((name, clean(mine[keys[0]], 63)) for name, mine in labels.items() if mine.get(keys[0]))
+            return Places(label=clean(keys[0], 317), of=tuple(sorted(found)), why="")
+    return Places()
+
+
+def read_places(client: Client) -> Places:
+    """From the API server; without the right to list Nodes there is none, and why."""
+    try:
+        return places_by(dict(_labels(client)))
+    except ApiError as error:
+        return Places(why=f"the labels of the Nodes could not be read: HTTP {error.status}")
+
+
+def _labels(client: Client) -> Iterable[tuple[str, Mapping[str, str]]]:
+    for items, _ in client.pages(path_of("v1", "nodes"), accept=METADATA):
+        for item in items:
+            yield str(item["metadata"]["name"]), item["metadata"].get("labels") or {}

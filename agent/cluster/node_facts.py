@@ -56,6 +56,7 @@ _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def clean(text: str, most: int = MOST_LETTERS) -> str:
@@ -387,22 +388,21 @@ def _made_converter() -> cattrs.Converter:
 _converter = _made_converter()
 
 
-class _Numbers:
-    """Numbers addresses within their subnets, in the order in which they come: the same for like nodes."""
+class _Addresses:
+    """Replaces addresses: those of a node by numbers within their subnets, or the numbers by another node's own."""
 
     def __init__(self) -> None:
-        self.own: list[str] = []  # of interfaces, in order
         self._known: dict[Address, Address] = {}
 
     def interface(self, text: str) -> str:
-        """An address with its prefix length."""
+        """An address with its prefix length. Raises ValueError where the node's own is not in that subnet."""
         try:
             parsed = ipaddress.ip_interface(text)
         except ValueError:
             return text
         if parsed.ip not in self._known:
-            self.own.append(str(parsed.ip))
-        return f"{self._number(parsed.ip, parsed.network)}/{parsed.network.prefixlen}"
+            self._learn(parsed.ip, parsed.network, of_interface=True)
+        return f"{self._known.get(parsed.ip, parsed.ip)}/{parsed.network.prefixlen}"
 
     def gid(self, text: str) -> str:
         """A GID: the address of an interface, or one of a device whose interface is elsewhere."""
@@ -411,52 +411,50 @@ class _Numbers:
         except ValueError:
             return text
         address = parsed.ipv4_mapped or parsed
-        wide = ipaddress.ip_network((address, 16 if address.version == 4 else 64), strict=False)
-        number = self._number(address, wide)
-        return str(ipaddress.IPv6Address(f"::ffff:{number}") if number.version == 4 else number)
-
-    def _number(self, address: Address, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> Address:
         if address not in self._known:
-            taken = set(self._known.values())
-            first = 0 if network.num_addresses <= _PAIR else 1
-            numbers = range(first, min(network.num_addresses, first + 2 * MOST_ADDRESSES))
-            free = (each for number in numbers if (each := network.network_address + number) not in taken)
-            self._known[address] = next(free, address)
-        return self._known[address]
+            wide = ipaddress.ip_network((address, 16 if address.version == 4 else 64), strict=False)
+            self._learn(address, wide, of_interface=False)
+        found = self._known.get(address, address)
+        return str(ipaddress.IPv6Address(f"::ffff:{found}") if found.version == 4 else found)
+
+    def _learn(self, address: Address, network: Network, *, of_interface: bool) -> None:
+        """Note what stands for an address that is new."""
+        raise NotImplementedError
 
 
-class _Own:
+class _Numbers(_Addresses):
+    """Numbers addresses within their subnets, in the order in which they come: the same for like nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: list[str] = []  # of interfaces, in order
+
+    def _learn(self, address: Address, network: Network, *, of_interface: bool) -> None:
+        if of_interface:
+            self.own.append(str(address))
+        taken = set(self._known.values())
+        first = 0 if network.num_addresses <= _PAIR else 1
+        numbers = range(first, min(network.num_addresses, first + 2 * MOST_ADDRESSES))
+        free = (each for number in numbers if (each := network.network_address + number) not in taken)
+        self._known[address] = next(free, address)
+
+
+class _Own(_Addresses):
     """Puts a node's own addresses where the numbers stand; the interfaces come first, in the order of `_Numbers`."""
 
     def __init__(self, addresses: tuple[str, ...]) -> None:
+        super().__init__()
         self._left = list(reversed(addresses))
-        self._known: dict[Address, Address] = {}
 
-    def interface(self, text: str) -> str:
-        """An address with its prefix length."""
-        try:
-            parsed = ipaddress.ip_interface(text)
-        except ValueError:
-            return text
-        if parsed.ip not in self._known and self._left:
+    def _learn(self, address: Address, network: Network, *, of_interface: bool) -> None:
+        if of_interface and self._left:
             own = ipaddress.ip_address(self._left.pop())
-            if own not in parsed.network:  # a record that was tampered with
-                raise ValueError(f"{own} is not in {parsed.network}")
-            self._known[parsed.ip] = own
-        return f"{self._known.get(parsed.ip, parsed.ip)}/{parsed.network.prefixlen}"
-
-    def gid(self, text: str) -> str:
-        """A GID; one that is no interface's stays a number."""
-        try:
-            parsed = ipaddress.IPv6Address(text)
-        except ValueError:
-            return text
-        number = parsed.ipv4_mapped or parsed
-        own = self._known.get(number, number)
-        return str(ipaddress.IPv6Address(f"::ffff:{own}") if own.version == 4 else own)
+            if own not in network:  # a record that was tampered with
+                raise ValueError(f"{own} is not in {network}")
+            self._known[address] = own
 
 
-def _readdressed(facts: Any, numbers: _Numbers | _Own) -> Any:
+def _readdressed(facts: Any, numbers: _Addresses) -> Any:
     if isinstance(facts, InterfacesFacts):
         interfaces = tuple(
             replace(each, addresses=tuple(numbers.interface(text) for text in each.addresses))
@@ -466,10 +464,10 @@ def _readdressed(facts: Any, numbers: _Numbers | _Own) -> Any:
     return replace(facts, devices=tuple(_device(device, numbers) for device in facts.devices))
 
 
-def _device(device: RdmaDevice, numbers: _Numbers | _Own) -> RdmaDevice:
+def _device(device: RdmaDevice, numbers: _Addresses) -> RdmaDevice:
     ports = tuple(replace(port, gids=tuple(_gid(gid, numbers) for gid in port.gids)) for port in device.ports)
     return replace(device, ports=ports)
 
 
-def _gid(gid: Gid, numbers: _Numbers | _Own) -> Gid:
+def _gid(gid: Gid, numbers: _Addresses) -> Gid:
     return replace(gid, gid=numbers.gid(gid.gid))

@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from agent.base import units
 from agent.base.version import VERSION
@@ -30,6 +32,7 @@ from agent.checks.view import View
 from agent.cluster import node_facts
 from agent.cluster.node_facts import clean
 from collectives.bench.results import BenchResult
+from contracts import codec
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -46,9 +49,17 @@ KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 MOST_FINDINGS = 64
 MOST_CHANGES = 32  # the newest; why so many: docs/decisions/0026
-DAY_SECONDS = 86400.0
 SILENT_INTERVALS = 3  # writes missed in a row before a node is called silent
 LEAST_SILENT_SECONDS = 120.0
+
+
+class Measured(TypedDict):
+    """One collective at its largest verified size."""
+
+    op: str
+    bytes: int
+    job: str
+    busbw: float  # bytes per second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +77,14 @@ class NodeRecord:
     hcas: int | None = None
     rdma: str | None = None  # "8/8 active"
     memlock: str | None = None  # "unlimited", "8.0 MiB"
-    findings: tuple[Json, ...] = ()
+    findings: tuple[dict[str, str], ...] = ()
     graph: str | None = None  # key of what the graph is built from: nodes with the same one have equal graphs
     facts: str | None = None  # key of the whole machine
-    machine: Json | None = field(default=None, compare=False, repr=False)  # of these keys
+    machine: dict[str, Json] | None = field(default=None, compare=False, repr=False)  # of these keys
     drawn: Json | None = field(default=None, compare=False, repr=False)  # the graph for people, of the own node only
     addresses: tuple[str, ...] = ()  # the node's own, in place of the facts' numbers
-    measured: tuple[Json, ...] = ()  # of its last benchmark on itself alone: op, bytes, job, busbw (bytes per second)
-    changes: tuple[Json, ...] = ()  # what came, went and changed of late, oldest first: at, kind, text, code
+    measured: tuple[Measured, ...] = ()  # by its last benchmark on itself alone
+    changes: tuple[dict[str, str], ...] = ()  # what came, went and changed of late, oldest first: at, kind, text, code
     agent_version: str = VERSION
     stopped_at_seconds: float | None = None  # when its agent ended and said so; None while it runs, or died unheard
 
@@ -118,7 +129,7 @@ def kept_in(record: NodeRecord) -> Kept:
     """
     held = [one for one in record.findings if one.get("severity") in ("fail", "warn")]
     return Kept(
-        events=[Event(at_seconds=seconds_of(one["at"]), kind=one["kind"], text=one.get("text", ""),
+        events=[Event(at_seconds=seconds_of(one["at"]), kind=cast("Any", one["kind"]), text=one.get("text", ""),
                       code=one.get("code", ""), subject=one.get("subject", "")) for one in record.changes],
         open={
             _which(one): Seen(
@@ -131,7 +142,7 @@ def kept_in(record: NodeRecord) -> Kept:
     )  # fmt: skip
 
 
-def _measured(result: BenchResult) -> tuple[Json, ...]:
+def _measured(result: BenchResult) -> tuple[Measured, ...]:
     """Each op at its largest verified size, where one host measured itself and nothing ended it early."""
     from agent.base.result_store import line_of  # it draws as well, and a report holds records
 
@@ -283,63 +294,35 @@ def _known(**named: Any) -> Json:
     return {name: clean(value, 128) if isinstance(value, str) else value for name, value in known.items()}
 
 
+# Members of a status that are members of a record under another name, or the same one.
+_NAMES = {
+    "agentVersion": "agent_version", "node": "host", "interval": "interval_seconds",
+    **{name: name for name in ("product", "gpus", "links", "hcas", "rdma", "memlock", "findings", "machine",
+                               "addresses", "measured", "changes")},
+}  # fmt: skip
+_VERDICTS = ("pass", "warn", "unknown", "fail")
+_MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
+# Of another release, or of somebody else's hand
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+
+
 def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     """The object, and the object with its status: two writes, as the status is a subresource."""
     about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
-    status = {
-        "agentVersion": record.agent_version, "scannedAt": _time(record.scanned_at_seconds),
-        "interval": max(1, round(record.interval_seconds)), "verdict": record.verdict, "node": record.host,
-        "product": record.product, "gpus": record.gpus, "links": record.links, "hcas": record.hcas,
-        "rdma": record.rdma, "memlock": record.memlock, "findings": list(record.findings),
-        "graph": record.drawn, "machine": record.machine, "addresses": list(record.addresses) or None,
-        "measured": list(record.measured) or None, "changes": list(record.changes) or None,
+    status = {name: getattr(record, member) for name, member in _NAMES.items()} | {
+        "scannedAt": _time(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
+        "verdict": record.verdict, "graph": record.drawn,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # nothing watches the node now: what was said last is no verdict any more
         status |= {
             "stoppedAt": _time(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
         }  # fmt: skip
-    return (
-        {**about, "spec": {"nodeName": record.name}},
-        {**about, "status": {key: value for key, value in status.items() if value is not None}},
-    )
-
-
-# Of another release, or of somebody else's hand
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
-# What a record must have where it has the member at all, as the resource definition says.
-_VERDICTS = ("pass", "warn", "unknown", "fail")
-_TYPES: dict[str, type] = {
-    "agentVersion": str, "product": str, "links": str, "rdma": str, "memlock": str, "node": str, "addresses": list,
-    "findings": list, "measured": list, "changes": list,
-}  # fmt: skip
-_NUMBERS = {"gpus": (0, 1024), "hcas": (0, 1024), "interval": (1, 86400)}
-
-
-def _check(status: Any) -> None:
-    """Raise ValueError where a status is not what the definition admits: an older or missing one lets all through."""
-    if not isinstance(status, dict):
-        raise ValueError("the status is no object")
-    for name, kind in _TYPES.items():
-        if status.get(name) is not None and not isinstance(status[name], kind):
-            raise ValueError(f"status.{name} must be {'a list' if kind is list else 'text'}")
-    for name, (least, most) in _NUMBERS.items():
-        value = status.get(name)
-        if value is not None and (type(value) not in (int, float) or not least <= value <= most):
-            raise ValueError(f"status.{name} must be a number from {least} to {most}")
-    if any(status.get(name) not in (None, "", *_VERDICTS) for name in ("verdict", "lastVerdict")):
-        raise ValueError("status.verdict is no verdict")
-    for name in ("findings", "measured", "changes"):
-        for one in status.get(name) or ():
-            numbers = ("bytes", "busbw")
-            if not isinstance(one, dict) or not all(
-                type(value) in ((int, float) if key in numbers else (str,)) for key, value in one.items()
-            ):
-                raise ValueError(f"status.{name} has a member that is none")
-    if not all(isinstance(one, str) for one in status.get("addresses") or ()):
-        raise ValueError("status.addresses has a member that is no text")
-    machine = status.get("machine")
-    if isinstance(machine, dict) and not all(isinstance(part, dict) for part in machine.values()):
-        raise ValueError("status.machine has a part that is no object")
+    known = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in status.items()
+        if value is not None and (value != () or name == "findings")
+    }
+    return {**about, "spec": {"nodeName": record.name}}, {**about, "status": known}
 
 
 def read_resource(item: Json) -> NodeRecord:
@@ -355,27 +338,46 @@ def read_resource(item: Json) -> NodeRecord:
 def from_resource(item: Json) -> NodeRecord:
     """A record from the API server's object. An agent that has not written yet is an unknown node, never scanned.
 
-    Raises ValueError where it is none of ours.
+    Raises ValueError where it is none of ours: where the definition is older or missing it lets all through.
     """
-    status = item.get("status") or {}
-    _check(status)
-    name = str(item["metadata"]["name"])
+    name, status = str(item["metadata"]["name"]), item.get("status") or {}
     ended = seconds_of(status["stoppedAt"]) if status.get("stoppedAt") else None
     if ended is not None and ended < seconds_of(status.get("scannedAt")):
         ended = None  # an agent has scanned since
-    last = status.get("lastVerdict") if ended is not None else None
-    machine = status.get("machine") if isinstance(status.get("machine"), dict) else None
-    graph, facts = _keys(machine) if machine is not None else (None, None)
-    return NodeRecord(
-        name=name, host=str(status.get("node") or name),
-        verdict=str(last or status.get("verdict") or "unknown"), stopped_at_seconds=ended,
-        scanned_at_seconds=seconds_of(status.get("scannedAt")), interval_seconds=float(status.get("interval") or 300),
-        gpus=status.get("gpus"), product=status.get("product"), links=status.get("links"), hcas=status.get("hcas"),
-        rdma=status.get("rdma"), memlock=status.get("memlock"), findings=tuple(status.get("findings") or ()),
-        graph=graph, facts=facts, machine=machine,
-        agent_version=str(status.get("agentVersion") or ""), addresses=tuple(status.get("addresses") or ()),
-        measured=tuple(status.get("measured") or ()), changes=tuple(status.get("changes") or ()),
+    verdict = (status.get("lastVerdict") if ended is not None else None) or status.get("verdict") or "unknown"
+    given = {own: status[theirs] for theirs, own in _NAMES.items() if status.get(theirs) not in (None, "")}
+    record = codec.read(
+        {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
+         "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended}, NodeRecord,
     )  # fmt: skip
+    if verdict not in _VERDICTS:
+        raise ValueError("status.verdict is no verdict")
+    for member, most in _MOST.items():
+        if not 0 <= (getattr(record, member) or 0) <= most:
+            raise ValueError(f"status.{member} must be a number from 0 to {most}")
+    graph, facts = _keys(record.machine)
+    return replace(record, graph=graph, facts=facts)
+
+
+class _Machine:
+    """The facts that equal nodes share, and what follows from them."""
+
+    def __init__(self, facts: dict[str, Json]) -> None:
+        self.facts = facts
+
+    @cached_property
+    def snapshot(self) -> Snapshot | None:
+        """The snapshot without host name; None where the facts are of another release."""
+        try:
+            return node_facts.unpack(self.facts)
+        except _UNREADABLE:
+            return None
+
+    @cached_property
+    def alike(self) -> str:
+        """A key of all of it but for GPU memory in use."""
+        parts = (part for part in sorted(self.facts) if part != node_facts.MEMORY_USED)
+        return _key([(part, _key(self.facts[part])) for part in parts])
 
 
 class Fleet:
@@ -383,13 +385,11 @@ class Fleet:
 
     def __init__(self) -> None:
         self._records: dict[str, NodeRecord] = {}
-        self._texts: dict[str, str] = {}  # keys: equal nodes hold each of them once
-        self._machines: dict[str, Json] = {}  # by key, as they
-        self._graphs: dict[str, NodeTopology | None] = {}
-        self._kinds: dict[NodeTopology, str] = {}  # equal graphs, whatever else of their facts differs
-        self._kind_of: dict[str, str] = {}  # hashing a graph takes longer than all the rest of an answer
-        self._facts: dict[str, Snapshot | None] = {}
-        self._alike: dict[str, str] = {}  # by facts
+        self._machines: dict[str, _Machine] = {}  # by the key of their facts: equal nodes hold them once
+        # By key, and with it the key of an equal graph, whatever else of their facts differs: hashing a graph takes
+        # longer than all the rest of an answer
+        self._graphs: dict[str, tuple[NodeTopology, str] | None] = {}
+        self._kinds: dict[NodeTopology, str] = {}
         self._lock = threading.Lock()
 
     def replace(self, items: Iterable[Json]) -> None:
@@ -402,13 +402,9 @@ class Fleet:
         with self._lock:
             self._records = found
             held = {key for record in found.values() for key in (record.graph, record.facts)}
-            self._texts = {text: text for text in held if text}
             self._machines = {key: machine for key, machine in self._machines.items() if key in held}
-            self._graphs = {key: graph for key, graph in self._graphs.items() if key in held}
             self._kinds = {graph: key for graph, key in self._kinds.items() if key in held}
-            self._kind_of = {key: kind for key, kind in self._kind_of.items() if {key, kind} <= held}
-            self._facts = {key: facts for key, facts in self._facts.items() if key in held}
-            self._alike = {key: alike for key, alike in self._alike.items() if key in held}
+            self._graphs = {key: one for key, one in self._graphs.items() if {key, one[1] if one else key} <= held}
 
     def put(self, item: Json) -> None:
         """One resource that is new or has changed."""
@@ -433,51 +429,35 @@ class Fleet:
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """The record's graph under its own host name; nodes with equal graphs share one."""
-        graph = self._graph(record)
-        return replace(graph, hostname=record.name) if graph else None
+        found = self._graph(record)
+        return replace(found[0], hostname=record.name) if found else None
 
     def kind(self, record: NodeRecord) -> str | None:
         """A key that records with equal graphs share, to the last link; None without a graph of this release."""
-        graph = self._graph(record)
-        if graph is None or record.graph is None:
-            return None
-        if record.graph not in self._kind_of:
-            self._kind_of[record.graph] = self._kinds.setdefault(graph, record.graph)
-        return self._kind_of[record.graph]
+        found = self._graph(record)
+        return found[1] if found else None
 
     def machine_key(self, record: NodeRecord) -> str | None:
         """A key that records share whose facts are equal, but for GPU memory in use; None without readable facts."""
-        if record.machine is None or record.facts is None or self._machine(record) is None:
-            return None
-        if record.facts not in self._alike:
-            parts = (part for part in sorted(record.machine) if part != node_facts.MEMORY_USED)
-            self._alike[record.facts] = _key([(part, _key(record.machine[part])) for part in parts])
-        return self._alike[record.facts]
+        machine = self._machines.get(record.facts or "")
+        return machine.alike if machine is not None and machine.snapshot is not None else None
 
-    def _graph(self, record: NodeRecord) -> NodeTopology | None:
-        if record.graph is None:
-            return None
-        if record.graph not in self._graphs:
+    def _graph(self, record: NodeRecord) -> tuple[NodeTopology, str] | None:
+        if record.graph is not None and record.graph not in self._graphs:
             try:
                 graph = _graph_of(self._machine(record))
             except _UNREADABLE:
                 graph = None  # of another release
-            if graph is not None:  # one object for equal graphs: by that the planner knows that they are alike
-                graph = self._graphs.get(self._kinds.setdefault(graph, record.graph)) or graph
-            self._graphs[record.graph] = graph
-        return self._graphs[record.graph]
+            if graph is None:
+                self._graphs[record.graph] = None
+            else:  # one object for equal graphs: by that the planner knows that they are alike
+                kind = self._kinds.setdefault(graph, record.graph)
+                self._graphs[record.graph] = self._graphs.get(kind) or (graph, kind)
+        return self._graphs.get(record.graph or "")
 
     def _machine(self, record: NodeRecord) -> Snapshot | None:
-        """The snapshot without host name; None where the facts are of another release."""
-        if record.facts is None:
-            return None
-        if record.facts not in self._facts:
-            try:
-                found = node_facts.unpack(record.machine or {})
-            except _UNREADABLE:
-                found = None
-            self._facts[record.facts] = found
-        return self._facts[record.facts]
+        machine = self._machines.get(record.facts or "")
+        return machine.snapshot if machine is not None else None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
         """What the node's agent read, as far as advice needs it, under the record's name.
@@ -495,10 +475,10 @@ class Fleet:
 
     def _interned(self, record: NodeRecord) -> NodeRecord:
         """The record with its machine and its keys shared: equal nodes hold each of them once."""
-        graph, facts = (self._texts.setdefault(text, text) if text else text for text in (record.graph, record.facts))
+        graph, facts = (text and sys.intern(text) for text in (record.graph, record.facts))
         machine = record.machine
         if machine is not None and facts is not None:
-            machine = self._machines.setdefault(facts, machine)
+            machine = self._machines.setdefault(facts, _Machine(machine)).facts
         return replace(record, graph=graph, facts=facts, machine=machine, drawn=None)
 
 

@@ -1,4 +1,4 @@
-"""Who may connect to the HTTP agent, and who may use which of its endpoints.
+"""Who may use which endpoint of the HTTP agent.
 
 Reads are open unless configured otherwise; whatever makes load, or leaves something here, needs a bearer token. In a
 cluster the API server judges it: TokenReview (authentication.k8s.io/v1, with our audience, so that a token made for
@@ -8,15 +8,11 @@ some seconds under its SHA-256.
 
 A token is judged before the body is read, in a thread that does nothing else: an API server that hangs delays
 requests with a token, and no others.
-
-uvicorn's `limit_concurrency` answers 503 to every path, health checks included, and its keep-alive timer starts only
-after the first response. Here a connection that waits for its client gives its place to a new one when all are taken.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import hmac
 import ipaddress
@@ -24,25 +20,21 @@ import math
 import re
 import shlex
 import stat
-import termios
 import threading
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-import h11
 from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agent.cluster.client import ApiError, Client, path_of
 from agent.http.answers import problem
+from agent.http.limits import PROBES
 from agent.http.worker import ProblemError
 from contracts import bounded
 
@@ -51,15 +43,9 @@ REMEMBERED_SECONDS = 10.0  # as long as kube-apiserver's own authorizer keeps a 
 MOST_REMEMBERED = 1024
 LONGEST_TOKEN = 16384
 _MOST_TOKEN_BYTES = 1 << 20  # of a file of tokens
-REVIEWS_PER_SECOND = 10.0  # of one source
 POSTS_PER_MINUTE = 12.0  # of each endpoint that takes POST, from all
-MOST_SOURCES = 1024
 MOST_WAITING = 32  # tokens to be judged, of all sources
 READS = ("GET", "HEAD")
-PROBES = ("/healthz", "/readyz")  # the kubelet's, which brings no token
-HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
-_ROOM_SECONDS = 0.05
-KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 
 
@@ -75,9 +61,7 @@ class Tokens:
     ) -> None:  # fmt: skip
         self._client, self._file, self._audience = client, token_file, audience
         self.reads_open = reads_open
-        self._judged: OrderedDict[tuple[str, str, str], tuple[float, Judgement]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._rates: OrderedDict[str, Bucket] = OrderedDict()
+        self._judged: dict[tuple[str, str, str], tuple[float, Judgement]] = {}  # written by the thread alone
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokens")
         self._waiting = 0
 
@@ -90,8 +74,6 @@ class Tokens:
         key = hashlib.sha256(token.encode()).hexdigest(), path, verb
         judgement = self._remembered(key)
         if judgement is None:
-            if self._client is not None:
-                self._admit(connection.client.host if connection.client else "")
             if self._waiting >= MOST_WAITING:
                 raise ProblemError(503, "too many tokens wait to be judged", headers={"Retry-After": "5"})
             self._waiting += 1
@@ -109,10 +91,9 @@ class Tokens:
         judgement = self._remembered(key)
         if judgement is None:
             judgement = self._from_file(token) if self._client is None else self._review(self._client, token, *key[1:])
-            with self._lock:
-                self._judged[key] = time.monotonic(), judgement
-                while len(self._judged) > MOST_REMEMBERED:
-                    self._judged.popitem(last=False)
+            if len(self._judged) >= MOST_REMEMBERED:
+                self._judged.clear()
+            self._judged[key] = time.monotonic(), judgement
         return judgement
 
     def _token(self, authorization: str | None, path: str, verb: str) -> str:
@@ -129,19 +110,8 @@ class Tokens:
         return token
 
     def _remembered(self, key: tuple[str, str, str]) -> Judgement | None:
-        with self._lock:
-            at, judgement = self._judged.get(key, (-math.inf, ""))
+        at, judgement = self._judged.get(key, (-math.inf, ""))
         return judgement if time.monotonic() - at < REMEMBERED_SECONDS else None
-
-    def _admit(self, source: str) -> None:
-        """Count one review for this source. ProblemError 429 where it asks for too many."""
-        with self._lock:
-            rate = self._rates.pop(source, None) or Bucket(rate=REVIEWS_PER_SECOND, size=2 * REVIEWS_PER_SECOND)
-            self._rates[source] = rate
-            while len(self._rates) > MOST_SOURCES:
-                self._rates.popitem(last=False)
-        if not rate.take():
-            raise ProblemError(429, "too many tokens to review at once", headers={"Retry-After": "1"})
 
     def _how_to_get_one(self) -> str:
         if self._client is None:
@@ -265,148 +235,19 @@ def read_tokens(path: Path) -> list[str]:
 
 
 class Bucket:
-    """A token bucket: `rate` a second, at most `size` at once."""
+    """A token bucket for one endpoint that takes POST: POSTS_PER_MINUTE, and as many at once."""
 
-    def __init__(self, *, rate: float, size: float) -> None:
-        self._rate, self._size, self._level, self._at = rate, size, size, time.monotonic()
+    def __init__(self) -> None:
+        self._level, self._at = POSTS_PER_MINUTE, time.monotonic()
         self._lock = threading.Lock()
-
-    def take(self) -> bool:
-        """Whether one more is within the rate."""
-        with self._lock:
-            now = time.monotonic()
-            self._level = min(self._size, self._level + (now - self._at) * self._rate)
-            self._at = now
-            if self._level < 1:
-                return False
-            self._level -= 1
-            return True
-
-    @classmethod
-    def of_posts(cls) -> Bucket:
-        """For one endpoint that takes POST."""
-        return cls(rate=POSTS_PER_MINUTE / 60, size=POSTS_PER_MINUTE)
 
     def admit(self) -> None:
         """Count one more. ProblemError 429 where it is not within the rate."""
-        if not self.take():
-            raise ProblemError(
-                429, f"more than {POSTS_PER_MINUTE:.0f} such requests a minute", headers={"Retry-After": "5"}
-            )
-
-
-class LimitedProtocol(H11Protocol):
-    """One connection. Every time that it waits for its client has an end.
-
-    Each method without words extends what uvicorn does at that moment.
-    """
-
-    most_connections = 512  # each costs some 20 KiB while it is open
-    most_at_once = 192  # as many come within _ROOM_SECONDS before room is made without delay
-    most_over_limit = 32  # further ones, which only health checks use
-    # Longest wait for a first request's head, a later head, a body, and for the client to read what was written
-    seconds = {"head": 20.0, "next head": KEEP_ALIVE_SECONDS + 20.0, "body": 20.0, "reader": 30.0}  # noqa: RUF012
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._application, self.app = self.app, self._answer_within_limits
-        self.waits_for: str | None = None
-        self.since = 0.0
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # noqa: D102
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that an answer that the client does not read is noticed
-        self._update_deadline()
-        over = len(self.connections) - self.most_connections
-        if over > 0:  # only after what the others have sent is read, unless a flood comes
-            self.loop.call_later(_ROOM_SECONDS if over < self.most_at_once else 0, self._make_room)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
-        if self._deadline:
-            self._deadline.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:  # noqa: D102
-        super().data_received(data)
-        self._update_deadline()
-
-    def on_response_complete(self) -> None:  # noqa: D102
-        super().on_response_complete()
-        self._update_deadline()
-
-    def pause_writing(self) -> None:  # noqa: D102
-        super().pause_writing()
-        self._update_deadline()
-
-    def resume_writing(self) -> None:  # noqa: D102
-        super().resume_writing()
-        self._update_deadline()
-
-    def _awaited(self) -> str | None:
-        """What the client has to do next; None while the application is at work."""
-        if self.flow.write_paused:
-            return "reader"
-        if self.cycle is None or self.cycle.response_complete:
-            return "next head" if self.cycle else "head"
-        return "body" if self.conn.their_state is h11.SEND_BODY else None
-
-    def _update_deadline(self) -> None:
-        awaited = self._awaited()
-        if awaited == self.waits_for or self.transport.is_closing():
-            return
-        self.waits_for, self.since = awaited, self.loop.time()
-        if self._deadline:
-            self._deadline.cancel()
-        self._deadline = self.loop.call_later(self.seconds[awaited], self._end) if awaited else None
-
-    def _make_room(self) -> None:
-        """End the longest idle connection of the address that has the most; where none is idle, this one at most."""
-        if len(self.connections) <= self.most_connections:
-            return
-        waiting = [one for one in self._others() if one.is_idle()]
-        counts = Counter(one.client and one.client[0] for one in self._others())
-        if waiting:
-            min(waiting, key=lambda one: (
-                one.waits_for == "body", -counts[one.client and one.client[0]], one.since,
-            ))._end()  # fmt: skip
-        elif len(self.connections) > self.most_connections + self.most_over_limit:
-            self._end()
-
-    def is_idle(self) -> bool:
-        """Whether it waits for its client; not where bytes have come that a busy loop has not read yet."""
-        if self.waits_for in (None, "reader"):
-            return self.waits_for is not None
-        descriptor = self.transport.get_extra_info("socket").fileno()
-        return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
-
-    def _others(self) -> list[LimitedProtocol]:
-        return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]
-
-    def _is_over_limit(self) -> bool:
-        """Whether as many other connections as are allowed are at work."""
-        if len(self.connections) <= self.most_connections:
-            return False
-        return sum(not one.waits_for for one in self._others()) >= self.most_connections
-
-    def _end(self) -> None:
-        self.connections.discard(self)
-        self.transport.abort()
-
-    async def _answer_within_limits(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request whose end is ambiguous, and all but health checks where every place is taken."""
-        names = {name for name, _ in scope["headers"]}
-        framed_twice = b"content-length" in names or scope["http_version"] == "1.0"  # RFC 9112, 6.1
-        status = 0
-        if b"transfer-encoding" in names and framed_twice:
-            status = 400
-            detail = "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous"
-        elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds what is parted
-            status, detail = 400, f"the headers have more than {HEAD_BYTES} bytes"
-        elif scope["path"] not in PROBES and self._is_over_limit():
-            status, detail = 503, f"{self.most_connections} connections are in use"
-        if status:
-            headers = {"Connection": "close", **({"Retry-After": "5"} if status == 503 else {})}
-            await problem(Request(scope), status, detail, headers)(scope, receive, send)
-        else:
-            await self._application(scope, receive, send)
+        with self._lock:
+            now = time.monotonic()
+            self._level = min(POSTS_PER_MINUTE, self._level + (now - self._at) * POSTS_PER_MINUTE / 60)
+            self._at = now
+            if self._level < 1:
+                detail = f"more than {POSTS_PER_MINUTE:.0f} such requests a minute"
+                raise ProblemError(429, detail, headers={"Retry-After": "5"})
+            self._level -= 1

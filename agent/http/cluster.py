@@ -23,12 +23,10 @@ from agent.advice.request import Request
 from agent.base import units
 from agent.base.counters import WatchTally
 from agent.base.inputs import RequestError
-from agent.cluster.client import Client, path_of
-from agent.cluster.gate import published
+from agent.checks.view import View
+from agent.cluster.client import Client, Watcher, path_of
+from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, FirstSeen, Fleet, NodeRecord, records_of, row
-from agent.cluster.places import Places
-from agent.cluster.places import read as read_places
-from agent.cluster.watch import Watcher
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
@@ -65,6 +63,8 @@ class Cluster:
         self._watcher: Watcher | None = None
         self.tally = WatchTally()
         self._first_seen = FirstSeen()
+        self._own: Mapping[str, NodeRecord] = {}
+        self._of_view: View | None = None
         self._timer: threading.Timer | None = None
         self._requested = 0.0
         self._places, self._places_at = Places(why="one agent knows of no place"), -PLACES_SECONDS
@@ -79,29 +79,27 @@ class Cluster:
         """Where only what this agent scans is known: how to see more nodes."""
         return "" if self.client else MORE
 
-    def own(self) -> tuple[NodeRecord, ...]:
-        """Records of what this agent itself scans; empty before the first scan."""
+    def own(self) -> Mapping[str, NodeRecord]:
+        """Records by name of what this agent itself scans, made once for each view; empty before the first scan."""
         view = self._state.view
-        if view is None:
-            return ()
-        records = records_of(view, name=self._name, interval_seconds=self._interval)
-        return tuple(self._first_seen.dated(record, view.since) for record in records) if len(records) == 1 else records
+        with self._lock:
+            if view is not None and view is not self._of_view:
+                records = records_of(view, name=self._name, interval_seconds=self._interval)
+                if len(records) == 1:
+                    records = (self._first_seen.dated(records[0], view.since),)
+                self._own, self._of_view = {record.name: record for record in records}, view
+            return self._own
 
-    @property
-    def scanned(self) -> tuple[str | None, float] | None:
-        """Where the records are those of this agent's own scans: the node's name, and seconds between scans."""
-        return (self._name, self._interval) if self.source == "hosts" else None
-
-    async def records(self) -> Mapping[str, NodeRecord] | None:
-        """The records by name, current; None where they are this agent's own. Holds no thread while it waits.
+    async def records(self) -> Mapping[str, NodeRecord]:
+        """The records by name, current. Holds no thread while it waits for the API server.
 
         ProblemError 503 before the first scan, and where the API server does not answer.
         """
         self.ready()
-        if self.client is not None:
-            await self._listed(self._follow(self.client))
-            return {record.name: record for record in self._fleet.records()}
-        return None
+        if self.client is None:
+            return await run_in_threadpool(self.own)
+        await self._listed(self._follow(self.client))
+        return {record.name: record for record in self._fleet.records()}
 
     async def places(self) -> Places:
         """Where the nodes stand, by the labels of the Nodes; read again after ten minutes."""
@@ -141,7 +139,7 @@ class Cluster:
     async def _listed(self, watcher: Watcher) -> None:
         """Wait for the first list, no longer than the first refusal."""
         until = time.monotonic() + LIST_SECONDS
-        while not watcher.wait(0):
+        while not watcher.listed:
             if watcher.refused or time.monotonic() > until:
                 detail = watcher.error or f"the API server has not answered within {LIST_SECONDS:.0f} s"
                 detail = f"the cluster's records cannot be read: {detail}"

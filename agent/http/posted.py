@@ -27,13 +27,12 @@ from agent.base import result_store
 from agent.base.documents import document as plain_document
 from agent.checks.codes import ALL_CODES
 from agent.checks.groups import worst_first
-from agent.checks.verdict import FailOn, GateError, select
-from agent.checks.verdict import judge as judged_checks
+from agent.checks.verdict import FailOn, GateError, judge, select
 from agent.http.access import Bucket
 from agent.http.answers import TOKEN, Gate, Kept, body_of, complaints, problems, read_body, respond
 from agent.http.state import State
 from agent.http.worker import ProblemError, Worker
-from contracts import plain
+from contracts import plain, question
 from contracts.finding import Finding
 from contracts.run_record import RunRecord, dumps, record_of
 from planner.why import Verdict
@@ -49,7 +48,7 @@ _Text = Annotated[str, Field(max_length=4096)]
 _Members = dict[str, Any]
 
 
-class Record(BaseModel):
+class PostedRecord(BaseModel):
     """What POST /runs takes: a job's run.json. Of other members those are kept that RunRecord has."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -83,7 +82,7 @@ def read_record(body: bytes) -> RunRecord:
     except (plain.PlainError, UnicodeDecodeError) as error:
         raise ProblemError(400, f"the body is no record of a run: {error}") from None
     try:
-        Record.model_validate(record)
+        PostedRecord.model_validate(record)
     except ValidationError as error:
         found, detail = complaints(error, 16)
         raise ProblemError(422, detail, errors=found) from None
@@ -109,16 +108,16 @@ def gate(checks: Iterable[Finding], require: Sequence[str], skip: Sequence[str],
         found = select(checks, require=require, skip=skip, known=ALL_CODES)
     except GateError as error:
         raise ProblemError(400, str(error)) from None
-    return {"verdict": judged_checks(found, fail_on=fail_on), "checks": worst_first(found)}
+    return {"verdict": judge(found, fail_on=fail_on), "checks": worst_first(found)}
 
 
-class Keeper:
-    """Keeps each record once."""
+class RecordStore:
+    """Stores each record once, in the state folder."""
 
     def __init__(self, state: State) -> None:
         self._state, self._lock = state, threading.Lock()
 
-    def keep(self, record: RunRecord, who: str) -> bool:
+    def add(self, record: RunRecord, who: str) -> bool:
         """Whether it is new here. ProblemError 409 where it cannot be kept beside what is, 507 without room."""
         folder = self._state.folder
         if folder is None or not folder.is_dir():
@@ -146,8 +145,8 @@ _Source = Annotated[str, Field(max_length=MOST_SOURCES_BYTES)]
 _Rank = Annotated[str, Field(pattern="^[0-9]{1,6}$")]
 
 
-class Sources(BaseModel):
-    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and its options by name.
+class Sources(question.model()):  # type: ignore[misc]  # its members are also the rows of contracts/question.toml
+    """What POST /why takes: texts and documents as `topoflight why` reads them from files, and the question.
 
     `nodes` is a number here: what agents publish of nodes by name the command asks of the cluster, as its user may.
     """
@@ -160,23 +159,12 @@ class Sources(BaseModel):
     manifest: _Source = ""
     states: list[dict[str, Any]] = Field(default=[], max_length=MOST_RANKS)
     traces: dict[_Rank, dict[str, Any]] = Field(default={}, max_length=MOST_RANKS)
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = Field(default={})
     recordings: list[dict[str, Any]] = Field(default=[], max_length=8)  # of the job's nodes, as `capture` writes them
-    model: Annotated[str, Field(max_length=200)] = ""
-    method: Literal["full", "lora", "qlora"] = "lora"
-    machine: Annotated[str, Field(max_length=64)] = ""
-    nodes: int | None = Field(default=None, ge=1, le=100_000)
-    network: Annotated[str, Field(max_length=32)] = ""
-    sequence_length: int = Field(default=2048, ge=1, le=10_000_000)
-    lengths: _Text = ""
-    global_batch: int | None = Field(default=None, ge=1, le=10_000_000)
     layout: _Text = ""
-    steps: int | None = Field(default=None, ge=1, le=10**12)
-    epochs: float | None = Field(default=None, gt=0, le=1e6)
-    price: Annotated[str, Field(max_length=16)] = ""
 
 
-def judged(body: bytes) -> Verdict:
+def judge_sources(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     from agent.advice.request import Request as Question
     from agent.base.inputs import InputError, RequestError
@@ -188,9 +176,7 @@ def judged(body: bytes) -> Verdict:
         raise RequestError(f"the body is no JSON: {error}") from None
     except ValidationError as error:
         raise RequestError(complaints(error, 8)[1]) from None
-    of_price = ("model", "method", "machine", "nodes", "network", "sequence_length", "lengths", "global_batch",
-                "steps", "epochs", "price")  # fmt: skip
-    request = Question.of(**{name: getattr(sources, name) or None for name in of_price}, allow_files=False)
+    request = Question.of(**{name: getattr(sources, name) for name in question.fields()}, allow_files=False)
     with tempfile.TemporaryDirectory(prefix="why-") as name:
         folder = Path(name)
         files = {kind: _written(folder, kind, getattr(sources, kind)) for kind in ("logs", "ras", "diagnostics")}
@@ -225,10 +211,10 @@ def _written(folder: Path, kind: str, texts: list[str], suffix: str = "") -> tup
 
 def install(app: FastAPI, state: State, worker: Worker) -> None:
     """Add the endpoints."""
-    keeper, records, verdicts, scans = Keeper(state), *(Bucket.of_posts() for _ in range(3))
+    store, records, verdicts, scans = RecordStore(state), *(Bucket() for _ in range(3))
 
-    @app.post("/runs", tags=["facts"], operation_id="post_run", status_code=201, max_body_size=MOST_RECORD_BYTES,
-              openapi_extra=body_of(Record), dependencies=TOKEN, response_model=Kept,
+    @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
+              openapi_extra=body_of(PostedRecord), dependencies=TOKEN, response_model=Kept,
               responses={200: {"model": Kept, "description": "It was kept before."}, **problems(409, 413, 507)},
               )  # fmt: skip
     async def post_run(request: Request) -> JSONResponse:
@@ -236,19 +222,19 @@ def install(app: FastAPI, state: State, worker: Worker) -> None:
         who = request.state.user
         records.admit()
         body = await read_body(request)
-        new = await run_in_threadpool(lambda: keeper.keep(read_record(body), who))
+        new = await run_in_threadpool(lambda: store.add(read_record(body), who))
         log.info("POST /runs by %s: kept %s", who, "now" if new else "before")
         headers = {"Location": "/runs", "Cache-Control": "no-store"}
         return JSONResponse({"kept": "now" if new else "before"}, status_code=201 if new else 200, headers=headers)
 
-    @app.post("/why", tags=["facts"], operation_id="why_judge", max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,
+    @app.post("/why", tags=["facts"], max_body_size=MOST_SOURCES_BYTES, dependencies=TOKEN,
               openapi_extra=body_of(Sources), response_model=Verdict, responses=problems(413))  # fmt: skip
-    async def judge(request: Request) -> Response:
+    async def why_judge(request: Request) -> Response:
         """The verdict on the sources that are posted. Needs a token. Keeps nothing."""
         verdicts.admit()
         return respond(await worker.ask(request, "why", body=await read_body(request)))
 
-    @app.post("/preflight", tags=["gate"], operation_id="preflight_now", response_model=Gate, dependencies=TOKEN,
+    @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
               responses=problems(413))  # fmt: skip
     def preflight_now(request: Request, requested: Annotated[Preflight | None, Body()] = None) -> JSONResponse:
         """The gate over a scan made now. Needs a token."""

@@ -17,22 +17,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from agent.advice import advise, whatif
 from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.base.streams import log_to_stderr
 from agent.checks.view import View
-from agent.cluster.nodes import Fleet, NodeRecord, records_of
-from agent.cluster.places import Places
+from agent.cluster.gate import Places
+from agent.cluster.nodes import Fleet, NodeRecord
 from agent.http import cluster
-from agent.http.worker import Answer, ProblemError, document, page_of, send
+from agent.http.worker import Answer, ProblemError, document, page_of
+from contracts import question
+from planner.advice import Recommendation
 
-# What the page opens with, so that one sees what may be asked and what an answer looks like.
-EXAMPLES: tuple[dict[str, str], ...] = (
-    {"model": "Llama-3.1-8B", "method": "lora", "machine": "4xl40s", "nodes": "1", "sequence_length": "2048"},
-    {"model": "Llama-3.1-70B", "method": "full", "machine": "p5.48xlarge", "nodes": "8", "sequence_length": "8192"},
-    {"model": "Qwen2.5-32B", "method": "full", "machine": "p5en.48xlarge", "nodes": "4", "sequence_length": "4096"},
-)
 FRONTIER_NODES = (1, 2, 4, 8)
 
 log = logging.getLogger(__name__)
@@ -60,12 +58,8 @@ class Known:
             self.fleet = None
         return kind in ("view", "records")
 
-    def nodes(self, own: tuple[str | None, float] | None) -> Fleet:
-        """The cluster: what was published, or with `own` (name, seconds between scans) what this agent scans."""
-        if own is not None:
-            fleet = Fleet()
-            fleet.set(records_of(self.current(), name=own[0], interval_seconds=own[1]))
-            return fleet
+    def nodes(self) -> Fleet:
+        """The cluster."""
         if self.fleet is None:
             self.fleet = Fleet()
             self.fleet.set(self.records.values())
@@ -73,21 +67,24 @@ class Known:
 
     def current(self) -> View:
         """The newest view."""
-        assert self.view is not None  # noqa: S101 - handed over with every question
+        assert self.view is not None  # noqa: S101 - handed over with every question that asks for it
         return self.view
 
 
-def recommendations(
-    known: Known, *, options: tuple[tuple[str, Any], ...], form: str, cluster_wide: bool = False,
-    own: tuple[str | None, float] | None = None,
-) -> Answer:  # fmt: skip
+def recommendations(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
     """Environment and layout, in any format."""
-    wanted, view = Request.of(**dict(options)), known.current()
-    if cluster_wide:
-        advice, hosts = cluster.advise_cluster(known.nodes(own), wanted)
-    else:
-        advice = advise.for_view(view, wanted)
-        hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
+    wanted, view = Request.of(**dict(options), allow_files=False), known.current()
+    hosts = wanted.nodes or (1 if wanted.machine else len(view.snapshots))
+    return _advice(advise.for_view(view, wanted), form, hosts)
+
+
+def recommendations_of_all(known: Known, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
+    """The same for all nodes of the cluster."""
+    advice, hosts = cluster.advise_cluster(known.nodes(), Request.of(**dict(options), allow_files=False))
+    return _advice(advice, form, hosts)
+
+
+def _advice(advice: Recommendation, form: str, hosts: int) -> Answer:
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=hosts).encode(), media_type="text/plain")
     return document(advice, form)
@@ -99,10 +96,10 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
 
     form, view = dict(fields), known.current()
     if not form.get("model"):
-        worked = [(one, advise.for_view(view, question(one))) for one in EXAMPLES]
+        worked = [(one, advise.for_view(view, asked_in(one))) for one in pages.examples()]
         return page_of(pages.what_if_page(view, form, None, "", examples=worked))
     try:
-        wanted = question(form)
+        wanted = asked_in(form)
         advice = advise.for_view(view, wanted)
         points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
         return page_of(pages.what_if_page(view, form, advice, "", points=points))
@@ -110,29 +107,26 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
         return page_of(pages.what_if_page(view, form, None, str(error)), 400)
 
 
-def nodes(
-    known: Known, *, source: str, form: str, behind: str | None,
-    own: tuple[str | None, float] | None = None,
-) -> Answer:  # fmt: skip
+def nodes(known: Known, *, source: str, form: str, behind: str | None) -> Answer:
     """Every node as a row."""
-    rows = cluster.nodes_document(known.nodes(own), source)
+    rows = cluster.nodes_document(known.nodes(), source)
     return document({**rows, "behind": behind} if behind else rows, form)
 
 
-def topology(known: Known, *, form: str, own: tuple[str | None, float] | None = None) -> Answer:
+def topology(known: Known, *, form: str) -> Answer:
     """The cluster, each kind of node once."""
-    return document(cluster.topology_document(known.nodes(own)), form)
+    return document(cluster.topology_document(known.nodes()), form)
 
 
 def cluster_page(
     known: Known, *, source: str, behind: str | None, more: str, places: Places, filters: tuple[tuple[str, Any], ...],
-    node: str | None = None, own: tuple[str | None, float] | None = None,
+    node: str | None = None,
 ) -> Answer:  # fmt: skip
     """Every node that publishes, for people, or one of them by name. ProblemError where there is none of that name."""
     from agent.pages import render as pages
-    from agent.pages.console import Asked
+    from agent.pages.nodes import Asked
 
-    fleet = known.nodes(own)
+    fleet = known.nodes()
     if node is not None:
         record = fleet.record(node)
         if record is None:
@@ -145,9 +139,9 @@ def cluster_page(
 
 def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone
     """The verdict on posted sources."""
-    from agent.http.posted import judged
+    from agent.http.posted import judge_sources
 
-    return document(judged(body), "json")
+    return document(judge_sources(body), "json")
 
 
 def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what was asked alone
@@ -156,36 +150,21 @@ def as_yaml(known: Known, *, text: bytes) -> Answer:  # noqa: ARG001 - of what w
 
 
 QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one for one in (recommendations, what_if, nodes, topology, cluster_page, why, as_yaml)
+    one.__name__: one
+    for one in (recommendations, recommendations_of_all, what_if, nodes, topology, cluster_page, why, as_yaml)
 }
 
 
-def question(form: Mapping[str, str]) -> Request:
-    """What the form asks; an empty field is one left out, and a wrong one is named with what is allowed."""
-    method, methods = form.get("method") or "lora", ("full", "lora", "qlora")
-    if method not in methods:
-        raise RequestError(f"method={method[:40]}: must be one of {', '.join(methods)}")
-    return Request.of(
-        model=(form.get("model") or "")[:200] or None,
-        method=method,
-        machine=(form.get("machine") or "")[:64] or None,
-        nodes=_whole(form, "nodes", 100_000),
-        network=(form.get("network") or "").strip()[:32] or None,
-        transport=(form.get("transport") or "")[:32] or None,
-        sequence_length=_whole(form, "sequence_length", 10_000_000) or 2048,
-        global_batch=_whole(form, "global_batch", 10_000_000),
-        price=(form.get("price") or "").strip()[:16] or None,
-        allow_files=False,
-    )
-
-
-def _whole(form: Mapping[str, str], name: str, most: int) -> int | None:
-    text = (form.get(name) or "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= most):
-        raise RequestError(f"{name}={text[:40]}: must be a whole number from 1 to {most}")
-    return int(text)
+def asked_in(form: Mapping[str, str]) -> Request:
+    """The question of a form, where an empty field is one left out. Raises RequestError that names a wrong field."""
+    given = {name: text.strip() for name, text in form.items() if text.strip()}
+    try:
+        return Request.of(**dict(question.model().model_validate(given)), allow_files=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        allowed = first["msg"].replace("Input should", "must").replace("String should", "must")
+        raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
 
 
 def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
@@ -199,6 +178,17 @@ def answer(known: Known, name: str, payload: Mapping[str, Any]) -> Answer | Prob
     except Exception:
         log.exception("a question could not be answered: %s", name)
         return ProblemError(500, "the question could not be answered; the agent's log says why")
+
+
+def send(pipe: Connection, found: Answer | ProblemError) -> None:
+    """Send texts and bytes only: nothing that the agent would unpack into objects."""
+    header: dict[str, Any] = {"status": found.status}
+    if isinstance(found, ProblemError):
+        header["detail"] = found.detail
+    else:
+        header |= {"media_type": found.media_type, "headers": dict(found.headers)}
+    pipe.send_bytes(json.dumps(header).encode())
+    pipe.send_bytes(found.body if isinstance(found, Answer) else b"")
 
 
 def main() -> None:

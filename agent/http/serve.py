@@ -45,7 +45,8 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     _check(hosts, options)
     _make_state_folder(options["folder"])
-    places = bind(address, port)  # first: who asks while the rest is loaded waits, and is not refused
+    client = _client(options)
+    places = bind(address, port)  # who asks while the rest is loaded waits, and is not refused
     os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
     scanner = None if hosts else Scanner(root)
     if scanner:  # the child imports while this process does
@@ -60,7 +61,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
         say(f"page: {_url(address, port)}  metrics: {_url(address, port)}metrics{end}", err=True)
     try:
-        listen(application(state, {**options, "hosts": _names(address, options)}), address, port, places)
+        listen(application(state, {**options, "hosts": _names(address, options)}, client), address, port, places)
     finally:
         if scanner:
             scanner.close()
@@ -102,7 +103,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.access import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
+    from agent.http.limits import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
 
     sys.setswitchinterval(SWITCH_SECONDS)
     LimitedProtocol.most_connections = _connections(LimitedProtocol.most_connections)
@@ -180,13 +181,13 @@ def _make_state_folder(folder: Path) -> None:
         raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
 
 
-def application(state: Any, options: dict[str, Any]) -> Any:
-    """Endpoints, cluster view and publisher around one state."""
+def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
+    """Endpoints, cluster view and publisher around one state; `client` is to the API server, where one is there yet."""
+    client = client or _client(options)
     from agent.http.access import Tokens
     from agent.http.cluster import Cluster
     from agent.http.server import create
 
-    client = _client() if options["publish"] or options["token_review"] else None
     name = options["node_name"] or (os.uname().nodename if options["publish"] else None)
     tokens = Tokens(
         client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
@@ -206,7 +207,7 @@ def application(state: Any, options: dict[str, Any]) -> Any:
             state.history.elsewhere = left = LeftBehind(client, str(name), lambda: state.view)
 
         def latest() -> Any:
-            return next(iter(cluster.own()), None) if left is None or left.kept() else None
+            return next(iter(cluster.own().values()), None) if left is None or left.kept() else None
 
         publisher = Publisher(
             client, latest, namespace=_namespace(client),
@@ -230,7 +231,10 @@ def _names(address: str, options: dict[str, Any]) -> list[str]:
     return sorted(name for name in names if name)
 
 
-def _client() -> Any:
+def _client(options: dict[str, Any]) -> Any:
+    """The client, where it is needed. Raises ClickException where there is no way to an API server."""
+    if not (options["publish"] or options["token_review"]):
+        return None
     from agent.cluster.client import AccessError, connect
 
     try:

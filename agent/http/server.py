@@ -12,13 +12,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
+from fastapi.dependencies.utils import get_flat_params
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from prometheus_client.exposition import gzip_accepted
+from pydantic import Field, create_model
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
-from agent.advice import advise
+from agent import metrics
+from agent.advice import advise, whatif
 from agent.advice.request import Request as Question
 from agent.base import counters
 from agent.base.inputs import RequestError
@@ -45,8 +48,8 @@ from agent.http.answers import (
 from agent.http.cluster import Cluster, nodes_document
 from agent.http.state import State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, document, page_of
-from agent.metrics import families as metrics
 from collectives.bench.results import BenchResult
+from contracts import question
 from contracts.finding import Finding
 from planner.advice import Recommendation
 from topology.render import json_document
@@ -64,6 +67,17 @@ Scope = Annotated[str, Query(pattern="^(node|cluster)$", description="This node,
 
 FormField = Annotated[str, Query(max_length=4096)]  # of a form, where an empty one is one left out
 
+
+class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of contracts/question.toml
+    """Query of GET /recommendations."""
+
+    form: str | None = Field(None, alias="format", description="Overrides the Accept header.", max_length=32)
+    scope: str = Field("node", pattern="^(node|cluster)$", description="This node, or every node that publishes.")
+
+
+WhatIf: Any = create_model("WhatIf", **dict.fromkeys(whatif.FORM, (FormField, "")))  # type: ignore[call-overload]
+
+DATA: Responses = {**problems(), **YAML}
 _FORM: Responses = problems(500)
 _FORM[400]["content"]["text/html"] = {"schema": {"type": "string"}}  # the form again, with what is wrong
 
@@ -94,6 +108,7 @@ def create(
     app = FastAPI(
         title="Topoflight", version=VERSION, lifespan=lifespan,
         max_body_size=MOST_BODY_BYTES, dependencies=[Depends(_refuse_unknown_parameters)],
+        generate_unique_id_function=lambda route: route.name,  # of the operation: the handler's
         docs_url=None, redoc_url=None,  # both load scripts from elsewhere; there is a page of our own
         description="Topology-aware preflight for GPU training: what this node is, and what to run on it.",
     )  # fmt: skip
@@ -118,7 +133,7 @@ def _refuse_unknown_parameters(request: Request) -> None:
     """Dependency of every route: a query parameter that the route does not declare is refused, never ignored."""
     if not request.query_params:
         return
-    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    known = [field.alias for field in get_flat_params(request.scope["route"].dependant)]
     for name in request.query_params:
         if name in known:
             continue
@@ -137,13 +152,13 @@ def _current(state: State) -> View:
 
 
 def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> None:
-    @app.get("/healthz", tags=["health"], operation_id="healthz", response_class=PlainTextResponse,
+    @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problems(common=(400,)))  # fmt: skip
     async def healthz() -> str:
         """The process answers; touches no driver."""
         return "ok\n"
 
-    @app.get("/readyz", tags=["health"], operation_id="readyz", response_class=PlainTextResponse,
+    @app.get("/readyz", tags=["health"], response_class=PlainTextResponse,
              responses=problems(common=(400, 422, 503)))  # fmt: skip
     async def readyz(
         wait: Annotated[float, Query(ge=0, le=MOST_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
@@ -158,7 +173,7 @@ def _health(app: FastAPI, state: State, more: Callable[[], metrics.More]) -> Non
             raise ProblemError(503, f"the last scan is {age_seconds(view):.0f} s old, more than {oldest:.0f} s")
         return "ok\n"
 
-    @app.get("/version", tags=["health"], operation_id="version", responses=problems())
+    @app.get("/version", tags=["health"], responses=problems())
     async def version() -> Version:
         """Which release answers."""
         return Version(version=VERSION, python=platform.python_version(), architecture=platform.machine())
@@ -183,7 +198,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
     page is imported with the first one: a node that only a scraper asks does not pay for it.
     """
 
-    @app.get("/", tags=["page"], operation_id="page", response_class=HTMLResponse, responses=problems(404))
+    @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problems(404))
     async def page(
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes, where several are served.")]
         = None,
@@ -204,45 +219,30 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
 
         return respond(await rendered.answer(view, ("/", node, trouble), drawn))
 
-    @app.get(
-        "/cluster",
-        tags=["page"],
-        operation_id="cluster_page",
-        response_class=HTMLResponse,
-        responses=problems(404, 500),
-    )
-    async def whole(
+    @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problems(404, 500))
+    async def cluster_page(
         request: Request,
         node: Annotated[str | None, Query(max_length=253, description="One of the nodes.")] = None,
         search: Annotated[str, Query(max_length=200, description="Words of a row, all of them.")] = "",
         verdict: Annotated[str, Query(pattern="^(|fail|unknown|warn|pass)$")] = "",
         fault: Annotated[str, Query(max_length=128, description="Finding code.")] = "",
         kind: FormField = "", version: FormField = "", place: FormField = "",
-        group: Annotated[str, Query(pattern="^(|fault|kind|version|place)$")] = "",
-        sort: Annotated[str, Query(pattern="^(|name|since|age)$")] = "",
         page: Annotated[int, Query(ge=1, le=100_000)] = 1,
     ) -> Response:  # fmt: skip
-        """Every node that publishes: map, faults, what changed in a day, which nodes are odd, and the table."""
+        """Every node that publishes: map, faults, the table, and which nodes are odd."""
         filters = {"search": search, "verdict": verdict, "fault": fault, "kind": kind, "version": version,
-                   "place": place, "group": group, "sort": sort, "page": page}  # fmt: skip
+                   "place": place, "page": page}  # fmt: skip
         records = await cluster.records()
         return respond(await worker.ask(
-            request, "cluster_page", view=_current(state), records=records, source=cluster.source, node=node,
-            behind=cluster.watch_error(), more=cluster.more, own=cluster.scanned, filters=tuple(filters.items()),
+            request, "cluster_page", records=records, source=cluster.source, node=node,
+            behind=cluster.watch_error(), more=cluster.more, filters=tuple(filters.items()),
             places=await cluster.places(),
         ))  # fmt: skip
 
-    @app.get("/what-if", tags=["page"], operation_id="what_if", response_class=HTMLResponse, responses=_FORM)
-    async def what_if(
-        request: Request, model: FormField = "", method: FormField = "", machine: FormField = "", nodes: FormField = "",
-        network: FormField = "", transport: FormField = "", sequence_length: FormField = "",
-        global_batch: FormField = "", price: FormField = "",
-    ) -> Response:  # fmt: skip
+    @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
+    async def what_if(request: Request, asked: Annotated[WhatIf, Query()]) -> Response:
         """Layouts for a model on this machine or one of the catalogue, side by side."""
-        fields = {"model": model, "method": method, "machine": machine, "nodes": nodes, "network": network,
-                  "transport": transport, "sequence_length": sequence_length, "global_batch": global_batch,
-                  "price": price}  # fmt: skip
-        view, query = _current(state), tuple(fields.items())
+        view, query = _current(state), tuple(asked.model_dump().items())
         answer = rendered.get(view, ("/what-if", query))
         if answer is None:
             answer = await worker.ask(request, "what_if", view=view, fields=query)
@@ -271,53 +271,41 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         view = _current(state)
         return await rendered.of(request, view, (request.url.path,), lambda: make(view), form_of(request, form), worker)
 
-    @app.get("/snapshot", tags=["facts"], operation_id="snapshot",
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/snapshot", tags=["facts"], responses=DATA)
     async def snapshot(request: Request, form: Format = None) -> Response:
         """What every probe read, per host."""
         return await of_view(request, form, lambda view: _one_or_all(view.snapshots))
 
-    @app.get("/topology", tags=["facts"], operation_id="topology",
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/topology", tags=["facts"], responses=DATA)
     async def topology(request: Request, form: Format = None, scope: Scope = "node") -> Response:
         """Links, islands, nearest NICs, expectations, per host; with scope=cluster each kind of node once."""
         if scope == "node":
             return await of_view(request, form, lambda view: _one_or_all([json_document(n) for n in view.topologies]))
         form, records = form_of(request, form), await cluster.records()
-        view = _current(state)
-        return respond(await worker.ask(
-            request, "topology", view=view, records=records, form=form, own=cluster.scanned
-        ))  # fmt: skip
+        return respond(await worker.ask(request, "topology", records=records, form=form))
 
-    @app.get("/findings", tags=["facts"], operation_id="findings", response_model=list[Finding],
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/findings", tags=["facts"], response_model=list[Finding], responses=DATA)
     async def findings(request: Request, form: Format = None) -> Response:
         """Every check that did not pass, worst first."""
         return await of_view(
             request, form, lambda view: [c for c in worst_first(view.checks) if c.status != "pass"]
         )  # fmt: skip
 
-    @app.get("/measurements", tags=["facts"], operation_id="measurements", response_model=BenchResult,
-             responses={**problems(404), **YAML})  # fmt: skip
+    @app.get("/measurements", tags=["facts"], response_model=BenchResult,
+             responses=DATA | problems(404))  # fmt: skip
     async def measurements(request: Request, form: Format = None) -> Response:
         """The last benchmark; 404 where none has been run."""
         if _current(state).bench is None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
         return await of_view(request, form, lambda view: view.bench)
 
-    @app.get("/runs", tags=["facts"], operation_id="runs", response_model=list[dict[str, Any]],
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/runs", tags=["facts"], response_model=list[dict[str, Any]], responses=DATA)
     async def runs(request: Request, form: Format = None) -> Response:
         """Records of fine-tune jobs, newest first: forecast against measurement."""
         return await of_view(request, form, lambda view: list(view.runs))
 
-    @app.get("/nodes", tags=["facts"], operation_id="nodes",
-             responses={**problems(), **YAML})  # fmt: skip
-    async def nodes(
-        request: Request,
-        form: Format = None,
-        scope: Annotated[str, Query(pattern="^(node|cluster)$")] = "cluster",
-    ) -> Response:
+    @app.get("/nodes", tags=["facts"], responses=DATA)
+    async def nodes(request: Request, form: Format = None, scope: Scope = "cluster") -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
         cluster.ready()
         if scope == "node":
@@ -325,67 +313,33 @@ def _facts(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             return respond(await run_in_threadpool(lambda: document(_own_nodes(cluster), form)))
         records = await cluster.records()
         return respond(await worker.ask(
-            request, "nodes", view=_current(state), records=records, source=cluster.source,
-            form=form_of(request, form), behind=cluster.watch_error(), own=cluster.scanned,
+            request, "nodes", records=records, source=cluster.source,
+            form=form_of(request, form), behind=cluster.watch_error(),
         ))  # fmt: skip
 
 
 def _own_nodes(cluster: Cluster) -> dict[str, Any]:
     fleet = Fleet()
-    fleet.set(cluster.own())
+    fleet.set(cluster.own().values())
     return nodes_document(fleet, "scan")
 
 
 def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendered: Rendered) -> None:
-    @app.get("/recommendations", tags=["advice"], operation_id="recommendations", response_model=Recommendation,
+    @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
              responses={**problems(500), **texts("text/plain", "application/yaml")})  # fmt: skip
-    async def recommendations(
-        request: Request,
-        form: Format = None,
-        model: Annotated[str | None, Query(max_length=200, description="Known model name.")] = None,
-        method: Annotated[str, Query(pattern="^(full|lora|qlora)$")] = "lora",
-        sequence_length: Annotated[int, Query(ge=1, le=10_000_000)] = 2048,
-        global_batch: Annotated[int | None, Query(ge=1, le=10_000_000)] = None,
-        engine: Annotated[str, Query(max_length=32)] = "topoflight",
-        precision: Annotated[str, Query(pattern="^(fp32|bf16|fp16|fp8)$")] = "bf16",
-        optimizer: Annotated[str, Query(max_length=32, pattern="^[a-z0-9_]+$")] = "adamw",
-        packing: bool = False,
-        lengths: Annotated[str | None, Query(max_length=10_000, description="TOKENS:ROWS,...")] = None,
-        lora_rank: Annotated[int, Query(ge=1, le=4096)] = 16,
-        steps: Annotated[int | None, Query(ge=1, le=10**9)] = None,
-        tokens: Annotated[int | None, Query(ge=1, le=10**18)] = None,
-        hours: Annotated[float | None, Query(gt=0, le=1e6)] = None,
-        epochs: Annotated[float | None, Query(gt=0, le=1e6)] = None,
-        rows: Annotated[int | None, Query(ge=1, le=10**12)] = None,
-        price: Annotated[float | None, Query(ge=0, le=1e9, description="Of a node-hour.")] = None,
-        machine: Annotated[str | None, Query(max_length=64, description="Catalogue machine: what if.")] = None,
-        nodes: Annotated[int | None, Query(ge=1, le=100_000)] = None,
-        network: Annotated[str | None, Query(max_length=32, description="What joins the nodes: 100G of each.")] = None,
-        transport: Annotated[str | None, Query(pattern="^(rdma|tcp)$", description="Of that network.")] = None,
-        ranks_per_node: Annotated[int | None, Query(ge=1, le=1024, description="Default: one per GPU.")] = None,
-        nccl: Annotated[str | None, Query(max_length=32, description="NCCL version in use.")] = None,
-        scope: Scope = "node",
-    ) -> Response:
+    async def recommendations(request: Request, asked: Annotated[Recommendations, Query()]) -> Response:
         """NCCL environment and layout with reasons; `format` also takes env, shell, k8s and the exports."""
-        options = {
-            "model": model, "method": method, "sequence_length": sequence_length, "global_batch": global_batch,
-            "engine": engine, "precision": precision, "optimizer": optimizer, "packing": packing, "lengths": lengths,
-            "lora_rank": lora_rank, "steps": steps, "tokens": tokens, "hours": hours, "machine": machine,
-            "epochs": epochs, "rows": rows, "price": None if price is None else str(price),
-            "nodes": nodes, "network": network, "transport": transport, "nccl_version": nccl,
-            "ranks_per_node": ranks_per_node, "allow_files": False,
-        }  # fmt: skip
+        form, options = asked.form, tuple((name, getattr(asked, name)) for name in question.fields())
         view = _current(state)
         if form is not None and form not in advise.FORMATS:
             raise ProblemError(
                 400, f"format={form}: must be one of {', '.join(advise.FORMATS)}", allowed=list(advise.FORMATS)
             )
         form = form if form in advise.EXPORTS else form_of(request, form)
-        parameters: dict[str, Any] = {"options": tuple(options.items()), "form": form}
-        if scope == "cluster" and machine is None:
+        parameters: dict[str, Any] = {"options": options, "form": form}
+        if asked.scope == "cluster" and asked.machine is None:
             records = await cluster.records()
-            parameters |= {"cluster_wide": True, "own": cluster.scanned}
-            return respond(await worker.ask(request, "recommendations", view=view, records=records, **parameters))
+            return respond(await worker.ask(request, "recommendations_of_all", records=records, **parameters))
         key = "/recommendations", form, parameters["options"]
         answer = rendered.get(view, key)
         if answer is None:
@@ -395,8 +349,7 @@ def _advice(app: FastAPI, state: State, cluster: Cluster, worker: Worker, render
 
 
 def _gate(app: FastAPI, state: State, worker: Worker, rendered: Rendered) -> None:
-    @app.get("/preflight", tags=["gate"], operation_id="preflight", response_model=Gate,
-             responses={**problems(), **YAML})  # fmt: skip
+    @app.get("/preflight", tags=["gate"], response_model=Gate, responses=DATA)
     async def preflight(
         request: Request,
         form: Format = None,

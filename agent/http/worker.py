@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -37,20 +36,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 256  # questions that differ; who asks what another has asked shares the answer
-LONGEST_SECONDS = 60.0  # of one question
-START_SECONDS = 60.0  # to start Python and import; generous, a node in trouble is slow
+LONGEST_SECONDS = 60.0  # of one question, and for Python to start and to import: a node in trouble is slow
 LEFT_SECONDS = 1.0  # a question that no client waits for may take so much longer before its process is killed
 IDLE_SECONDS = 600.0
-FRESH_SECONDS = 1.0  # an answer about the cluster is given again for so long
-MOST_HELD_BYTES = 64 << 20  # of answers that clients are still reading
 RECORDS_AT_ONCE = 250  # packing them holds the interpreter for some milliseconds
 COMMAND = (sys.executable, "-P", "-m", "agent.http.questions")
 _LOOK_SECONDS = 0.1
 
-_BUSY = {"Retry-After": "5"}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What is sent, whole."""
 
@@ -71,12 +65,8 @@ class ProblemError(Exception):
         self.more = more
 
 
-class _LateError(ProblemError):
-    """The process was too slow, or no client waits any more: it is replaced."""
-
-
-def _late(detail: str) -> _LateError:
-    return _LateError(503, detail, headers=_BUSY)
+def _busy(detail: str) -> ProblemError:
+    return ProblemError(503, detail, headers={"Retry-After": "5"})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,7 +79,6 @@ class _Job:
     records: Mapping[str, NodeRecord] | None
     answered: Future[Answer] = field(default_factory=Future)
     waiting: int = 0
-    done_at: float | None = None
 
 
 def document(value: Any, form: str) -> Answer:
@@ -102,25 +91,6 @@ def page_of(html: str, status: int = 200) -> Answer:
     from agent.pages import render as pages
 
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.headers())
-
-
-def send(pipe: Connection, answer: Answer | ProblemError) -> None:
-    """From the worker to the agent go texts and bytes only: nothing that is unpacked into objects."""
-    header: dict[str, Any] = {"status": answer.status}
-    if isinstance(answer, ProblemError):
-        header["detail"] = answer.detail
-    else:
-        header |= {"media_type": answer.media_type, "headers": dict(answer.headers)}
-    pipe.send_bytes(json.dumps(header).encode())
-    pipe.send_bytes(answer.body if isinstance(answer, Answer) else b"")
-
-
-def received(pipe: Connection) -> Answer:
-    """The other side of `send`. Raises ProblemError where the worker refuses."""
-    header, body = json.loads(pipe.recv_bytes()), pipe.recv_bytes()
-    if "detail" in header:
-        raise ProblemError(**header)
-    return Answer(body=body, **header)
 
 
 class _Process:
@@ -137,27 +107,32 @@ class _Process:
                 env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
         self._pipe = Connection(ours.detach())
+        if not self._pipe.poll(LONGEST_SECONDS):
+            self.kill()
+            raise TimeoutError(f"the worker process has not started within {LONGEST_SECONDS:.0f} s")
+        self._pipe.recv_bytes()
         self._view: View | None = None
         self._records: Mapping[str, NodeRecord] = {}
-        if not self._pipe.poll(START_SECONDS):
-            self.kill()
-            raise _late(f"the worker process has not started within {START_SECONDS:.0f} s")
-        self._pipe.recv_bytes()
 
     def ask(self, job: _Job, longest: float) -> Answer:
-        """Raises ProblemError where it refuses or is too slow, EOFError or OSError where the process has ended."""
-        self._tell(job)
-        self._pipe.send((job.name, dict(job.given)))
-        until = time.monotonic() + longest
-        while not self._pipe.poll(_LOOK_SECONDS):
-            now = time.monotonic()
-            if not job.waiting:
-                until = min(until, now + LEFT_SECONDS)
-            if now > until:
-                raise _late(f"the question takes longer than {longest:.0f} s: ask for less")
-        return received(self._pipe)
+        """Raises ProblemError where it refuses, TimeoutError where it is too slow or no client waits any more.
 
-    def _tell(self, job: _Job) -> None:
+        Raises EOFError or OSError where the process has ended. What comes back is text and bytes, and never unpacked.
+        """
+        until = time.monotonic() + longest
+        self._send_news(job)
+        self._pipe.send((job.name, dict(job.given)))
+        while not self._pipe.poll(_LOOK_SECONDS):
+            if not job.waiting:
+                until = min(until, time.monotonic() + LEFT_SECONDS)
+            if time.monotonic() > until:
+                raise TimeoutError(f"the question takes longer than {longest:.0f} s: ask for less")
+        header, body = json.loads(self._pipe.recv_bytes()), self._pipe.recv_bytes()
+        if "detail" in header:
+            raise ProblemError(**header)
+        return Answer(body=body, **header)
+
+    def _send_news(self, job: _Job) -> None:
         """Hand over what has changed since the last question."""
         if job.view is not None and job.view is not self._view:
             self._pipe.send(("view", replace(job.view, runs=(), benches=())))
@@ -171,10 +146,9 @@ class _Process:
             self._records = now
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now; the thread that asks it hears EOFError."""
         self._process.kill()
         self._process.wait()
-        self._pipe.close()
 
 
 class Worker:
@@ -185,11 +159,10 @@ class Worker:
         longest_seconds: float = LONGEST_SECONDS, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._command, self._most, self._longest, self._idle = command, most_waiting, longest_seconds, idle_seconds
-        self._jobs: dict[Hashable, _Job] = {}  # asked and not answered, or answered a moment ago
-        self._held: weakref.WeakSet[Answer] = weakref.WeakSet()
+        self._jobs: dict[Hashable, _Job] = {}  # asked and not answered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._process: _Process | None = None
-        self._end: asyncio.TimerHandle | None = None  # of a process that nobody asks
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._stopping = False
 
     async def ask(
@@ -200,60 +173,45 @@ class Worker:
 
         ProblemError: 503 where too many wait, it takes too long or the client leaves; else as the worker refuses it.
         """
-        job = self._job(name, given, view, records)
-        gone = asyncio.ensure_future(_gone(request))
-        answered = asyncio.wrap_future(job.answered)
+        key = name, tuple(sorted(given.items())), id(view)
+        job = self._jobs.get(key)
+        if job is None:
+            if self._stopping or len(self._jobs) >= self._most:
+                raise _busy(f"{self._most} such questions wait already")
+            job = self._jobs[key] = _Job(name=name, given=given, view=view, records=records)
+            job.answered = self._thread.submit(self._serve, job)
+            job.answered.add_done_callback(lambda _: self._jobs.pop(key, None))
+        job.waiting += 1
+        answered, until = asyncio.wrap_future(job.answered), time.monotonic() + 2 * self._longest
         # An error that comes after the client has left is read here, or asyncio logs it with a traceback.
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            await asyncio.wait((answered, gone), timeout=2 * self._longest, return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done():
-                raise _late("the client has gone" if gone.done() else "too much was asked before")
+            while not (await asyncio.wait((answered,), timeout=_LOOK_SECONDS))[0]:
+                if await request.is_disconnected() or time.monotonic() > until:
+                    raise _busy("too much was asked before")
             if answered.cancelled():
-                raise _late("the agent ends")
-            self._held.add(answered.result())
+                raise _busy("the agent ends")
             return answered.result()
         finally:
-            gone.cancel()
-            self._leave(job)
+            job.waiting -= 1
+            if not job.waiting:
+                job.answered.cancel()  # where it is not begun; `_Process.ask` sees to the one that is
+            self._end_later()
 
     def stop(self) -> None:
         """End the process and the thread; clients that wait are refused."""
         self._stopping = True
         if (process := self._process) is not None:
-            process._process.kill()
+            process.kill()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _job(
-        self, name: str, given: Mapping[str, Any], view: View | None, records: Mapping[str, NodeRecord] | None
-    ) -> _Job:
-        """The question, asked by one more."""
-        if self._end is not None:
-            self._end.cancel()
-        key = name, tuple(sorted(given.items(), key=lambda pair: pair[0])), id(view), records is None
-        fresh = time.monotonic() - FRESH_SECONDS
-        self._jobs = {k: job for k, job in self._jobs.items() if job.done_at is None or job.done_at > fresh}
-        job = self._jobs.get(key)
-        if job is None or job.view is not view:
-            if self._stopping or sum(job.done_at is None for job in self._jobs.values()) >= self._most:
-                raise _late(f"{self._most} such questions wait already")
-            if sum(len(answer.body) for answer in self._held) > MOST_HELD_BYTES:
-                raise _late("answers of too many bytes are still being read")
-            job = self._jobs[key] = _Job(name=name, given=given, view=view, records=records)
-            job.answered = self._thread.submit(self._serve, job)
-        job.waiting += 1
-        return job
-
-    def _leave(self, job: _Job) -> None:
-        """One waits no more; a question that no client waits for, and that is not begun, gives its place back."""
-        job.waiting -= 1
-        if not job.waiting and job.answered.cancel():
-            self._jobs = {key: other for key, other in self._jobs.items() if other is not job}
-        if self._end is not None:
-            self._end.cancel()
+    def _end_later(self) -> None:
+        """End the process after some idle minutes."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if not self._stopping:
             loop = asyncio.get_running_loop()
-            self._end = loop.call_later(self._idle, self._thread.submit, self._end_process)
+            self._idle_timer = loop.call_later(self._idle, self._thread.submit, self._end_process)
 
     def _serve(self, job: _Job) -> Answer:
         """Answer in the worker's thread. Whatever ends a process, another takes its place."""
@@ -261,27 +219,18 @@ class Worker:
             if self._process is None:
                 self._process = _Process(self._command)
             if self._stopping:
-                raise _late("the agent ends")
+                raise _busy("the agent ends")
             return self._process.ask(job, self._longest)
-        except _LateError:
-            self._end_process()
-            raise
         except ProblemError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question gets another process
             self._end_process()
+            if isinstance(error, TimeoutError):
+                raise _busy(str(error)) from None
             log.warning("the worker process has ended: %r", error)
-            raise _late("the worker process has ended: ask again") from None
-        finally:
-            job.done_at = time.monotonic()
+            raise _busy("the worker process has ended: ask again") from None
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-
-
-async def _gone(request: Request) -> None:
-    """Ends when the client does."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -186,10 +186,9 @@ def has_gpu(found: Sequence[Snapshot]) -> bool:
 
 def training_request(options: Mapping[str, Any]) -> Request:
     """The question behind `launch`: the named model, or the embedded one."""
-    names = ("hosts", "root", "model", "method", "global_batch", "machine", "nodes", "lengths", "rows")
+    names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
+             "rows")  # fmt: skip
     request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
-    if options["sequence_length"]:
-        request = request.changed(sequence_length=options["sequence_length"])
     return job_request(request, options["config"], options["overrides"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -92,44 +92,29 @@ def _check_gate(options: Mapping[str, Any]) -> None:
         )
 
 
-def without_nic(spec: JobSpec) -> str:
-    """What is wrong with pods that are to use RDMA and ask for no device of it; empty: nothing is."""
-    if spec.nodes == 1 or not spec.ipc_lock or spec.resource_claim_template:
-        return ""
+def warnings(spec: JobSpec) -> Iterator[str]:
+    """What is wrong with a job that can be launched all the same."""
     nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
-    if any(spec.limits[name] != "0" for name in nics):
-        return ""
-    return (
-        "the nodes have RDMA devices, and the pods ask for none: NCCL in them would go by TCP; --resource NAME=COUNT "
-        "names what the nodes have of them in status.allocatable (rdma/..., openshift.io/...)"
-    )
-
-
-def uncounted(spec: JobSpec) -> str:
-    """What Kueue must be told to admit pods with claims; empty: there is no queue, or no claim.
-
-    Source: Kueue 0.15.0 to 0.19.2, pkg/dra/claims.go and pkg/features.
-    """
+    has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
+    if spec.nodes > 1 and spec.ipc_lock and not has_nic:
+        yield (
+            "the nodes have RDMA devices, and the pods ask for none: NCCL in them would go by TCP; --resource "
+            "NAME=COUNT names what the nodes have of them in status.allocatable (rdma/..., openshift.io/...)"
+        )
     classes = (
         *(spec.device_classes if spec.resource_claim_template else ()),
         *(("compute-domain-default-channel.nvidia.com",) if spec.compute_domain else ()),
     )
-    if not (spec.queue and classes):
-        return ""
-    return (
-        f"queue {spec.queue}: Kueue 0.18.2 and newer admit these pods only where its deviceClassMappings name "
-        f"{', '.join(classes)}; 0.18.0 and 0.18.1 refuse their claims, and older ones do not count them"
-    )
-
-
-def not_kept(spec: JobSpec) -> str:
-    """What is lost where no claim holds the run; empty: a claim does."""
-    if spec.claim:
-        return ""
-    return (
-        "no claim holds the run: checkpoints and result end with the pod, and a pod made anew starts at the first "
-        "step; --claim NAME or --storage-class NAME keeps them"
-    )
+    if spec.queue and classes:  # Kueue 0.15.0 to 0.19.2, pkg/dra/claims.go and pkg/features
+        yield (
+            f"queue {spec.queue}: Kueue 0.18.2 and newer admit these pods only where its deviceClassMappings name "
+            f"{', '.join(classes)}; 0.18.0 and 0.18.1 refuse their claims, and older ones do not count them"
+        )
+    if not spec.claim:
+        yield (
+            "no claim holds the run: checkpoints and result end with the pod, and a pod made anew starts at the first "
+            "step; --claim NAME or --storage-class NAME keeps them"
+        )
 
 
 def against_dra(advice: Recommendation, options: Mapping[str, Any]) -> str:
@@ -225,16 +210,6 @@ def network(found: Sequence[Snapshot], namespace: str, host_mofed: bool | None =
     return networks.network(networks.from_snapshots(found, namespace=namespace, **named))
 
 
-def unknown_mofed(found: Sequence[Snapshot]) -> str:
-    """What is to be asked of the NIC's driver, where the nodes do not show it; else nothing."""
-    if networks.from_snapshots(found).host_mofed is not None:
-        return ""
-    return (
-        "unknown what brings the NIC driver (DOCA-OFED), so ClusterPolicy says nothing of it: --host-mofed where the "
-        "nodes have it, --no-host-mofed to have the network operator bring it (ofedDriver)"
-    )
-
-
 def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
     """The recommendation for pods on the networks that --network prints with the job, where these are several.
 
@@ -252,25 +227,21 @@ def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence
     )  # fmt: skip
 
 
-def addresses_in_use(found: Sequence[Snapshot]) -> str:
-    """What is wrong with the addresses of several network resources; empty: the nodes have none of them."""
-    rails = networks.from_snapshots(found).rails()
-    if len(rails) < 2 or misnamed(found):
-        return ""
-    taken = networks.in_use([rail.range for rail in rails], found)
-    todo = "put free ranges in their place in MacvlanNetwork and NetworkAttachmentDefinition"
-    return f"{taken}: {todo}" if taken else ""
-
-
-def misnamed(found: Sequence[Snapshot]) -> str:
-    """What is wrong with the interfaces' names in the network resources; empty: they are the nodes' own."""
-    names = networks.seen_from_a_pod(found)
-    if not names:
-        return ""
-    return (
-        f"{', '.join(names)}: so a pod calls it, not the node; put the node's own name in its place in "
-        "NicClusterPolicy, MacvlanNetwork and NetworkAttachmentDefinition, or capture with the overlay host-network"
-    )
+def network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
+    """What is wrong with the network resources of these nodes, or is to be asked about them."""
+    names, spec = networks.seen_from_a_pod(found), networks.from_snapshots(found)
+    if names:
+        yield (
+            f"{', '.join(names)}: so a pod calls it, not the node; put the node's own name in its place in "
+            "NicClusterPolicy, MacvlanNetwork and NetworkAttachmentDefinition, or capture with the overlay host-network"
+        )
+    elif len(rails := spec.rails()) > 1 and (taken := networks.in_use([rail.range for rail in rails], found)):
+        yield f"{taken}: put free ranges in their place in MacvlanNetwork and NetworkAttachmentDefinition"
+    if host_mofed is None and spec.host_mofed is None:
+        yield (
+            "unknown what brings the NIC driver (DOCA-OFED), so ClusterPolicy says nothing of it: --host-mofed where "
+            "the nodes have it, --no-host-mofed to have the network operator bring it (ofedDriver)"
+        )
 
 
 def claim_of(options: Mapping[str, Any]) -> str | None:
@@ -327,26 +298,22 @@ def _explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     return job_settings.explicit_settings(options.get("config"), options.get("overrides", ()))
 
 
-def unnamed(advice: Recommendation, options: Mapping[str, Any]) -> bool:
-    """Whether the pods need a device whose name only the cluster, or the user, knows."""
+def unnamed_devices(advice: Recommendation, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The devices that the pods need and the user has not named.
+
+    First families, whose name only the cluster knows ("rdma/*"), then NICs of one name on every cluster, as EFA's.
+    """
     if options["dra"]:
-        return False
+        return [], []
     named = _named_by_user(options)
-    return any(name.endswith("/*") and not family(name, named) for name in _devices(advice))
-
-
-def fixed(advice: Recommendation, options: Mapping[str, Any]) -> list[str]:
-    """NICs that the pods need and that go by one name on every cluster, as EFA's do."""
-    nics = [name for name in _devices(advice) if name.startswith(NICS) and not name.endswith("/*")]
-    return [] if options["dra"] else [name for name in nics if name not in _named_by_user(options)]
+    needed = [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
+    families = [name for name in needed if name.endswith("/*")]
+    fixed = [name for name in needed if name.startswith(NICS) and name not in (*families, *named)]
+    return [name for name in families if not family(name, named)], fixed
 
 
 def _named_by_user(options: Mapping[str, Any]) -> list[str]:
     return [word.partition("=")[0] for word in options["resources"]]
-
-
-def _devices(advice: Recommendation) -> list[str]:
-    return [need.value.partition(": ")[0] for need in advice.needs if need.name == "resource"]
 
 
 def offered(client: Client, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -101,9 +101,14 @@ def job_plan(
         job_config = replace(job_config, **left_open(advice, explicit))
     return JobPlan(
         config=job_config, layout=advice.chosen.layout, notes=tuple(notes),
-        forecast=codec.pick(document(advice.chosen.forecast), RunForecast),
+        forecast=run_forecast(advice),
         environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
     )  # fmt: skip
+
+
+def run_forecast(advice: Recommendation) -> RunForecast:
+    """The forecast of the chosen layout as a plan holds it; an empty one without a layout."""
+    return codec.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
@@ -179,8 +184,9 @@ def train(
     output.mkdir(parents=True, exist_ok=True)
     words = command(write_atomic(output / "plan.json", dumps(made)), made.layout.world_size)
     began = time.time()
-    ended = run(words, environment(advice), output, timeout_seconds, on_line, stop,
-                grace_seconds=grace(advice, bytes_per_second))  # fmt: skip
+    variables = environment(made.environment, made.layout.world_size)
+    grace_seconds = grace(advice, bytes_per_second)
+    ended = run(words, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
     own = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
     return replace(ended, record=record_of(output / "run.json", ended, began))
@@ -228,13 +234,11 @@ def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, byt
     )
 
 
-def environment(advice: Recommendation) -> dict[str, str]:
-    """This process's environment with the recommended settings on top."""
-    settings = {setting.name: setting.value for setting in advice.settings}
+def environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """This process's environment with these settings on top, for so many ranks of this host."""
     # torchrun would set the same 1 for each of several ranks and print a banner about it; a rank alone has all cores.
     # A user's or the advice's value comes before.
-    several = advice.chosen is not None and advice.chosen.layout.world_size > 1
-    threads = {"OMP_NUM_THREADS": "1"} if several else {}
+    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
     return {**threads, **os.environ, "PYTHONUNBUFFERED": "1", **settings}
 
 

@@ -2,8 +2,8 @@
 
 Surface: unshare(1), veth(4) and tc-tbf(8) through pyroute2's netlink. Each namespace is held by a process that ends
 with this one, however that ends; with the last process in it the kernel takes down the namespace, its veth and their
-qdiscs, so that nothing is ever left to be swept. What runs in them is forked by one process (`main`). Linux,
-root.
+qdiscs, so that nothing is ever left to be swept. What runs in them is forked by the fork server of `multiprocessing`,
+which has imported torch and ends with this process, too. Linux, root.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import json
+import multiprocessing.connection
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 from agent.base.inputs import InputError
 from collectives.bench import processes
@@ -37,7 +36,7 @@ LEAST_BURST_BYTES = 65536  # one segment as veth hands it over
 _RATE = re.compile(r"([A-Za-z][A-Za-z0-9]{0,14})=([1-9][0-9]{0,5})(mbit|gbit)")
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
 _GRACE_SECONDS = 5.0  # for the others, once one rank has failed
-MODULES = ("collectives.bench.rank", "collectives.bench.calibrate", "finetune.train")
+MODULES = ["collectives.bench.rank", "collectives.bench.calibrate", "finetune.train"]  # what the ranks import
 
 
 class NamespaceError(RuntimeError):
@@ -94,78 +93,45 @@ def missing() -> str:
 
 @dataclass(slots=True)
 class Rig:
-    """The hosts, and the process that forks ranks in them."""
+    """The hosts: one process holds the namespace of each."""
 
     networks: tuple[Shaped, ...]
-    server: subprocess.Popen[str]
-    pids: tuple[int, ...] = ()
+    pids: tuple[int, ...]
+    stop: threading.Event = field(default_factory=threading.Event)  # ends the ranks
 
     def address(self, network: Shaped, host: int) -> str:
         """IPv4 of a host on a network: private addresses, in namespaces that nothing else reaches."""
         return f"10.244.{self.networks.index(network)}.{host + 1}"
 
     def run(
-        self, network: Shaped, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float,
-        environment: Mapping[str, str] | None = None,
-    ) -> list[int]:  # fmt: skip
+        self, network: Shaped, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
+    ) -> list[int]:
         """One rank a host, each with its own words, over the network; logs to rankN.log in the folder. Exit codes."""
-        ranks: list[dict[str, Any]] = []
+        ranks = []
         for host in range(HOSTS):
-            env = {
-                "RANK": host, "WORLD_SIZE": HOSTS, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29511,
-                "MASTER_ADDR": self.address(network, 0), "GLOO_SOCKET_IFNAME": network.name, **(environment or {}),
+            environment = {
+                "RANK": str(host), "WORLD_SIZE": str(HOSTS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "MASTER_PORT": "29511", "MASTER_ADDR": self.address(network, 0), "GLOO_SOCKET_IFNAME": network.name,
             }  # fmt: skip
-            ranks.append({
-                "module": module, "words": words[host], "env": {name: str(value) for name, value in env.items()},
-                "pid": self.pids[host], "host": f"host-{host}", "log": str(folder / f"rank{host}.log"),
-            })  # fmt: skip
-        assert self.server.stdin is not None and self.server.stdout is not None  # noqa: S101 - pipes, below
-        try:
-            self.server.stdin.write(json.dumps({"ranks": ranks, "seconds": seconds}) + "\n")
-            self.server.stdin.flush()
-            answer = self.server.stdout.readline()
-        except OSError:
-            answer = ""
-        if not answer:
-            raise NamespaceError(f"the process that forks ranks has ended with code {self.server.wait()}")
-        codes: list[int] = json.loads(answer)
-        return codes
+            log = folder / f"rank{host}.log"
+            ranks.append(fork_rank(module, words[host], environment, self.pids[host], f"host-{host}", log))
+        return wait_for_ranks(ranks, seconds, self.stop)
 
 
 @contextlib.contextmanager
-def hosts(networks: Sequence[Shaped], log: Path, stop: threading.Event) -> Iterator[Rig]:
+def hosts(networks: Sequence[Shaped], stop: threading.Event) -> Iterator[Rig]:
     """Two hosts that the networks join; all is gone at the end. NamespaceError says why not.
 
-    `log` takes what the forking process says; once `stop` is set all of it ends.
+    Once `stop` is set the ranks end.
     """
     if why := missing():
         raise NamespaceError(why)
+    start_fork_server()  # it imports torch while the hosts are made
     with contextlib.ExitStack() as stack:
-        rig = Rig(tuple(networks), _serve(stack, log))
-        rig.pids = tuple(_hold(stack) for _ in range(HOSTS))
+        rig = Rig(tuple(networks), tuple(_hold(stack) for _ in range(HOSTS)), stop)
         for network in rig.networks:
             _join(rig, network)
-        threading.Thread(target=_end_on, args=(stop, rig.server), name="stop the ranks", daemon=True).start()
         yield rig
-
-
-def _serve(stack: contextlib.ExitStack, log: Path) -> subprocess.Popen[str]:
-    """The forking process; it imports torch while the hosts are made."""
-    environment = {
-        **os.environ, **processes.SAFE_PATH,
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]),
-                                                    os.environ.get("PYTHONPATH")))),
-    }  # fmt: skip
-    environment.pop(processes.RUN_VARIABLE, None)
-    words = processes.tethered([sys.executable, "-m", "agent.jobs.namespaces", *MODULES])
-    with log.open("wb") as stream:
-        server = subprocess.Popen(
-            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-    stack.callback(_end, server)
-    return server
 
 
 def _hold(stack: contextlib.ExitStack) -> int:
@@ -180,11 +146,6 @@ def _hold(stack: contextlib.ExitStack) -> int:
     if held.stdout.readline() != "ready\n":
         raise NamespaceError("no network namespace: unshare --net was refused")
     return held.pid
-
-
-def _end_on(stop: threading.Event, server: subprocess.Popen[str]) -> None:
-    stop.wait()
-    server.kill()
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -216,55 +177,64 @@ def _join(rig: Rig, network: Shaped) -> None:
         raise NamespaceError(f"{network.name}: {error}") from None
 
 
-# The process that forks ranks -----------------------------------------------------------------------------------------
+# Ranks, which the fork server forks: none needs seconds to import torch.
 
 
-def run_ranks(request: Mapping[str, Any]) -> list[int]:
-    """Fork the ranks and wait for all; a code below 0 is the signal that ended it.
-
-    Where one fails, the others have a few seconds, as torchrun gives them.
-    """
-    started = [_fork(rank) for rank in request["ranks"]]
-    codes: dict[int, int] = {}
-    until = time.monotonic() + request["seconds"]
-    while len(codes) < len(started):
-        for pid in started:
-            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(found[1])
-                if codes[pid]:
-                    until = min(until, time.monotonic() + _GRACE_SECONDS)
-        if time.monotonic() > until:
-            for pid in started:
-                if pid not in codes:
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(processes.POLL_SECONDS)
-    return [codes[pid] for pid in started]
-
-
-def _fork(rank: Mapping[str, Any]) -> int:
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
+def start_fork_server() -> None:
+    """Start the fork server, with one OpenMP thread and without GPUs for all ranks. It imports MODULES on its own."""
+    before = dict(os.environ)
+    os.environ |= {
+        **processes.SAFE_PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    os.environ.pop(processes.RUN_VARIABLE, None)
     try:
-        log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        processes.die_with_parent(parent)
-        os.environ.update(rank["env"])
-        _enter(rank["pid"], rank["host"])
-        ended = importlib.import_module(rank["module"]).main(rank["words"])
-        code = int(ended or 0)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001 - the rank's last words; it must not go on as a second server
-        traceback.print_exc()
+        forkserver.set_forkserver_preload(MODULES)
+        forkserver.ensure_running()
     finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def fork_rank(
+    module: str, words: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path
+) -> ForkServerProcess:
+    """Start a rank, which is the `main(words)` of a module.
+
+    It enters the network namespace of process `pid` (setns(2)), calls itself `host` and writes to `log`.
+    """
+    rank = multiprocessing.get_context("forkserver").Process(
+        target=_run_rank, args=(module, words, dict(environment), pid, host, str(log)), daemon=True
+    )
+    rank.start()
+    return rank
+
+
+def wait_for_ranks(ranks: Sequence[ForkServerProcess], seconds: float, stop: threading.Event) -> list[int]:
+    """Wait for all ranks, and kill those left after `seconds`; an exit code below 0 is a signal.
+
+    Where one fails, the others have a few seconds, as torchrun gives them. Raises NamespaceError once `stop` is set.
+    """
+    until = time.monotonic() + seconds
+    while left := [rank for rank in ranks if rank.exitcode is None]:
+        if any(rank.exitcode for rank in ranks):
+            until = min(until, time.monotonic() + _GRACE_SECONDS)
+        if time.monotonic() > until or stop.is_set():
+            for rank in left:
+                rank.kill()
+        multiprocessing.connection.wait([rank.sentinel for rank in left], timeout=processes.POLL_SECONDS)
+    if stop.is_set():
+        raise NamespaceError("stopped by SIGTERM")
+    return [rank.exitcode or 0 for rank in ranks]
+
+
+def _run_rank(module: str, words: Sequence[str], environment: dict[str, str], pid: int, host: str, log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    processes.die_with_parent(os.getppid())  # the fork server
+    os.environ.update(environment)
+    _enter(pid, host)
+    sys.exit(importlib.import_module(module).main(words))
 
 
 def _enter(pid: int, host: str) -> None:
@@ -273,23 +243,3 @@ def _enter(pid: int, host: str) -> None:
         if libc.setns(network.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
             raise OSError(ctypes.get_errno(), f"network namespace of process {pid}")
     socket.sethostname(host)
-
-
-def main(modules: Sequence[str]) -> int:
-    """Serve until standard input ends; the ranks die with this process, and it with the one that started it.
-
-    `python -m agent.jobs.namespaces MODULE ...` imports the modules and waits: no rank needs seconds to import torch. A
-    line of JSON starts one group of ranks: {"ranks": [{"module", "words", "env", "pid", "host", "log"}], "seconds"}.
-    Each enters the network namespace of process `pid` (setns(2)), calls itself `host`, writes to `log` and is the
-    module's `main(words)`. The line that comes back holds their exit codes.
-    """
-    for name in modules:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(run_ranks(json.loads(line))) + "\n")
-        sys.stdout.flush()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -63,7 +63,7 @@ _RDMA = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
 # RDMA, and it has no IPC_LOCK, device or network for RDMA. That the interface is there is still judged.
 _OF_RDMA = ("env.rdma.*", "env.interface.overlay", "interfaces.choice.wrong", "limits.memlock.*", "rdma.*")
 _TCP_SETTINGS = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")
-STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.runs.LEAST_STEPS)
+STEPS = 8  # beside warm-up and profiled ones three count (agent.pages.charts.LEAST_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +275,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
 def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
     """Measure and run over each network in turn; NamespaceError where none can be made here."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with lock.hold(), hosts(networks, job.folder / "ranks.log", stop) as rig:
+    with lock.hold(), hosts(networks, stop) as rig:
         job.note("load torch")
         results = []
         for network in networks:

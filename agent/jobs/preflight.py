@@ -23,11 +23,10 @@ from agent.base.inputs import InputError
 from agent.base.output import Progress
 from agent.base.version import VERSION
 from agent.checks import measured
-from agent.checks.baseline import REPORT_VERSION, Baseline, gone, regressions
+from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
 from agent.checks.baseline import read as read_baseline
 from agent.checks.codes import ALL_CODES, HOST_CODES
 from agent.checks.groups import worst_first
-from agent.checks.judged import against_baseline
 from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord

@@ -16,20 +16,18 @@ from typing import Any
 
 import contracts
 from agent.advice.request import Request
-from agent.base.documents import document
 from agent.base.inputs import InputError
 from agent.jobs import script_rank
 from agent.jobs.benchmark import default_ranks
-from agent.jobs.launch import Launched, grace, run, storage_rate
+from agent.jobs.launch import Launched, environment, grace, run, run_forecast, storage_rate
 from agent.jobs.wrapped import advised, forecast, forecast_of
 from collectives.bench import processes
 from collectives.nccl_log import evidence
-from contracts import bounded, codec, run_record
-from contracts.job_plan import JobPlan, RunForecast
+from contracts import bounded, run_record
+from contracts.job_plan import JobPlan
 from contracts.plain import loads as plain
 from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import EditError, YamlTextError, documents
-from planner.advice import Forecast, Recommendation
 from planner.kubernetes.wrap import WrapError, jobs_in
 from planner.stacks.arguments import read_command
 from probes.api import Snapshot
@@ -46,7 +44,6 @@ class ScriptPlan:
     ranks: int
     document: JobPlan
     environment: dict[str, str]  # of the processes, whole
-    forecast: Forecast | None
     said: tuple[str, ...]
     output_dir: Path | None  # where the trainer says that it writes
     grace_seconds: int  # that it has to save after SIGTERM
@@ -66,7 +63,6 @@ def plan_of(
     settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
     if advice.backend == "nccl":
         settings |= {name: value for name, value in _log(folder).items() if name not in os.environ}
-    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}  # as torchrun would, without its banner
     python = _python()
     # The script's own folder stays on its path, as under plain torchrun; a user's own PYTHONSAFEPATH stays too.
     unsafe = [] if "PYTHONSAFEPATH" in os.environ else ["env", "-u", "PYTHONSAFEPATH"]
@@ -74,12 +70,12 @@ def plan_of(
     words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
              "--no-python", *processes.tethered(job, parent=0)]  # fmt: skip
     return ScriptPlan(
-        words=words, ranks=ranks, environment={**threads, **os.environ, "PYTHONUNBUFFERED": "1", **settings},
+        words=words, ranks=ranks, environment=environment(settings, ranks),
         document=JobPlan(
             layout=advice.chosen.layout if advice.chosen else None, environment=settings,
-            forecast=_forecast(advice), notes=tuple(lines),
+            forecast=run_forecast(advice), notes=tuple(lines),
         ),
-        forecast=advice.chosen.forecast if advice.chosen else None, said=(*set_already, *lines),
+        said=(*set_already, *lines),
         output_dir=Path(output_dir) if isinstance(output_dir, str) else None,
         grace_seconds=grace(advice, storage_rate(options["storage_rate"])),
     )  # fmt: skip
@@ -101,10 +97,6 @@ def _python() -> str:
 
 def _log(folder: Path) -> dict[str, str]:
     return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder.absolute() / "nccl" / "nccl.%h.%p.log")}
-
-
-def _forecast(advice: Recommendation) -> RunForecast:
-    return codec.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def _text(name: str) -> str | None:
@@ -159,7 +151,7 @@ def left_by(text: str, found: Sequence[Snapshot], options: Mapping[str, Any], fo
     advice, lines = advised(jobs[0], found, options)
     layout = advice.chosen.layout if advice.chosen else None
     plan = JobPlan(layout=layout, environment={each.name: each.value for each in advice.settings},
-                   forecast=_forecast(advice), notes=tuple(lines))  # fmt: skip
+                   forecast=run_forecast(advice), notes=tuple(lines))  # fmt: skip
     record = RunRecord(plan=plan, layout=RunLayout(family=layout.family if layout else None))
     record.notes.append(f"read afterwards from what {jobs[0].kind}/{jobs[0].name} left in {folder}")
     if any(words not in text for words in forecast(advice).values()):

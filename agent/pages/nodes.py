@@ -1,82 +1,90 @@
-"""Nodes as the page shows them, in a few words each: the strip over its page, and its row among others."""
+"""Nodes as the pages show them: the rows of a table, and the page of the whole cluster from its records alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from urllib.parse import quote
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from urllib.parse import quote, urlencode
 
 from agent.base import units
-from agent.base.units import expected_rate
 from agent.checks.codes import CLUSTER_CODES
-from agent.checks.coverage import no_gpu_read, no_hca_read
 from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
-from agent.checks.view import View, only
-from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet, NodeRecord
+from agent.checks.history import clock
+from agent.checks.verdict import Verdict, judge
+from agent.cluster.gate import Places, checks_of
+from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
+from agent.terminal.hosts import machine
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
-from probes.interfaces.facts import InterfacesFacts
-from probes.limits.probe import LimitsFacts
+from topology import diff
 from topology.graph import NodeTopology
 from topology.reference import departures
 
 ORDER = ("fail", "unknown", "warn", "pass")
+ROWS = 100  # of one page of the table
+MOST_ODD = 16  # groups of each family; the table names the nodes of the others
+SMALL_CELLS = 1000  # nodes from which on the cells of the map are small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One node of the table."""
+    """One node of a table, and of the map."""
 
     name: str
     word: str  # of its verdict
     worst: Group | None  # the first thing to read, where something failed or warned
     more: int  # further findings
+    codes: tuple[str, ...]  # of all that failed or warned, worst first
     gpus: str
-    nvlink: str
+    links: str
     rdma: str
     memlock: str
-    age: str  # since its scan; empty where all were scanned at once
-    link: str | None  # of its own page
+    version: str
+    age: str  # since its scan
+    since: str  # when the oldest of its findings began; empty where that is not known
+    link: str = ""  # to its own page
+    kind: str = "unknown"
+    place: str = ""
+
+    def text(self) -> str:
+        """What a search looks in."""
+        found = self.worst.message if self.worst else ""
+        about = (self.name, self.gpus, self.kind, self.version, self.place, *self.codes, found)
+        return " ".join(about).lower()
 
 
-def rows(view: View) -> tuple[Row, ...]:
-    """Every scanned node once, sick ones first."""
-    made = []
-    for name in dict.fromkeys(snapshot.hostname for snapshot in view.snapshots):
-        mine = only(view, name)
-        node, scanned = mine.topologies[0], mine.snapshots[0]
-        worst, more = first_of(mine.checks)
-        made.append(
-            Row(
-                name=name, word=mine.verdict.word, worst=worst, more=more, gpus=gpus(node, scanned),
-                nvlink=nvlink(node), rdma=rdma(node, scanned), memlock=_memlock(scanned), age="",
-                link=f"./?node={quote(name, safe='')}",
-            )
-        )  # fmt: skip
-    return _sorted(made)
-
-
-def rows_of_records(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
-    """Every published node, sick ones first; one that fell silent is unknown, whatever it said last."""
-    mine: dict[str, list[Finding]] = {}
+def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
+    """Every node, sick ones first; one that fell silent is unknown, whatever it said last."""
+    mine: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
-        mine.setdefault(check.node, []).append(check)
-    made = []
-    for record in records:
-        worst, more = first_of(mine.get(record.name, ()))
-        heard = record.scanned_at_seconds > 0
-        made.append(
-            Row(
-                name=record.name, word="unknown" if record.silent(now) else record.verdict, worst=worst, more=more,
-                gpus=gpu_text(record),
-                nvlink=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
-                age=units.ago(record.age_seconds(now)) if heard else "never", link=None,
-            )
-        )  # fmt: skip
-    return _sorted(made)
+        if check.status != "pass":
+            mine[check.node].append(check)
+    agents = {record.agent_version for record in records}
+    made = (_row(record, mine[record.name], now, agents=len(agents) > 1) for record in records)
+    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, _natural(row.name))))
+
+
+def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> Row:
+    found = [
+        group
+        for group in grouped(checks)
+        if group.status in ("fail", "warn") or (group.required and group.status == "unknown")
+    ]
+    codes = dict.fromkeys(check.code for check in checks if check.status in ("fail", "warn") or check.required)
+    since = min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0)
+    driver = ((record.machine or {}).get("gpu") or {}).get("driverVersion")
+    version = f"driver {driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else "")
+    return Row(
+        name=record.name, word="unknown" if record.silent(now) else record.verdict,
+        worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=gpu_text(record),
+        links=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
+        version=version, since=clock(since) if since else "",
+        age=units.ago(record.age_seconds(now)) if record.scanned_at_seconds > 0 else "never",
+    )  # fmt: skip
 
 
 def gpu_text(record: NodeRecord) -> str:
@@ -102,96 +110,164 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
     )  # fmt: skip
 
 
-def first_of(checks: Sequence[Finding]) -> tuple[Group | None, int]:
-    """The first thing to read, and how many more there are."""
-    found = [
-        group
-        for group in grouped(checks)
-        if group.status in ("fail", "warn") or (group.required and group.status == "unknown")
-    ]
-    return (found[0] if found else None), max(0, len(found) - 1)
-
-
-def _sorted(made: Sequence[Row]) -> tuple[Row, ...]:
-    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, row.name)))
-
-
-def _memlock(snapshot: Snapshot) -> str:
-    limits = snapshot.facts(LimitsFacts)
-    if limits is None or not limits.memlock_known:
-        return "unknown"
-    return "unlimited" if limits.memlock_soft_bytes is None else units.size(limits.memlock_soft_bytes)
-
-
-def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> list[tuple[str, str]]:
-    """What a person wants to see first of a machine."""
-    interfaces = snapshot.facts(InterfacesFacts)
-    choice = interfaces.nccl_choice if interfaces else None
-    shown = [
-        ("GPUs", gpus(node, snapshot)),
-        ("NVLink", nvlink(node)),
-        ("RDMA", rdma(node, snapshot)),
-        ("Nearest NIC", _nearest(node)),
-        ("NCCL's own interface choice", choice or "unknown"),
-        ("Expected all-gather", _expected(node)),
-        ("Measured all-gather", _measured(bench)),
-        ("Recognised as", node.sku or "no machine of the reference table"),
-    ]
-    return [*shown, *(("Departs from it", text) for text in departures(node))]
-
-
-def gpus(node: NodeTopology, snapshot: Snapshot) -> str:
-    """ "8 x NVIDIA H100 80GB HBM3"; "none" only where the bus shows none."""
-    if not node.gpus:
-        return "unknown" if no_gpu_read(snapshot) else "none"
-    names = dict.fromkeys(gpu.model or "unknown model" for gpu in node.gpus if gpu.usable)
-    lost = sum(not gpu.usable for gpu in node.gpus)
-    return f"{len(node.gpus)} × {', '.join(names) or 'unknown model'}" + (f", {lost} not usable" if lost else "")
-
-
-def nvlink(node: NodeTopology) -> str:
-    """The links of the islands, "none" only where the source would have told."""
-    if not node.islands:
-        return "none" if node.nvlink_known else "unknown"
-    island = node.islands[0]
-    words = f"{' and '.join(island.nvlinks_per_pair)}, {'every pair' if island.all_to_all else 'not every pair'}"
-    of = f" of {len(island.gpus)} of {len(node.gpus)} GPUs" if len(island.gpus) < len(node.gpus) else ""
-    return f"{words}{of}" if len(node.islands) == 1 else f"{len(node.islands)} islands: {words}"
-
-
-def rdma(node: NodeTopology, snapshot: Snapshot) -> str:
-    """Devices that can do RDMA, and how many of them are up; "no device" only where the bus shows no HCA."""
-    able = [nic for nic in node.nics if nic.kind not in ("ethernet", "unknown")]
-    if not able:
-        return "unknown" if no_hca_read(snapshot) else "no device"
-    up = [nic for nic in able if nic.active]
-    total = sum(nic.rate_bytes_per_second or 0.0 for nic in up)
-    return f"{len(up)} of {len(able)} up, {units.bits(total) if total else 'rate unknown'} together"
-
-
-def _nearest(node: NodeTopology) -> str:
-    if not node.nearest_nic:
-        return "no NIC" if node.gpus else "no GPU"
-    if not any(near.decidable for near in node.nearest_nic):
-        return "undecidable here"
-    counts: dict[str, int] = {}
-    for near in node.nearest_nic:
-        label = near.label if near.decidable else "undecidable"
-        counts[label] = counts.get(label, 0) + 1
-    return ", ".join(f"{label} for {number} of {len(node.nearest_nic)} GPUs" for label, number in counts.items())
-
-
-def _expected(node: NodeTopology) -> str:
-    for scope in ("node", "island"):
-        for e in node.expectations:
-            if e.scope == scope and e.op == "all_gather" and (e.busbw_bytes_per_second or e.least_bytes_per_second):
-                return f"{expected_rate(e)} bus bandwidth within the {scope}"
-    return "not derivable"
-
-
-def _measured(bench: BenchResult | None) -> str:
+def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
+    """What a person wants to see first of a machine: as the terminal shows it, and what was measured."""
+    yield from machine(snapshot, node)
     found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    if not found:
-        return "nothing measured"
-    best = max(found, key=lambda m: m.bytes)
-    return f"{units.rate(best.busbw_bytes_per_second)} bus bandwidth at {units.size(best.bytes)}"
+    best = max(found, key=lambda m: m.bytes, default=None)
+    rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "nothing"
+    yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
+    yield "recognised as", node.sku or "no machine of the reference table"
+    for text in departures(node):
+        yield "departs from it", text
+
+
+# The page of the whole cluster.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the page's form and links ask; empty is everything."""
+
+    search: str = ""
+    verdict: str = ""
+    fault: str = ""
+    kind: str = ""
+    version: str = ""
+    place: str = ""
+    page: int = 1
+
+    def query(self, **other: str | int) -> str:
+        """The address of this page with some of it asked otherwise, from its first rows on."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"page": 1} | other
+        told = {name: value for name, value in values.items() if value not in ("", 1)}
+        return "cluster" + (f"?{urlencode(told)}" if told else "")
+
+    def matches(self, row: Row) -> bool:
+        """Whether the node is one of those that were asked for."""
+        exact = all(getattr(self, name) in ("", getattr(row, name)) for name in ("kind", "version", "place"))
+        fault = not self.fault or self.fault in row.codes
+        found = all(each in row.text() for each in self.search.lower().split())
+        return exact and fault and found and self.verdict in ("", row.word)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Console:
+    """Everything that the page shows."""
+
+    asked: Asked
+    verdict: Verdict
+    checks: tuple[Finding, ...]
+    rows: tuple[Row, ...]  # all nodes
+    matching: tuple[Row, ...]  # those that were asked for
+    counts: dict[str, int]
+    faults: tuple[tuple[Group, str], ...]  # each with the time of the oldest
+    places: Places
+    map: tuple[tuple[str, tuple[Row, ...]], ...]
+    families: tuple[diff.FleetFamily, ...]
+    choices: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> tuple[Row, ...]:
+        """The rows of the page that was asked for."""
+        return self.matching[ROWS * (self.asked.page - 1) : ROWS * self.asked.page]
+
+    @property
+    def pages(self) -> int:
+        """How many pages there are."""
+        return max(1, -(-len(self.matching) // ROWS))
+
+    @property
+    def said(self) -> str:
+        """Beside the verdict: of how many nodes the tally below it is, and how many findings the list below has."""
+        if not self.rows:
+            return self.verdict.why
+        bad, found = sum(row.word != "pass" for row in self.rows), units.count(len(self.faults), "finding")
+        whole = units.count(len(self.rows), "node")
+        return f"{bad} of {whole}, {found}" if bad else f"all of {whole}, {found}" if self.faults else f"all of {whole}"
+
+    @property
+    def small(self) -> bool:
+        """Whether the map has too many cells for their marks."""
+        return len(self.rows) >= SMALL_CELLS
+
+
+def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
+    """The page's contents for what is asked, at `now` (Unix seconds)."""
+    records, checks = fleet.records(), checks_of_records(fleet, now)
+    where, kinds = dict(places.of), _kinds(fleet, records)
+    every = tuple(
+        replace(
+            row, kind=kinds[row.name], place=where.get(row.name, ""), link=f"cluster?node={quote(row.name, safe='')}"
+        )
+        for row in rows(records, checks, now)
+    )
+    return Console(
+        asked=asked, verdict=judge(checks), checks=checks, rows=every,
+        matching=tuple(row for row in every if asked.matches(row)), counts=dict(Counter(row.word for row in every)),
+        faults=tuple(_faults(records, checks)), places=places, map=_map(every, places),
+        families=_families(fleet, records, now),
+        choices={
+            "fault": sorted({code for row in every for code in row.codes}),
+            **{name: sorted({getattr(row, name) for row in every} - {""}, key=_natural)
+               for name in ("kind", "version", "place")},
+        },
+    )  # fmt: skip
+
+
+def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[Group, str]]:
+    """Each finding over all nodes, with the time of the oldest."""
+    since = {
+        (record.name, each.get("code"), each.get("subject")): seconds_of(each.get("since"))
+        for record in records
+        for each in record.findings
+    }
+    for group in grouped([check for check in checks if check.status in ("fail", "warn") or check.required]):
+        times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
+        first = min(filter(None, times), default=0.0)
+        yield group, clock(first) if first else ""
+
+
+def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
+    """Each node's kind in words: nodes of one kind are alike to the last link."""
+    named: dict[str | None, str] = {None: "unknown"}
+    of = {record.name: fleet.kind(record) for record in records}
+    sizes, first = Counter(of.values()), {of[record.name]: record for record in records}
+    for key, _ in sizes.most_common():
+        if key is not None:
+            words = f"{gpu_text(first[key])}, {first[key].links or 'no links'}".replace("NVIDIA ", "")
+            same = sum(known == words or known.startswith(f"{words} #") for known in named.values())
+            named[key] = f"{words} #{same + 1}" if same else words
+    return {name: named[key] for name, key in of.items()}
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """ "r2" before "r10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
+
+
+def _map(rows: Sequence[Row], places: Places) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+    """Nodes by place, those without one last; all in one where no place is known."""
+    found: Mapping[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: _natural(row.name)):
+        found[row.place].append(row)
+    if not places.label:
+        return (("", tuple(found[""])),)
+    ordered = sorted(found.items(), key=lambda pair: (not pair[0], _natural(pair[0])))
+    return tuple((name or "no label", tuple(mine)) for name, mine in ordered)
+
+
+def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
+    """Nodes with one kind of GPU and how the odd ones depart from what most of them have; of those that are heard of.
+
+    Equal machines are compared once.
+    """
+    alike: dict[str, tuple[NodeRecord, list[str]]] = {}
+    for record in records:
+        key = fleet.machine_key(record)
+        if key is not None and not record.silent(now):
+            alike.setdefault(key, (record, []))[1].append(record.name)
+    if not alike:
+        return ()
+    found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
+    return found.families

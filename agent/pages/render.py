@@ -11,30 +11,35 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from agent.advice.advise import EXPORTS
+from agent.advice.whatif import FORM
 from agent.base import result_store, units
 from agent.base.tables import GLYPHS
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
-from agent.checks.judged import expected_words
 from agent.checks.verdict import judge
 from agent.checks.view import View
-from agent.cluster.places import Places
-from agent.pages import charts, console, runs
+from agent.cluster.gate import Places
+from agent.cluster.nodes import records_of
+from agent.pages import charts
 from agent.pages import nodes as page_nodes
-from agent.pages.runs import by_network, division, shown, side_by_side
-from agent.terminal.advice import as_it_is, summary
-from agent.terminal.hosts import facts_lines
+from agent.pages.charts import by_network, division, shown, side_by_side
+from agent.terminal.advice import as_it_is, parts_grid, summary
+from agent.terminal.hosts import outcome_lines
+from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
+from contracts.tables import read_table
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
@@ -43,7 +48,7 @@ from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
 from topology.cluster import join
-from topology.graph import CLASSES, NodeTopology, level, nvlinks
+from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
 from topology.render import columns
 
 if TYPE_CHECKING:
@@ -94,8 +99,6 @@ def sentence(text: str) -> str:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# of the what-if form
-_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "price")
 _SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
 
 
@@ -109,7 +112,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(
-        expected=expected_words, expected_rate=units.expected_rate,
+        expected_rate=units.expected_rate,
         size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
@@ -124,11 +127,14 @@ def _environment() -> Environment:
         unknown_ids=unknown_ids,
         columns=columns,
         classes=CLASSES,
+        pairs_of=Pairs,
         about=told,
         glance=page_nodes.glance,
         charts=charts,
         layouts=_layouts,
         summary=summary,
+        parts_grid=parts_grid,
+        results_grid=results_grid,
         as_it_is=as_it_is,
         shown=shown,
         division=division,
@@ -155,19 +161,20 @@ def node_page(
 
 def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, trouble: str | None) -> str:
     """The page of several nodes: which is sick, and with what."""
-    return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=page_nodes.rows(view))
+    found = page_nodes.rows(records_of(view), view.checks, view.made_at_seconds)
+    rows = [replace(row, link=f"./?node={quote(row.name, safe='')}") for row in found]
+    return _page("cluster", view, advice=advice, why_not=why_not, trouble=trouble, rows=rows)
 
 
 def fleet_page(
     fleet: Fleet, *, source: str, behind: str | None, more: str = "", places: Places | None = None,
-    asked: console.Asked | None = None,
+    asked: page_nodes.Asked | None = None,
 ) -> str:  # fmt: skip
     """The page of every node that publishes, from the records alone; `more` says how to see more nodes."""
     now = time.time()
-    shown = console.console(fleet, places or Places(), asked or console.Asked(), now)
+    shown = page_nodes.console(fleet, places or Places(), asked or page_nodes.Asked(), now)
     return _rendered(
-        "fleet", c=shown, groups=console.GROUPS, sorts=console.SORTS, source=source, most_odd=console.MOST_ODD,
-        behind=behind, more=more, made_at=now,
+        "fleet", c=shown, source=source, most_odd=page_nodes.MOST_ODD, behind=behind, more=more, made_at=now
     )  # fmt: skip
 
 
@@ -190,12 +197,18 @@ def what_if_page(
     examples: Sequence[tuple[Mapping[str, str], Recommendation]] = (), points: Sequence[FrontierPoint] = (),
 ) -> str:  # fmt: skip
     """The form and, where it was answered, layouts side by side and the frontier; without a question, examples."""
-    given = {name: asked[name] for name in _FIELDS if asked.get(name)}
+    given = {name: asked[name] for name in FORM if asked.get(name)}
     drawn = Markup(frontier_svg(points, "Time and cost by nodes")) if points else ""  # noqa: S704 - escaped there
     return _page(
         "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points,
         drawn=drawn,
     )  # fmt: skip
+
+
+def examples() -> list[dict[str, str]]:
+    """Return the questions that the what-if page opens with."""
+    found: list[dict[str, str]] = read_table(__file__, "examples.toml")["example"]
+    return found
 
 
 def endpoints_page(document: Mapping[str, Any]) -> str:
@@ -210,7 +223,7 @@ def endpoints_page(document: Mapping[str, Any]) -> str:
 
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
-    rows = page_nodes.rows_of_records(report.nodes, report.checks, report.started_at_seconds)
+    rows = page_nodes.rows(report.nodes, report.checks, report.started_at_seconds)
     return _rendered("report", report=report, rows=rows, style_hash=_hash("style.css"))
 
 
@@ -236,7 +249,7 @@ def when(seconds: float) -> str:
 
 
 def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **more: Any) -> str:
-    asked = {**dict.fromkeys(_FIELDS, ""), **(asked or {})}
+    asked = {**dict.fromkeys(FORM, ""), **(asked or {})}
     return _rendered(name, view=view, models=models.known_names(), machines=machines.names(), asked=asked, **more)
 
 
@@ -272,7 +285,7 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
 
 
 def _history(lines: Sequence[result_store.Line]) -> Markup:
-    return runs.bench_figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
+    return charts.bench_figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
 
 
 def _kind(label: str) -> str:
@@ -285,12 +298,8 @@ def _round(value: float | None) -> str:
     return "unknown" if value is None else f"{value:,.0f}"
 
 
-def _outcome(outcome: Ok[object] | Absent | Failed) -> str:
-    if isinstance(outcome, Absent):
-        return f"absent: {outcome.why}"
-    if isinstance(outcome, Failed):
-        return f"failed: {outcome.error}"
-    return Markup("<br>").join(facts_lines(outcome.facts))
+def _outcome(outcome: Ok[object] | Absent | Failed) -> Markup:
+    return Markup("<br>").join(outcome_lines(outcome))
 
 
 # A node as the page draws it: topology's drawing, with glyphs where findings are and what a benchmark measured.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.tables import indented, pairs, point, table
+from agent.base.tables import Grid, indented, pairs, point, table_of
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
@@ -76,14 +77,20 @@ def _remarks(out: Console, advice: Recommendation) -> None:
 
 def parts(out: Console, ranked: RankedLayout) -> None:
     """The forecast part by part, and every number it rests on."""
-    rows = table("part", "value", "how")
-    for part in ranked.forecast.time_parts:
-        rows.add_row(part.name, units.seconds(part.value), escape(part.detail))
-    for part in ranked.forecast.memory_parts:
-        rows.add_row(part.name, units.size(part.value), escape(part.detail))
-    out.print(rows)
+    out.print(table_of(parts_grid([ranked])))
     for line in ranked.forecast.inputs:
         out.print(f"· {escape(line)}")
+
+
+def parts_grid(shown: Sequence[RankedLayout]) -> Grid:
+    """The parts of step time and memory; of several layouts each part with the layout's name."""
+    rows = [
+        (*([ranked.layout.family] if len(shown) > 1 else []), part.name, show(part.value), part.detail)
+        for ranked in shown
+        for parts, show in ((ranked.forecast.time_parts, units.seconds), (ranked.forecast.memory_parts, units.size))
+        for part in parts
+    ]
+    return Grid(columns=(*(["layout"] if len(shown) > 1 else []), "part", "value", "how"), rows=tuple(rows))
 
 
 def device_of(advice: Recommendation) -> str:
@@ -213,7 +220,5 @@ def layout_title(shape: Layout) -> str:
 def rejected(out: Console, advice: Recommendation) -> None:
     """Families that were turned down, with the rule that did it."""
     if advice.rejected:
-        rows = table("turned down", "because")
-        for item in advice.rejected[:12]:
-            rows.add_row(escape(item.what), escape(item.reason))
-        out.print(rows)
+        rows = tuple((item.what, item.reason) for item in advice.rejected[:12])
+        out.print(table_of(Grid(columns=("turned down", "because"), rows=rows)))

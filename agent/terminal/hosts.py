@@ -57,15 +57,17 @@ def host(out: Console, snapshot: Snapshot) -> None:
     out.print(f"\n[bold]{escape(snapshot.hostname)}[/bold]")
     rows = table("probe", "found")
     for name, outcome in snapshot.outcomes.items():
-        if isinstance(outcome, Absent):
-            rows.add_row(name, f"absent: {escape(outcome.why)}")
-        elif isinstance(outcome, Failed):
-            rows.add_row(name, f"[red]failed: {escape(outcome.error)}[/red]")
-        elif isinstance(outcome, Ok):
-            for line in facts_lines(outcome.facts):
-                rows.add_row(name, escape(line))
-                name = ""
+        for number, line in enumerate(outcome_lines(outcome)):
+            shown = f"[red]{escape(line)}[/red]" if isinstance(outcome, Failed) else escape(line)
+            rows.add_row("" if number else name, shown)
     out.print(rows)
+
+
+def outcome_lines(outcome: Ok[object] | Absent | Failed) -> list[str]:
+    """What a probe found in a few lines, or why it found nothing."""
+    if isinstance(outcome, Absent):
+        return [f"absent: {outcome.why}"]
+    return [f"failed: {outcome.error}"] if isinstance(outcome, Failed) else facts_lines(outcome.facts)
 
 
 def facts_lines(facts: object) -> list[str]:
@@ -245,6 +247,4 @@ def _rdma(snapshot: Snapshot) -> str:
 
 def _silent(snapshot: Snapshot, probe: str) -> str:
     outcome = snapshot.outcomes.get(probe)
-    if isinstance(outcome, Absent):
-        return f"absent: {outcome.why}"
-    return f"failed: {outcome.error}" if isinstance(outcome, Failed) else ""
+    return outcome_lines(outcome)[0] if isinstance(outcome, Absent | Failed) else ""

@@ -2,50 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
+from agent.base.tables import SHOWN, Grid, grid, some, table_of
 from agent.checks.judged import bar_words, expected_words
-from collectives.bench.results import BenchResult, RdmaResult
+from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from contracts.run_record import RunRecord, compare
 
 if TYPE_CHECKING:
     from agent.jobs.preflight import Report
-from agent.base.tables import SHOWN, grid, some, table
+
+
+def results_grid(found: Sequence[Measurement]) -> Grid:
+    """A row for each result of a benchmark."""
+    expected = any(m.expected_busbw_bytes_per_second for m in found)
+    rows = [
+        (m.op, units.size(m.bytes), units.seconds(m.median_seconds),
+         f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?",
+         units.rate(m.algbw_bytes_per_second), units.rate(m.busbw_bytes_per_second),
+         *([expected_words(m)] if expected else []), "yes" if m.verified else "NO")
+        for m in found
+    ]  # fmt: skip
+    columns = ("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
+    return Grid(columns=columns, rows=tuple(rows), long=("expected",))
 
 
 def bench(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     """Measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
-    expected = any(m.expected_busbw_bytes_per_second for m in result.measurements)
-    rows = table("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
-    for column in rows.columns:
-        column.no_wrap = column.header != "expected"  # the longest, of several values
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
-    for m in result.measurements:
-        if m is not largest[m.op] and m.verified and not verbose:
-            continue
-        cells = [m.op, units.size(m.bytes), units.seconds(m.median_seconds)]
-        cells.append(f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?")
-        cells += [units.rate(m.algbw_bytes_per_second), units.rate(m.busbw_bytes_per_second)]
-        if expected:
-            cells.append(expected_words(m))
-        rows.add_row(*cells, "yes" if m.verified else "NO")
+    shown = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
     where = f"{result.world_size} {result.backend} ranks on {some(sorted(set(result.hosts))) or 'this host'}"
-    wrong = sum(not m.verified for m in result.measurements)
-    shown = len(rows.rows)
-    more = f"; {len(result.measurements) - shown} smaller sizes: -v" if shown < len(result.measurements) else ""
-    out.print(_verdict(result, wrong))
-    out.print(escape(f"{where}{more}"))
-    out.print(rows)
+    left = len(result.measurements) - len(shown)
+    out.print(_verdict(result, sum(not m.verified for m in result.measurements)))
+    out.print(escape(where + (f"; {left} smaller sizes: -v" if left else "")))
+    out.print(table_of(results_grid(shown)))
     if result.step is not None and verbose:
-        pieces = table("one training step", "bytes", "calls", "ranks", "time")
-        for part in result.step.parts:
-            moved, time = units.size(part.bytes), units.seconds(part.median_seconds)
-            pieces.add_row(part.name, moved, str(part.times), str(part.group_ranks), time)
-        out.print(pieces)
+        rows = [
+            (
+                part.name,
+                units.size(part.bytes),
+                str(part.times),
+                str(part.group_ranks),
+                units.seconds(part.median_seconds),
+            )
+            for part in result.step.parts
+        ]
+        columns = ("one training step", "bytes", "calls", "ranks", "time")
+        out.print(table_of(Grid(columns=columns, rows=tuple(rows))))
     if result.step is not None:
         out.print(f"communication of the step, nothing hidden: {units.seconds(result.step.median_seconds)}")
     if len(set(result.hosts)) > 1 and result.carried:
@@ -82,24 +90,22 @@ def _verdict(result: BenchResult, wrong: int) -> str:
 
 def rdma(out: Console, result: RdmaResult) -> None:
     """Measured RDMA writes, one row per port."""
-    rows = table("port", "rate", "MTU", "written", "expected")
-    for column in rows.columns[:-1]:
-        column.no_wrap = True
-    for write in result.writes:
-        bar = next((bar for bar in write.bars if bar.low is not None), None)
-        rows.add_row(
-            write.port, units.bits(write.rate_bytes_per_second), str(write.mtu_bytes or "?"),
-            units.rate(write.bytes_per_second), bar_words(bar) if bar else "unknown",
-        )  # fmt: skip
+    bars = [next((bar for bar in write.bars if bar.low is not None), None) for write in result.writes]
+    rows = [
+        (write.port, units.bits(write.rate_bytes_per_second), str(write.mtu_bytes or "?"),
+         units.rate(write.bytes_per_second), bar_words(bar) if bar else "unknown")
+        for write, bar in zip(result.writes, bars, strict=True)
+    ]  # fmt: skip
     out.print(f"\n[bold]RDMA writes[/bold] from {escape(result.host)} to {escape(result.peer)}")
-    out.print(rows)
+    columns = ("port", "rate", "MTU", "written", "expected")
+    out.print(table_of(Grid(columns=columns, rows=tuple(rows), long=("expected",))))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
 
 
 def comparison(out: Console, record: RunRecord) -> None:
     """Print the forecast and the measurement of step time and memory, and the parts of the step."""
-    from agent.pages.runs import division
+    from agent.pages.charts import division
 
     out.print("\n[bold]Forecast against run[/bold]")
     for line in compare(record):
@@ -128,9 +134,9 @@ def run(out: Console, record: RunRecord) -> None:
 
 def by_network(out: Console, whole: Report) -> None:
     """Runs of one job over different networks, a bar each."""
-    from agent.pages import charts, runs
+    from agent.pages import charts
 
-    for bars in runs.by_network(runs.shown(whole.runs)):
+    for bars in charts.by_network(charts.shown(whole.runs)):
         out.print(f"\n[bold]{escape(bars.title)}[/bold]")
         rows = grid(2, 3)
         for label, bar, shown in charts.blocks(bars.runs, 20):

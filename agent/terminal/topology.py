@@ -115,7 +115,8 @@ def links(topology: NodeTopology) -> Iterator[tuple[str, str]]:
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
     if labels:
         yield "links", ", ".join(f"{label} ({units.count(n, 'pair')})" for label, n in labels.most_common())
-    near = Counter(nearest.label for nearest in topology.nearest_nic if nearest.nics)
+    found = [near for near in topology.nearest_nic if near.nics or not near.decidable]
+    near = Counter(near.label if near.decidable else "undecidable" for near in found)
     if near:
         yield "nearest", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
     for expected in topology.expectations:

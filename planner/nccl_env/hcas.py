@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from contracts.finding import Status
+from hardware.units import gigabits
 from planner.nccl_env.situation import NodeView, PortView, gid_address, gid_addresses, port_subnet, rdma_device_of
 from probes.rdma.facts import is_link_local
 
@@ -171,7 +172,7 @@ def _not_management(node: NodeView) -> Rule:
             other_model = view.device.model is not None and None not in models and view.device.model not in models
             leads_out = view.port.netdev is not None and view.port.netdev == default_route
             if other_model or leads_out:
-                text = f"{rate * 8 / 1e9:g} Gb/s against {fastest * 8 / 1e9:g} Gb/s of the others"
+                text = f"{gigabits(rate)} against {gigabits(fastest)} of the others"
                 found[view.name] = f"{text}, {'carries the default route' if leads_out else view.device.model}"
         return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from hardware.units import gigabits
 from planner.nccl_env.situation import (
     UNFIT_ROLES,
     NodeView,
@@ -166,7 +167,7 @@ def _wanted(node: NodeView, facts: InterfacesFacts, *, sockets_carry_data: bool)
 
 def _speed(interface: Interface) -> str:
     rate = interface.speed_bytes_per_second
-    return f", {rate * 8 / 1e9:g} Gb/s" if rate else ""
+    return f", {gigabits(rate)}" if rate else ""
 
 
 def _shared_subnet(judged: Sequence[tuple[NodeView, InterfacesFacts]]) -> dict[str, _Wanted | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hardware.units import gigabits
 from planner.forecast.machines import machine
 from planner.nccl_env.hcas import (
     PortChoice,
@@ -184,7 +185,7 @@ def _hca_evidence(choice: PortChoice, down: Sequence[PortView]) -> str:
 
 def _fabric(ports: Sequence[PortView]) -> str:
     layers = sorted({view.port.link_layer or "?" for view in ports})
-    rates = sorted({f"{(view.port.rate_bytes_per_second or 0) * 8 / 1e9:g} Gb/s" for view in ports})
+    rates = sorted({gigabits(view.port.rate_bytes_per_second or 0) for view in ports})
     return f"{'/'.join(layers)} {'/'.join(rates)}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
+from hardware.units import gigabits
 from probes.api import Sample
 from probes.interfaces.facts import ON_A_WIRE, Interface, InterfacesFacts, nccl_choice, usable_by_nccl
 from probes.interfaces.read import read
@@ -139,7 +140,7 @@ def _loss(chosen: Interface, better: Interface) -> float:
 
 def _speed(interface: Interface) -> str:
     rate = interface.speed_bytes_per_second
-    return f", {rate * 8 / 1e9:g} Gb/s" if rate else ""
+    return f", {gigabits(rate)}" if rate else ""
 
 
 def _down(interface: Interface) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
+from hardware.units import gigabits
 from probes.api import Sample, known_samples
 from probes.rdma.facts import (
     OTHER,
@@ -166,7 +167,9 @@ def _rates(members: Ports) -> Iterator[Finding]:
     for device, port in members:
         rate = port.rate_bytes_per_second
         if rate and rate < best:
-            yield _of_port("rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gbps(rate), best=gbps(best))
+            yield _of_port(
+                "rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
+            )
 
 
 def _mtus(members: Ports) -> Iterator[Finding]:
@@ -248,7 +251,7 @@ def check_width(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     yield from _below_max(device, port)
     best = None if port.rate_max_bytes_per_second else fastest(device.model)
     if best and rate and rate < best:
-        yield _of_port("rdma.port.family_rate", device, port, rate=gbps(rate), best=gbps(best))
+        yield _of_port("rdma.port.family_rate", device, port, rate=gigabits(rate), best=gigabits(best))
 
 
 def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -258,13 +261,8 @@ def _below_max(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     if most is None and device.kind == "hca" and not virtual and fastest(device.model) is None:
         yield _of_port("rdma.port.below_max unknown", device, port, netdev=port.netdev or "(no netdev here)")
     if rate and most and rate < most:
-        values = {"rate": gbps(rate), "most": gbps(most), "megabits": most * 8 / 1e6, "share": rate / most}
+        values = {"rate": gigabits(rate), "most": gigabits(most), "megabits": most * 8 / 1e6, "share": rate / most}
         yield _of_port("rdma.port.below_max", device, port, None, (), **values)
-
-
-def gbps(bytes_per_second: float) -> str:
-    """A rate in the unit that NICs are sold by."""
-    return f"{bytes_per_second * 8 / 1e9:g} Gb/s"
 
 
 _ONLY_LOCAL = "its RoCE v2 GIDs are link-local only, by which no other subnet is reached and which NCCL does not choose"

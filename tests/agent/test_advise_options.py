@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pydantic import ValidationError
 from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row
 
@@ -15,7 +17,9 @@ from agent.advice.advise import answer, of_cluster
 from agent.advice.request import Request, cluster_of
 from agent.base.inputs import RequestError
 from agent.cli.recommend import recommend
+from contracts import question
 from planner.advice import Recommendation
+from planner.forecast.specs import TrainSpec
 from topology.build import build
 
 
@@ -199,3 +203,18 @@ def test_a_sweep_over_machines_as_a_table_as_json_and_as_a_picture(tmp_path: Pat
     ):
         refused = CliRunner().invoke(recommend, wrong)
         assert refused.exit_code == 2 and words in refused.output, refused.output
+
+
+def test_the_question_is_declared_once() -> None:
+    """Each row of question.toml is a member of the question, an option of the verb and a field of HTTP's model."""
+    members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
+    assert not question.fields().keys() - members
+    options = recommend.make_context("recommend", []).params
+    assert not question.fields().keys() - options.keys()
+    asked = question.model()()
+    differ = {name for name in question.fields() if getattr(asked, name) != options[name]}
+    assert not differ, "the defaults of HTTP are those of the command line"
+    assert Request.of(**dict(asked)) == Request()
+    for wrong in ({"modle": "x"}, {"nodes": 0}, {"method": "magic"}, {"hours": 0}, {"model": "x" * 201}):
+        with pytest.raises(ValidationError):
+            question.model()(**wrong)

@@ -9,10 +9,10 @@ from typing import Any
 from rigs.recorded import H100, NAMES, view
 from rigs.tables import each_row
 
+from agent import metrics
 from agent.advice.advise import for_view
 from agent.advice.request import Request
 from agent.base.documents import document
-from agent.metrics import families as metrics
 
 SOUND = {
     **{name: H100 for name in NAMES if name.startswith("sick-h100")},

@@ -18,7 +18,7 @@ from agent.checks.expect import Expectation, parse
 from agent.checks.explain import section
 from agent.checks.history import AT_ONCE, History
 from agent.checks.view import View, look
-from agent.metrics.families import exposition
+from agent.metrics import exposition
 from agent.pages import render
 from probes.api import Absent, Snapshot
 from probes.gpu.facts import GpuFacts

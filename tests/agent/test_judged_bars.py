@@ -13,8 +13,9 @@ from rigs.recorded import snapshot, view
 from rigs.tables import each_row
 
 from agent.checks import judged
+from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
-from agent.checks.judged import BUSBW, MNNVL, NVLS, against_baseline, checks_of_bars, expected_words
+from agent.checks.judged import BUSBW, MNNVL, NVLS, checks_of_bars, expected_words
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
 from agent.cluster.gate import checks_of

@@ -16,14 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 
+from agent import metrics
 from agent.base.counters import PublishTally, WatchTally, reason_of
 from agent.base.counters import samples as tallies
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.view import View, look
-from agent.metrics import families
-from agent.metrics import families as metrics
-from agent.metrics.families import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
+from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
@@ -79,8 +78,8 @@ def bench() -> BenchResult:
 RUN: dict[str, Any] = {
     "status": "complete", "ended_at": "2026-09-01T12:00:00Z", "steps_done": 40,
     "measured": {"step_seconds": 5.0, "memory_bytes": 4e9, "tokens_per_second": 700.0, "mfu": None},
-    "forecast": {"step_seconds": {"low": 1.0, "mid": 2.0, "high": 4.0},
-                 "memory_bytes": {"low": 3e9, "mid": 4e9, "high": 5e9}},
+    "plan": {"forecast": {"step_seconds": {"low": 1.0, "mid": 2.0, "high": 4.0},
+                          "memory_bytes": {"low": 3e9, "mid": 4e9, "high": 5e9}}},
     "loss": {"first": 5.5, "last": 0.5},
     "communication": {"share": 0.2, "exposed_share": 0.1, "seconds_by_kind": {f"kind{n}": n for n in range(30)}},
 }  # fmt: skip
@@ -113,7 +112,7 @@ def test_names_follow_the_rules(family: Metric) -> None:
     assert family.help.endswith("."), name
     for label in family.labels:
         assert label not in FORBIDDEN_LABELS, f"{family.name}: {label} is the scraper's"
-        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics/catalogue.toml"
+        assert label in LABELS, f"{family.name}: {label} has no bound in agent/metrics.toml"
         assert label == "UUID" or re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", label)
     assert len(set(family.labels)) == len(family.labels)
 
@@ -127,8 +126,8 @@ def test_catalogue_has_each_name_once_and_no_label_too_many() -> None:
 
 
 def test_catalogue_file_is_valid() -> None:
-    """catalogue.toml holds known keys, known kinds, and bounds that are a number or a symbol with a meaning."""
-    table = tomllib.loads((Path(families.__file__).parent / "catalogue.toml").read_text(encoding="utf-8"))
+    """metrics.toml holds known keys, known kinds, and bounds that are a number or a symbol with a meaning."""
+    table = tomllib.loads((Path(metrics.__file__).parent / "metrics.toml").read_text(encoding="utf-8"))
     wrong = [
         f"{name}: {row}"
         for name, row in table["labels"].items()
@@ -225,16 +224,22 @@ def test_run_stands_beside_its_forecast(full: View) -> None:
     found = samples(full)
     within = {labels["quantity"]: value for labels, value in found["topoflight_run_within_forecast"]}
     assert within == {"step_seconds": 0.0, "memory_bytes": 1.0}
-    assert {labels["bound"]: v for labels, v in found["topoflight_run_forecast_step_seconds"]} == RUN["forecast"][
-        "step_seconds"
-    ]
+    forecast = RUN["plan"]["forecast"]["step_seconds"]
+    assert {labels["bound"]: v for labels, v in found["topoflight_run_forecast_step_seconds"]} == forecast
     assert "topoflight_run_mfu_ratio" not in found
     assert len(found["topoflight_run_communication_seconds"]) == 16
 
 
 def test_a_spoiled_run_record_spoils_no_scrape() -> None:
     """run.json is a file that anybody may have written: wrong kinds are left out."""
-    record = {"status": 7, "forecast": [], "loss": {"first": "x"}, "measured": None, "communication": 3, "ended_at": 5}
+    record = {
+        "status": 7,
+        "plan": {"forecast": []},
+        "loss": {"first": "x"},
+        "measured": None,
+        "communication": 3,
+        "ended_at": 5,
+    }
     found = samples(look((snapshot(),), runs=(record_of(record),)))
     assert found["topoflight_run_success"] == [({}, 0.0)]
     assert "topoflight_run_loss" not in found

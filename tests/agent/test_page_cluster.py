@@ -18,13 +18,11 @@ from rigs.waiting import eventually
 from agent.base import units
 from agent.base.hosts import distinct_names
 from agent.checks.verdict import judge
-from agent.cluster.client import Client, path_of
+from agent.cluster.client import Client, Watcher, path_of
+from agent.cluster.gate import Places, places_by
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, to_resource
-from agent.cluster.places import Places, chosen
-from agent.cluster.watch import Watcher
 from agent.http.cluster import nodes_document
-from agent.pages import console
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 
@@ -44,11 +42,11 @@ def published(*records: NodeRecord) -> Fleet:
 
 
 def page(held: Fleet, *, places: Places | None = None, **asked: Any) -> str:
-    return pages.fleet_page(held, source="kubernetes", behind=None, places=places, asked=console.Asked(**asked))
+    return pages.fleet_page(held, source="kubernetes", behind=None, places=places, asked=page_nodes.Asked(**asked))
 
 
-def shown(held: Fleet, *, places: Places | None = None, **asked: Any) -> console.Console:
-    return console.console(held, places or Places(), console.Asked(**asked), time.time())
+def shown(held: Fleet, *, places: Places | None = None, **asked: Any) -> page_nodes.Console:
+    return page_nodes.console(held, places or Places(), page_nodes.Asked(**asked), time.time())
 
 
 def names_in(html: str) -> list[str]:
@@ -68,7 +66,7 @@ def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     seen = shown(held)
     failed = {check.node for check in seen.checks if check.status == "fail"}
     assert len(failed) == seen.counts["fail"] == 3 and seen.counts["unknown"] == 1
-    assert {fault.group.status for fault in seen.faults if "silent" in fault.group.id} == {"unknown"}
+    assert {group.status for group, _ in seen.faults if "silent" in group.id} == {"unknown"}
     assert re.search(r"silent for 2(\.0\d)? h", html.lower())  # and what this test has taken since
     assert "source: kubernetes" in html
 
@@ -83,7 +81,7 @@ def test_the_head_counts_what_the_tally_and_the_list_below_it_count(nodes: int, 
     said = re.search(
         r'class="verdict v-\w+"><strong>[^<]*</strong> <span>(\d+|all) of (\d+) nodes?(?:, (\d+) f)?', html
     )
-    assert said and int(said[2]) == nodes == len(seen.lines)
+    assert said and int(said[2]) == nodes == len(seen.rows)
     assert (said[1], int(said[3] or 0)) == (str(bad) if sick else "all", len(seen.faults))
     assert bool(bad) == sick
 
@@ -148,7 +146,7 @@ def test_the_thread_that_follows_the_nodes_outlives_any_object() -> None:
         held = _Overflowing()
         watcher = Watcher(Client(configuration(api.url)), path_of(API_VERSION, PLURAL), held, seconds=30)
         watcher.start()
-        assert watcher.wait(120)
+        eventually(lambda: watcher.listed, "the first list")
         for name in ("odd", "even"):
             api.put(path_of(API_VERSION, PLURAL), "", {"metadata": {"name": name}})
         eventually(lambda: {one.name for one in held.records()} == {"odd", "even"}, "both are followed")
@@ -167,7 +165,7 @@ def test_without_kubernetes_the_page_says_how_to_see_more() -> None:
 def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
     """Graphs are compared to the last link: memlock and heat do not make another kind."""
     made = shown(published(*map(record, NAMES)))
-    kinds = {line.name: line.kind for line in made.lines}
+    kinds = {line.name: line.kind for line in made.rows}
     alike = {"hgx-h100-01", "hgx-h100-sick-memlock", "hgx-h100-sick-thermal"}
     assert len({kinds[name] for name in alike}) == 1
     assert kinds["hgx-h100-sick-nvlink"] not in {kinds[name] for name in alike}
@@ -179,16 +177,16 @@ def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
     """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
-    many = [record(NAMES[0])] * console.ROWS
+    many = [record(NAMES[0])] * page_nodes.ROWS
     held = published(
         *(replace(one, name=f"node-{n:04}") for n, one in enumerate(many)), record(NAMES[2], name="zz-sick")
     )
     html = page(held)
     rows = names_in(html)
     assert rows[0] == "zz-sick"
-    assert len(rows) == console.ROWS
-    assert "Page 1 of 2" in html and f"{console.ROWS + 1} nodes" in html
-    assert html.count('href="cluster?node=node-') >= console.ROWS  # the map has all
+    assert len(rows) == page_nodes.ROWS
+    assert "Page 1 of 2" in html and f"{page_nodes.ROWS + 1} nodes" in html
+    assert html.count('href="cluster?node=node-') >= page_nodes.ROWS  # the map has all
     assert names_in(page(held, page=2)) == ["node-0099"]
     assert len(html) < 2_000_000
 
@@ -236,23 +234,22 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
         assert checks and all(c.remedy == own[c.code, c.subject] for c in checks)
 
 
-def test_the_console_filters_sorts_and_groups() -> None:
-    """By words, verdict, fault, kind, version and place; each group says how many it has, its worst fault names it."""
+def test_the_console_filters() -> None:
+    """By words, verdict, fault, kind, version and place."""
     held = published(*map(record, NAMES))
-    places = chosen({"hgx-h100-01": {"example.com/rack": "r2"}, "hgx-h100-sick-thermal": {"example.com/rack": "r10"}})
+    places = places_by(
+        {"hgx-h100-01": {"example.com/rack": "r2"}, "hgx-h100-sick-thermal": {"example.com/rack": "r10"}}
+    )
 
     def names(**asked: Any) -> list[str]:
-        return [line.name for _, lines in shown(held, places=places, **asked).sections for line in lines]
+        return [row.name for row in shown(held, places=places, **asked).shown]
 
     assert names(search="MEMLOCK") == names(fault="limits.memlock.low") == ["hgx-h100-sick-memlock"]
     assert names(verdict="pass") == ["hgx-h100-01"]
     assert names(place="r10") == ["hgx-h100-sick-thermal"]
     assert names(search="r10 thermal") == ["hgx-h100-sick-thermal"] and names(search="no such word") == []
-    assert names(sort="name") == sorted(names())
-    kind = next(line.kind for line in shown(held).lines if line.name == "hgx-h100-sick-nvlink")
+    kind = next(row.kind for row in shown(held).rows if row.name == "hgx-h100-sick-nvlink")
     assert names(kind=kind) == ["hgx-h100-sick-nvlink"]
-    grouped = [heading for heading, _ in shown(held, places=places, group="fault").sections]
-    assert grouped[-1] == "nothing found: 1 node" and "limits.memlock.low: 1 node" in grouped
     assert [name for name, _ in shown(held, places=places).map] == ["r2", "r10", "no label"]
     assert "By <code>example.com/rack</code>" in page(held, places=places)
     assert "In plain order: no label of the Nodes names a rack or a switch" in page(held)
@@ -262,23 +259,9 @@ def test_the_console_filters_sorts_and_groups() -> None:
 def test_places_come_from_the_first_label_that_is_known() -> None:
     """A rack before a switch before a block; a zone, a host name or another label is no place."""
     leaf, block = "network.topology.nvidia.com/leaf", "cloud.google.com/gce-topology-block"
-    assert chosen({"a": {leaf: "s1", block: "b"}, "b": {block: "b"}}).label == leaf
-    assert chosen({"a": {"topology.k8s.aws/network-node-layer-3": "nn-3"}}).of == (("a", "nn-3"),)
-    none = chosen({"a": {"topology.kubernetes.io/zone": "z", "kubernetes.io/hostname": "a", "example.com/track": "t"}})
-    assert none.label == "" and "no label" in none.why
-
-
-def test_the_last_day_tells_what_came_and_went() -> None:
-    """What the records' changes hold, each hour by nodes; on several nodes at one time it is told once."""
-    now = time.time()
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 5000))
-    old = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 2 * 86400))
-    told = {"kind": "version", "text": "driver 550 -> 560", "code": "", "subject": ""}
-    held = published(
-        *(record(NAMES[0], name=f"n{n}", changes=({"at": old, **told}, {"at": at, **told})) for n in range(3))
+    assert places_by({"a": {leaf: "s1", block: "b"}, "b": {block: "b"}}).label == leaf
+    assert places_by({"a": {"topology.k8s.aws/network-node-layer-3": "nn-3"}}).of == (("a", "nn-3"),)
+    none = places_by(
+        {"a": {"topology.kubernetes.io/zone": "z", "kubernetes.io/hostname": "a", "example.com/track": "t"}}
     )
-    made = shown(held)
-    (moment,) = made.moments
-    assert moment.text == "driver 550 -> 560" and moment.nodes == ("n0", "n1", "n2")
-    assert [counts for _, counts in made.hours if counts] == [{"changed": 3}]
-    assert "driver 550 -&gt; 560" in page(held)
+    assert none.label == "" and "no label" in none.why

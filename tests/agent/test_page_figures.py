@@ -15,11 +15,11 @@ from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row
 
 from agent.checks.view import look
-from agent.http.questions import question
+from agent.http.questions import asked_in
 from agent.jobs.preflight import Report
 from agent.pages import charts
 from agent.pages import render as pages
-from agent.pages.runs import Shown, by_network, not_drawn, shown, side_by_side
+from agent.pages.charts import Shown, by_network, not_drawn, shown, side_by_side
 from agent.terminal.findings import findings
 from contracts.interval import Interval
 from contracts.run_record import record_of
@@ -138,7 +138,7 @@ def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: boo
 
 def test_one_lost_gpu_does_not_hide_where_the_nics_of_the_others_are() -> None:
     html = pages.node_page(view("sick-h100-gpu-lost"), None, "", trouble=None)
-    assert "PIX for 7 of 8 GPUs, undecidable for 1 of 8 GPUs" in html
+    assert "PIX for 7 GPUs, undecidable for 1 GPU" in html
     assert "Nearest NIC of each GPU (undecidable for GPU5)" in html
 
 
@@ -199,7 +199,7 @@ def shown_of(records: Iterable[dict[str, object]]) -> tuple[Shown, ...]:
 def record(transports: list[str], step: float, status: str = "complete", **environment: str) -> dict[str, object]:
     return {
         "status": status, "model": {"name": "m"}, "transports": transports, "measured": {"step_seconds": step},
-        "environment": environment,
+        "plan": {"environment": environment},
     }  # fmt: skip
 
 
@@ -299,5 +299,5 @@ def test_the_interval_says_whether_the_run_was_inside() -> None:
 def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], named: str) -> None:
     """As any user's mistake."""
     with pytest.raises(Exception, match="must be") as caught:
-        question(asked)
+        asked_in(asked)
     assert str(caught.value).startswith(named)

@@ -14,7 +14,7 @@ from agent.advice.request import Request
 from agent.base import result_store
 from agent.base import result_store as keep
 from agent.http.state import State
-from agent.pages import charts, runs
+from agent.pages import charts
 from agent.pages import render as pages
 from collectives.bench.results import result_from_json
 
@@ -68,5 +68,5 @@ def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
 def test_one_benchmark_is_no_history() -> None:
     """Nothing to compare, nothing drawn."""
     line = result_store.line_of(RESULT)
-    assert runs.bench_figures([line], {line.started_at_seconds: "now"}) == ""
+    assert charts.bench_figures([line], {line.started_at_seconds: "now"}) == ""
     assert charts.runs("x", []) == ""

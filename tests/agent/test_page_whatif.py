@@ -8,6 +8,7 @@ from rigs.recorded import view
 
 from agent.http import questions
 from agent.http.worker import Answer
+from agent.pages import render as pages
 
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
@@ -19,9 +20,9 @@ def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
 
 def test_it_opens_with_worked_examples_that_are_questions_to_ask_again() -> None:
     text = page()
-    assert text.count('<a href="what-if?model=') == len(questions.EXAMPLES)
+    assert text.count('<a href="what-if?model=') == len(pages.examples())
     table = text[text.index("Worked examples") :]
-    assert len(re.findall(r"\d+ (?:m?s|s) \(", table)) == len(questions.EXAMPLES), "each with its step"
+    assert len(re.findall(r"\d+ (?:m?s|s) \(", table)) == len(pages.examples()), "each with its step"
     assert "nothing fits" not in table
 
 

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from agent.base.exit_codes import EXIT_STOPPED
 from agent.checks.codes import ALL_CODES
-from agent.checks.rdma_bars import RDMA_BENCH_CODES
+from agent.checks.judged import RDMA_BENCH_CODES
 from agent.cluster.gate import CLUSTER_CODES
 
 MACHINE = Path(__file__).parents[1] / "machines" / "hgx-h100-8xH100-8hca.json"

@@ -22,7 +22,7 @@ from agent.base import result_store as keep
 from agent.cli.launch import launch
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
-from agent.http.posted import MOST_VALUES, Record
+from agent.http.posted import MOST_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import job, manifests
@@ -32,7 +32,7 @@ MACHINE = "titan-rtx-2x-nv2"
 USER = "system:serviceaccount:training:trainer"
 HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
-STEPS = Record.model_json_schema()["properties"]["step_seconds"]["maxItems"]
+STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems"]
 RECORD: dict[str, Any] = {
     "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
     "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z", "model": {"name": "a-model-of-ours"},
@@ -183,7 +183,7 @@ def test_the_schema_that_is_shown_is_the_one_that_is_held() -> None:
     """Version and number of steps are those of the job and of what is kept."""
     from finetune.recorder import MAX_STEPS  # and with it torch
 
-    shown = Record.model_json_schema()["properties"]
+    shown = PostedRecord.model_json_schema()["properties"]
     assert shown["schema_version"]["const"] == RECORD_VERSION
     assert shown["step_seconds"]["maxItems"] == MAX_STEPS
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import click
 
+from agent import metrics
+from agent.base.options import _rows
 from agent.checks.codes import ALL_CODES
 from agent.cli.main import VERBS, cli
 from agent.http.server import create
 from agent.http.state import State
-from agent.metrics import families as metrics
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.tables import CODES as ENV_CODES
 
@@ -118,3 +119,14 @@ def test_surface_is_frozen(golden: Callable[[str, Any], None]) -> None:
             "endpoints": endpoints(),
         },
     )
+
+
+def test_what_an_option_requires_and_excludes_exists() -> None:
+    """An option that requires one which its verb lacks could never be used; a name that no verb has is misspelt."""
+    every = {name for names in verbs().values() for name in names}
+    wrong = []
+    for verb in {path.stem for path in (ROOT / "agent/base/verbs").glob("*.toml")} & set(verbs()):
+        for option, row in _rows(verb).items():
+            wrong += [f"{verb} {option}: {name}" for name in row.get("requires", ()) if name not in verbs()[verb]]
+            wrong += [f"{verb} {option}: {name}" for name in row.get("excludes", ()) if name not in every]
+    assert wrong == []

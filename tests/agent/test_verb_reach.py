@@ -22,10 +22,10 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
     "topo": (9_000, 13_500),
-    "lint-env": (9_000, 16_500),
+    "lint-env": (9_000, 16_400),
     "scan": (16_000, None),
-    "recommend": (22_000, 27_300),
-    "preflight": (28_000, 39_500),
+    "recommend": (22_000, 26_700),
+    "preflight": (28_000, 39_300),
 }
 
 

@@ -14,7 +14,7 @@ from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
 from agent.checks.explain import sections
-from agent.metrics.families import CATALOGUE
+from agent.metrics import CATALOGUE
 
 ROOT = Path(__file__).parent.parent.parent
 RULES = ROOT / "dashboards" / "rules.yaml"

@@ -12,8 +12,8 @@ from alerts import ALERTS
 from prometheus_client.parser import text_string_to_metric_families
 from rigs.tables import each_row
 
+from agent import metrics
 from agent.checks.view import View
-from agent.metrics import families as metrics
 
 ROOT = Path(__file__).parent.parent.parent
 

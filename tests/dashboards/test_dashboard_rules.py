@@ -16,7 +16,7 @@ import promql_parser
 import yaml
 from rigs.tables import each_row
 
-from agent.metrics.families import CATALOGUE, OWN
+from agent.metrics import CATALOGUE, OWN
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "dashboards").glob("*.json"))

@@ -9,9 +9,9 @@ from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 from test_real_prometheus import bench, run
 
+from agent import metrics
 from agent.checks.measured import with_bench
 from agent.checks.view import look
-from agent.metrics import families as metrics
 
 
 @pytest.mark.prometheus

@@ -23,7 +23,7 @@ from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.cluster import node_facts
-from agent.cluster.client import ApiError, Client, connect, path_of
+from agent.cluster.client import ApiError, Client, Watcher, connect, path_of
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import (
     API_VERSION,
@@ -37,7 +37,6 @@ from agent.cluster.nodes import (
     to_resource,
 )
 from agent.cluster.publish import Publisher, node_feature
-from agent.cluster.watch import Watcher
 from agent.http import cluster as server_cluster
 from agent.http.cluster import Cluster
 from agent.http.server import create
@@ -166,7 +165,7 @@ def test_a_watch_follows_what_is_written_and_deleted(client: Client, node: str) 
     fleet = Fleet()
     watcher = Watcher(client, NODES, fleet, seconds=30)
     watcher.start()
-    assert watcher.wait(120)
+    eventually(lambda: watcher.listed, "the first list")
 
     def verdict() -> str | None:
         return next((r.verdict for r in fleet.records() if r.name == node), None)
@@ -179,7 +178,7 @@ def test_a_watch_follows_what_is_written_and_deleted(client: Client, node: str) 
     eventually(lambda: verdict() == "fail", "the change appears")
     client.request("DELETE", path_of(API_VERSION, PLURAL, node))
     eventually(lambda: verdict() is None, "the node goes")
-    assert watcher.lists == 1
+    assert watcher.tally.lists == 1
     watcher.stop()
 
 
@@ -336,9 +335,9 @@ def test_an_expired_watch_lists_again(api: ApiServer) -> None:
     fleet = Fleet()
     watcher = Watcher(client_of(api), NODES, fleet, seconds=30)
     watcher.start()
-    assert watcher.wait(120)
+    eventually(lambda: watcher.listed, "the first list")
     api.expire()
-    eventually(lambda: watcher.lists == 2, "a second list")
+    eventually(lambda: watcher.tally.lists == 2, "a second list")
     publish_in(api, "n2")
     eventually(lambda: len(fleet.records()) == 2, "the new node")
     assert watcher.error is None
@@ -355,7 +354,7 @@ def test_a_watch_resumes_after_the_server_was_away(api: ApiServer) -> None:
     api.put(NODES, "", to_resource(record_of(H100, "n1"))[1])
     api.up()
     eventually(lambda: len(fleet.records()) == 1, "what happened meanwhile")
-    assert watcher.lists == 1
+    assert watcher.tally.lists == 1
     watcher.stop()
 
 

@@ -24,7 +24,7 @@ from agent.cluster.nodes import API_VERSION, MOST_CHANGES, PLURAL, from_resource
 from agent.cluster.publish import LeftBehind
 from agent.http import serve
 from agent.http.state import State
-from agent.metrics.families import agent_values
+from agent.metrics import agent_values
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaFacts

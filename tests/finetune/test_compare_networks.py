@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -157,36 +158,26 @@ def test_each_bar_is_proven_and_lies_within_its_own_forecast(tmp_path):
     assert (rdma["status"], rdma["step_seconds"]) == ("not had", None)
     assert (folder / "networks.svg").read_text().count("a step") >= 2
     left = [p for p in psutil.process_iter() if p.pid not in before and str(ROOT) in " ".join(cmdline(p))]
-    assert not left
+    assert not psutil.wait_procs(left, timeout=30)[1]  # the fork server ends after the verb
     assert {"eth0", "net1"}.isdisjoint(set(psutil.net_if_addrs()) - INTERFACES)
 
 
-@contextlib.contextmanager
-def forked_ranks_in_hosts(rig):
+def run_in_hosts(rig, folder, places, device, address):
     """Run one rank of the built-in job per entry of `places`, each in that host: their exit codes, and the record."""
-    words = [sys.executable, "-m", "agent.jobs.namespaces", "finetune.train"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-    def run(folder, places, device, address):
-        folder.mkdir()
-        over = {"GLOO_SOCKET_IFNAME": device}
-        layout = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 1}
-        (folder / "plan.json").write_text(json.dumps({"layout": layout, "environment": over}))
-        words = ["--plan", str(folder / "plan.json"), f"output_dir={folder}", "max_steps=8", "save_strategy=no",
-                 "eval_strategy=no", "dataset_rows=256"]  # fmt: skip
-        ranks = [{
-            "module": "finetune.train", "words": words, "pid": rig.pids[host], "host": rig.name(host),
-            "log": str(folder / f"rank{rank}.log"),
-            "env": {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(places[:rank].count(host)),
-                    "MASTER_PORT": "29511", "MASTER_ADDR": address, **over},
-        } for rank, host in enumerate(places)]  # fmt: skip
-        server.stdin.write(json.dumps({"ranks": ranks, "seconds": 600}) + "\n")
-        server.stdin.flush()
-        return json.loads(server.stdout.readline()), json.loads((folder / "run.json").read_text())
-
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        yield run
-        server.stdin.close()
+    folder.mkdir()
+    over = {"GLOO_SOCKET_IFNAME": device}
+    layout = {"world_size": 2, "dp_shard": 2, "precision": "fp32", "micro_batch": 1}
+    (folder / "plan.json").write_text(json.dumps({"layout": layout, "environment": over}))
+    words = ["--plan", str(folder / "plan.json"), f"output_dir={folder}", "max_steps=8", "save_strategy=no",
+             "eval_strategy=no", "dataset_rows=256"]  # fmt: skip
+    ranks = []
+    for rank, host in enumerate(places):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(places[:rank].count(host)),
+                       "MASTER_PORT": "29511", "MASTER_ADDR": address, **over}  # fmt: skip
+        log = folder / f"rank{rank}.log"
+        ranks.append(namespaces.fork_rank("finetune.train", words, environment, rig.pids[host], rig.name(host), log))
+    codes = namespaces.wait_for_ranks(ranks, 600, threading.Event())
+    return codes, json.loads((folder / "run.json").read_text())
 
 
 @needs_namespaces
@@ -198,13 +189,14 @@ def test_one_host_beats_two_and_a_route_around_the_plan_s_network_stops_the_job(
 
     A route sends what goes to net1's addresses over eth0, though the variable is what the plan says.
     """
-    with hosts(2, default_rate="60mbit") as rig, forked_ranks_in_hosts(rig) as run:
-        two, apart = run(tmp_path / "two", [0, 1], "eth0", rig.address(0))
-        one, together = run(tmp_path / "one", [0, 0], "lo", "127.0.0.1")
+    namespaces.start_fork_server()
+    with hosts(2, default_rate="60mbit") as rig:
+        two, apart = run_in_hosts(rig, tmp_path / "two", [0, 1], "eth0", rig.address(0))
+        one, together = run_in_hosts(rig, tmp_path / "one", [0, 0], "lo", "127.0.0.1")
         for host in (0, 1):
             other = rig.address(1 - host, "net1")
             rig.run(host, ["ip", "route", "add", f"{other}/32", "dev", "eth0", "src", rig.address(host)])
-        around, stopped = run(tmp_path / "around", [0, 1], "net1", rig.address(0, "net1"))
+        around, stopped = run_in_hosts(rig, tmp_path / "around", [0, 1], "net1", rig.address(0, "net1"))
     assert (two, one, around) == ([0, 0], [0, 0], [76, 76])
     assert (apart["transports"], together["transports"]) == (
         ["gloo: TCP over eth0 (10.244.0.1)"], ["gloo: TCP over lo (127.0.0.1)"],

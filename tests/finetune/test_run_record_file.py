@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from agent.jobs import launch
-from agent.pages.runs import division, shown
+from agent.pages.charts import division, shown
 from contracts import run_record
 from contracts.job_config import JobConfig
 from contracts.run_record import compare, own_exit_code, record_of

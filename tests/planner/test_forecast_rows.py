@@ -66,12 +66,14 @@ def test_what_the_reader_cannot_place_is_counted_under_its_reason(tmp_path: Path
         {**BASE, "seq": ""},
         {**BASE, "arch": "moe", "model": "Secret-MoE"},
         {**BASE, "model": "Secret", "layers": ""},
+        {**BASE, "model": "Nemotron-H-8B"},
         {"row_id": "9"},
     ]
     done = score(tmp_path, rows)
     assert done.returncode == 0, done.stderr
-    assert cells(done, "Rows", "all")[:2] == ["8", "6"]
-    for word in ("in no table", "does not divide", "seq is not given", "mixture of experts", "neither layers nor size"):
+    assert cells(done, "Rows", "all")[:2] == ["9", "7"]
+    for word in ("in no table", "does not divide", "seq is not given", "mixture of experts", "neither layers nor size",
+                 "a hybrid of attention"):  # fmt: skip
         assert word in done.stdout, word
 
 

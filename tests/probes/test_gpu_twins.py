@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.checks.view import for_next_job, look
-from agent.metrics.families import _link_values as link_values
+from agent.metrics import _link_values as link_values
 from contracts.finding import Status
 from probes.api import Ok
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink

@@ -1,7 +1,8 @@
-"""Runs the RDMA, limits and interfaces probes in every state asked for and keeps facts and findings: inside a guest."""
+"""Inside a guest: keeps what the RDMA, limits and interfaces probes say in every state asked for, and runs verbs."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -12,11 +13,16 @@ from typing import Any
 
 import cattrs
 
+from agent.cli import main
 from probes.api import UnavailableError
 from probes.host.live import LiveHost
 from probes.interfaces import probe as interfaces
 from probes.limits import probe as limits
 from probes.rdma import probe as rdma
+
+OUT = Path("/out")
+OF_THE_VERB = ("agent.base.hosts", "agent.checks.baseline", "agent.checks.rdma_bars", "agent.checks.view",
+               "agent.cli.bench", "agent.terminal.measured", "collectives.bench.perftest")  # fmt: skip
 
 
 def active_mtu() -> int | None:
@@ -46,31 +52,46 @@ def look() -> dict[str, Any]:
     return answer
 
 
-def child(path: Path, uid: int, memlock_kib: int | None) -> None:
-    """Look as that user under that limit; the file is opened before rights are given up."""
-    with path.open("w") as output:
-        if memlock_kib is not None:
-            resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock_kib << 10,) * 2)
-        if uid:
-            os.setgroups(())
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-        json.dump(look(), output)
+def limit(uid: int, memlock_kib: int | None) -> None:
+    """Become that user under that limit, for good."""
+    if memlock_kib is not None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock_kib << 10,) * 2)
+    if uid:
+        os.setgroups(())
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
 
 
-def main() -> None:
-    """A line of standard input each: name of the state, uid, memlock in KiB or "-"; a fresh process looks.
+def child(name: str, uid: int, memlock_kib: int | None, verb: list[str]) -> int:
+    """Look, or run the verb, as that user; files are opened before rights are given up. Gives the exit code."""
+    if not verb:
+        with (OUT / f"{name}.json").open("w") as output:
+            limit(uid, memlock_kib)
+            json.dump(look(), output)
+        return 0
+    for number, path in enumerate(("/dev/null", OUT / f"{name}.out", OUT / f"{name}.err")):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), number)
+    limit(uid, memlock_kib)
+    code = main._run(verb)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
-    Imports take most of a look's time in an emulated guest: they happen once.
+
+def serve() -> None:
+    """A line of standard input each: name, uid, memlock in KiB or "-", and a verb's words; a fresh process does it.
+
+    Imports take most of the time of a look or a verb in an emulated guest: they happen once.
     """
+    for module in OF_THE_VERB:
+        importlib.import_module(module)
     for line in sys.stdin:
-        name, uid, memlock = line.split()
+        name, uid, memlock, *verb = line.split()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                child(Path("/out") / f"{name}.json", int(uid), None if memlock == "-" else int(memlock))
-                code = 0
+                code = child(name, int(uid), None if memlock == "-" else int(memlock), verb)
             except BaseException:  # noqa: BLE001 - a child of fork never returns
                 traceback.print_exc()
             finally:
@@ -80,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -1,6 +1,6 @@
 """Prometheus: the families one view exports, built fresh from it: a vanished GPU leaves no stale series.
 
-The agent's own families and all labels with their bounds are data: catalogue.toml beside this module. Each probe
+The agent's own families and all labels with their bounds are data: metrics.toml beside this module. Each probe
 declares its families, and their values in its `samples`. dashboards/generate.py makes docs/reference/metrics.md.
 Nothing here that node_exporter or dcgm-exporter already exports; `node` and `instance` come from the scraper.
 """
@@ -37,7 +37,7 @@ KEPT_RANKS = 8  # stragglers, the latest first
 KEPT_TRANSPORTS = 16
 KEPT_COLLECTIVES = 16  # kinds of collective in the step of a run
 
-_TABLE = read_table(__file__, "catalogue.toml")
+_TABLE = read_table(__file__, "metrics.toml")
 _COUNTED = {"probe": str(len(ALL)), "fact": str(len(ALL) + 2)}  # a fact is a probe, the benchmark or the run
 
 FORBIDDEN_LABELS = frozenset(_TABLE["forbidden_labels"])

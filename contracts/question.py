@@ -1,0 +1,62 @@
+"""The question to the planner: which machines, which model, which run. question.toml declares each field once.
+
+The command line's options (agent.base.options) and the model below are both made from that table. The model is what the
+HTTP agent validates query parameters and bodies with. It is made only when it is asked for, because importing pydantic
+and making a model take 0.1 s of a verb that needs neither (docs/decisions/0035).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from contracts.tables import bounds, read_table
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """Return the table of each field by its option: "--sequence-length"."""
+    return read_table(__file__, "question.toml")
+
+
+def word_of(option: str) -> str:
+    """Return the option as a parameter of HTTP has it: "sequence_length"."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+@cache
+def fields() -> Mapping[str, str]:
+    """Return the option of each field by the field's name."""
+    return {str(row.get("name", word_of(option))): option for option, row in rows().items()}
+
+
+@cache
+def model() -> type[BaseModel]:
+    """Return the pydantic model of a question, with every field of question.toml; other members are refused."""
+    from pydantic import ConfigDict, create_model
+
+    made: dict[str, Any] = {name: _declared(option) for name, option in fields().items()}
+    return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **made)
+
+
+def _declared(option: str) -> tuple[Any, Any]:
+    """Return the type and the default of one field."""
+    from pydantic import Field
+
+    row = rows()[option]
+    limits: dict[str, Any] = {}
+    kind: Any = bool if row.get("is_flag") else str
+    if "choices" in row:
+        kind = Literal[tuple(row["choices"])]
+    elif (found := bounds(str(row.get("type", "")))) is not None:
+        name, low, high, above = found
+        kind = int if name == "int" else float
+        limits |= {"gt" if above else "ge": low, "le": high}
+    elif kind is str:
+        limits["max_length"] = row["most"]
+    default = row.get("default", False if kind is bool else None)
+    about = Field(default, description=row["help"], alias=word_of(option), **limits)
+    return (kind if default is not None else kind | None), about
