@@ -30,6 +30,7 @@ class Mark:
     at: float = 0.0  # Unix seconds
     calls: int = 0
     samples: dict[str, int] = field(default_factory=dict)
+    moving: dict[str, int] = field(default_factory=dict)  # as of the state, so far
     unsent: dict[str, int] = field(default_factory=dict)  # as of the state, so far
 
 
@@ -53,6 +54,7 @@ class RankState:
     cpu_share: float | None = None  # of a CPU, that the main thread has used since the last writing
     is_active: bool = False  # since then the process has read or written, or a child of it has computed
     samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase
+    moving: dict[str, int] = field(default_factory=dict)  # of these, looks since whose predecessor a collective began
     calls: int = 0  # collectives called so far, all groups
     marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most
     cpu_seconds: float | None = None

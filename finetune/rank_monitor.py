@@ -92,6 +92,7 @@ class RankMonitor(threading.Thread):
         main = threading.main_thread()
         self.main, self.native = main.ident or 0, main.native_id
         self.samples: Counter[str] = Counter()
+        self.moving: Counter[str] = Counter()  # looks in a pause without a call all show the same, and say nothing new
         self.unsent: Counter[str] = Counter()
         self.resent: Counter[str] = Counter()
         self.held: Counter[str] = Counter()
@@ -149,6 +150,7 @@ class RankMonitor(threading.Thread):
         own = [frame for frame in stack if _is_own(frame[0])]
         self.own = tuple(_shown(frame) for frame in own[:_SHOWN])
         if calls > self.calls:
+            self.moving[phase] += 1
             if own:
                 self.places[f"{own[0][0].rpartition('/')[2]} {own[0][2]}"] += 1
             self.calls, self.moved = calls, time.monotonic()
@@ -192,7 +194,7 @@ class RankMonitor(threading.Thread):
             self.listed = time.monotonic() if self.calls > 8 else self.listed  # some connect late
         unsent = {address: looks for address, looks in self.unsent.items() if looks}
         now = time.time()
-        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples),
+        self.marks.append({"at": now, "calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving),
                            "unsent": unsent})  # fmt: skip
         if len(self.marks) > MOST_MARKS:
             del self.marks[1::2]
@@ -204,7 +206,7 @@ class RankMonitor(threading.Thread):
             "own": self.own, "usual": [place for place, looks in self.places.items() if looks >= least],
             "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
             "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
-            "samples": dict(self.samples), "calls": self.calls, "marks": self.marks,
+            "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
             "cpu_seconds": time.process_time(), "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
             "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": self.ends,
         }).encode())  # fmt: skip

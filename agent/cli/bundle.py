@@ -20,7 +20,7 @@ def bundle(
 
     Values that look like secrets are removed. Every command reads the file with `--host bundle.tgz`. Nothing is sent.
     """
-    from agent.base.hosts import bundle_differences, pack_bundle
+    from agent.base.recordings import bundle_differences, pack_bundle
     from agent.jobs import bundle as making
 
     if cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import click
@@ -35,10 +36,10 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         text = raw.decode("utf-8", errors="replace")
     machine = None
     if hosts:
-        from agent.base.hosts import snapshots
+        from agent.base.recordings import replay
         from planner.lint.machine import machine_of
 
-        machine = machine_of(snapshots(hosts)[0])
+        machine = machine_of(replay(hosts[:1], threading.Event())[0])
     name = "" if source == "-" or kind == "process" else source
     linted = lint_text(text, kind, nccl_version=nccl_version, machine=machine, name=name)
     if form != "table":

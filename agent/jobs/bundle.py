@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base.documents import document
-from agent.base.hosts import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
+from agent.base.recordings import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
 from agent.base.version import VERSION
 from agent.checks.groups import worst_first
 from agent.checks.view import look

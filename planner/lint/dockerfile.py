@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planner.lint.script import NAMED, Assigned, Inner, Script, Unread
-from planner.lint.shell import read_shell, read_words, removed_by
+from planner.lint.script import NAMED, OPEN, Assigned, Inner, Script, Unread
+from planner.lint.shell import read_assignment, read_shell, read_words
 
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
@@ -31,31 +31,26 @@ class _Instruction(NamedTuple):
 
 class _Stage(NamedTuple):
     name: str
-    known: dict[str, str | None]  # ENV and ARG
+    known: dict[str, str]  # ENV and ARG
     assigned: list[Assigned]
+    starts: dict[str, _Instruction]  # ENTRYPOINT and CMD
 
 
 def read_dockerfile(text: str) -> Script:
     """Read the variables that the last stage's containers have; those of stages that it is not built on are named."""
-    script, stage, named = Script(), _Stage("", {}, []), dict[str, _Stage]()
+    script, stage, named = Script(), _Stage("", {}, [], {}), dict[str, _Stage]()
     arguments = stage.known  # before the first stage
     for each in _instructions(text, script):
         if each.name == "FROM":
             rest = re.sub(r"\$\{?(\w+)\}?", lambda match: arguments.get(match[1]) or match[0], each.rest)
             words = [word.lower() for word in rest.split() if not word.startswith("--")]
-            base = named.get(words[0], _Stage("", {}, [])) if words else stage
+            base = named.get(words[0], _Stage("", {}, [], {})) if words else stage
             name = words[2] if len(words) > 2 else str(len(named))
-            stage = named[name] = _Stage(name, dict(base.known), list(base.assigned))
+            stage = named[name] = _Stage(name, dict(base.known), list(base.assigned), dict(base.starts))
         elif each.name in ("ENV", "ARG"):
             _variables(each, stage)
         elif each.name in ("CMD", "ENTRYPOINT"):
-            removes = removed_by(re.sub(r"[\[\]\", ]+", " ", each.rest) + " ")
-            gone = {one for one in stage.assigned if removes(one.name)}
-            script.unreached += [Unread(name=one.name, line=one.line, why=f"{each.name} removes it") for one in gone]
-            found = _command(each, stage.known)
-            stage.assigned[:] = [*(one for one in stage.assigned if one not in gone), *found.assigned]
-            script.inner += found.inner
-            script.unreached += found.unreached
+            stage.starts[each.name] = each
         elif each.name == "RUN":
             _run(each, stage.known, script)
         else:
@@ -65,7 +60,7 @@ def read_dockerfile(text: str) -> Script:
     for other in named.values():
         why = f"the last stage is not built on stage {other.name}"
         script.unreached += [Unread(name=one.name, line=one.line, why=why) for one in other.assigned if one not in last]
-    script.assigned += stage.assigned
+    script.add(_start(stage))
     return script
 
 
@@ -79,26 +74,34 @@ def _variables(each: _Instruction, stage: _Stage) -> None:
     for word in words:
         name, equals, _ = word.partition("=")
         if not equals:
-            stage.known.setdefault(name, None)
+            stage.known.setdefault(name, OPEN)
             continue
-        for found in read_shell(f"export {word}", known=before, line=each.line).assigned:
+        for found in read_assignment(word, before, each.line):
             stage.known[found.name] = found.value
             if each.name == "ENV":
                 stage.assigned.append(found)
 
 
-def _command(each: _Instruction, known: dict[str, str | None]) -> Script:
-    if each.rest.startswith("["):
+def _start(stage: _Stage) -> Script:
+    """What the program of the image gets: ENTRYPOINT as a list goes on with CMD, any other command replaces it."""
+    words: list[str] = []
+    for each in (stage.starts.get(name) for name in ("ENTRYPOINT", "CMD")):
+        if each is None:
+            continue
         try:
-            words = json.loads(each.rest)
+            found = json.loads(each.rest) if each.rest.startswith("[") else None
         except (ValueError, RecursionError):
-            words = None
-        if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
-            return read_words(words, each.line)
-    return read_shell(each.rest, known=known, line=each.line)
+            found = None
+        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+            if words:
+                break
+            return read_shell(each.rest, known=stage.known, line=each.line, before=stage.assigned)
+        words += found
+    lines = [each.line for each in stage.starts.values()]
+    return read_words(words, max(lines, default=0), stage.assigned) if words else Script(assigned=stage.assigned)
 
 
-def _run(each: _Instruction, known: dict[str, str | None], script: Script) -> None:
+def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:
     """What it exports ends with its layer; what it writes into files stays."""
     rest = re.sub(r"^(?:--\w+\S*\s+)+", "", each.rest)
     if each.documents and rest.startswith("<<"):

@@ -16,7 +16,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import NAME, NAMED, Assigned, Inner, Script
+from planner.lint.script import NAME, NAMED, OPEN, Assigned, Inner, Script
 from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.tables import finding, words
 
@@ -32,7 +32,6 @@ _PLACES = re.compile(
 )
 _OWN = re.compile(r"(?:TORCH_)?NCCL_[A-Z0-9_]+\Z")
 _OWN_SETTING = re.compile(r"(?:TORCH_)?NCCL_[A-Z0-9_]+=")
-_OPEN = "\ue000"  # stands for {{ ... }} of a template, whose value is not known
 # CloudFormation's and other tags: what they put in is not known; the rest are removed and their values kept.
 _OTHERS_VALUE = re.compile(r"(?<=[\s\[,])!(?:Ref|GetAtt|ImportValue|FindInMap|env|vault|secret)\s+[^\s#\[\],]+")
 _TAG = re.compile(r"(?<=[\s\[,])![A-Za-z][\w.:/-]*(?=\s)")
@@ -96,7 +95,7 @@ def parse(text: str, kind: str) -> list[list[Any]]:
 
 
 def _parse_yaml(text: str) -> list[Any]:
-    filled = _TAG.sub("", _OTHERS_VALUE.sub(_OPEN, text))
+    filled = _TAG.sub("", _OTHERS_VALUE.sub(OPEN, text))
     return list(load_all(filled, most_aliases=_LIMIT_ALIASES, texts=True))
 
 
@@ -116,7 +115,7 @@ def _without_templates(text: str) -> list[str]:
     lines = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL).splitlines()
     branches = _branches(lines)
     plain = [
-        re.sub(_VALUE_OF_TEMPLATE, _OPEN, re.sub(_QUOTED_TEMPLATE, _OPEN, row))
+        re.sub(_VALUE_OF_TEMPLATE, OPEN, re.sub(_QUOTED_TEMPLATE, OPEN, row))
         if not _ONLY_TEMPLATE.fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
         else ""
         for row in lines
@@ -234,7 +233,7 @@ class _Walk:
                     self._add(source, *name.split("=", 1))
                     continue
             elif isinstance(name, str) and isinstance(value, dict) and _OWN.match(name):
-                self._add(source, name, value.get("value", value.get("default", _OPEN)))
+                self._add(source, name, value.get("value", value.get("default", OPEN)))
                 continue
             if name == "envFrom":
                 self._env_from(value, source)
@@ -303,7 +302,7 @@ class _Walk:
                 self._add(source, name, data[reference["key"]])
                 return
         kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
-        self._at(source).assigned.append(Assigned(name=name, value=None, raw=f"valueFrom {kind}", line=0))
+        self._at(source).assigned.append(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}", line=0))
 
     def _env_from(self, entries: Any, source: str) -> None:
         for entry in entries if isinstance(entries, list) else ():
@@ -329,7 +328,7 @@ class _Walk:
                     self._add(source, name, value)
             return
         lines = re.search(r"\s", words[0]) is not None  # a list of lines, as `script:` of a pipeline
-        self._take(source, read_shell("\n".join(words), line=0).export_all() if lines else read_words(words, 0))
+        self._take(source, read_shell("\n".join(words), line=0) if lines else read_words(words, 0))
 
     def _text(self, text: str, source: str, key: str) -> None:
         """A script, a command line or a document inside a scalar."""
@@ -347,14 +346,14 @@ class _Walk:
         elif _DOCUMENT_INSIDE.search(text) and "\n" in text and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=0))
         else:
-            self._take(source, read_shell(text.replace(_OPEN, "${TEMPLATE}"), line=0).export_all())
+            self._take(source, read_shell(text, line=0))
 
     def _add(self, source: str, name: str, value: Any) -> None:
         text = scalar(value)
-        found = None if _OPEN in text else expand(text) if "$" in text else text
+        found = expand(text) if "$" in text else text
         if re.search(r"\$\([A-Za-z_]", text):  # Kubernetes puts in what the container has
-            found = None
-        raw = text.replace(_OPEN, "{{...}}")
+            found = OPEN
+        raw = text.replace(OPEN, "{{...}}")
         self._at(source).assigned.append(Assigned(name=name, value=found, raw=raw, line=0))
 
     def _take(self, source: str, script: Script) -> None:

@@ -164,12 +164,14 @@ def lint(
     unexported: Mapping[str, str] | None = None,
     own: frozenset[str] = frozenset(),
     nodes: int | None = None,
+    beside: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
     """Findings about one environment, worst first.
 
     `nccl_version` None judges by every release known; `machine` is the one that the environment is for. Of names in
     `unresolved`, set from elsewhere, only the name is judged; those in `unexported` are variables of a shell that no
-    program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says.
+    program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says. `beside`: names
+    that may be set as well, under a condition.
     """
     version: Version | None = None
     if nccl_version is not None:
@@ -194,7 +196,7 @@ def lint(
     found += _unexported(unexported or {})
     found += check_torch(environment)
     found += check_allocator(environment)
-    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}))))
+    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}), *beside)))
     if machine is None:
         found += check_job(environment, nodes if nodes is not None else nodes_of(environment))
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
 
 from contracts.finding import Finding
 
@@ -12,6 +13,22 @@ NAMED = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|\b(?:FI|OFI|GLOO|RCCL|UCX)_
 """A name that lint judges, wherever it stands."""
 SETS = re.compile(r"(?<![\w$.{])(?:TORCH_)?NCCL_[A-Z0-9_]{2,}[\"']?\]?\s*(?:=(?!=)|:\s|,\s*[\"'\w])")
 """A place that looks like a setting, in whatever language."""
+OPEN = "\ue000"
+"""Stands in a value for each part that is not known: the output of a program, an argument, a template's value."""
+
+NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
+JOB_SIZE = (*NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Variables that say how large a job is; kept beside those that are judged."""
+# What lint judges, misspelt names included; everything else of an environment (tokens, keys) is not even kept.
+_JUDGED = re.compile(
+    r"[ \t]*(?:export\s+)?(?:TORCH_)?NCCL_|(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_", re.IGNORECASE
+)
+
+
+@cache
+def is_judged(name: str) -> bool:
+    """Whether a variable concerns communication."""
+    return _JUDGED.match(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +36,13 @@ class Assigned:
     """One variable as a text sets it."""
 
     name: str
-    value: str | None  # None: comes from elsewhere; `raw` shows from where
+    value: str  # OPEN in it: it comes from elsewhere; `raw` shows from where
     raw: str
     line: int
-    scope: str = ""  # "" for all that follows; else the condition or command that it belongs to
+    scope: str = ""  # "" for every launch; else the launch and the condition that it belongs to, "; " between them
     exported: bool = True
     unset: bool = False
+    assumed: bool = False  # a default, which the environment outside may replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +74,6 @@ class Script:
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
     unreached: list[Unread] = field(default_factory=list)  # settings that no started program gets
-    commands: int = 0  # programs that it starts or settings of the shell; 0: nothing but assignments
 
     def add(self, other: Script) -> None:
         """Take in what was read of another part of the same text."""
@@ -67,17 +84,6 @@ class Script:
         self.findings += other.findings
         self.unread += other.unread
         self.unreached += other.unreached
-
-    def export_all(self) -> Script:
-        """Treat a text that holds nothing but assignments as a list of variables, whether it says export or not."""
-        if self.commands == 0:
-            self.assigned[:] = [replace(each, exported=True) for each in self.assigned]
-        return self
-
-
-NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
-JOB_SIZE = (*NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""Variables that say how large a job is; read in addition to those that are judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,4 +99,5 @@ class NamedEnvironment:
     lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
     base: NamedEnvironment | None = None  # what holds where this environment's condition does not
     names: tuple[str, ...] = ()  # those that this one sets itself
+    beside: frozenset[str] = frozenset()  # all that are set where this one stands, under other conditions too
     findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values

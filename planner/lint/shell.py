@@ -1,599 +1,577 @@
-"""What a shell script hands to its programs: assignments, exports, and the options of launchers that carry variables.
+"""What each launch of a shell script gets: the exported variables at that place, and the options of launchers.
 
-The grammar is tree-sitter-bash's; this module follows the tree in the order in which bash would run it. Specification:
-POSIX shell (XCU 2.2 quoting, 2.6 expansions, 2.9 commands), bash(1) arrays; fish set; mpirun(1) -x,
-Hydra -genv, srun(1) and sbatch(1) --export, docker-run(1) -e, apptainer --env.
-
-A script is read, not run: what a program prints, an argument or the environment outside gives, is unknown.
+A script is followed in the order in which bash would run it, and never run. Where only a run tells which way it goes,
+both are followed, and a variable has from then on several values, each with its condition. A program, an argument or
+the environment outside may put anything in place of OPEN. Specification: POSIX shell (XCU 2.9 commands, 2.14 special
+built-ins), bash(1); fish set; mpirun(1) -x, Hydra -genv, srun(1) and sbatch(1) --export, docker-run(1) -e, apptainer.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-import tree_sitter_bash
-from tree_sitter import Language, Node, Parser
+from tree_sitter import Node
 
-from planner.lint.script import NAME, NAMED, Assigned, Inner, Script, Unread
+from planner.lint.expansion import MOST_LEVELS, MOST_VALUE, Expander, Shell, Word, descend, join, parse_lines
+from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Script, Unread, is_judged
 from planner.lint.tables import forms, words
 
-_BASH = Language(tree_sitter_bash.language())
-_MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
-_MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pipeline is
-_BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
-_MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
-_MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
 _MOST_SCRIPTS = 6  # scripts in quotes in scripts
 _MOST_COMMANDS = 50_000  # that are followed, loops and calls of functions counted each time
 _MOST_ROUNDS = 64  # of one loop over words
+_MOST_VIEWS = 8  # values of the variables of one command, for each of which it is followed
+_MOST_LAUNCHES = 200  # that get different settings
 _MOST_OPTIONS = 1 << 12  # characters of a command in which what it does not hand on is looked for
-_MOST_PASSES = 4  # over a text whose lines the grammar joins
 
 _DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
 _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
-_ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 _COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
 _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
+_USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
+_CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")  # by arithmetic
 _NAMES = words()["shell"]
 _WRAPPERS = words()["wrappers"]
-_EXPANSIONS = _NAMES["expansions"]
-_SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
-# Statements after which the script goes on, whatever ended inside them.
-_MAYBE = ("list", "pipeline", "for_statement", "c_style_for_statement", "while_statement", "subshell")
+_SIMPLE = ("command", "redirected_statement", "variable_assignment", "variable_assignments", "declaration_command",
+           "unset_command", "test_command")  # fmt: skip
+_BLOCKS = ("program", "compound_statement", "do_group", "else_clause", "case_item")
+
+Settings = Mapping[str, tuple[Assigned, ...]]
+_Hidden = dict[str, tuple[Assigned, ...] | None]
 
 
-class Word(NamedTuple):
-    """One word of a command after expansion."""
+class Launch(NamedTuple):
+    """A program that is started, with the settings that it gets."""
 
-    value: str | None  # None: part of it is not known
-    raw: str  # as it is written, without its quotes
-    line: int = 0
+    label: str  # "the launch of line 3"
+    sure: bool  # it is a launcher; else any program, which may be one
+    settings: Settings
 
-    @property
-    def text(self) -> str:
-        """The value where it is known, else what is written."""
-        return self.raw if self.value is None else self.value
-
-
-class Output(NamedTuple):
-    """Where a command's output goes and what it reads."""
-
-    target: str = ""  # file
-    document: str = ""  # here-document or string, filled in
-    line: int = 0  # of the document's first row
-    piped: bool = False  # its output goes into the next command
+    def key(self) -> frozenset[tuple[str, str, str, bool]]:
+        """The settings, whatever their lines are."""
+        return frozenset((n, a.value, a.scope, a.unset) for n, found in self.settings.items() for a in found)
 
 
-def read_shell(text: str, *, known: dict[str, str | None] | None = None, depth: int = 0, line: int = 1) -> Script:
-    """Read all that a script sets. `known` are variables set before it, `line` the number of its first line."""
-    return _Reader({} if known is None else dict(known), depth).read(text, line)
+class _Input(NamedTuple):
+    """What a command reads."""
+
+    text: str = ""
+    line: int = 0  # of its first row
 
 
-def read_words(words: Sequence[str], line: int = 1) -> Script:
-    """Read a command given as a list of words, as `command:` and `args:` of a manifest are."""
-    reader = _Reader({}, 0)
-    reader.run([Word(word, word, line) for word in words], line, "", Output())
-    return reader.script
+class _Call(NamedTuple):
+    """A built-in with its words."""
+
+    program: str
+    words: list[Word]
+    line: int
+    given: _Input
+
+    def number(self) -> int:
+        """The number that follows it; 1 where none does."""
+        return int(self.words[0].text) if self.words and self.words[0].text.isdecimal() else 1
 
 
-def expand(text: str) -> str | None:
-    """Fill in a value with `${NAME:-default}` in it (compose, envsubst); None where it stays open."""
-    quoted = '"' + text.replace('"', '\\"') + '"'
-    return _Reader({}, 0).read_value(quoted)
+def read_shell(
+    text: str, *, known: Mapping[str, str] | None = None, line: int = 1, before: Sequence[Assigned] = ()
+) -> Script:
+    """Read what the launches of a script get.
 
-
-def limit_parsing() -> None:
-    """Give the text that is read next a new budget of CPU time, all texts inside it included."""
-    _BUDGET.set([_MOST_SECONDS])
-
-
-def _parse(source: bytes) -> Node | None:
-    """The tree's root; None where the text takes too long."""
-    left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
-    if source.count(b"|") > _MOST_PIPES:
-        return None
-
-    def stop(_offset: int, _has_error: bool) -> bool:
-        return time.process_time() - start > left[0]
-
-    try:
-        tree = Parser(_BASH).parse(lambda offset, _point: source[offset : offset + 65536], progress_callback=stop)
-    except ValueError:  # "Parsing failed": it was stopped
-        return None
-    finally:
-        left[0] -= time.process_time() - start
-    return tree.root_node
-
-
-def _parse_lines(source: bytes) -> tuple[bytes, Node | None]:
-    """The text and its tree, with a `;` after assignments that end their line, and quotes around the `/` of `[ -d / ]`.
-
-    The grammar takes the first words of the next line for the command of `A=1 B=2`, and `/ ]` for a division, whose
-    test has no end. No line changes its number.
+    `known` are variables of the shell, `before` those that it exports; `line` is the number of its first line.
     """
-    source = _ROOT.sub(b'"/"', source)
-    for _ in range(_MOST_PASSES):
-        root = _parse(source)
-        ends = sorted({end for command in _assigning(root) for end in _ends_of_lines(command, source)})
-        if not ends:
-            break
-        source = b";".join(source[start:end] for start, end in pairwise([0, *ends, len(source)]))
-    return source, root
+    reader = _Reader(known or {}, before)
+    reader.follow_text(text, line)
+    return reader.finish()
 
 
-def _assigning(root: Node | None) -> Iterator[Node]:
-    """Every command that begins with an assignment. A query of tree-sitter takes 30 s for 200,000 backticks."""
-    waiting = [root] if root is not None else []
-    while waiting:
-        each = waiting.pop()
-        inside = each.named_children
-        waiting += inside
-        if each.type == "command" and inside and inside[0].type == "variable_assignment":
-            yield each
+def read_words(words: Sequence[str], line: int = 1, before: Sequence[Assigned] = ()) -> Script:
+    """Read a command given as a list of words, as `command:` and `args:` of a manifest are."""
+    reader = _Reader({}, before)
+    reader.run([Word(word, word, line) for word in words], line)
+    return reader.finish()
 
 
-def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
-    """Where an assignment before a command is the last word of its line."""
-    for each, after in pairwise(command.children):
-        gap = source[each.end_byte : after.start_byte].replace(b"\\\n", b"")
-        if after.type == "comment" or b"\n" in gap:
-            yield each.end_byte
-        if after.type == "command_name":
-            break
+def read_assignment(text: str, known: Mapping[str, str], line: int) -> list[Assigned]:
+    """The variables that `NAME=value` sets, whatever their names are."""
+    reader = _Reader(known)
+    reader.follow_text(f"export {text}", line)
+    return [found[-1] for name, found in reader.shell.variables.items() if found[-1].exported]
 
 
-class _Reader:
-    """Follows the statements of one script with the values that are known so far."""
+def expand(text: str) -> str:
+    """Fill in a value with `${NAME:-default}` in it (compose, envsubst)."""
+    reader = _Reader({})
+    reader.source, root = parse_lines(('"' + text.replace('"', '\\"') + '"').encode("utf-8", "replace"))
+    name = next(descend(root, "string"), None)
+    return OPEN if name is None or name.end_byte != len(reader.source) else reader.value(name)
 
-    def __init__(self, known: dict[str, str | None], depth: int) -> None:
-        self.values = known
-        self.script = Script()
-        self._depth = depth
-        self._source, self._first = b"", 1
-        self._arrays: dict[str, list[Word]] = {}
-        self._functions: dict[str, Node] = {}
+
+class _Reader(Expander):
+    """Follows the statements of a script, and notes what each program gets that it starts."""
+
+    def __init__(self, known: Mapping[str, str], before: Sequence[Assigned] = ()) -> None:
+        given = [Assigned(name=name, value=value, raw=value, line=0, exported=False) for name, value in known.items()]
+        super().__init__(Shell({each.name: (each,) for each in (*given, *before)}))
+        self._depth = 0
+        self._functions: dict[str, tuple[Node, bytes, int]] = {}  # with the text and its first line
         self._called: set[str] = set()
-        self._exported: set[str] = set()
-        self._export_everything = False
-        self._held: dict[str, Assigned] = {}  # set and not exported yet
+        self._active: list[str] = []  # functions that are followed at this moment
+        self._locals: list[_Hidden] = []  # what a function's own variables hide
+        self._passing: list[_Hidden] = []  # what settings of one command hide
+        self._returns: list[list[Shell]] = []
+        self._loops: list[tuple[list[Shell], list[Shell]]] = []  # what `continue` and `break` go on with
         self._written: dict[str, str] = {}  # files that the script itself writes
-        self._scopes: list[str] = []
-        self._piped = ""  # text that the command before writes into this one
-        self._active: set[str] = set()  # functions that are followed at this moment
-        self._reached = 0  # settings before the last command that may get them
-        self._launches: list[int] = []  # the line of each launcher
-        self._handed: dict[int, tuple[int, int]] = {}  # setting to the launcher that gets it first: `_reached`, line
-        self._waiting: list[int] = []  # settings that no launcher after them has got
-        self._met = 0  # settings before the last launcher
-        self._hidden: list[Callable[[int, str], bool]] = []  # settings that the commands followed now do not hand on
-        self._ended = ""  # the word after which nothing more of the script runs: exit, return or exec
-        self._level = 0
+        self._input = _Input()
+        self._output_line = 0
+        self._scope = ""
+        self._view = ""  # the condition under which the command that is followed has these words
+        self._status: bool | None = None  # how the last command ended; None: unknown
+        self._ended = ""  # why nothing more runs here
+        self._launches: list[Launch] = []
+        self._seen: set[tuple[frozenset[tuple[str, str, str, bool]], bool]] = set()
+        self._set = {(each.name, each.line): each for each in before}  # every setting that was exported somewhere
+        self._loose: dict[str, Assigned] = {}  # set and not exported
+        self._only_assigns = True
+        self._runs_unknown = False  # a program whose name is not known, which may be a function
+        self._started = 0  # programs, those included that get what one before them gets
+        self._sets = 0  # settings in the words of commands
         self._commands = 0
+        self._blocks = 0
 
-    def read(self, text: str, line: int) -> Script:
-        """Follow a whole text."""
-        self._first = line
-        self._source, root = _parse_lines(text.encode("utf-8", "replace"))
+    # -- the whole text
+
+    def follow_text(self, text: str, line: int) -> None:
+        """Follow a text in this shell."""
+        if self._depth > _MOST_SCRIPTS:
+            self._unread(line, "scripts in quotes nested too deeply")
+            return
+        self._depth += 1
+        kept = self.source, self.first
+        self.first = line
+        self.source, root = parse_lines(text.encode("utf-8", "replace"))
         if root is None:
-            self.script.unread.append(Unread(line=line, why="the script is nested or broken beyond what is read"))
-            return self.script
-        for node in root.children:
-            self._visit(node)
-        self._ended = ""
-        if self._launches and self._depth == 0:
-            waiting = [self.script.assigned[at] for at in self._waiting]
-            self._split()
-            self._drop([*self.script.assigned[self._reached :], *waiting])
-        for name, body in list(self._functions.items()):
-            if name not in self._called and self._launches and text.count(name) == 1:
-                self._skip_text(self._text(body), self._line(body), f"the function {name} is not called")
-            elif name not in self._called:  # a library: a script that loads it may call it
-                self._inside(f"function {name}", body.children)
+            self._unread(line, "the script is nested or broken beyond what is read")
+        else:
+            self._all(root.children)
+        self.source, self.first = kept
+        self._depth -= 1
+
+    def finish(self) -> Script:
+        """Give each launch's settings, each with its launch where these differ; name those that no launch gets."""
+        if self._only_assigns:  # a list of variables, whether it says export or not
+            for name in self.shell.variables:
+                self._export(name, 0)
+        if not any(each.sure for each in self._launches) and "exit" not in self._ended:
+            self._launches.append(Launch("the end", sure=False, settings=self._exported()))
+        self._follow_functions()
+        kept = _told_apart(self._launches)
+        found = {(each.name, each.line) for each in kept}
+        self.script.assigned += kept
+        why = "no program that is started gets it"
+        gone = [each for place, each in self._set.items() if place not in found and is_judged(each.name)]
+        self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in gone]
+        exported = {name for name, _ in self._set}
+        self.script.assigned += [each for name, each in self._loose.items() if name not in exported]
         return self.script
 
-    def _split(self) -> None:
-        """Let a setting that is replaced after a launch hold for that launch."""
-        later = dict[str, int]()
-        for at, each in reversed([*enumerate(self.script.assigned)]):
-            reached, line = self._handed.get(at, (0, 0))
-            if line and not each.scope and reached <= later.get(each.name, -1):
-                self.script.assigned.insert(self._reached, replace(each, scope=f"the launch of line {line}"))
-                self._reached += 1
-            later[each.name] = later.get(each.name, at) if each.scope else at
+    def _follow_functions(self) -> None:
+        """Follow functions that whoever loads the script may call; name the settings of those that nobody calls."""
+        closed = any(each.sure for each in self._launches) and not self._runs_unknown
+        end = self.shell.copy()
+        for name in [name for name in self._functions if name not in self._called]:
+            body, self.source, self.first = self._functions[name]
+            self.shell, self._ended, before = end.copy(), "", self._started
+            if closed:
+                self._skip(body, f"the function {name} is not called")
+            elif name not in self._called:
+                self._branch(self.shell, f"function {name}", [body])
+                if self._started == before:
+                    self._launch(f"function {name}", sure=False)
 
-    def _launch(self, line: int) -> None:
-        """Note a launcher, and the settings that it is the first to get."""
-        reached = len(self.script.assigned)
-        waiting, self._waiting = [*self._waiting, *range(self._met, reached)], []
-        for at in waiting:
-            if any(hides(at, self.script.assigned[at].name) for hides in self._hidden):
-                self._waiting.append(at)
-            else:
-                self._handed[at] = reached, line
-        self._met = reached
-        self._launches.append(line)
+    # -- launches
 
-    def _drop(self, settings: Sequence[Assigned], start: int = 0) -> None:
-        """Take settings from `start` on back: no program was started that gets them. Equal ones elsewhere stay."""
-        gone, why = {id(each) for each in settings}, "no program that is started gets it"
-        named = [each for each in settings if not each.unset]
-        self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in named]
-        self.script.assigned[start:] = [each for each in self.script.assigned[start:] if id(each) not in gone]
+    def _exported(self) -> Settings:
+        """What a program gets that is started here, of the names that lint judges."""
+        found: dict[str, tuple[Assigned, ...]] = {}
+        for name, values in self.shell.variables.items():
+            if not (is_judged(name) or name in JOB_SIZE) or not any(e.exported and not e.unset for e in values):
+                continue
+            given = [each if each.exported else replace(each, unset=True) for each in values]
+            sure = len(given) == 1 and not (self._view and given[0].scope.startswith(self._view))
+            found[name] = tuple(replace(e, scope="" if sure else e.scope) for e in given if e.scope or not e.unset)
+        return found
+
+    def _launch(self, label: str, *, sure: bool) -> None:
+        self._started += 1
+        if len(self._launches) >= _MOST_LAUNCHES:
+            self._unread(0, "too many commands that start programs")
+            return
+        launch = Launch(label, sure, self._exported())
+        if (launch.key(), sure) not in self._seen:
+            self._seen.add((launch.key(), sure))
+            self._launches.append(launch)
+
+    # -- what is said of the text
+
+    def _unread(self, line: int, why: str) -> None:
+        if not any(each.why == why and why.startswith("too") for each in self.script.unread):
+            self.script.unread.append(Unread(line=line, why=why))
+
+    def _skip(self, node: Node, why: str) -> None:
+        """Name the settings of a part of the text that never runs."""
+        self._skip_text(self.text(node), self.line(node), why)
 
     def _skip_text(self, text: str, line: int, why: str) -> None:
-        """Name the settings of a part of the text that never runs."""
         for number, row in enumerate(text.splitlines()):
             for match in _SETTING.finditer(row) if not row.lstrip().startswith("#") else ():
                 self.script.unreached.append(Unread(name=match[0][:-1], line=line and line + number, why=why))
 
-    def read_value(self, text: str) -> str | None:
-        """The value of a text that is one word."""
-        self._source = text.encode("utf-8", "replace")
-        root = _parse(self._source)
-        name = next((node for node in _descend(root, "string")), None) if root else None
-        return None if name is None or name.end_byte != len(self._source) else self._value(name)
-
-    # -- text and values
-
-    def _text(self, node: Node) -> str:
-        return self._source[node.start_byte : node.end_byte].decode("utf-8", "replace")
-
-    def _line(self, node: Node) -> int:
-        return self._first + node.start_point.row if self._first else 0
-
-    def _value(self, node: Node) -> str | None:
-        """A word's text after expansion; None where part of it is not known."""
-        self._level += 1
-        try:
-            if self._level > _MOST_LEVELS:
-                return None
-            return self._value_of(node)
-        finally:
-            self._level -= 1
-
-    def _value_of(self, node: Node) -> str | None:
-        match node.type:
-            case "raw_string":
-                return self._text(node)[1:-1]
-            case "ansi_c_string":
-                return _ansi(self._text(node)[2:-1])
-            case "string":
-                return self._mixed(node, node.start_byte + 1, node.end_byte - 1, r"\\([\"\\`$])|\\\n")
-            case "translated_string":
-                return self._value(node.children[-1])
-            case "simple_expansion":
-                name = self._text(node)[1:]
-                self.script.used.add(name)
-                return self.values.get(name)
-            case "expansion":
-                return self._braced(node)
-            case "arithmetic_expansion":
-                return self._arithmetic(self._text(node))
-            case "command_substitution":
-                return self._substituted(node)
-            case "process_substitution":
-                return None
-        return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
-
-    def _mixed(self, node: Node, start: int, end: int, escape: str) -> str | None:
-        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks."""
-        found, at = "", start
-        for child in node.children:
-            if child.type not in _EXPANSIONS or child.start_byte < at:
-                continue
-            value = self._value(child)
-            found += self._literal(at, child.start_byte, escape)
-            if value is None or len(found) + len(value) > _MOST_VALUE:
-                self._mark(node)
-                return None
-            found, at = found + value, child.end_byte
-        return found + self._literal(at, end, escape)
-
-    def _literal(self, start: int, end: int, escape: str) -> str:
-        text = self._source[start:end].decode("utf-8", "replace")
-        return re.sub(escape, r"\1", text) if "\\" in text else text
-
-    def _mark(self, node: Node) -> None:
-        """Count every variable named in a text as used, whether its value is known or not."""
-        self.script.used.update(re.findall(r"\$\{?[!#]?([A-Za-z_]\w*)", self._text(node)))
-
-    def _braced(self, node: Node) -> str | None:
-        """`${NAME}` and its forms with a default; what cuts or replaces a value is unknown."""
-        self._mark(node)
-        match = re.match(r"\$\{([A-Za-z_]\w*|\d+)(:?[-=+?])?", self._text(node))
-        if match is None:
-            return None
-        name, sign = match[1], match[2] or ""
-        got = self.values.get(name)
-        if not sign:
-            return got if self._text(node) == f"${{{name}}}" else None
-        empty = got is None or (got == "" and sign[0] == ":")
-        if sign[-1] == "?" or (sign[-1] in "-=" and not empty):
-            return got
-        if sign[-1] == "+" and (name not in self.values or got == ""):
-            return "" if name in self.values else None
-        start = node.start_byte + len(match[0].encode())
-        other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
-        if sign[-1] == "=":
-            self._put(name, other, self._text(node), self._line(node), exported=False)
-        return other
-
-    def _arithmetic(self, text: str) -> str | None:
-        """`$((512 * 1024))`, where every name in it is a known number."""
-        inside = text.removeprefix("$((").removesuffix("))").removeprefix("$[").removesuffix("]")
-
-        def put(match: re.Match[str]) -> str:
-            self.script.used.add(match[1])
-            return self.values.get(match[1]) or "?"
-
-        filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside).strip()
-        if not re.fullmatch(r"[\d\s+*/%()<>-]{1,80}", filled):
-            return None
-        try:
-            return str(_number(ast.parse(re.sub(r"\s+", " ", filled).replace("/", "//"), mode="eval").body))
-        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-            return None
-
-    def _substituted(self, node: Node) -> str | None:
-        """`$(cat <<EOF ...)`, `$(cat FILE)` of a file that the script wrote, `$(echo ...)`; else unknown."""
-        body = [child for child in node.children if child.is_named and child.type != "comment"]
-        if len(body) != 1:
-            return None
-        if body[0].type == "redirected_statement":
-            return self._document(body[0])[0].rstrip("\n") if self._text(body[0]).startswith("cat") else None
-        if body[0].type != "command":
-            return None
-        words = self._words(body[0])[1]
-        if len(words) == 2 and words[0].text == "cat":
-            written = self._written.get(words[1].text)
-            return None if written is None else written.rstrip("\n")
-        known = [word.value for word in words[1:] if word.value is not None]
-        return " ".join(known) if words and words[0].text == "echo" and len(known) == len(words) - 1 else None
-
-    def _word(self, node: Node) -> list[Word]:
-        """The words that a word becomes: an unquoted variable may hold several, an array too."""
-        text, line = self._text(node), self._line(node)
-        bare = text[1:-1] if node.type == "string" else text
-        array = re.fullmatch(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}", bare)
-        if array and array[1] in self._arrays:
-            self.script.used.add(array[1])
-            return self._arrays[array[1]]
-        value = self._value(node)
-        if value is not None and node.type in _SPLITS and re.search(r"\s", value):
-            return [Word(each, each, line) for each in value.split()]
-        return [Word(value, self._raw(node), line)]
-
-    def _raw(self, node: Node) -> str:
-        """What stands there without the quotes around it."""
-        text = self._text(node)
-        if node.type == "concatenation":
-            return re.sub(r"[\"']", "", text)
-        return text[1:-1] if node.type in ("string", "raw_string") else text
-
-    def _words(self, node: Node) -> tuple[list[Node], list[Word]]:
-        """The assignments before a command, and its words."""
-        before = [child for child in node.children if child.type == "variable_assignment"]
-        words: list[Word] = []
-        for child in node.children:
-            if child.type == "command_name":
-                words += self._word(child.children[0]) if child.children else []
-            elif child.is_named and not child.type.endswith(("_redirect", "assignment")) and child.type != "comment":
-                words += self._word(child)
-        return before, words
-
-    # -- statements
-
-    def _visit(self, node: Node) -> None:
-        """Follow one statement."""
-        self._level += 1
-        self._commands += 1
-        if self._ended:
-            self._skip_text(self._text(node), self._line(node), f"it stands after {self._ended}")
-        elif self._level > _MOST_LEVELS or self._commands > _MOST_COMMANDS:
-            if not any(each.why.startswith("too") for each in self.script.unread):
-                self.script.unread.append(Unread(line=self._line(node), why="too many or too deeply nested commands"))
-        else:
-            self._statement(node)
-        self._level -= 1
-
-    def _statement(self, node: Node) -> None:
-        follow: dict[str, Callable[[Node], None]] = {
-            "ERROR": self._not_understood, "redirected_statement": self._redirected, "if_statement": self._if,
-            "case_statement": self._case, "for_statement": self._for, "list": self._list, "pipeline": self._pipeline,
-        }  # fmt: skip
-        kind, ended = node.type, self._ended
-        if node.is_missing:
-            self._not_understood(node)
-        elif kind in follow:
-            follow[kind](node)
-        elif kind == "command":
-            self._command(node, Output())
-        elif kind in ("variable_assignment", "variable_assignments"):
-            for each in [node] if kind == "variable_assignment" else node.named_children:
-                self._assign(each, exported=False)
-        elif kind in ("declaration_command", "unset_command"):
-            assignments, words = self._words(node)
-            self._declare(node.children[0].type, words, self._line(node), assignments)
-        elif kind == "function_definition":
-            self._functions[self._text(node.child_by_field_name("name") or node)] = node.named_children[-1]
-            self.script.commands += 1
-        elif kind == "subshell":
-            kept, start = dict(self.values), len(self.script.assigned)
-            self._inside(f"the command of line {self._line(node)}", node.children)
-            self.values = kept
-            if self._reached <= start and self._depth == 0:
-                self._drop(self.script.assigned[start:], start)
-        elif kind in ("while_statement", "c_style_for_statement"):
-            self._repeat(node.children)
-        elif kind != "comment" and (kind != "test_command" or node.has_error):
-            for child in node.children:
-                self._visit(child)
-        if kind in _MAYBE:
-            self._ended = ended
-
     def _not_understood(self, node: Node) -> None:
         """Name the lines of what fits nowhere, where settings are near; statements inside are followed."""
-        near = NAMED.search(self._text(node)) is not None
+        near = NAMED.search(self.text(node)) is not None
+        plain = _NAMES["expansions"] | {"word", "number", "variable_name"}
         for child in node.children or [node]:
-            if child.is_named and child != node and child.type not in _EXPANSIONS | {"word", "number", "variable_name"}:
+            if child.is_named and child != node and child.type not in plain:
                 self._visit(child)
-            elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self._text(child)):
-                self.script.unread.append(Unread(line=self._line(child), why="no shell syntax that is known"))
+            elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self.text(child)):
+                self._unread(self.line(child), "no shell syntax that is known")
 
-    def _inside(self, scope: str, nodes: Iterable[Node]) -> None:
-        """Follow statements that run only under a condition or for one command."""
-        if scope:
-            self._scopes.append(scope)
-        ended = self._ended
-        for node in nodes:
-            self._visit(node)
-        if scope:
-            self._scopes.pop()
-            self._ended = ended
+    # -- ways through the script
 
-    def _title(self, nodes: Sequence[Node]) -> str:
-        text = " ".join(self._text(node) for node in nodes)
-        return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
-
-    def _certain(self, condition: Sequence[Node]) -> bool | None:
-        """How a condition ends that is the same in every run; None for all others."""
-        return {"true": True, ":": True, "false": False}.get(self._title(condition))
-
-    def _if(self, node: Node) -> None:
-        """Each branch under its own condition; what a condition itself runs is followed too."""
-        self.script.commands += 1
-        title, condition, body, others = "", list[Node](), list[Node](), list[Node]()
-        certain: bool | None = None
-        for child in node.children:
-            if child.type in ("if", "elif", "fi", ";", "\n"):
-                continue
-            if child.type == "then":
-                title, condition, certain = "if " + self._title(condition), [], self._certain(condition)
-            elif child.type in ("elif_clause", "else_clause"):
-                others.append(child)
-            elif title:
-                body.append(child)
+    def _all(self, nodes: Sequence[Node]) -> None:
+        """Follow statements one after another; what runs in the background changes nothing here."""
+        for at, node in enumerate(nodes):
+            if at + 1 < len(nodes) and nodes[at + 1].type == "&":
+                self._apart([node])
             else:
-                condition.append(child)
-                self._visit(child)
-        if certain is not False:
-            self._inside("" if certain else title, body)
-        for child in (*(body if certain is False else ()), *(others if certain else ())):
-            self._skip_text(self._text(child), self._line(child), "its condition never holds")
-        for child in others if not certain else ():
-            if child.type == "elif_clause":
-                self._if(child)
-                title = "if " + self._title([each for each in child.children[1:] if each.is_named][:1])
-            else:
-                self._inside("" if certain is False else f"else of {title}", child.children)
+                self._visit(node)
 
-    def _case(self, node: Node) -> None:
-        self.script.commands += 1
-        of = self._title([node.child_by_field_name("value") or node])
-        for item in node.children:
-            if item.type == "case_item":
-                patterns = item.children_by_field_name("value")
-                rest = [each for each in item.children if each not in patterns]
-                self._inside(f"case {of} in {self._title(patterns)}"[:80], rest)
+    def _apart(self, nodes: Sequence[Node]) -> None:
+        """Follow statements in a shell of their own, whose changes end with it."""
+        kept = self.shell, self._ended, self._loops, self._returns
+        self.shell, self._loops, self._returns = self.shell.copy(), [], []
+        self._all(nodes)
+        output = self.shell.output
+        self.shell, self._ended, self._loops, self._returns = kept
+        self.shell.output = output
 
-    def _for(self, node: Node) -> None:
-        """Follow the body once for each known word; else once with an unknown one."""
-        self.script.commands += 1
-        variable = self._text(node.child_by_field_name("variable") or node)
-        words = [word for each in node.children_by_field_name("value") for word in self._word(each)]
-        body = node.child_by_field_name("body")
-        known = [word.value for word in words] if all(word.value for word in words) else [None]
-        for value in known[:_MOST_ROUNDS] or [None]:
-            self.values[variable] = value
-            if body is not None:
-                self._visit(body) if value is not None else self._repeat([body])
+    def capture(self, nodes: Sequence[Node]) -> str:
+        """What the commands of a substitution write."""
+        kept, self.shell.output = self.shell.output, ""
+        self._apart(nodes)
+        found, self.shell.output = self.shell.output or "", kept
+        return found
 
-    def _repeat(self, nodes: Sequence[Node]) -> None:
-        """Follow a loop's body, and once more where a launch of the next round gets what follows its last launch."""
-        launches = len(self._launches)
-        self._inside("", nodes)
-        if len(self._launches) > launches and len(self.script.assigned) > self._met:
-            self._inside("", nodes)
+    def _end(self, word: str, goes_on: list[Shell] | None = None) -> None:
+        """Nothing more runs here; the shell goes on elsewhere, or not at all."""
+        if goes_on is not None:
+            goes_on.append(self.shell)
+        self._ended = f"it stands after {word}"
 
-    def _list(self, node: Node) -> None:
+    def _resume(self, *shells: Shell | None) -> None:
+        """Go on with what holds where each of the shells may be the one; nothing runs where there is none."""
+        joined = join(*shells)
+        if joined is None:
+            self._ended = self._ended or "it stands after exit"
+        else:
+            self.shell, self._ended = joined, ""
+
+    def _branch(self, start: Shell | None, label: str, nodes: Sequence[Node]) -> Shell | None:
+        """Follow statements under a condition. Returns the shell at their end, None where it does not come there."""
+        if start is None:
+            for node in nodes:
+                self._skip(node, "its condition never holds")
+            return None
+        self.shell, self._ended = start, ""
+        with self._under(label):
+            self._all(nodes)
+        return self._now()
+
+    @contextmanager
+    def _under(self, label: str) -> Iterator[None]:
+        """Let what is set now hold under one more condition."""
+        outer, self._scope = self._scope, _both(self._scope, label)
+        yield
+        self._scope = outer
+
+    def _holds(self, node: Node) -> tuple[Shell | None, Shell | None]:
+        """Follow a statement as a condition. Returns the shells where it succeeds and where it fails."""
+        if node.type == "negated_command":
+            yes, no = self._holds(node.children[-1])
+            return no, yes
+        if node.type == "list":
+            return self._chain(node)
+        found: list[tuple[Shell | None, Shell | None]] = []
+        for _ in self._views(node):
+            self._visit(node, split=False)
+            yes = None if self._ended or self._status is False else self.shell
+            no = None if self._ended or self._status is True else self.shell.copy()
+            found.append((yes, no))
+        return join(*(yes for yes, _ in found)), join(*(no for _, no in found))
+
+    def _chain(self, node: Node) -> tuple[Shell | None, Shell | None]:
         """`a && b || c`: the grammar nests it to the left, as deep as it is long."""
         chain: list[tuple[Node, str]] = []
         while node.type == "list":
-            chain.append((node.children[-1], f"after {node.children[1].type}"))
+            chain.append((node.children[-1], node.children[1].type))
             node = node.children[0]
-        self._visit(node)
-        for each, scope in reversed(chain):
-            self._inside("" if self._scopes else scope, [each])
+        yes, no = self._holds(node)
+        for each, sign in reversed(chain):
+            start, other = (yes, no) if sign == "&&" else (no, yes)
+            if start is None:
+                self._skip(each, self._ended or "its condition never holds")
+                continue
+            self.shell, self._ended = start, ""
+            with self._under(f"after {sign}" if other is not None else ""):
+                ran, failed = self._holds(each)
+            yes, no = (ran, join(no, failed)) if sign == "&&" else (join(yes, ran), failed)
+        return yes, no
+
+    def _views(self, node: Node) -> Iterator[None]:
+        """Enter each condition under which the variables of a statement have one value, one after another."""
+        variables = self.shell.variables
+        names = {name for name in _USED.findall(self.text(node)) if len(variables.get(name, ())) > 1}
+        scopes = list(dict.fromkeys(each.scope for name in names for each in variables[name]))
+        if len(scopes) < 2 or len(scopes) > _MOST_VIEWS:
+            yield
+            return
+        start, outer, view, ends = self.shell, self._scope, self._view, list[Shell | None]()
+        for scope in scopes:
+            self.shell, self._ended = start.copy(), ""
+            for name in names:
+                found = [each for each in variables[name] if each.scope == scope]
+                self.shell.variables[name] = tuple(found or [e for e in variables[name] if not e.scope])[-1:]
+                self.shell.variables[name] = self.shell.variables[name] or variables[name][-1:]
+            self._scope = scope if scope.startswith(outer) else _both(outer, scope)
+            self._view = scope and self._scope
+            yield
+            ends.append(None if self._ended else self.shell.copy())
+        self._scope, self._view = outer, view
+        self._resume(*ends)
+
+    def _visit(self, node: Node, *, split: bool = True) -> None:
+        """Follow one statement, once for each value that its variables may have."""
+        if split and node.type in _SIMPLE and not self._ended:
+            for _ in self._views(node):
+                self._visit(node, split=False)
+            return
+        self._blocks += 1
+        self._commands += 1 + len(self.shell.variables) // 32
+        if self._ended:
+            self._skip(node, self._ended)
+        elif self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS:
+            self._unread(self.line(node), "too many or too deeply nested commands")
+        elif node.is_missing or node.type == "ERROR" or (node.type == "test_command" and node.has_error):
+            self._not_understood(node)
+        elif follow := _FOLLOW.get(node.type):
+            self._only_assigns = self._only_assigns and node.type in ("program", *_SIMPLE[2:4])
+            follow(self, node)
+        elif node.type == "file_redirect":  # `$(< FILE)`
+            self._write(OPEN, self.line(node))
+        self._blocks -= 1
+
+    def _block(self, node: Node) -> None:
+        if node.children and node.children[0].type == "((":
+            self._calculate(self.text(node), self.line(node))
+        else:
+            self._all(node.children)
+
+    def _define(self, node: Node) -> None:
+        name = node.child_by_field_name("name") or node
+        body = node.child_by_field_name("body") or node.named_children[-1]
+        self._functions[self.text(name)] = body, self.source, self.first
+
+    def _title(self, nodes: Sequence[Node]) -> str:
+        text = " ".join(self.text(node) for node in nodes)
+        return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
+
+    def _if(self, node: Node) -> None:
+        """Each branch under its own condition; what a condition itself runs is followed too."""
+        rest, ends, title, open_ = self._now(), list[Shell | None](), "", ""
+        for clause in (node, *(child for child in node.children if child.type in ("elif_clause", "else_clause"))):
+            children = [each for each in clause.children if each.type not in ("elif_clause", "else_clause")]
+            then = next((at for at, each in enumerate(children) if each.type == "then"), None)
+            if then is None:
+                ends.append(self._branch(rest, open_ and f"else of {open_}", children))
+                rest = None
+                continue
+            condition = [each for each in children[1:then] if each.is_named]
+            title, yes, no = f"if {self._title(condition)}", None, None
+            if rest is not None:
+                self.shell, self._ended = rest, ""
+                self._all(condition[:-1])
+                yes, no = self._holds(condition[-1]) if condition and not self._ended else (None, None)
+            open_ = title if no is not None and (yes is not None or open_) else open_
+            ends.append(self._branch(yes, title if no is not None or open_ else "", children[then + 1 :]))
+            rest = no
+        self._status = None
+        self._resume(*ends, rest)
+
+    def _now(self) -> Shell | None:
+        return None if self._ended else self.shell
+
+    def _case(self, node: Node) -> None:
+        of = node.child_by_field_name("value") or node
+        self.assumed = False
+        value = self.value(of)
+        known = OPEN not in value and not self.assumed
+        rest, ends, through = self._now(), list[Shell | None](), None
+        sure = True  # no item before may have been taken
+        for item in [each for each in node.children if each.type == "case_item"]:
+            patterns = item.children_by_field_name("value")
+            texts = [self.value(each) for each in patterns]
+            taken = any(text == "*" or (known and OPEN not in text and fnmatchcase(value, text)) for text in texts)
+            never = known and not taken and not any(OPEN in text for text in texts)
+            start = join(through, None if never or rest is None else rest if taken else rest.copy())
+            label = f"case {self._title([of])} in {self._title(patterns)}"[:80]
+            label = "" if sure and (taken or never) else label
+            ran = self._branch(start, label, [each for each in item.children if each not in patterns])
+            on = any(each.type in (";&", ";;&") for each in item.children)
+            through, sure = ran.copy() if on and ran else None, sure and (taken or never)
+            ends += [] if on else [ran]
+            rest = None if taken and not any(each.type == ";;&" for each in item.children) else rest
+        self._status = None
+        self._resume(*ends, through, rest)
+
+    def _for(self, node: Node) -> None:
+        """Follow the body once for each known word; else as a loop whose rounds are not known."""
+        name = self.text(node.child_by_field_name("variable") or node)
+        body = node.child_by_field_name("body")
+        given = node.children_by_field_name("value")
+        words = [word for each in given for word in self.words(each)]
+        if not given and not any(child.type == "in" for child in node.children):
+            words = list(self.shell.arrays.get("@", (Word(OPEN, "$@"),)))
+        line, unknown = self.line(node), node.children[0].type == "select" or len(words) > _MOST_ROUNDS
+        if body is None or unknown or any(OPEN in word.text for word in words):
+            raw = " ".join(word.raw for word in words)
+            self._repeat(lambda: self.assign(name, OPEN, raw, line), None, body, line)
+            return
+        breaks: list[Shell] = []
+        for word in words:
+            if self._ended:
+                break
+            self.assumed = word.assumed
+            self.assign(name, word.text, word.raw, line)
+            self._resume(*self._round(body, breaks))
+        self._resume(self._now(), *breaks)
+        self._status = None
+
+    def _round(self, body: Node, breaks: list[Shell]) -> list[Shell | None]:
+        """Follow a loop's body once: the shells that start the next round."""
+        self._loops.append(([], breaks))
+        self._visit(body)
+        return [self._now(), *self._loops.pop()[0]]
+
+    def _while(self, node: Node) -> None:
+        body = node.child_by_field_name("body")
+        condition = [child for child in node.named_children if child != body and child.type != "comment"]
+        if node.type == "c_style_for_statement":
+            head = self.source[node.start_byte : body.start_byte if body else node.end_byte].decode("utf-8", "replace")
+            for match in _CHANGED.finditer(head):
+                self.assign(match[1] or match[2], OPEN, "a count", self.line(node))
+            condition = []
+        self._repeat(None, (condition, node.children[0].type == "until"), body, self.line(node))
+
+    def _repeat(
+        self, begin: Callable[[], None] | None, condition: tuple[Sequence[Node], bool] | None, body: Node | None,
+        line: int,
+    ) -> None:  # fmt: skip
+        """Follow a loop of unknown length: a round, and another one that begins with what the first may have left."""
+        nodes, until = condition or ((), False)
+        ends, breaks, rest, no = list[Shell | None](), list[Shell](), self._now(), None
+        for _ in range(2):
+            if rest is None or body is None:
+                break
+            self.shell, self._ended = rest, ""
+            if begin:
+                begin()
+            self._all(nodes[:-1])
+            yes, no = self._holds(nodes[-1]) if nodes else (self.shell, self.shell.copy())
+            yes, no = (no, yes) if until else (yes, no)
+            ends.append(no)
+            if yes is None:
+                self._skip(body, "its condition never holds")
+                rest = None
+                break
+            self.shell, self._ended = yes, ""
+            with self._under(f"the loop of line {line}" if no is not None else ""):
+                rest = join(*self._round(body, breaks))
+        self._status, self._ended = None, ""
+        self._resume(*ends, *breaks, rest if no is not None else None)
+        if not any(ends) and not breaks and no is None:
+            self._ended = "it stands after a loop without end"
+
+    def _list(self, node: Node) -> None:
+        yes, no = self._holds(node)
+        self._status = None if yes is not None and no is not None else yes is not None
+        self._resume(yes, no)
 
     def _pipeline(self, node: Node) -> None:
-        parts = [child for child in node.children if child.is_named]
+        """Each part runs in a shell of its own and reads what the part before it writes."""
+        parts, output = [child for child in node.children if child.is_named], self.shell.output
         for number, part in enumerate(parts):
-            if number < len(parts) - 1:
-                self._run_piped(part)
-            else:
-                self._visit(part)
-        self._piped = ""
+            self.shell.output = "" if number < len(parts) - 1 else output
+            self._apart([part])
+            self._input = _Input(self.shell.output or "", self._output_line) if number < len(parts) - 1 else _Input()
+        self._status = None
 
-    def _run_piped(self, node: Node) -> None:
-        if node.type == "command":
-            self._command(node, Output(piped=True))
-        elif node.type == "redirected_statement":
-            self._redirected(node, piped=True)
-        else:
-            self._visit(node)
-
-    def _redirected(self, node: Node, *, piped: bool = False) -> None:
+    def _redirected(self, node: Node) -> None:
+        """A statement with the file that it writes to and the document that it reads."""
         body = node.child_by_field_name("body")
-        document, line = self._document(node)
+        document = self._document(node)
+        self._input = document if document.text else self._input
         target, follow = "", list[Node]()
         for redirect in _redirects(node):
-            if redirect.type == "file_redirect" and self._text(redirect).lstrip("&0123456789")[:1] == ">":
+            if redirect.type == "file_redirect" and self.text(redirect).lstrip("&0123456789")[:1] == ">":
                 destination = redirect.child_by_field_name("destination")
-                found = self._word(destination)[0].text if destination is not None else ""
-                target = target if redirect.children[0].type == "file_descriptor" or found.isdigit() else found
-            elif redirect.type in ("pipeline", "list", "&&", "||"):
+                found = self.words(destination)[:1] if destination is not None else []
+                if redirect.children[0].type != "file_descriptor" and found and not found[0].text.isdigit():
+                    target = found[0].text
+            elif redirect.type == "file_redirect":
+                list(map(self.value, redirect.named_children))
+            elif redirect.type in ("pipeline", "list"):
                 follow += [child for child in redirect.children if child.is_named]
+            elif redirect.type in ("&&", "||"):
+                follow.append(redirect)
             elif redirect.type == "ERROR":
                 self._not_understood(redirect)
-        output = Output(target, document, line, piped or bool(follow))
-        if body is None:
-            self._read_by("", output)
-        elif body.type == "command":
-            self._command(body, output)
-        else:
-            self._visit(body)
-            if document:
-                self._read_by("", output)
-        for number, each in enumerate(follow):
-            self._run_piped(each) if number < len(follow) - 1 else self._visit(each)
+        kept = self.shell.output
+        self.shell.output = "" if target or follow else kept
+        if body is not None:
+            self._visit(body, split=False)
+        if self._input.text and document.text:
+            self._read("", self._input, target)
+        self._input = _Input()
+        written = self.shell.output
+        if target or follow:
+            self.shell.output = kept
+        if target and written and not target.startswith("/dev/"):
+            self._keep(target, written, document.line or self._output_line)
+        for each in follow:
+            self._input = _Input(written or "", document.line or self._output_line)
+            self._apart([each])
 
-    def _document(self, node: Node) -> tuple[str, int]:
+    def _document(self, node: Node) -> _Input:
         """The here-document or here-string of a statement, known variables filled in, and its first line."""
         for redirect in node.children:
             if redirect.type == "herestring_redirect":
-                return (self._value(redirect.children[-1]) or self._text(redirect.children[-1])), self._line(redirect)
+                return _Input(self.value(redirect.children[-1]), self.line(redirect))
             if redirect.type != "heredoc_redirect":
                 continue
-            body = next((child for child in redirect.children if child.type == "heredoc_body"), None)
-            start = next((child for child in redirect.children if child.type == "heredoc_start"), None)
+            body, start = (next(descend(redirect, kind), None) for kind in ("heredoc_body", "heredoc_start"))
             if body is None or start is None:
                 continue
-            text = self._text(body)
+            text = self.text(body)
             if redirect.children[0].type == "<<-":
                 text = re.sub(r"^\t+", "", text, flags=re.MULTILINE)
-            if self._text(start)[:1] not in "'\"\\":
-                text = self._filled(text)
-            return text, self._line(body)
-        return "", 0
+            return _Input(text if self.text(start)[:1] in "'\"\\" else self._filled(text), self.line(body))
+        return _Input()
 
     def _filled(self, text: str) -> str:
         """A here-document with the known variables put in. The grammar loses expansions there after an escaped `$`."""
@@ -601,332 +579,426 @@ class _Reader:
         def put(match: re.Match[str]) -> str:
             name = match[1] or match[2]
             self.script.used.add(name)
-            value = self.values.get(name)
-            if value is None and match[3]:
+            value = self.look_up(name)
+            if value == OPEN and match[3] is not None:
                 value = match[3]
-            return match.group() if value is None or len(value) > _MOST_VALUE >> 4 else value
+            return match.group() if value in (None, OPEN) or len(value or "") > MOST_VALUE >> 4 else value or ""
 
         found = re.sub(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}$]*))?\})", put, text)
         return found.replace("\\$", "$")[: 1 << 20]
 
-    # -- assignments
+    def _test(self, node: Node) -> None:
+        inside = [child for child in node.named_children if child.type != "comment"]
+        self._status = self._decided(inside[0], glob=node.children[0].type == "[[") if len(inside) == 1 else None
 
-    def _assign(self, node: Node, *, exported: bool, scope: str = "") -> None:
-        """`NAME=value`, `NAME+=value`, `NAME=(an array)`; with `scope` for one command only."""
+    def _decided(self, node: Node, *, glob: bool) -> bool | None:
+        """How a test ends that is the same in every run; None for all others."""
+        if node.type == "parenthesized_expression":
+            return self._decided(node.named_children[0], glob=glob) if node.named_children else None
+        if node.type == "unary_expression" and len(node.children) == 2:
+            sign = self.text(node.children[0])
+            if sign == "!":
+                found = self._decided(node.children[1], glob=glob)
+                return None if found is None else not found
+            value = self._known(node.children[1])
+            return None if value is None or sign not in ("-n", "-z") else (value != "") == (sign == "-n")
+        if node.type != "binary_expression" or len(node.children) != 3:
+            value = self._known(node)
+            return None if value is None else value != ""
+        left, middle, right = node.children
+        sign = {"-a": "&&", "-o": "||", "=": "=="}.get(self.text(middle), self.text(middle))
+        if sign in ("&&", "||"):
+            both = [self._decided(each, glob=glob) for each in (left, right)]
+            return (sign == "||") if (sign == "||") in both else None if None in both else sign == "&&"
+        one, other = self._known(left), self._known(right)
+        if one is None or other is None:
+            return None
+        if sign in ("==", "!="):
+            same = fnmatchcase(one, other) if glob and right.type not in ("string", "raw_string") else one == other
+            return same == (sign == "==")
+        numbers = sign.lstrip("-") in _COMPARED and re.fullmatch(r"-?\d+ -?\d+", f"{one} {other}")
+        return _COMPARED[sign.lstrip("-")](int(one), int(other)) if numbers else None
+
+    def _known(self, node: Node) -> str | None:
+        """The value of a word that is the same in every run. The grammar takes `1 -lt 2 && a` for one side of a `=`."""
+        if node.type.endswith("_expression"):
+            return None
+        self.assumed = False
+        value = self.value(node)
+        return None if OPEN in value or self.assumed else value
+
+    # -- variables
+
+    def _assignments(self, node: Node) -> None:
+        for each in [node] if node.type == "variable_assignment" else node.named_children:
+            self._assign(each)
+        self._status = None if "$(" in self.text(node) or "`" in self.text(node) else True
+
+    def _assign(self, node: Node, *, exported: bool | None = None) -> str:
+        """`NAME=value`, `NAME+=value`, `NAME=(an array)`; returns the name."""
         name_node, value_node = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name_node is None or name_node.type != "variable_name":
-            return
-        name, raw = self._text(name_node), self._text(value_node) if value_node else ""
+            list(map(self.value, node.named_children))
+            return ""
+        name, adds = self.text(name_node), node.children[1].type == "+="
         if value_node is not None and value_node.type == "array":
-            items = [word for each in value_node.named_children for word in self._word(each)]
-            kept = self._arrays.get(name, []) if node.children[1].type == "+=" else []
-            self._arrays[name], self.values[name] = [*kept, *items][: _MOST_VALUE >> 4], None
-            return
-        for inner in _descend(value_node, "command_substitution") if "NCCL_" in raw else ():
-            if self._value(inner) is None:
-                self._inside(f"the command of line {self._line(inner)}", inner.children)
-        used = set(self.script.used)
-        value = self._value(value_node) if value_node else ""
+            items = tuple(word for each in value_node.named_children for word in self.words(each))
+            kept = self.shell.arrays.get(name, ()) if adds else ()
+            self.shell.arrays[name] = (*kept, *items)[: MOST_VALUE >> 4]
+            self.shell.variables.pop(name, None)
+            return name
+        self.assumed, used = False, set(self.script.used)
+        value = self.value(value_node) if value_node else ""
         if name not in used:
             self.script.used.discard(name)  # to hand on one's own value is no use of it
-        if node.children[1].type == "+=":
-            before = self.values.get(name)
-            value = None if value is None or before is None else (before + value)[:_MOST_VALUE]
-        raw = self._raw(value_node) if value_node else ""
-        self._put(name, value, raw, self._line(node), exported=exported, scope=scope)
+        value = ((self._parameter(name) + value) if adds else value)[:MOST_VALUE]
+        self.shell.arrays.pop(name, None)
+        self.assign(name, value, self.raw(value_node) if value_node else "", self.line(node), exported=exported)
+        return name
 
-    def _put(self, name: str, value: str | None, raw: str, line: int, *, exported: bool, scope: str = "") -> None:
+    def assign(self, name: str, value: str, raw: str, line: int, *, exported: bool | None = None) -> None:
+        """Give a variable a value. `exported` None: as it was before, or as set -a says."""
         if not NAME.match(name):
             return
         for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix
             name = name.removeprefix(outer)
-        if not scope:
-            self.values[name] = value
-            if exported or self._export_everything:
-                self._exported.add(name)
-        seen = exported or self._export_everything or name in self._exported
-        where = "; ".join((*self._scopes, scope) if scope else self._scopes)
-        found = Assigned(name=name, value=value, raw=raw, line=line, scope=where, exported=seen)
-        if seen:
-            self._held.pop(name, None)
-        else:
-            self._held[name] = found
-        self.script.assigned.append(found)
+        before = self.shell.variables.get(name, ())
+        marks = {each.exported: each.scope for each in before} if exported is None else {exported: self._scope}
+        if self.shell.exports_all or not marks:
+            marks = {self.shell.exports_all: self._scope}
+        assumed = self.assumed
+        self._put(name, [
+            Assigned(name=name, value=value, raw=raw, line=line, exported=mark, assumed=assumed,
+                     scope=scope if len(marks) > 1 else self._scope)
+            for mark, scope in marks.items()
+        ])  # fmt: skip
 
-    def _declare(self, keyword: str, words: list[Word], line: int, assignments: Iterable[Node] = ()) -> None:
-        """export, declare, typeset, local, readonly, unset: of names, of assignments, and of words that hold one."""
-        if keyword == "unset":
-            self._unset([word.text for word in words], line)
+    def _put(self, name: str, values: Iterable[Assigned]) -> None:
+        """Note what a variable may be from here on."""
+        self.shell.variables[name] = tuple(values)
+        for each in self.shell.variables[name]:
+            if each.exported and not each.unset:
+                self._set.setdefault((name, each.line), each)
+            elif not each.unset:
+                self._loose[name] = each
+
+    def _export(self, name: str, line: int, *, ends: bool = False) -> None:
+        """`export NAME`, `export -n NAME`: programs get the variable from here on, or no longer."""
+        if not NAME.match(name):
             return
-        self.script.commands += 1
-        options = " ".join(word.text for word in words if word.text[:1] in ("-", "+"))
+        before = self.shell.variables.get(name, ())
+        if not before and ends:
+            return
+        outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # what the environment has
+        self._put(name, [
+            replace(each if each.name else outside, exported=not ends, scope=each.scope if before[1:] else self._scope)
+            for each in before or (outside,)
+        ])  # fmt: skip
+
+    def _declare(self, node: Node) -> None:
+        """export, declare, typeset, local, readonly, unset: of names and of assignments."""
+        self._declared(self.text(node.children[0]), node.children[1:], self.line(node))
+
+    def _declared(self, keyword: str, nodes: Sequence[Node | Word], line: int) -> None:
+        words: list[Word | Node] = []
+        for node in nodes:
+            if isinstance(node, Word) or node.type == "variable_assignment":
+                words.append(node)
+            elif node.is_named and node.type != "comment":
+                words += self.words(node)
+        options = " ".join(each.text for each in words if isinstance(each, Word) and each.text[:1] in ("-", "+"))
+        self._status = True
+        if keyword == "local" and not self._active:
+            return
+        if keyword == "unset":
+            self._unset([each for each in words if isinstance(each, Word)], line, functions="-f" in options)
+            return
         ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
-        exported = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
-        for each in assignments:
-            if ends:
-                self._end_export(self._text(each.children[0]), line)
-            self._assign(each, exported=exported)
+        exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
+        own = keyword not in ("export", "readonly") and "g" not in options and bool(self._active)
+        for each in words if "-f" not in options else ():
+            name = self.text(each.children[0]) if isinstance(each, Node) else each.text.partition("=")[0]
+            for kept in self._passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
+                kept.pop(name, None)
+            if isinstance(each, Node):
+                self._hide(name, own)
+                self._assign(each, exported=True if exports else False if ends else None)
+                continue
+            equals, value = each.text.partition("=")[1:]
+            if OPEN in name and each.text[:1] != "-":
+                self._unread(line, f"the names of the variables that {keyword} gets are unknown")
+            elif NAME.match(name):
+                self._hide(name, own)
+                self.assumed = each.assumed
+                if equals:
+                    self.assign(name, value, value, line, exported=True if exports else False if ends else None)
+                elif exports or ends:
+                    self._export(name, line, ends=ends)
+
+    def _hide(self, name: str, own: bool) -> None:
+        """Keep what a function's own variable hides until the function ends. It is exported if the hidden one was."""
+        if own and name not in self._locals[-1]:
+            before = self._locals[-1][name] = self.shell.variables.get(name)
+            gone = replace(before[-1], unset=True, value="") if before else None
+            self.shell.variables[name] = (gone,) if gone else ()
+            if not gone:
+                del self.shell.variables[name]
+
+    def _unset(self, words: Iterable[Word], line: int, *, functions: bool) -> None:
         for word in words:
-            name, equals, value = (word.value or "").partition("=")
-            if ends:
-                self._end_export(name, line)
-            if equals:
-                self._put(name, value, value, line, exported=exported)
-            elif exported and NAME.match(name):
-                self._export(name, line)
+            if functions:
+                self._functions.pop(word.text, None)
+            elif OPEN in word.text:  # it may be any
+                self._unread(line, "the names of the variables that unset gets are unknown")
+                why = f"unless line {line} unsets it"
+                for name, values in self.shell.variables.items():
+                    kept = [replace(each, scope=_both(each.scope, why)) for each in values]
+                    gone = replace(values[-1], value="", exported=False, unset=True, scope="")
+                    self.shell.variables[name] = (*kept, gone) if is_judged(name) else values
+            elif word.text[:1] != "-":
+                gone = Assigned(
+                    name=word.text, value="", raw="", line=line, scope=self._scope, exported=False, unset=True
+                )
+                self.shell.variables[word.text] = (gone,)
+                self.shell.arrays.pop(word.text, None)
 
-    def _end_export(self, name: str, line: int) -> None:
-        """`export -n`: the shell keeps the variable, and programs no longer get it."""
-        value = self.values.get(name)
-        self._unset([name] if NAME.match(name) else [], line)
-        if value is not None:
-            self.values[name] = value
-            self._held[name] = Assigned(name=name, value=value, raw=value, line=line, exported=False)
-
-    def _export(self, name: str, line: int) -> None:
-        self._exported.add(name)
-        held = self._held.pop(name, None)
-        if held is not None:
-            self._put(name, held.value, held.raw, held.line, exported=True)
-        elif name not in self.values:
-            self.script.assigned.append(Assigned(name=name, value=None, raw=f"${name}", line=line))
-
-    def _unset(self, names: Iterable[str], line: int) -> None:
-        for name in names:
-            self.values.pop(name, None)
-            self._exported.discard(name)
-            where = "; ".join(self._scopes)
-            self.script.assigned.append(Assigned(name=name, value="", raw="", line=line, scope=where, unset=True))
+    def _calculate(self, text: str, line: int) -> None:
+        """`((...))` and let: what it changes is known where it is a plain assignment of a number."""
+        found = self.arithmetic(text)
+        self._status = None if found is None or self.assumed else found != 0
+        for match in _CHANGED.finditer(text):
+            name = match[1] or match[2]
+            plain = re.fullmatch(rf"\s*(?:\(\()?\s*{name}\s*=([^=].*?)(?:\)\))?\s*", text)
+            value = self.arithmetic(plain[1]) if plain else None
+            self.assign(name, OPEN if value is None else str(value), text, line)
+            self._status = None
 
     # -- commands
 
-    def _command(self, node: Node, output: Output) -> None:
-        line = self._line(node)
-        piped, self._piped = self._piped, ""
-        before, words = self._words(node)
-        start, where = len(self.script.assigned), f"the command of line {line}"
-        declared = [word.text for word in words] if words and words[0].text in _NAMES["declares"] else []
-        for each in before:
-            stays = self._text(each.children[0]) in declared  # `N=1 export N` sets it for all that follows
-            self._assign(each, exported=not stays, scope="" if stays else where)
+    def _command(self, node: Node) -> None:
+        line = self.line(node)
+        before = [child for child in node.children if child.type == "variable_assignment"]
+        words: list[Word] = []
         for child in node.children:
-            if child.has_error and child.type not in _EXPANSIONS:
-                for error in _descend(child, "ERROR"):
+            if child.type == "command_name":
+                words += self.words(child.children[0]) if child.children else []
+            elif child.is_named and not child.type.endswith(("_redirect", "assignment")) and child.type != "comment":
+                words += self.words(child)
+            if child.has_error and child.type not in _NAMES["expansions"]:
+                for error in descend(child, "ERROR"):
                     self._not_understood(error)
-        command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
-        own, removes = self._own_settings(start, where), removed_by(command)
-        names = {each.name for each in own}
-        self._hidden.append(lambda at, name: at < start and (name in names or removes(name)))
-        at, ends = self._after_wrappers(words, line, where)
-        words = words[at:]
+            if child.type == "herestring_redirect":
+                self._input = _Input(self.value(child.children[-1]), line)
+        kept: _Hidden = {}
+        for each in before:
+            if words:
+                kept.setdefault(self.text(each.children[0]), self.shell.variables.get(self.text(each.children[0])))
+            self._assign(each, exported=True if words else None)
+        self._passing.append(kept)
         if words:
-            self.run(words, line, piped, output)
-            program = words[0].text.rsplit("/", 1)[-1]
-            if program in _NAMES["utilities"] - self._functions.keys():
-                starts = _NAMES["launchers"].intersection(word.text for word in words)  # `conda run python t.py`
-                if not starts and program not in _NAMES["evaluates"]:
-                    self._drop(own, start)
-            elif program not in self._functions:
-                self._reached = len(self.script.assigned)
-                prepares = program.startswith("python") and len(words) > 1 and words[1].text in ("-c", "-m", "-")
-                if program in _NAMES["launchers"] | {"env"} and not prepares:
-                    names |= {each.name for each in self._own_settings(start, where)}
-                    self._launch(line)
-            self._ended = self._ended or ("exec" if ends else "")
-        self._hidden.pop()
+            self.run(words, line)
+        self._restore(self._passing.pop())
 
-    def _own_settings(self, start: int, where: str) -> list[Assigned]:
-        """The settings, from `start` on, that one command gives to its program alone."""
-        scope = "; ".join((*self._scopes, where))
-        return [each for each in self.script.assigned[start:] if each.scope == scope]
+    def _restore(self, hidden: _Hidden) -> None:
+        """Bring back what variables were that only a command or a function had."""
+        for name, values in hidden.items():
+            self.shell.variables.pop(name, None)
+            if values is not None:
+                self.shell.variables[name] = values
 
-    def _after_wrappers(self, words: Sequence[Word], line: int, where: str) -> tuple[int, bool]:
+    def run(self, words: list[Word], line: int) -> None:
+        """Run one simple command: a built-in, a function, or a program that gets what is exported here."""
+        given, self._input, self._status = self._input, _Input(), None
+        self._only_assigns = False
+        shell, ends = self.shell, False
+        at, first = 0, ""
+        if _name(words[0]) in _NAMES["wrappers"]:
+            self.shell = shell.copy()
+            self._remove(words)
+            at, ends = self._after_wrappers(words, line)
+            first = _name(words[at - 1])
+        program = _name(words[at]) if at < len(words) else ""
+        written = program in ("cat", "tee", "echo", "printf")  # programs as well
+        if builtin := _BUILTINS.get(program) if written or first in _NAMES["of_shell"] else None:
+            self.shell = shell
+            builtin(self, _Call(program, words[at + 1 :], line, given))
+        elif program in self._functions and program not in self._active and not first:
+            self._call(program, words[at + 1 :])
+        elif program:
+            self.shell = shell.copy() if self.shell is shell else self.shell
+            self._program(words[at:], program, line, given, shell)
+            shell.output = self.shell.output
+            self.shell = shell
+        if ends and program and not self._ended:
+            self._end("exec")
+
+    def _program(self, words: list[Word], program: str, line: int, given: _Input, outer: Shell) -> None:
+        """A program gets the exported variables, what its words set, and what they do not remove."""
+        before = self._started
+        self._remove(words)
+        sets = self._options(words, line, outer)
+        self._read(program, given, "")
+        if program not in ("cat", "tee"):
+            self._write(OPEN, line)
+        self._runs_unknown = self._runs_unknown or OPEN in words[0].text
+        idle = program in _NAMES["utilities"] and not _starts(words)
+        if self._started == before and (sets or not idle):
+            self._launch(f"the launch of line {line}" if line else "a launch", sure=not idle and _is_launcher(words))
+
+    def _remove(self, words: Sequence[Word]) -> None:
+        """Take away the variables that a command does not hand on."""
+        command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
+        removes = removed_by(command)
+        for name in [name for name in self.shell.variables if removes(name)]:
+            del self.shell.variables[name]
+
+    def _after_wrappers(self, words: Sequence[Word], line: int) -> tuple[int, bool]:
         """Find the program behind sudo, timeout and the like: its place, and whether the script ends with it (exec)."""
         at, ends = 0, False
-        while at < len(words) and (first := words[at].text.rsplit("/", 1)[-1]) in _NAMES["wrappers"]:
+        while at < len(words) and (first := _name(words[at])) in _NAMES["wrappers"]:
             ends, at = ends or first == "exec", at + 1
             options = _WRAPPERS.get(first, frozenset())
             while at < len(words) and first != "command":  # `command -v` starts nothing
                 text = words[at].text
                 if first == "sudo" and _SETTER.match(text):
-                    self._setting(text, words[at].value, line, where)
+                    self._setting(words[at], line, self.shell)
                 elif text[:1] != "-":
                     break
                 at += 2 if text in options else 1
             at += first in _NAMES["takes_operand"]
         return at, ends
 
-    def run(self, words: list[Word], line: int, piped: str, output: Output) -> None:
-        """Take from one simple command what it sets."""
-        self.script.commands += 1
-        program, rest = words[0].text.rsplit("/", 1)[-1], words[1:]
-        texts = [word.text for word in rest]
-        if program == "setenv":
-            self.script.unread.append(Unread(line=line, why="setenv is of the C shell, whose scripts are not read"))
-        elif program in _NAMES["declares"]:  # `! export N=1`, `Y=1 export N=1`
-            self._declare(program, rest, line)
-        elif program == "set":
-            self._set(rest, texts, line)
-        elif program in ("read", "getopts", "mapfile", "readarray"):
-            self.values.update(dict.fromkeys(name for name in texts if NAME.match(name)))
-        elif program in ("echo", "printf", "cat", "tee"):
-            self._write(program, rest, line, piped, output)
-            return
-        elif program == "exit" or (program == "return" and self._active):
-            self._ended = program
-        elif program in self._functions and program not in self._active:
-            self._call(program, rest)
-        else:
-            self._options(words, line)
-        self._read_by(program, output if output.document else Output(output.target, piped, line))
+    def _call(self, name: str, rest: Sequence[Word]) -> None:
+        """Call a function: with its own arguments, and with variables of its own that end with it."""
+        kept = self._loops, self.source, self.first, self.shell.arrays.get("@")
+        body, self.source, self.first = self._functions[name]
+        self._loops = []
+        self.shell.arrays["@"] = tuple(rest)
+        self._called.add(name)
+        self._active.append(name)  # a function that calls itself ends here
+        self._locals.append({})
+        self._returns.append([])
+        self._visit(body)
+        returned = self._returns.pop()
+        self._status = None if len(returned) + (not self._ended) > 1 else self._status
+        self._resume(self._now(), *returned)
+        self._restore(self._locals.pop())
+        self._active.pop()
+        self._loops, self.source, self.first, given = kept
+        self.shell.arrays.pop("@", None)
+        self.shell.arrays |= {} if given is None else {"@": given}
 
-    def _call(self, name: str, rest: list[Word]) -> None:
-        kept = {str(at): self.values.get(str(at)) for at in range(1, 10)}
-        self.values.update({str(at): rest[at - 1].value if at <= len(rest) else None for at in range(1, 10)})
-        self._called.add(name)  # a function that calls itself ends here
-        self._active.add(name)
-        self._visit(self._functions[name])
-        self._active.discard(name)
-        self._ended = "" if self._ended == "return" else self._ended
-        self.values.update(kept)
+    def _write(self, text: str, line: int) -> None:
+        """Note what a command writes, where something reads it."""
+        if self.shell.output is not None:
+            self._output_line = self._output_line if self.shell.output else line
+            self.shell.output = (self.shell.output + text)[:MOST_VALUE]
 
-    def _set(self, rest: list[Word], texts: list[str], line: int) -> None:
-        """`set -a`, fish's `set -x NAME value`."""
-        if _NAMES["fish"] & {*texts[:2]} and len([each for each in texts if each[:1] != "-"]) > 1:
-            named = [word for word in rest if not word.text.startswith("-")]
-            known = [word.value for word in named[1:] if word.value is not None]
-            value = " ".join(known) if len(known) == len(named) - 1 else None
-            self._put(named[0].text, value, " ".join(word.raw for word in named[1:]), line, exported=True)
-            return
-        for number, text in enumerate(texts):
-            everything = text in ("-o", "+o") and texts[number + 1 : number + 2] == ["allexport"]
-            if everything or re.fullmatch(r"[-+][a-z]*a[a-z]*", text):
-                self._export_everything = text[0] == "-"
+    def _keep(self, target: str, text: str, line: int) -> None:
+        """Note what a file is given, and read it as a text of its own."""
+        self._written[_path(target)] = (self._written.get(_path(target), "") + text.rstrip("\n") + "\n")[-MOST_VALUE:]
+        self.script.inner.append(Inner(text=text, target=target.replace(OPEN, "..."), line=line))
 
-    def _write(self, program: str, rest: list[Word], line: int, piped: str, output: Output) -> None:
-        """Take what echo, printf, cat and tee write into a file or hand on; on the terminal it sets nothing."""
-        text, start, target = output.document, output.line, output.target
-        if program in ("echo", "printf"):
-            words = [word.text for word in rest if word.raw not in ("-e", "-n", "-E")]
-            text, start = ("\n" if program == "printf" else " ").join(words).replace("\\n", "\n"), line
-        elif program == "tee":
-            text, target = text or piped, next((word.text for word in rest if word.text[:1] != "-"), "")
-        elif not text and len(rest) == 1:
-            text = self._written.get(rest[0].text, "")
-        if target and text:
-            kept = self._written.get(target, "") + text.rstrip("\n") + "\n"
-            self._written[target] = kept[-_MOST_VALUE:]
-            self.script.inner.append(Inner(text=text, target=target, line=start))
-        elif output.piped:
-            self._piped = text
-        for row in text.splitlines() if program == "echo" and not target else ():
-            if dotted := _DOTTED.match(row):  # for a launcher that reads the script's output
-                self._pair(dotted[1], row[dotted.end() :], row[dotted.end() :], line, f"line {line}")
-
-    def _read_by(self, program: str, output: Output) -> None:
+    def _read(self, program: str, given: _Input, target: str) -> None:
         """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""
-        text, line = output.document, output.line
-        if not text:
+        if not given.text.strip(OPEN + "\n") or program in ("cat", "tee"):
             return
         if program in _NAMES["idle"]:
-            self._skip_text(text, line, "no program reads its here-document")
-        elif output.target and not program:
-            self.script.inner.append(Inner(text=text, target=output.target, line=line))
+            self._skip_text(given.text, given.line, "no program reads its here-document")
         elif program in _NAMES["shells"]:
-            self._nested(text, line, f"here-document of line {line}")
+            self._nested(given.text, given.line)
         else:
-            target = "manifest.yaml" if program in ("kubectl", "oc") else program
-            self.script.inner.append(Inner(text=text, target=target, line=line))
+            name = target or ("manifest.yaml" if program in ("kubectl", "oc") else program)
+            self.script.inner.append(Inner(text=given.text, target=name, line=given.line))
 
-    def _options(self, words: list[Word], line: int) -> None:
-        """Variables in the words of any program: options of launchers, `env A=1`, scripts in quotes."""
-        where = f"the command of line {line}"
-        settings, at = [word.text for word in words[:3]] == ["kubectl", "set", "env"], 0
-        starts = next(
-            (at for at, each in enumerate(words) if each.text.rsplit("/", 1)[-1] in _NAMES["takes_script"]), None
-        )
-        after = range(len(words) if starts is None else starts + 1, len(words))
+    def _options(self, words: list[Word], line: int, outer: Shell) -> bool:
+        """Take what the words of a program set, and say whether they do: options of launchers, `env A=1`, scripts."""
+        before, at = self._sets, 0
+        settings = [word.text for word in words[:3]] == ["kubectl", "set", "env"]
+        starts = next((at for at, each in enumerate(words) if _name(each) in _NAMES["takes_script"]), len(words))
+        after = range(starts + 1, len(words))
         end = next((at for at in after if re.fullmatch(r"[^-:=][^:=]*\.(?:py|sh)", words[at].text)), len(words))
+        script = next((self._written[_path(each.text)] for each in words[:2] if _path(each.text) in self._written), "")
+        if script:
+            self._nested(script, 0)
         while at < len(words):
             word = words[at]
             if at > end and not _DOTTED.match(word.text):
                 self._skip_text(word.text, line, f"it is an argument of {words[end].text}")
                 at += 1
                 continue
-            taken = self._launcher_option(words, at, line, where)
+            taken = self._launcher_option(words, at, line, outer)
             if taken is None:
-                self._plain_word(words, at, line, where, settings=settings)
+                self._plain_word(words, at, line, settings=settings)
                 unset = at > 0 and words[at - 1].text in ("-u", "-C")
                 more = unset or re.match(r"-|[A-Za-z_]\w*=|(?:kubectl|set)\Z", word.text)
-                settings = word.text.rsplit("/", 1)[-1] == "env" or (settings and bool(more))
+                settings = _name(word) == "env" or (settings and bool(more))
             at += 1 + (taken or 0)
+        return self._sets > before
 
-    def _plain_word(self, words: list[Word], at: int, line: int, where: str, *, settings: bool) -> None:
+    def _plain_word(self, words: list[Word], at: int, line: int, *, settings: bool) -> None:
         word, text = words[at], words[at].text
-        program = words[0].text.rsplit("/", 1)[-1]
-        runs = at > 0 and re.fullmatch(r"-\w*c", words[at - 1].text) and program not in ("srun", "gcc")
-        if program == "eval" and at == 1:
-            self._nested(" ".join(each.text for each in words[1:]), line, "")
-        elif program.startswith("python") and runs:
+        program, before = _name(words[0]), words[at - 1].text if at else ""
+        runs = re.fullmatch(r"-\w*c", before) and program not in ("srun", "gcc")
+        if runs and program.startswith("python"):
             self.script.inner.append(Inner(text=text, target="python", line=word.line or line))
-        elif runs:
-            self._nested(text, word.line or line, where)
+        elif runs or (settings and before in ("-S", "--split-string")):
+            self._nested(text if runs else f"env {text}", word.line or line, words[at + 2 :])
         elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
-            tail = text[dotted.end() :].strip("\"'")
-            self._pair(dotted[1], None if word.value is None else tail, tail, line, where)
-        elif _SETTER.match(text) and (settings or (at and words[at - 1].text[:1] == "-" and _SETTING.match(text))):
-            self._setting(text, word.value, line, where)
+            self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
+        elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):
+            self._setting(word, line, self.shell)
         elif at and program in _NAMES["remote"] and re.search(r"\s", text) and NAMED.search(text):
-            self._nested(text, word.line or line, where)
+            self._nested(text, word.line or line)
         elif at:
-            self._text_in_word(text, word.line or line, where)
+            self._text_in_word(text, word.line or line)
 
-    def _launcher_option(self, words: list[Word], at: int, line: int, where: str) -> int | None:
+    def _launcher_option(self, words: list[Word], at: int, line: int, outer: Shell) -> int | None:
         """Take a launcher's option that sets variables: how many words after it belong to it, None if it is none."""
-        word, after = words[at], words[at + 1] if at + 1 < len(words) else Word(None, "")
+        word, after = words[at], words[at + 1] if at + 1 < len(words) else Word("", "")
         text = word.text
         option, equals, tail = text.partition("=")
+        rest = Word(tail if equals else after.text, word.raw.partition("=")[2] if equals else after.raw, line)
         if text in _NAMES["takes_pair"] or (text == "-env" and "=" not in after.text and at + 2 < len(words)):
             if at + 2 < len(words):
-                self._pair(after.text, words[at + 2].value, words[at + 2].raw, line, where)
+                self._pair(after.text, words[at + 2].text, words[at + 2].raw, line)
             return 2
-        if _TAKES_SETTING.fullmatch(text):
-            self._setting(after.text, after.value, line, where)
-            return 1
-        if equals and _TAKES_SETTING.fullmatch(option):
-            self._setting(tail, None if word.value is None else tail, line, where)
+        if _TAKES_SETTING.fullmatch(option):
+            self._setting(rest, line, outer)
         elif text.startswith(("-xNCCL_", "-eNCCL_")):
-            self._setting(text[2:], None if word.value is None else text[2:], line, where)
+            self._setting(Word(text[2:], word.raw[2:], line), line, outer)
+            return 0
         elif option in _NAMES["takes_list"]:
-            for part in (tail if equals else after.text).split(","):  # a comma ends a value: a list is cut
+            for part in rest.text.split(","):  # a comma ends a value: a list is cut
                 name, sign, value = part.partition("=")
                 if sign:
-                    self._pair(name, None if "$" in value else value, value, line, where)
-            return 0 if equals else 1
+                    self._pair(name, value, value, line)
         elif option in _NAMES["takes_file"]:
-            self.script.files.append(tail if equals else after.text)
-            return 0 if equals else 1
+            self.script.files.append(rest.text)
         else:
             return None
-        return 0
+        return 0 if equals else 1
 
-    def _setting(self, text: str, value: str | None, line: int, scope: str) -> None:
-        """NAME=VALUE, several with commas between them (apptainer), or NAME alone, which hands on what is set."""
-        for part in re.split(r",(?=[A-Z_][A-Z0-9_]*=)", text):
+    def _setting(self, word: Word, line: int, outer: Shell) -> None:
+        """NAME=VALUE, several with commas between them (apptainer), or NAME alone, which hands on what `outer` has."""
+        for part in re.split(r",(?=[A-Z_][A-Z0-9_]*=)", word.text):
             name, equals, tail = part.partition("=")
             if equals:
-                self._pair(name, None if value is None else tail, tail, line, scope)
-            elif name in self._held:
+                self._pair(name, tail, word.raw.partition("=")[2] if OPEN in tail else tail, line)
+            elif name in outer.variables:
                 self.script.used.add(name)
+                self.shell.variables[name] = outer.variables[name]
+                self._export(name, line)
 
-    def _pair(self, name: str, value: str | None, raw: str, line: int, scope: str) -> None:
-        if NAME.match(name):
-            where = "; ".join((*self._scopes, scope))
-            self.script.assigned.append(Assigned(name=name, value=value, raw=raw, line=line, scope=where))
-            if _SETTING.search(raw) and not name.startswith("NCCL_"):
-                self._text_in_word(raw, line, scope)
+    def _pair(self, name: str, value: str, raw: str, line: int) -> None:
+        """A setting for the program that is started now."""
+        self._sets += is_judged(name)
+        self.assumed = False
+        self.assign(name, value, raw, line, exported=True)
+        if _SETTING.search(value) and not name.startswith("NCCL_"):
+            self._text_in_word(value, line)
 
-    def _text_in_word(self, text: str, line: int, scope: str) -> None:
+    def _text_in_word(self, text: str, line: int) -> None:
         """A script, JSON or options inside one word."""
         if not NAMED.search(text):
             return
@@ -936,30 +1008,180 @@ class _Reader:
         elif "os.environ" in inside:
             self.script.inner.append(Inner(text=inside, target="python", line=line))
         elif _COMMANDS.search(inside):
-            self._nested(inside, line, scope, surely=False)
+            self._nested(inside, line, surely=False)
 
-    def _nested(self, text: str, line: int, scope: str, *, surely: bool = True) -> None:
-        """A script inside this one: `bash -c`, eval, ssh, a here-document; not `surely` where it may be prose."""
-        if self._depth >= _MOST_SCRIPTS:
-            self.script.unread.append(Unread(line=line, why="scripts in quotes nested too deeply"))
-            return
-        inner = _Reader(dict(self.values), self._depth + 1)
-        inner._scopes = [*self._scopes, scope] if scope else list(self._scopes)
-        inner._commands = self._commands
-        inner.read(text, line)
-        self._commands = inner._commands
-        if not scope:
-            self.values = inner.values
+    def _nested(self, text: str, line: int, rest: Sequence[Word] = (), *, surely: bool = True) -> None:
+        """A script that another shell runs: `bash -c`, ssh, a here-document; not `surely` where it may be prose."""
+        kept, ended, started, unread = self.shell, self._ended, self._started, len(self.script.unread)
+        given = {name: found for name, found in kept.variables.items() if any(each.exported for each in found)}
+        self.shell = Shell(given, {"@": tuple(rest)}, output=kept.output)
+        loops, returns, self._loops, self._returns = self._loops, self._returns, [], []
+        self.follow_text(text, line)
         if not surely:
-            inner.script.unread.clear()
-        self.script.add(inner.script)
-        self._reached = len(self.script.assigned)
-        for at_line in inner._launches[:1]:
-            self._launch(at_line)
+            del self.script.unread[unread:]
+            if self._started == started:
+                self._launch(f"the command of line {line}", sure=False)
+        self._loops, self._returns, kept.output = loops, returns, self.shell.output
+        self.shell, self._ended = kept, ended
+
+    # -- built-ins
+
+    def _echo(self, call: _Call) -> None:
+        text = " ".join(each.text for each in call.words if each.raw not in ("-e", "-n", "-E")).replace("\\n", "\n")
+        self._status = True
+        for row in text.splitlines() if self.shell.output is None else ():
+            if dotted := _DOTTED.match(row):  # for a launcher that reads the script's output
+                shell, self.shell = self.shell, self.shell.copy()
+                self._pair(dotted[1], row[dotted.end() :], row[dotted.end() :], call.line)
+                self._launch(f"the command of line {call.line}", sure=False)
+                self.shell = shell
+        self._write(text + ("" if call.words and call.words[0].raw == "-n" else "\n"), call.line)
+
+    def _printf(self, call: _Call) -> None:
+        name = call.words[1].text if len(call.words) > 2 and call.words[0].text == "-v" else ""
+        texts = [word.text for word in call.words[2 if name else 0 :]] or [""]
+        pattern, rest = texts[0].replace("\\n", "\n"), texts[1:]
+        count, text = pattern.count("%s"), ""
+        for at in range(0, max(len(rest), 1), max(count, len(rest) if not count else 1, 1)):
+            filled = iter([*rest[at : at + count], *[""] * count])
+            text += re.sub("%s", lambda _, filled=filled: next(filled), pattern)  # type: ignore[misc]
+        text = OPEN if "%" in pattern.replace("%s", "") else text
+        self._status = True
+        if name:
+            self.assign(name, text, text, call.line)
+        else:
+            self._write(text, call.line)
+
+    def _cat(self, call: _Call) -> None:
+        names = [word.text for word in call.words if word.text[:1] != "-"]
+        text = "".join(self._written.get(_path(name), OPEN) for name in names) if names else call.given.text or OPEN
+        self._write(text, call.line if names else call.given.line)
+
+    def _tee(self, call: _Call) -> None:
+        for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
+            self._keep(target, call.given.text, call.given.line or call.line)
+        self._write(call.given.text or OPEN, call.line)
+
+    def _return(self, call: _Call) -> None:
+        if call.words:
+            self._status = {"0": True}.get(call.words[0].text, False if call.words[0].text.isdecimal() else None)
+        if self._returns:
+            self._end("return", self._returns[-1])
+
+    def _break(self, call: _Call) -> None:
+        """break and continue: which loop goes on, and how."""
+        if self._loops:
+            place = self._loops[-min(max(call.number(), 1), len(self._loops))]
+            self._end(call.program, place[call.program == "break"])
+
+    def _eval(self, call: _Call) -> None:
+        text = " ".join(word.text for word in call.words)
+        if text.strip(OPEN + " "):
+            self.follow_text(text, call.line)
+        else:
+            self.script.files.append(f"the commands that eval gets in line {call.line}")
+
+    def _source(self, call: _Call) -> None:
+        path = _path(call.words[0].text) if call.words else ""
+        if path in self._written:
+            self.follow_text(self._written[path], 0)
+        elif path and path != "/dev/null":
+            self.script.files.append(f"{call.words[0].raw} (line {call.line})")
+
+    def _let(self, call: _Call) -> None:
+        for word in call.words:
+            self._calculate(word.text, call.line)
+
+    def _shift(self, call: _Call) -> None:
+        if "@" in self.shell.arrays:
+            self.shell.arrays["@"] = self.shell.arrays["@"][call.number() :]
+
+    def _gets(self, call: _Call) -> None:
+        self.assumed = False
+        for word in call.words:
+            self.assign(word.text, OPEN, f"what {call.program} gets", call.line)
+
+    def _options_of_shell(self, call: _Call) -> None:
+        """`set -a`, `set -- A B`, fish's `set -x NAME value`."""
+        texts = [word.text for word in call.words]
+        named = [word for word in call.words if word.text[:1] != "-"]
+        if _NAMES["fish"] & {*texts[:2]} and len(named) > 1:
+            value, raw = " ".join(each.text for each in named[1:]), " ".join(each.raw for each in named[1:])
+            self.assign(named[0].text, value, raw, call.line, exported=True)
+            return
+        for number, text in enumerate(texts):
+            everything = text in ("-o", "+o") and texts[number + 1 : number + 2] == ["allexport"]
+            if everything or re.fullmatch(r"[-+][a-z]*a[a-z]*", text):
+                self.shell.exports_all = text[0] == "-"
+            if text == "--":
+                self.shell.arrays["@"] = tuple(call.words[number + 1 :])
+                break
+
+    def _truth(self, call: _Call) -> None:
+        self._read(":", call.given, "")
+        self._status = call.program != "false"
+
+
+def _told_apart(launches: Sequence[Launch]) -> list[Assigned]:
+    """The settings of all launches; those of which the launches get different ones, each with its launch.
+
+    A name that no launcher gets is kept where a program gets it that may be one. A launch that gets nothing else than
+    another one, and less, is not told.
+    """
+    sure = [each for each in launches if each.sure]
+    named = {name for each in sure for name in each.settings}
+    others = [
+        each._replace(settings={name: found for name, found in each.settings.items() if name not in named})
+        for each in launches
+        if not each.sure
+    ]
+    different = {each.key(): each for each in reversed([*sure, *others])}
+    keys = [key for key in different if not any(key < other for other in different)]
+    groups = [different[key] for key in reversed(keys)]
+    found, labels = list[Assigned](), Counter[str]()
+    for number, each in enumerate(groups):
+        labels[each.label] += 1
+        label = each.label + (f", time {labels[each.label]}" if labels[each.label] > 1 else "")
+        for name, values in each.settings.items():
+            plain = [{(v.value, v.scope, v.unset) for v in one.settings.get(name, ())} for one in groups]
+            if all(one == plain[0] for one in plain):
+                found += values if number == 0 else ()
+            else:
+                found += [replace(v, scope=_both(label, v.scope)) for v in values]
+    return found
+
+
+def _both(*conditions: str) -> str:
+    return "; ".join(filter(None, conditions))
+
+
+def _name(word: Word) -> str:
+    """A program's name, without its folder, and Python's without its release."""
+    return re.sub(r"\Apython[\d.]+\Z", "python", word.text.rsplit("/", 1)[-1])
+
+
+def _path(text: str) -> str:
+    return text.removeprefix("./")
+
+
+def _starts(words: Sequence[Word]) -> bool:
+    """Whether a utility starts the program that its words name: `conda run`, `docker exec`, `find -exec`."""
+    return _name(words[0]) in _NAMES["runs"] and any(word.text in _NAMES["starts"] for word in words[1:])
+
+
+def _is_launcher(words: Sequence[Word]) -> bool:
+    """Whether a command starts ranks or a training program, itself or behind another one; not Python's own chores."""
+    at = next((at for at, word in enumerate(words) if _name(word) in _NAMES["launchers"]), None)
+    if at is None:
+        return False
+    rest = [word.text for word in words[at + 1 : at + 3]]
+    return _name(words[at]) != "python" or not (
+        _NAMES["chores"].intersection(rest[:1]) or (rest[:1] == ["-m"] and _NAMES["modules"].intersection(rest[1:]))
+    )
 
 
 def removed_by(command: str) -> Callable[[str], bool]:
-    """Which names a command does not hand on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
+    """Which names a command does not hand on: env(1) -i and -u, sudo(8) without -E, srun(1) --export, a container."""
     names = {*re.findall(forms()["removed"]["names"], command)}
     everything = re.match(forms()["removed"]["all"], command) is not None
     return lambda name: name in names or (everything and name not in command)
@@ -970,50 +1192,9 @@ def _redirects(node: Node) -> Iterator[Node]:
     for child in node.children:
         yield child
         if child.type == "heredoc_redirect":
-            yield from (each for each in child.children if each.type in ("file_redirect", "pipeline", "list", "ERROR"))
-
-
-def _descend(node: Node | None, kind: str) -> Iterator[Node]:
-    """The outermost nodes of one kind, in order."""
-    waiting = [node] if node is not None else []
-    while waiting:
-        each = waiting.pop()
-        if each.type == kind:
-            yield each
-        else:
-            waiting += reversed(each.children)
-
-
-def _ansi(text: str) -> str:
-    names = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a"}
-    return re.sub(r"\\(.)", lambda match: names.get(match[1], match[0]), text, flags=re.DOTALL)
-
-
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
-}  # fmt: skip
-
-
-def _number(node: ast.expr) -> int:
-    """The value of an expression of integers. Raises ValueError for anything else, and beyond 63 bits."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        found = node.value
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        found = -_number(node.operand)
-    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _number(node.left), _number(node.right)
-        if isinstance(node.op, ast.LShift | ast.RShift) and not 0 <= right < 63:
-            raise ValueError("shifted out")
-        found = _OPERATORS[type(node.op)](left, right)
-    else:
-        raise ValueError("no number")
-    if abs(found) >= 1 << 63:
-        raise ValueError("too large")
-    return found
-
-
-# -- schedulers
+            yield from (
+                e for e in child.children if e.type in ("file_redirect", "pipeline", "list", "&&", "||", "ERROR")
+            )
 
 
 def directives(text: str) -> Iterator[tuple[int, str]]:
@@ -1022,3 +1203,32 @@ def directives(text: str) -> Iterator[tuple[int, str]]:
         match = re.match(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)", row)
         if match and "=" in match[1]:
             yield number, match[1].split(" #")[0]
+
+
+_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+}  # fmt: skip
+
+_FOLLOW: Mapping[str, Callable[[_Reader, Node], None]] = {
+    **dict.fromkeys(_BLOCKS, _Reader._block),
+    "command": _Reader._command, "redirected_statement": _Reader._redirected, "list": _Reader._list,
+    "negated_command": _Reader._list, "pipeline": _Reader._pipeline, "if_statement": _Reader._if,
+    "case_statement": _Reader._case, "for_statement": _Reader._for, "while_statement": _Reader._while,
+    "c_style_for_statement": _Reader._while, "test_command": _Reader._test, "function_definition": _Reader._define,
+    "variable_assignment": _Reader._assignments, "variable_assignments": _Reader._assignments,
+    "declaration_command": _Reader._declare, "unset_command": _Reader._declare,
+    "subshell": lambda reader, node: reader._apart(node.children),
+}  # fmt: skip
+
+
+_BUILTINS: Mapping[str, Callable[[_Reader, _Call], None]] = {
+    "echo": _Reader._echo, "printf": _Reader._printf, "cat": _Reader._cat, "tee": _Reader._tee,
+    "return": _Reader._return, "eval": _Reader._eval, ".": _Reader._source, "source": _Reader._source,
+    "let": _Reader._let, "shift": _Reader._shift, "set": _Reader._options_of_shell, "break": _Reader._break,
+    "continue": _Reader._break, "exit": lambda reader, call: reader._end(call.program),
+    "setenv": lambda reader, call: reader._unread(call.line, "setenv is of the C shell, whose scripts are not read"),
+    **dict.fromkeys((":", "true", "false"), _Reader._truth),
+    **dict.fromkeys(("read", "getopts", "mapfile", "readarray"), _Reader._gets),
+    **dict.fromkeys(_NAMES["declares"], lambda reader, call: reader._declared(call.program, call.words, call.line)),
+}  # fmt: skip

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
-from planner.lint.script import JOB_SIZE, SETS, Assigned, Inner, NamedEnvironment, Script, Unread
-from planner.lint.shell import directives, limit_parsing, read_shell
+from planner.lint.expansion import limit_parsing
+from planner.lint.script import JOB_SIZE, OPEN, SETS, Assigned, Inner, NamedEnvironment, Script, Unread, is_judged
+from planner.lint.shell import directives, read_shell
 from planner.lint.tables import forms
 
 FORMS: Mapping[str, str] = {
@@ -30,10 +31,6 @@ _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
 
-# What the lint judges, misspelt names included; everything else of an environment (tokens, keys) is not even kept.
-_JUDGED = re.compile(
-    r"^[ \t]*(?:export\s+)?(?:TORCH_)?NCCL_|^(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_", re.IGNORECASE
-)
 _JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
 _NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
 
@@ -121,7 +118,7 @@ def _reading(text: str, kind: str) -> Reading:
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
     )  # fmt: skip
-    unreached = {each.name: each for _, script in parts for each in script.unreached if _JUDGED.search(each.name)}
+    unreached = {each.name: each for _, script in parts for each in script.unreached if is_judged(each.name)}
     judged = {*reading.names(), *JOB_SIZE}
     return replace(reading, unreached=tuple(each for name, each in unreached.items() if name not in judged))
 
@@ -221,14 +218,13 @@ def _script(text: str, kind: str) -> Script:
         return Script()
     if kind in ("env", "conf"):
         return _lines(text, kind)
-    script = Script()
+    before, files = list[Assigned](), list[str]()
     for number, words in directives(text):
         found = read_shell("sbatch " + words, line=number)
-        script.assigned += [
-            Assigned(name=each.name, value=each.value, raw=each.raw, line=number) for each in found.assigned
-        ]
-        script.files += found.files
-    script.add(read_shell(text).export_all())
+        before += [replace(each, line=number, scope="") for each in found.assigned]
+        files += found.files
+    script = read_shell(text, before=before)
+    script.files[:0] = files
     return script
 
 
@@ -312,116 +308,66 @@ def _settings_inside(inner: Inner) -> Iterator[Unread]:
 
 def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterable[NamedEnvironment]:
     """What holds always, then each condition or command with what it sets besides."""
-    judged = [each for each in script.assigned if _JUDGED.search(each.name) or each.name in JOB_SIZE]
-    if not any(_JUDGED.search(each.name) for each in judged):
+    judged = [each for each in script.assigned if is_judged(each.name) or each.name in JOB_SIZE]
+    if not any(is_judged(each.name) for each in judged):
         return
     exported = {each.name for each in judged if each.exported}
     loose = {each.name: each.raw for each in judged if not each.exported and each.name not in exported | own}
-    base, scopes = _scopes(judged)
-    always = NamedEnvironment(
-        source=source, form=title, environment=base.environment, unresolved=base.unresolved, unexported=loose,
-        lines=base.lines, names=tuple(base.lines), used=own, findings=tuple(script.findings),
-    )  # fmt: skip
-    live = [(name, scope) for name, scope in scopes.items() if scope.lines or scope.gone][:_LIMIT_SCOPES]
-    if base.lines or always.unexported:
-        yield always
-    elif len(live) == 1:
-        name, scope = live[0]
-        yield NamedEnvironment(
-            source=source if name.startswith("the command") else f"{source}, {name}", form=title,
-            environment=scope.environment, unresolved=scope.unresolved, lines=scope.lines, names=tuple(scope.lines),
-            used=own, findings=tuple(script.findings),
-        )  # fmt: skip
-        return
-    yield from _each_besides(always, source, live)
-
-
-def _each_besides(always: NamedEnvironment, source: str, live: list[tuple[str, _Scope]]) -> Iterable[NamedEnvironment]:
-    """Each condition or command that sets something else than the ones before it."""
-    seen: set[tuple[tuple[str, str], ...]] = set()
-    for name, scope in live:
-        adds = {key: value for key, value in scope.environment.items() if always.environment.get(key) != value}
-        asks = {key: raw for key, raw in scope.unresolved.items() if key not in always.lines}
-        key = tuple(sorted((*adds.items(), *asks.items(), *((gone, "") for gone in scope.gone))))
-        if key and key not in seen:
-            seen.add(key)
-            yield _besides(always, f"{source}, {name}", scope, (*adds, *asks))
-
-
-def _scopes(judged: list[Assigned]) -> tuple[_Scope, dict[str, _Scope]]:
-    """What is exported for all, and under each condition or for each command."""
-    base = _Scope()
-    scopes: dict[str, _Scope] = {}
-    settled = _settled(judged)
-    for each in judged:
-        if not each.exported:
+    ordered = sorted(judged, key=lambda each: each.line)
+    scopes = dict.fromkeys(["", *(each.scope for each in ordered if each.exported)])
+    found = [(name, _Scope(judged, name)) for name in [*scopes][:_LIMIT_SCOPES]]
+    always, *others = [(name, scope) for name, scope in found if not name or scope.names]
+    plain = bool(always[1].lines or loose)
+    beside = frozenset(each.name for each in judged if each.exported)
+    base: NamedEnvironment | None = None
+    for name, scope in [*([always] if plain else ()), *others]:
+        label = name if plain or len(others) > 1 else re.sub(_OF_A_COMMAND, "", name)
+        if base and not scope.differs(base):
             continue
-        if each.scope and each.name not in settled:
-            scopes.setdefault(each.scope, _Scope()).take(each)
-        else:
-            base.take(each)
-            for scope in scopes.values():  # what is set for all afterwards ends what a condition set before
-                scope.drop(each.name)
-    return base, scopes
+        each = NamedEnvironment(
+            source=", ".join(filter(None, (source, label))), form=title, environment=scope.environment,
+            unresolved=scope.unresolved, unexported={} if base else loose, lines=scope.lines,
+            names=tuple(scope.names), used=own, beside=beside, base=base if plain else None,
+            findings=() if base else tuple(script.findings),
+        )  # fmt: skip
+        base = base or each
+        yield each
 
 
-def _besides(always: NamedEnvironment, source: str, scope: _Scope, names: tuple[str, ...]) -> NamedEnvironment:
-    """What holds always with what one condition or command sets besides."""
-    ended = {*scope.unresolved, *scope.gone}
-    kept = {each: value for each, value in always.environment.items() if each not in ended}
-    return NamedEnvironment(
-        source=source, form=always.form, environment={**kept, **scope.environment},
-        unresolved={**always.unresolved, **scope.unresolved}, lines={**always.lines, **scope.lines},
-        base=always, names=names, used=always.used,
-    )  # fmt: skip
-
-
-_OF_A_COMMAND = re.compile(r"(?:the command of line|here-document of line|\w+ of line|line) \d+")
-
-
-def _settled(judged: list[Assigned]) -> set[str]:
-    """Names that commands set for themselves, without a condition, and nothing sets otherwise: they hold throughout."""
-    found: dict[str, set[str | None]] = {}
-    for each in judged:
-        if each.exported:
-            plain = all(_OF_A_COMMAND.fullmatch(part) for part in each.scope.split("; ") if part)
-            found.setdefault(each.name, set()).add(each.value if plain and not each.unset else f"\0{each.scope}")
-    return {
-        name for name, values in found.items() if len(values) == 1 and not any((v or "")[:1] == "\0" for v in values)
-    }
+_OF_A_COMMAND = re.compile(r"\Athe (?:command|launch) of line \d+\Z")
 
 
 class _Scope:
-    """What one condition or command sets."""
+    """What holds for one launch or under one condition: what holds always, and the settings on the way to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, judged: Iterable[Assigned], scope: str) -> None:
         self.environment: dict[str, str] = {}
         self.unresolved: dict[str, str] = {}
         self.lines: dict[str, int] = {}
-        self.gone: set[str] = set()
+        self.names: dict[str, None] = {}  # those that hold here alone
+        for each in sorted(judged, key=lambda each: len(each.scope)):
+            if each.exported and f"{scope}; ".startswith(f"{each.scope}; " if each.scope else ""):
+                self._take(each)
+                if each.scope == scope:
+                    self.names[each.name] = None
 
-    def take(self, each: Assigned) -> None:
+    def differs(self, base: NamedEnvironment) -> bool:
+        """Whether it has other settings than `base`, whatever their lines are."""
+        return (self.environment, self.unresolved) != (base.environment, base.unresolved)
+
+    def _take(self, each: Assigned) -> None:
         """The last of several counts; what hands on the value it had changes nothing."""
-        if each.unset:
-            self.drop(each.name)
-            if each.scope:
-                self.gone.add(each.name)
-            return
         itself = re.fullmatch(r"\$\{?" + re.escape(each.name) + r"\}?", each.raw.strip("\"'"))
-        if each.value is None and itself and each.name in self.environment:
+        if each.value == OPEN and itself and each.name in self.environment:
             return
-        self.drop(each.name)
-        self.lines[each.name] = each.line
-        if each.value is None:
-            self.unresolved[each.name] = each.raw
-        else:
-            self.environment[each.name] = each.value
-
-    def drop(self, name: str) -> None:
-        """Forgets a name."""
-        for mapping in (self.environment, self.unresolved):
-            mapping.pop(name, None)
-        self.lines.pop(name, None)
+        for mapping in (self.environment, self.unresolved, self.lines):
+            mapping.pop(each.name, None)
+        if not each.unset:
+            self.lines[each.name] = each.line
+            raw = each.raw.replace(OPEN, "...")
+            (self.unresolved if OPEN in each.value else self.environment)[each.name] = (
+                raw if OPEN in each.value else each.value
+            )
 
 
 def guess_kind(text: str, name: str = "") -> str:

@@ -38,13 +38,15 @@ def judge(facts: RunFacts) -> Verdict:
     found = {name: one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))}
     known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
     best = next(iter((known or found).values()), None)
+    settled = next(iter(known.values()), None)
     verdict = (
         reports.by_clash(facts)
         or reports.by_models(facts)
         or reports.by_errors(facts)
-        or best
+        or settled
         or reports.by_joins(facts)
         or reports.by_states(facts)
+        or best
         or reports.by_rendezvous(facts)
         or reports.by_torchrun(facts)
         or reports.by_hang(facts)

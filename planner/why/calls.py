@@ -11,6 +11,7 @@ from math import prod
 from collectives.traces.calls import UNNAMED, Call, RankTrace
 from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, ranks_of
 
+NEWER_SECONDS = 3.0  # ranks that are asked for their calls write within two looks of each other
 _SAME_CALL = "make every rank of the group call the same, in the same order"
 
 
@@ -63,7 +64,7 @@ def find_blocked(traces: Mapping[int, RankTrace], facts: RunFacts, *, failed: fr
     for rank, trace in traces.items():
         last = trace.calls[-1] if trace.calls and rank in failed else None
         call = next((one for one in trace.calls if not one.done), last)
-        if call is None or facts.has_moved_on(rank):
+        if call is None or facts.has_moved_on(rank) or _is_over_since(rank, call, traces, facts):
             continue
         found.waits[rank] = call
         _add_members(found, rank, call, traces, facts)
@@ -85,6 +86,16 @@ def find_blocked(traces: Mapping[int, RankTrace], facts: RunFacts, *, failed: fr
         for root in found.roots
     }
     return found
+
+
+def _is_over_since(rank: int, call: Call, traces: Mapping[int, RankTrace], facts: RunFacts) -> bool:
+    """Whether another rank, which has written since this one did, has left the call: then this wait is an old one."""
+    return any(
+        facts.ages.get(rank, 0.0) > facts.ages.get(other, 0.0) + NEWER_SECONDS and not trace.partial
+        and trace.enqueued.get(call.group, 0) > call.number
+        and not any(one.group == call.group and one.number <= call.number and not one.done for one in trace.calls)
+        for other, trace in traces.items() if other != rank and not call.p2p
+    )  # fmt: skip
 
 
 def _add_members(found: BlockedCalls, rank: int, call: Call, traces: Mapping[int, RankTrace], facts: RunFacts) -> None:

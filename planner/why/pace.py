@@ -176,18 +176,17 @@ def _arrivals(traces: Mapping[int, RankTrace], world: int | None) -> list[dict[i
 def _by_looks(facts: RunFacts, since: float) -> list[Lateness]:
     """By how often a look at each rank found it in a collective: no clocks are compared.
 
-    Looks that found long work of one rank (a checkpoint, an evaluation) are left out. Looks within one step are not
-    independent, so no more of them count than the rank has made calls. `since` is the share of the run left out.
+    Only looks count between which a collective began: a long pause for other work is one event, however often it is
+    looked at. Looks at long work (a checkpoint, an evaluation) are left out. `since` is the share of the run left out.
     """
     works: dict[int, tuple[float, int]] = {}
     for rank, state in facts.states.items():
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
-        looks = {kind: n - start.samples.get(kind, 0) for kind, n in state.samples.items() if kind not in INNOCENT}
-        counted = sum(looks.values())
-        taken = min(counted, state.calls - start.calls)
+        looks = {kind: n - start.moving.get(kind, 0) for kind, n in state.moving.items() if kind not in INNOCENT}
+        taken = sum(looks.values())
         if taken < MIN_LOOKS:
             return []
-        works[rank] = 1 - looks.get("collective", 0) / counted, taken
+        works[rank] = 1 - looks.get("collective", 0) / taken, taken
     if len(works) < max(2, facts.world or 0):
         return []
     found = []

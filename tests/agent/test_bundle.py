@@ -12,7 +12,7 @@ from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.base.hosts import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
+from agent.base.recordings import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from agent.jobs import bundle
 from probes.host.recording import RecordingError, load, load_all
 from probes.scan import scan

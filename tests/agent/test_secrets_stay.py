@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from test_redaction import FORMS, S
 
 from agent.base import result_store as keep
-from agent.base.hosts import pack_bundle, unpack_bundle
+from agent.base.recordings import pack_bundle, unpack_bundle
 from agent.cluster.nodes import records_of, to_resource
 from agent.cluster.publish import node_feature
 from agent.http.server import create

@@ -20,8 +20,8 @@ from fuzz_targets import targets
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
-from agent.base.hosts import BundleError, unpack_bundle
 from agent.base.inputs import RequestError
+from agent.base.recordings import BundleError, unpack_bundle
 from agent.base.result_store import MOST_RECORD_BYTES
 from agent.base.result_store import read as read_kept
 from agent.checks.baseline import read as read_baseline

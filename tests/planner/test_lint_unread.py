@@ -41,7 +41,9 @@ def test_what_is_set_and_what_is_not_understood(row: dict[str, Any]) -> None:
 
 def test_line_numbers_after_continued_texts() -> None:
     """Of what follows a substitution, a string and a here-document of several lines."""
-    text = 'A=$(a \\\n  b\n)\nB="x\ny"\ncat > f <<E\n1\n2\nE\nexport NCCL_NET=IB\nbash -c "\nexport NCCL_ALGO=Ring\n"\n'
+    text = (
+        'A=$(a \\\n  b\n)\nB="x\ny"\ncat > f <<E\n1\n2\nE\nexport NCCL_NET=IB\nbash -c "\nexport NCCL_ALGO=Ring\n./a"\n'
+    )
     (each,) = read_text(text, None, "a.sh").environments
     assert each.lines == {"NCCL_NET": 10, "NCCL_ALGO": 12}
 

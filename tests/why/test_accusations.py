@@ -75,9 +75,27 @@ def test_clocks_of_two_hosts_are_aligned_or_not_compared(
     assert not named or "clocks within" in found.causes[0].evidence[0]
 
 
+def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
+    """Ranks 0 and 2 have gone on since ranks 1 and 3 wrote that all wait for rank 2."""
+
+    def traced(rank: int, newest: int) -> RankTrace:
+        rows = tuple(Call(group="0", number=n, record=n, op="all_reduce", done=n < newest, created=START + n)
+                     for n in range(1, newest + 1))  # fmt: skip
+        return RankTrace(rank=rank, source="", calls=rows, enqueued={"0": newest}, names={"0": "default_pg"})
+
+    newest = {0: 34, 1: 30, 2: 34, 3: 30}
+    states = {r: RankState(rank=r, host="a", written=START + 56, calls=n) for r, n in newest.items()}
+    facts = RunFacts(traces={r: traced(r, n) for r, n in newest.items()}, states=states, world=4, now=START + 56,
+                     ages={0: 0.0, 1: 8.0, 2: 0.0, 3: 8.0})  # fmt: skip
+    assert judge(facts).state == "fine"
+    assert (
+        judge(replace(facts, ages={})).state == "stuck"
+    )  # as new: these two are still in a call that all have entered
+
+
 def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> RankState:
     looks = {"compute": compute, "collective": collective}
-    return RankState(rank=0, host=host, written=START + compute + collective, samples=looks, calls=calls,
+    return RankState(rank=0, host=host, written=START + compute + collective, samples=looks, moving=looks, calls=calls,
                      marks=(Mark(at=START),))  # fmt: skip
 
 
@@ -96,6 +114,8 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
     states = {r: replace(looked_at(*row, f"h{r}"), rank=r) for r, row in enumerate(looks)}
     found = judge(RunFacts(states=states, world=3, now=START + 200))
     assert found.ranks == named, found.line
+    paused = {r: replace(s, moving={"compute": 20, "collective": 20}) for r, s in states.items()}  # one long pause
+    assert judge(RunFacts(states=paused, world=3, now=START + 200)).ranks == ()
     assert words in found.line + " ".join(row for cause in found.causes for row in cause.evidence)
 
 

@@ -453,9 +453,10 @@ def test_one_late_rank_is_named_two_share_the_wait() -> None:
 def test_a_late_rank_that_does_nothing_more_than_the_others_is_not_accused() -> None:
     traces = {r: trace(r, *c) for r, c in history(60, {3: 0.6}).items()}
     looks = {"collective": 60, "compute": 40}
-    states = {r: RankState(rank=r, host="a", written=NOW, samples=looks, calls=60) for r in range(4)}
+    states = {r: RankState(rank=r, host="a", written=NOW, samples=looks, moving=looks, calls=60) for r in range(4)}
     assert judge(RunFacts(traces=traces, states=states, world=4, now=NOW)).ranks == ()
-    states[3] = replace(states[3], samples={"collective": 20, "compute": 80})
+    more = {"collective": 20, "compute": 80}
+    states[3] = replace(states[3], samples=more, moving=more)
     assert judge(RunFacts(traces=traces, states=states, world=4, now=NOW)).ranks == (3,)
 
 

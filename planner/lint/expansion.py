@@ -1,0 +1,346 @@
+"""Words of a shell script after expansion, with the values that variables have at that place.
+
+The grammar is tree-sitter-bash's. Specification: POSIX shell (XCU 2.2 quoting, 2.6 expansions), bash(1) arrays.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
+
+from planner.lint.script import OPEN, Assigned, Script
+from planner.lint.tables import words
+
+_BASH = Language(tree_sitter_bash.language())
+_MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
+_MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pipeline is
+_BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
+_MOST_PASSES = 4  # over a text whose lines the grammar joins
+_MOST_ALTERNATIVES = 60  # values of one variable
+MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
+MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
+
+_ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
+_EXPANSIONS = words()["shell"]["expansions"]
+_SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
+_ABSENT = Assigned(name="", value=OPEN, raw="", line=0, exported=False, unset=True)
+
+
+class Word(NamedTuple):
+    """One word of a command after expansion."""
+
+    text: str  # OPEN stands for each part that is not known
+    raw: str  # as it is written, without its quotes
+    line: int = 0
+    assumed: bool = False  # a default is in it, which the environment outside may replace
+
+
+@dataclass(slots=True)
+class Shell:
+    """What a shell has at one place of a script."""
+
+    variables: dict[str, tuple[Assigned, ...]] = field(default_factory=dict)  # the values that each may have
+    arrays: dict[str, tuple[Word, ...]] = field(default_factory=dict)  # "@": the positional parameters
+    exports_all: bool = False  # set -a
+    output: str | None = None  # what was written so far, where something reads it
+
+    def copy(self) -> Shell:
+        """A shell that starts with the same."""
+        return Shell(dict(self.variables), dict(self.arrays), self.exports_all, self.output)
+
+
+def join(*shells: Shell | None) -> Shell | None:
+    """What holds where each of the shells may be the one that goes on; None where none does."""
+    both = [each for each in shells if each is not None]
+    if len(both) < 2:
+        return both[0] if both else None
+    first, *others = both
+    for name in {name for each in both for name in each.variables}:
+        found = [each.variables.get(name, (_ABSENT,)) for each in both]
+        if any(each is not found[0] for each in found):
+            united = dict.fromkeys(one for each in found for one in each)
+            first.variables[name] = tuple(united)[-_MOST_ALTERNATIVES:]
+    for name in {name for each in both for name in each.arrays}:
+        if any(each.arrays.get(name) != first.arrays.get(name) for each in others):
+            first.arrays[name] = (Word(OPEN, f"${{{name}[@]}}"),)
+    first.exports_all = any(each.exports_all for each in both)
+    if any(each.output != first.output for each in others):
+        first.output = OPEN
+    return first
+
+
+def limit_parsing() -> None:
+    """Give the text that is read next a new budget of CPU time, all texts inside it included."""
+    _BUDGET.set([_MOST_SECONDS])
+
+
+def _parse(source: bytes) -> Node | None:
+    """The tree's root; None where the text takes too long."""
+    left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
+    if source.count(b"|") > _MOST_PIPES:
+        return None
+
+    def stop(_offset: int, _has_error: bool) -> bool:
+        return time.process_time() - start > left[0]
+
+    try:
+        tree = Parser(_BASH).parse(lambda offset, _point: source[offset : offset + 65536], progress_callback=stop)
+    except ValueError:  # "Parsing failed": it was stopped
+        return None
+    finally:
+        left[0] -= time.process_time() - start
+    return tree.root_node
+
+
+def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
+    """The text and its tree, with a `;` after assignments that end their line, and quotes around the `/` of `[ -d / ]`.
+
+    The grammar takes the first words of the next line for the command of `A=1 B=2`, and `/ ]` for a division, whose
+    test has no end. No line changes its number.
+    """
+    source = _ROOT.sub(b'"/"', source)
+    for _ in range(_MOST_PASSES):
+        root = _parse(source)
+        ends = sorted({end for command in _assigning(root) for end in _ends_of_lines(command, source)})
+        if not ends:
+            break
+        source = b";".join(source[start:end] for start, end in pairwise([0, *ends, len(source)]))
+    return source, root
+
+
+def _assigning(root: Node | None) -> Iterator[Node]:
+    """Every command that begins with an assignment. A query of tree-sitter takes 30 s for 200,000 backticks."""
+    waiting = [root] if root is not None else []
+    while waiting:
+        each = waiting.pop()
+        inside = each.named_children
+        waiting += inside
+        if each.type == "command" and inside and inside[0].type == "variable_assignment":
+            yield each
+
+
+def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
+    """Where an assignment before a command is the last word of its line."""
+    for each, after in pairwise(command.children):
+        gap = source[each.end_byte : after.start_byte].replace(b"\\\n", b"")
+        if after.type == "comment" or b"\n" in gap:
+            yield each.end_byte
+        if after.type == "command_name":
+            break
+
+
+def descend(node: Node | None, *kinds: str) -> Iterator[Node]:
+    """The outermost nodes of some kinds, in order."""
+    waiting = [node] if node is not None else []
+    while waiting:
+        each = waiting.pop()
+        if each.type in kinds:
+            yield each
+        else:
+            waiting += reversed(each.children)
+
+
+class Expander:
+    """Expands words with the variables of `shell`. What only a run can tell stays open."""
+
+    def __init__(self, shell: Shell) -> None:
+        self.shell = shell
+        self.script = Script()
+        self.source, self.first = b"", 1
+        self.assumed = False  # a value was taken that the environment outside may replace: a default
+        self._level = 0
+
+    def capture(self, nodes: Sequence[Node]) -> str:
+        """What the commands of a substitution write."""
+        return OPEN if nodes else ""
+
+    def assign(self, name: str, value: str, raw: str, line: int) -> None:
+        """Give a variable its default, as `${NAME:=value}` does."""
+
+    def text(self, node: Node) -> str:
+        """The node as it is written."""
+        return self.source[node.start_byte : node.end_byte].decode("utf-8", "replace")
+
+    def line(self, node: Node) -> int:
+        """The number of its line in the whole text; 0 if unknown."""
+        return self.first + node.start_point.row if self.first else 0
+
+    def look_up(self, name: str) -> str | None:
+        """The value of a variable; None where it is not set, OPEN in it where that is not known."""
+        found = self.shell.variables.get(name, (_ABSENT,))
+        if len({(each.value, each.unset) for each in found}) > 1:
+            return OPEN
+        self.assumed = self.assumed or found[0].assumed
+        return None if found[0].unset and found[0] is not _ABSENT else found[0].value
+
+    def value(self, node: Node) -> str:
+        """A word's text after expansion."""
+        self._level += 1
+        try:
+            return OPEN if self._level > MOST_LEVELS else self._value(node)
+        finally:
+            self._level -= 1
+
+    def _value(self, node: Node) -> str:
+        match node.type:
+            case "raw_string":
+                return self.text(node)[1:-1]
+            case "ansi_c_string":
+                return _ansi(self.text(node)[2:-1])
+            case "string":
+                return self._mixed(node, node.start_byte + 1, node.end_byte - 1, r"\\([\"\\`$])|\\\n")
+            case "translated_string":
+                return self.value(node.children[-1])
+            case "simple_expansion":
+                return self._parameter(self.text(node)[1:])
+            case "expansion":
+                return self._braced(node)
+            case "arithmetic_expansion":
+                number = self.arithmetic(self.text(node))
+                return OPEN if number is None else str(number)
+            case "command_substitution" | "process_substitution":
+                found = self.capture(node.named_children).rstrip("\n")
+                return found if node.type == "command_substitution" else OPEN
+        return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
+
+    def _parameter(self, name: str) -> str:
+        """The value of `$NAME`, `$1`, `$@` or `$#`."""
+        self.script.used.add(name)
+        given = self.shell.arrays.get("@")
+        if given is None or not re.fullmatch(r"\d+|[@*#]", name) or name == "0":
+            return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
+        self.assumed = self.assumed or any(each.assumed for each in given)
+        if name.isdecimal():
+            return given[int(name) - 1].text if int(name) <= len(given) else ""
+        return str(len(given)) if name == "#" else " ".join(each.text for each in given)
+
+    def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
+        """Literal text with expansions in it. What no child covers is literal: the grammar drops some blanks."""
+        found, at = "", start
+        for child in node.children:
+            if child.type not in _EXPANSIONS or child.start_byte < at:
+                continue
+            value = self.value(child)
+            found += self._literal(at, child.start_byte, escape)
+            if len(found) + len(value) > MOST_VALUE:
+                self._mark(node)
+                return OPEN
+            found, at = found + value, child.end_byte
+        return found + self._literal(at, end, escape)
+
+    def _literal(self, start: int, end: int, escape: str) -> str:
+        text = self.source[start:end].decode("utf-8", "replace")
+        return re.sub(escape, r"\1", text) if "\\" in text else text
+
+    def _mark(self, node: Node) -> None:
+        """Count every variable named in a text as used, whether its value is known or not."""
+        self.script.used.update(re.findall(r"\$\{?[!#]?([A-Za-z_]\w*)", self.text(node)))
+
+    def _braced(self, node: Node) -> str:
+        """`${NAME}` and its forms with a default or an index; what cuts or replaces a value is not known."""
+        self._mark(node)
+        text = self.text(node)
+        if index := re.fullmatch(r"\$\{([A-Za-z_]\w*)\[(\d+)\]\}", text):
+            items = self.shell.arrays.get(index[1], ())
+            return items[int(index[2])].text if int(index[2]) < len(items) else OPEN
+        match = re.match(r"\$\{([A-Za-z_]\w*|\d+|[@*#])(:?[-=+?])?", text)
+        if match is None:
+            return OPEN
+        name, sign = match[1], match[2] or ""
+        if not sign:
+            return self._parameter(name) if text == f"${{{name}}}" else OPEN
+        known = name in self.shell.variables or (name.isdecimal() and "@" in self.shell.arrays)
+        got = self._parameter(name) if name.isdecimal() else self.look_up(name)
+        missing = not got if sign[0] == ":" else got is None
+        if known and not missing and got != OPEN:
+            if sign[-1] != "+":
+                return got or ""
+        elif sign[-1] in "+?":
+            return "" if known and missing else OPEN
+        start = node.start_byte + len(match[0].encode())
+        other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
+        self.assumed = self.assumed or got == OPEN
+        if sign[-1] == "=":
+            self.assign(name, other, text, self.line(node))
+        return other
+
+    def arithmetic(self, text: str) -> int | None:
+        """The value of `$((512 * 1024))` or `((N > 1))`, where every name in it is a known number."""
+        inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
+
+        def put(match: re.Match[str]) -> str:
+            return self._parameter(match[1]) or "0"
+
+        filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside).strip()
+        if not re.fullmatch(r"[\d\s+*/%()<>=!-]{1,80}", filled):
+            return None
+        try:
+            return _number(ast.parse(re.sub(r"\s+", " ", filled).replace("/", "//"), mode="eval").body)
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            return None
+
+    def words(self, node: Node) -> list[Word]:
+        """The words that a word becomes: an unquoted variable may hold several, an array too."""
+        text, line = self.text(node), self.line(node)
+        bare = text[1:-1] if node.type == "string" else text
+        array = re.fullmatch(r"\$\{?([A-Za-z_]\w*|[@*])(?:\[[@*]\])?\}?", bare)
+        if array and (bare.endswith(("[@]}", "[*]}")) or array[1] in "@*") and (name := array[1].replace("*", "@")):
+            self.script.used.add(name)
+            if name in self.shell.arrays:
+                return list(self.shell.arrays[name])
+        before, self.assumed = self.assumed, False
+        value, assumed = self.value(node), self.assumed
+        self.assumed = before or assumed
+        if node.type in _SPLITS and (re.search(r"\s", value) or not value):
+            return [Word(each, each, line, assumed) for each in value.split()]
+        return [Word(value, self.raw(node), line, assumed)]
+
+    def raw(self, node: Node) -> str:
+        """What stands there without the quotes around it."""
+        text = self.text(node)
+        if node.type == "concatenation":
+            return re.sub(r"[\"']", "", text)
+        return text[1:-1] if node.type in ("string", "raw_string") else text
+
+
+def _ansi(text: str) -> str:
+    names = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a"}
+    return re.sub(r"\\(.)", lambda match: names.get(match[1], match[0]), text, flags=re.DOTALL)
+
+
+_OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.Eq: operator.eq,
+    ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+def _number(node: ast.expr) -> int:
+    """The value of an expression of integers. Raises ValueError for anything else, and beyond 63 bits."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        found = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        found = -_number(node.operand)
+    elif isinstance(node, ast.BinOp) or (isinstance(node, ast.Compare) and len(node.ops) == 1):
+        sign, last = (node.op, node.right) if isinstance(node, ast.BinOp) else (node.ops[0], node.comparators[0])
+        left, right = _number(node.left), _number(last)
+        if type(sign) not in _OPERATORS:
+            raise ValueError("no operator that is known")
+        if isinstance(sign, ast.LShift | ast.RShift) and not 0 <= right < 63:
+            raise ValueError("shifted out")
+        found = int(_OPERATORS[type(sign)](left, right))
+    else:
+        raise ValueError("no number")
+    if abs(found) >= 1 << 63:
+        raise ValueError("too large")
+    return found
