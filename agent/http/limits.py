@@ -8,6 +8,8 @@ Who may connect at all is the matter of the NetworkPolicy in deploy/daemonset.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import termios
 from typing import Any
 
 import h11
@@ -51,7 +53,7 @@ class LimitedProtocol(H11Protocol):
         """End the connection that has waited longest for its client; where none waits, this one at most."""
         over = len(self.connections) - self.most_connections
         if over > 0:
-            waiting = [one for one in self._others() if one.awaited()]
+            waiting = [one for one in self._others() if one.is_idle()]
             if waiting:
                 min(waiting, key=lambda one: one.since).end()
             elif over > self.most_over_limit:
@@ -72,6 +74,13 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             return "next head" if self.cycle else "head"
         return "body" if self.conn.their_state is h11.SEND_BODY else None
+
+    def is_idle(self) -> bool:
+        """Whether it waits for its client; not where bytes have come that a busy loop has not read yet."""
+        if self.awaited() in (None, "reader"):
+            return self.awaited() is not None
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
 
     def _look(self) -> None:
         """Each second: end the connection where one wait, of one request, has taken too long."""
