@@ -30,6 +30,7 @@ class LimitedProtocol(H11Protocol):
     """One connection."""
 
     most_connections = 512  # each costs some 20 KiB while it is open
+    most_at_once = 192  # as many come within _ROOM_SECONDS before room is made without delay
     most_over_limit = 32  # further ones while all of those are at work, which only health checks use
     # Longest wait for a first request's head, a later head, a body, and for the client to read what was written
     seconds = {"head": 20.0, "next head": KEEP_ALIVE_SECONDS + 20.0, "body": 20.0, "reader": 30.0}  # noqa: RUF012
@@ -47,7 +48,7 @@ class LimitedProtocol(H11Protocol):
         self._look()
         over = len(self.connections) - self.most_connections
         if over > 0:  # only after what the others have sent is read, unless a flood comes
-            self.loop.call_later(_ROOM_SECONDS if over <= self.most_over_limit else 0, self._make_room)
+            self.loop.call_later(_ROOM_SECONDS if over < self.most_at_once else 0, self._make_room)
 
     def _make_room(self) -> None:
         """End the connection that has waited longest for its client; where none waits, this one at most."""
