@@ -69,12 +69,6 @@ def test_conditions_are_said_and_each_way_is_judged() -> None:
     assert found.environments[2].lines["NCCL_IB_TC"] == 6
 
 
-def test_the_last_assignment_counts() -> None:
-    """Also where a condition set it before, and where one is unset."""
-    text = "if x; then export NCCL_NET=IB; fi\nexport NCCL_NET=Socket\nexport NCCL_ALGO=Ring\nunset NCCL_ALGO\n"
-    assert only(reading(text)).environment == {"NCCL_NET": "Socket"}
-
-
 @each_row(
     "text",
     [
@@ -94,11 +88,6 @@ def test_a_value_from_elsewhere_is_unknown(text: str) -> None:
     assert found.environment == {}
     assert list(found.unresolved) == ["NCCL_NET"]
     assert lint(found.environment, unresolved=found.unresolved) == ()
-
-
-def test_a_variable_above_its_export_is_not_its_value() -> None:
-    """`NCCL_DEBUG=${NCCL_DEBUG}` hands on what is set."""
-    assert only(reading("NCCL_DEBUG=${NCCL_DEBUG}\nexport NCCL_DEBUG=INFO\n")).environment == {"NCCL_DEBUG": "INFO"}
 
 
 def test_variables_of_the_script_are_not_nccls() -> None:
