@@ -42,6 +42,9 @@ def why(
     from agent.why.ranks import watch as watch_run
 
     options["nodes"], checks, published = _nodes(options["nodes"])
+    if run is None:  # a run's folder among the logs
+        run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
+        logs = tuple(word for word in logs if Path(word) != run)
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
         sources = gathered.Asked(

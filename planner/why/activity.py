@@ -76,7 +76,7 @@ def activity(rank: int, facts: RunFacts) -> Activity:
 
 def headline(error: str) -> str:
     """The first line of an exception's message, and its last one, which often is the cause."""
-    lines = [line for line in error.splitlines() if line.strip()]
+    lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
 
 

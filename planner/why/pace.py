@@ -40,6 +40,7 @@ CONFIDENCE = 0.999  # that no rank of a run is named by chance: one false alarm 
 BLOCKS = 16  # of consecutive calls, whose means show how much lateness scatters
 WINDOWS = (0.0, 0.5, 0.75, 0.875)  # shares of the run that are left out: a rank may have become late only now
 MATTERS = 0.1  # of the time, that the others must lose
+MOST_SECONDS_LEFT = 3600.0  # a difference that would take longer to prove is near the bar, not yet a suspicion
 MIN_CALLS = 2 * BLOCKS  # that all ranks made
 MIN_LOOKS = 30  # at a rank: of a share the standard error is then below 0.1
 MIN_PIECES = 3  # of a pace on each side of a change: a median of fewer is one piece's word
@@ -111,7 +112,7 @@ def _late(facts: RunFacts) -> Verdict | None:
         return verdict_of("slow", tuple(causes), facts, ranks, others)
     if innocent:
         return Verdict(state="fine", line=f"no fault: {innocent[0]}", innocent=tuple(innocent))
-    open_rows = [one for one in late if one.seconds_left < inf]
+    open_rows = [one for one in late if one.seconds_left < MOST_SECONDS_LEFT]
     if not open_rows:
         return None
     one = open_rows[0]

@@ -27,5 +27,8 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     assert ended.exit_code == 3, ended.output
     kept = json.loads((tmp_path / run_record.WHY).read_text())
     assert (kept["state"], kept["ranks"]) == ("failed", [2])
+    assert kept["line"].split(": ")[0] in CliRunner().invoke(why, [str(tmp_path)]).output, (
+        "a run's folder among the logs"
+    )
     assert kept["line"] in ended.output
     assert run_record.read(tmp_path / "run.json").notes == [f"why: {kept['line']}"]
