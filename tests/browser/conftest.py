@@ -23,9 +23,13 @@ from agent.http.state import State
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Tabs]:
-    """Debian's Chromium, installed where it is missing and this is root."""
+    """Debian's Chromium, installed where it is missing and this is root.
+
+    For one module, because the synchronous playwright keeps an event loop running in this thread while it is open, in
+    which a test of another module could not run one of its own.
+    """
     program = apt_installed("chromium", "chromium", "fonts-dejavu-core")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS), chromium_sandbox=False)

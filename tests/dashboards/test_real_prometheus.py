@@ -81,8 +81,8 @@ def run(machine: str) -> RunRecord:
     return record_of({
         "status": "complete", "ended_at": "2026-11-20T12:00:00Z", "steps_done": 200,
         "measured": {"step_seconds": slow, "memory_bytes": 4.1e10, "tokens_per_second": 9e4 / slow, "mfu": 0.4 / slow},
-        "forecast": {"step_seconds": {"low": 0.8, "mid": 1.0, "high": 1.3},
-                     "memory_bytes": {"low": 3.5e10, "mid": 4e10, "high": 4.5e10}},
+        "plan": {"forecast": {"step_seconds": {"low": 0.8, "mid": 1.0, "high": 1.3},
+                              "memory_bytes": {"low": 3.5e10, "mid": 4e10, "high": 4.5e10}}},
         "loss": {"first": 1.9, "last": 1.1},
         "communication": {"share": 0.2 * slow, "exposed_share": 0.05 * slow,
                           "seconds_by_kind": {"all_gather": 0.1, "reduce_scatter": 0.08}},
