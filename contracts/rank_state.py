@@ -6,7 +6,7 @@ Written every few seconds by a thread that only looks (finetune.rank_monitor); p
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contracts import bounded, codec, plain
@@ -45,6 +45,7 @@ class RankState:
     pid: int | None = None
     started: int | None = None  # of the process, in clock ticks since the boot (proc(5)): a pid alone may be reused
     boot: str | None = None  # boot_id of the kernel
+    pid_namespace: str | None = None  # that `pid` is of, as /proc/self/ns/pid names it
     written: float = 0.0  # Unix seconds
     phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
     since: float | None = None  # Unix seconds: in this phase without a break
@@ -77,7 +78,7 @@ def read(path: Path) -> RankState:
     state = codec.pick(found, RankState)
     if state.rank < 0:
         raise StateError(f"{path}: must hold `rank`")
-    return state
+    return replace(state, marks=state.marks[-MOST_MARKS:])
 
 
 def dumps(state: RankState) -> str:

@@ -21,7 +21,6 @@ import ctypes
 import fcntl
 import functools
 import importlib
-import importlib.machinery
 import ipaddress
 import json
 import os
@@ -254,52 +253,24 @@ def start(folder: Path, *, look_seconds: float = LOOK_SECONDS) -> RankMonitor:
     return made
 
 
-class _StartOnImport:
-    """Wraps init_process_group once torch.distributed is imported: the monitor starts after it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def find_spec(self, name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Find torch.distributed.distributed_c10d as Python does, to be run with the wrapper; nothing else."""
-        if name != "torch.distributed.distributed_c10d":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)
-                with contextlib.suppress(AttributeError):
-                    module.init_process_group = self.wrapped(module.init_process_group)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    def wrapped(self, function: Any) -> Any:
-        """init_process_group, and then the monitor: once, in a run of more than one rank."""
-
-        @functools.wraps(function)
-        def init_process_group(*arguments: Any, **options: Any) -> Any:
-            result = function(*arguments, **options)
-            with contextlib.suppress(Exception):  # whatever it is, the job goes on
-                import torch.distributed as dist
-
-                if not self.started and dist.get_world_size() > 1:
-                    self.started = True
-                    start(self.folder)
-            return result
-
-        return init_process_group
-
+def starting(function: Any, folder: Path) -> Any:
+    """init_process_group, and then the monitor: once, in a run of more than one rank."""
+    prepare()
     started = False
 
+    @functools.wraps(function)
+    def init_process_group(*arguments: Any, **options: Any) -> Any:
+        nonlocal started
+        result = function(*arguments, **options)
+        with contextlib.suppress(Exception):  # whatever it is, the job goes on
+            import torch.distributed as dist
 
-def start_on_import(folder: Path) -> None:
-    """Start the monitor by itself once this process has initialised torch.distributed."""
-    prepare()
-    sys.meta_path.insert(0, _StartOnImport(folder))
+            if not started and dist.get_world_size() > 1:
+                started = True
+                start(folder)
+        return result
+
+    return init_process_group
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
@@ -358,6 +329,7 @@ def _identity() -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, IndexError):
         found["started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        found["pid_namespace"] = str(Path("/proc/self/ns/pid").readlink())
     with contextlib.suppress(OSError, ValueError):  # proc(5): lines with "/32 host LOCAL" follow the address
         lines = Path("/proc/self/net/fib_trie").read_text().splitlines()
         local = {old.split()[-1] for old, new in pairwise(lines) if "/32 host LOCAL" in new}

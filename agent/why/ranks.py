@@ -6,7 +6,6 @@ Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. No
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -44,14 +43,15 @@ def states_of(folder: Path) -> tuple[dict[int, RankState], list[str]]:
 
 def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> dict[int, str]:
     """What became of the ranks' processes, of those that started since this host's boot: "runs", "stopped", "gone"."""
-    boot, name = "", os.uname().nodename
+    boot = numbers = ""
     with suppress(OSError):
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        numbers = str((proc / "self/ns/pid").readlink())
     found: dict[int, str] = {}
     for rank, state in states.items():
         if not state.pid or not state.boot or state.boot != boot or state.started is None:
             continue
-        here = state.host == name  # another pod or namespace of this kernel may number its processes by itself
+        here = state.pid_namespace == numbers  # a pod numbers its processes by itself, even with the host's name
         try:
             words = (proc / str(state.pid) / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):

@@ -29,14 +29,37 @@ def _load(spec: Any, name: str) -> Any:
     return module
 
 
-def _start() -> None:
-    file = Path(__file__).resolve().parent.parent / "rank_monitor.py"
-    name = "_topoflight_rank_monitor"
-    folder = os.environ["TOPOFLIGHT_RUN"]
-    if "RANK" in os.environ:  # a rank, and no launcher
-        _load(importlib.util.spec_from_file_location(name, file), name).start_on_import(Path(folder))
+class _StartOnImport:
+    """Wraps init_process_group once torch.distributed is imported, so that the monitor starts after it.
+
+    Whether a process is a rank is known only then: some launchers set RANK in the environment, others nowhere.
+    """
+
+    def find_spec(self, name: str, path: Any = None, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Find torch.distributed.distributed_c10d as Python does, to be run with the wrapper; nothing else."""
+        if name != "torch.distributed.distributed_c10d":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                with contextlib.suppress(Exception):
+                    _wrap(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
-with contextlib.suppress(Exception):
-    _start()
+def _wrap(c10d: Any) -> None:
+    """Load the monitor, and have init_process_group start it."""
+    name, file = "_topoflight_rank_monitor", Path(__file__).resolve().parent.parent / "rank_monitor.py"
+    monitor = _load(importlib.util.spec_from_file_location(name, file), name)
+    c10d.init_process_group = monitor.starting(c10d.init_process_group, Path(os.environ["TOPOFLIGHT_RUN"]))
+
+
+if "TOPOFLIGHT_RUN" in os.environ:
+    sys.meta_path.insert(0, _StartOnImport())
 _run_hidden(str(Path(__file__).resolve().parent))
