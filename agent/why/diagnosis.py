@@ -72,15 +72,21 @@ def answer(sources: Asked) -> Verdict:
     log, found = watchdog.read(_lines(logs)), _evidence(logs)
     reports = [_ras(source) for source in sources.ras]
     hosts = {int(row[2]): row[1] for text in _tails(sources.logs) for row in _FAILED.finditer(text)}
-    listed = len(hosts) if set(hosts) == set(range(len(hosts))) else 0  # torchrun lists every rank that it ended
+    # torchrun lists every rank of its node that it ended; its root cause alone is no list
+    listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
     counted = max(seen.world or 0, (found.ranks or 0) if found else 0, listed) or None
+    found_stacks, unranked = _stacks(sources.logs, seen)
     seen = replace(
         seen, first=_first_ended(sources.logs), cut_short=_cut_short(sources.logs), hosts=hosts, limit=sources.limit,
-        stacks=_stacks(sources.logs, seen),
-        world=_world(replace(seen, world=counted)), reported={"watchdog": log.traces} if log.traces else {},
-        errors=log.errors, clash=log.clash, hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
+        stacks=found_stacks, unranked=unranked, world=counted,
+        reported={"watchdog": log.traces} if log.traces else {},
+        errors=log.errors, in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), clash=log.clash,
+        hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
         joins=log.joins, models=log.models, rendezvous=log.rendezvous,
     )  # fmt: skip
+    seen = replace(seen, world=_world(seen))
+    if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
+        seen = replace(seen, errors={}, rendezvous=None)
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
@@ -114,7 +120,8 @@ def _world(seen: RunFacts) -> int | None:
     """How many ranks there are, where a source says; never fewer than have been seen."""
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*([seen.world] if seen.world else []), *members]
-    return max([*worlds, *(max(rows) + 1 for rows in (seen.traces, seen.states) if rows)]) if worlds else None
+    rows = (seen.traces, seen.states, *seen.reported.values())
+    return max([*worlds, *(max(one) + 1 for one in rows if one)]) if worlds else None
 
 
 def _record(folder: Path | None) -> RunRecord | None:
@@ -133,8 +140,7 @@ def _lines(sources: Sequence[str]) -> Iterator[str]:
     """Lines of logs, packed or not."""
     left = _MOST_LOG_LINES
     for source in sources:
-        files = [p for p in sorted(Path(source).rglob("*")) if p.is_file()] if Path(source).is_dir() else [Path(source)]
-        for path in files[:_MOST_FILES]:
+        for path in _files(source):
             if source == "-":
                 continue
             try:
@@ -150,6 +156,12 @@ def _lines(sources: Sequence[str]) -> Iterator[str]:
                 raise WhyError(f"{path}: {error.strerror}") from None
             except LogFileError as error:
                 raise WhyError(f"{path}: {error}") from None
+
+
+def _files(source: str) -> list[Path]:
+    """A log, or the files of a folder of logs."""
+    path = Path(source)
+    return [one for one in sorted(path.rglob("*")) if one.is_file()][:_MOST_FILES] if path.is_dir() else [path]
 
 
 def _with_saved_ras(sources: Asked) -> Asked:
@@ -194,25 +206,32 @@ _FAILED = re.compile(r"^ *host +: (\S{1,253})\n *rank +: (\d{1,7}) ", re.MULTILI
 _OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
 
 
-def _stacks(logs: Sequence[str], seen: RunFacts) -> dict[int, tuple[str, ...]]:
-    """Python stacks in the logs by rank, as the text, the file's name, or the rank's process number tells it."""
+def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """Python stacks in the logs by rank, as the text, the file's name, or the rank's process number tells it.
+
+    Those whose rank nothing tells come second, by their process or file.
+    """
     by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
-    found = {}
-    for log in logs:
-        named = _OF_RANK.search(Path(log).name)
-        for stack in stacks.read(_lines((log,)), rank=int(named[1]) if named else None):
+    found: dict[int, tuple[str, ...]] = {}
+    unranked: dict[str, tuple[str, ...]] = {}
+    for log in (one for source in logs for one in _files(source)):
+        named = _OF_RANK.search(log.name)
+        for stack in stacks.read(_lines((str(log),)), rank=int(named[1]) if named else None):
             rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
             if rank is not None:
                 found[rank] = stack.frames
-    return found
+            else:
+                unranked[f"process {stack.pid}" if stack.pid else f"the process of {log.name}"] = stack.frames
+    return found, unranked
 
 
 def _first_ended(logs: Sequence[str]) -> int | None:
     """The rank that torchrun saw end first, by the end of a log."""
     for text in _tails(logs):
-        # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident
+        # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident;
+        # who gets SIGTERM was told to end, by a scheduler or a launcher
         first = run_record.first_failed_rank(text)
-        if first and first.exit_code != -signal.SIGABRT:
+        if first and first.exit_code not in (-signal.SIGABRT, -signal.SIGTERM):
             return first.rank
     return None
 

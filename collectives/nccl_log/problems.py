@@ -221,7 +221,7 @@ def _explain_messages(found: _Findings, ledger: Ledger, evidence: Evidence, note
             _demote(found, code, notes)
     _demote(found, "pxn_disabled_plugin", notes)
     _demote(found, "sharp_init_failed", notes)  # the channels that NCCL then makes are judged as any others
-    for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed"):
+    for code in ("python_traceback", "gpu_out_of_memory", "cuda_failure", "nvls_bind_failed", "port_in_use"):
         if ledger.outlived(code):
             _demote(found, code, notes)  # caught: the job came to its end
     for code in codes_with("of_a_step"):

@@ -47,7 +47,8 @@ _PEER = re.compile(  # NCCL's words, and gloo's
 _CLIENTS = re.compile(r"waiting for clients\. (\d{1,7})/(\d{1,7}) clients joined")
 _UNRESOLVED = re.compile(r"network addresses of \(([^,()]{1,253}), \d{1,5}\) cannot be retrieved|"
                          r"gaierror: .{0,40}(?:not known|failure in name resolution)")  # fmt: skip
-_TAKEN = re.compile(r"(?:EADDRINUSE|errno: 98\b|[Aa]ddress already in use)")
+_TAKEN = re.compile(r"EADDRINUSE|server socket has failed to .{1,300}ddress already in use|"
+                    r"RuntimeError: Address already in use")  # fmt: skip
 _ENDPOINT = re.compile(r"bind to \[?([^\s\]]{1,253})\]?:(\d{1,5})|port: (\d{1,5})")
 _UNREACHED = re.compile(
     r"client socket has timed out after .{1,30} trying to connect to \(([^,()]{1,253}), (\d{1,5})\)"
@@ -61,7 +62,7 @@ _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by",
             "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier", "[TC]", "Call to ",
             "clients joined", "cannot be retrieved", "gaierror", "ddress already in use", "EADDRINUSE",
-            "client socket has timed out", "inconsistent", "params[")  # fmt: skip
+            "client socket has timed out", "inconsistent", "params[", "Init COMPLETE")  # fmt: skip
 MOST = 1 << 16  # ranks, or calls, that are kept
 
 
@@ -158,6 +159,8 @@ class _Reader:
             join.ranks.add(int(found[2]))
         elif found := _JOINED.search(line):
             self.report.joins.pop(found[1], None)
+        if group or "Init COMPLETE" in line:  # the ranks have met: what was written before were attempts
+            self.report.rendezvous = None
         self.meeting(line)
         place = here or self.before
         rank_of = int(named[1]) if named else place[0] if place else None

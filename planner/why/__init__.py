@@ -84,5 +84,5 @@ def _nothing(facts: RunFacts) -> Verdict:
 
 def _sources(facts: RunFacts) -> tuple[str, ...]:
     counts = {"flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
-              "stacks": facts.stacks, **facts.reported}  # fmt: skip
+              "stacks": {**facts.stacks, **facts.unranked}, **facts.reported}  # fmt: skip
     return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)

@@ -21,6 +21,7 @@ from planner.why.facts import (
     INNOCENT,
     STALE_SECONDS,
     STALL_SECONDS,
+    TIMED_OUT,
     Cause,
     RunFacts,
     Verdict,
@@ -33,10 +34,6 @@ LOST_PEER = re.compile(r"closed by peer|Read error|Write error|onnection reset|T
                        r"NCCL error|NCCL operation |NCCL Async Error|"
                        r"DistBackendError|collective operation timeout|Detected mismatch|wait timeout",
                        re.IGNORECASE)  # fmt: skip
-# ... of these, what only those write that have waited for as long as their group allows (gloo, ProcessGroupNCCL)
-TIMED_OUT = re.compile(
-    r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout|NCCL operation timed out", re.IGNORECASE
-)
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 _PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
 ENDED = ("gone", "stopped", "silent")  # kinds for which nothing is to be waited
@@ -65,12 +62,15 @@ def activity(rank: int, facts: RunFacts) -> Activity:
             return Activity("unknown", f"is in {' < '.join(stack[:3])}")
         return Activity("unknown", "its position is unknown: no log, trace or RAS report covers it")
     stale, age = COPIED_STALE_SECONDS if facts.copied else STALE_SECONDS, facts.ages.get(rank, 0.0)
-    if age > stale and not outlived(rank, facts):
+    is_mute = age > stale and not outlived(rank, facts)
+    if is_mute and process != "runs":
         return Activity("silent", f"has written no heartbeat for {age:.0f} s, while other ranks have")
     since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
     frames = state.own or state.where or stack or ()
     where = f", in {frames[0]}" if frames else ""
     kind = state.phase or "unknown"
+    if is_mute:  # a call that holds Python's lock, as of pickle, keeps the monitor from writing
+        return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", facts.limit)
     return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{_effort(state)}", grace(state, facts))
 
 
@@ -137,19 +137,10 @@ def outlived(rank: int, facts: RunFacts) -> bool:
     Then the launcher ended it, and what it was at counts. A rank that is killed is noticed at once by those that are
     connected to it: they lose a peer, they do not wait in vain; and torchrun sees it fail first.
     """
-    state, given_up = facts.states.get(rank), gave_up(facts)
+    state, given_up = facts.states.get(rank), facts.gave_up
     if state is None or state.ended or rank in given_up or rank == facts.first or not given_up:
         return False
     return state.written >= min(given_up.values()) - STALE_SECONDS
-
-
-def gave_up(facts: RunFacts) -> dict[int, float]:
-    """When those ranks last wrote that ended because they had waited for as long as their group allows."""
-    reported = facts.reported.get("watchdog", {})
-    return {
-        rank: state.written for rank, state in facts.states.items()
-        if rank in reported or (state.ended and state.error and TIMED_OUT.search(state.error))
-    }  # fmt: skip
 
 
 def lost_a_peer(facts: RunFacts) -> frozenset[int]:
@@ -194,12 +185,19 @@ def timeout_too_short(
     return replace(verdict_of("failed", (cause,), facts, (), waiting), innocent=tuple(words))
 
 
+def are_alike(errors: Sequence[str]) -> bool:
+    """Whether several ranks ended with one kind of error: then none of them is the cause of the others'."""
+    return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1
+
+
 def first_to_end(ranks: Sequence[int], facts: RunFacts) -> int | None:
     """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
     errors = {rank: facts.states[rank].error or "" for rank in ranks if facts.states[rank].error}
     if facts.first is not None and facts.first in ranks and not LOST_PEER.search(errors.get(facts.first, "")):
         return facts.first
     own = [rank for rank, error in errors.items() if not LOST_PEER.search(error)]
+    if len(own) > 1 and (facts.copied or are_alike([errors[rank] for rank in own])):
+        return None
     if own:
         return max(own, key=lambda rank: facts.ages.get(rank, 0.0))
     owner = {end: rank for rank, state in facts.states.items() for end in state.ends}

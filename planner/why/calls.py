@@ -196,10 +196,11 @@ def _has_come(other: int, rank: int, call: Call, traces: Mapping[int, RankTrace]
         if state is None or not one_group or is_old:
             return None
         return state.calls >= call.number if state.calls else False
-    newest = max((one.number for one in trace.calls if one.group == call.group and not one.p2p), default=0)
-    if trace.partial and call.group not in trace.enqueued:
-        return True if call.group and newest >= call.number else None
-    newest = max(newest, trace.enqueued.get(call.group, 0))
+    newest = trace.enqueued.get(call.group, 0)  # of a dump: all its calls count in it
+    if trace.partial:
+        newest = max([newest, *(one.number for one in trace.calls if one.group == call.group and not one.p2p)])
+        if call.group not in trace.enqueued:
+            return True if call.group and newest >= call.number else None
     if newest < call.number and facts.has_moved_on(other):
         return True if len(trace.enqueued) == 1 and state and state.calls >= call.number else None
     return newest >= call.number or (None if is_old else False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from collectives.traces.calls import Call, RankTrace
 from collectives.traces.watchdog import Join, Rendezvous
@@ -22,6 +24,10 @@ BUSY_SECONDS = 300.0
 IDLE_SECONDS = 60.0  # of a rank that neither computes nor reads nor writes: one tenth of PyTorch's 600 s
 IDLE_SHARE = 0.05  # of a CPU: below it a main thread does not compute
 MOST_RANKS = 1 << 17  # that a job may have
+# what only those write that have waited for as long as their group allows (gloo, ProcessGroupNCCL)
+TIMED_OUT = re.compile(
+    r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout|NCCL operation timed out", re.IGNORECASE
+)
 _WORDS = read_table(__file__, "why.toml")
 INNOCENT = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
 DOING, ACTIONS, TRUST, CODES = (_WORDS[part] for part in ("doing", "action", "trust", "code"))
@@ -72,7 +78,7 @@ class Verdict:
     schema_version: int = SCHEMA_VERSION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """All that the sources tell of a run's ranks."""
 
@@ -83,8 +89,10 @@ class RunFacts:
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
     silence: float | None = None  # seconds since any rank wrote; None where a rank is known to run
     stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # innermost first, of py-spy or faulthandler
+    unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes whose rank is not told
     reported: Mapping[str, Mapping[int, RankTrace]] = field(default_factory=dict)  # calls by "watchdog"
     errors: Mapping[int, str] = field(default_factory=dict)  # by rank, from a log: the exception that ended it
+    in_order: bool = True  # `errors` are of one log, which tells which of them came first
     clash: Mapping[int, Call] = field(default_factory=dict)  # by rank: calls that torch itself found not to match
     hung: Mapping[int, str] = field(default_factory=dict)  # ranks whose own watchdog thread hung, and its words
     idle: frozenset[int] = frozenset()  # of these, the ranks that were in no collective
@@ -99,6 +107,15 @@ class RunFacts:
     world: int | None = None
     now: float = 0.0
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
+
+    @cached_property
+    def gave_up(self) -> dict[int, float]:
+        """When those ranks last wrote that ended because they had waited for as long as their group allows."""
+        reported = self.reported.get("watchdog", {})
+        return {
+            rank: state.written for rank, state in self.states.items()
+            if rank in reported or (state.ended and state.error and TIMED_OUT.search(state.error))
+        }  # fmt: skip
 
     def host(self, rank: int) -> str | None:
         """The host of a rank, where its own file or torchrun names it."""

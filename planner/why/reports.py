@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.why.activity import (
     ENDED,
     LOST_PEER,
-    TIMED_OUT,
     Activity,
     activity,
+    are_alike,
     cause_of,
     first_to_end,
-    gave_up,
     headline,
+    lost_a_peer,
     outlived,
     timeout_too_short,
 )  # fmt: skip
@@ -26,6 +26,8 @@ from planner.why.facts import (
     INNOCENT,
     MOST_RANKS,
     SILENT_RUN_SECONDS,
+    STALL_SECONDS,
+    TIMED_OUT,
     Cause,
     RunFacts,
     Unknown,
@@ -148,14 +150,24 @@ def by_errors(facts: RunFacts) -> Verdict | None:
     reported = {rank for rows in facts.reported.values() for rank, row in rows.items() if row.calls}
     waiting = tuple(sorted(reported - set(own)))
     wait = (f"watchdog: {ranks_of(waiting)} waited in vain",) if waiting else ()
-    kinds = {error.partition(":")[0] for error in own.values()}
-    if len(own) > 1 and len(kinds) == 1 and facts.first not in own:  # none of them is the cause of the others'
-        message = f"{ranks_of(sorted(own))} each ended with {next(iter(own.values()))}"
-        return verdict_of("failed", (Cause(code="ranks.gone", message=message, evidence=wait),), facts, (), waiting)
+    if len(own) > 1 and facts.first not in own and (not facts.in_order or are_alike(list(own.values()))):
+        return _several(own, facts, wait, waiting)
     first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
     cause = cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), facts, which, *wait)
     return verdict_of("failed", (cause,), facts, (first,), waiting)
+
+
+def _several(
+    own: Mapping[int, str], facts: RunFacts, evidence: tuple[str, ...] = (), waiting: tuple[int, ...] = ()
+) -> Verdict:  # fmt: skip
+    """Ranks that each ended with an error of their own: which of them was first is not known."""
+    each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
+    message = f"which of {ranks_of(sorted(own))} failed first is not known: {'; '.join(each[:4])}"
+    if are_alike(list(own.values())):
+        message = f"{ranks_of(sorted(own))} each ended with {headline(own[min(own)])}"
+    cause = Cause(code="ranks.gone", message=message, evidence=(*evidence, *each[:4]))
+    return verdict_of("failed", (cause,), facts, (), waiting)
 
 
 def by_hang(facts: RunFacts) -> Verdict | None:
@@ -206,7 +218,7 @@ def by_torchrun(facts: RunFacts) -> Verdict | None:
 def by_states(facts: RunFacts) -> Verdict | None:
     """Without calls: ranks that have ended, that are stopped, or that are silent while others still write."""
     what = {rank: activity(rank, facts) for rank in facts.states}
-    waited = tuple(sorted(gave_up(facts)))
+    waited = tuple(sorted(facts.gave_up))
     busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and outlived(rank, facts)}
     if busy:
         wait = f"rank states: {ranks_of(waited)} waited in vain"
@@ -218,13 +230,22 @@ def by_states(facts: RunFacts) -> Verdict | None:
     bad = [rank for rank, one in what.items() if one.kind in ENDED]
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
-    if errors and (first := first_to_end(bad, facts)) is not None:
+    own = {rank: error for rank in bad if (error := facts.states[rank].error) and not LOST_PEER.search(error)}
+    if (errors or facts.first in bad) and (first := first_to_end(bad, facts)) is not None:
         bad = [first]
+    elif len(own) > 1:
+        return _several(own, facts)
     elif bad and len(bad) == len(what) and len(clean) < len(what):
         return _all_ended(bad, facts)
     elif len(clean) == len(what):
         return None
-    bad = [rank for rank in bad if rank not in clean] or bad
+    else:
+        losers = lost_a_peer(facts)
+        bad = [rank for rank in bad if rank not in clean and rank not in losers]
+        if not bad and losers:
+            return _all_ended(sorted(losers), facts)
+        if not bad and all(_waits(rank, facts) for rank in set(what) - set(clean)):
+            bad = clean  # else the others are about to end too, or do what the last rank does alone, as an upload
     if not bad:
         return None
     lost = [r for r, s in facts.states.items() if s.error and LOST_PEER.search(s.error) and r not in bad]
@@ -237,6 +258,12 @@ def by_states(facts: RunFacts) -> Verdict | None:
     return verdict_of("failed" if gone else "stuck", causes, facts, tuple(sorted(bad)), others)
 
 
+def _waits(rank: int, facts: RunFacts) -> bool:
+    """Whether a rank has been in a collective for as long as a stall, by its own file."""
+    state = facts.states[rank]
+    return state.phase == "collective" and state.written - (state.since or state.written) >= STALL_SECONDS
+
+
 def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
     """All have ended, none by an error of its own: which was first is not known."""
     if facts.cut_short:
@@ -244,7 +271,12 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
     if errors:
-        message = "every rank has ended; those that left an error had lost another"
+        whole = len(ranks) == len(facts.states)
+        message = (
+            "every rank has ended; those that left an error had lost another"
+            if whole
+            else (f"{ranks_of(ranks)} ended, having lost another or waited for it in vain; the others have not ended")
+        )
         action = f"one of {ranks_of(silent)} was first: read their own logs" if silent else ""
     else:
         message = f"{ranks_of(silent)} {'has' if len(silent) == 1 else 'have'} ended without a final state"
@@ -257,12 +289,13 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
 
 def by_stacks(facts: RunFacts) -> Verdict | None:
     """One stack of each rank shows who is in a collective, but not whether it moves: no rank is named."""
-    if not facts.stacks or facts.states or facts.traces:
+    if not (facts.stacks or facts.unranked) or facts.states or facts.traces:
         return None
     inside = {rank for rank, stack in facts.stacks.items() if any(_IN_CALL.search(frame) for frame in stack)}
     outside = sorted(set(facts.stacks) - inside)
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
-    line = "; ".join([*who, *(f"rank {rank} is in {' < '.join(facts.stacks[rank][:3])}" for rank in outside[:4])])
+    rest = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
+    line = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
     hint = Unknown(what="whether the ranks move: one stack of each does not tell", command="take the stacks once more "
                    "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
     return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
@@ -274,8 +307,7 @@ _IN_CALL = re.compile(r"distributed_c10d\.py:|_functional_collectives\.py:|graph
 
 def by_silence(facts: RunFacts) -> Verdict | None:
     """No rank has written for a while, and none is known to run: the run has ended, and none said how."""
-    over = [rank for rank, state in facts.states.items() if state.ended]
-    if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or not facts.states or over:
+    if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
     verdict = _all_ended(tuple(facts.states), facts)
     cause = replace(verdict.causes[0], message=f"{verdict.causes[0].message}; the last heartbeat is "

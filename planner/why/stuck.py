@@ -12,7 +12,6 @@ from planner.why.activity import (
     activity,
     cause_of,
     first_to_end,
-    gave_up,
     lost_a_peer,
     outlived,
     since_wait_began,
@@ -53,7 +52,8 @@ def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verd
         ranks = tuple(sorted({rank for cause in blocked.mismatches for rank in cause.ranks}))
         failed = any(state.ended and state.error for state in facts.states.values())
         return verdict_of("failed" if failed else "stuck", tuple(blocked.mismatches), facts, ranks, waiting)
-    if first is None and sum(one.kind == "gone" for one in what.values()) > 1:
+    gone = {rank for rank, one in what.items() if one.kind == "gone"}
+    if first is None and (len(gone) > 1 or gone & lost_a_peer(facts)):
         return None  # which of them was first is for their errors to tell
     if not blocked.roots:
         return _without_root(blocked, facts, wait, waiting)
@@ -102,7 +102,7 @@ def _too_early(
     patient = {rank: one for rank, one in busy.items() if blocked.age < one.grace}
     if not patient or len(patient) < len(what):
         return None
-    if gave_up(facts):
+    if facts.gave_up:
         long = {rank: one for rank, one in patient.items() if one.grace >= facts.limit}
         return timeout_too_short(patient, facts, wait, waiting) if len(long) == len(patient) else None
     left = max(one.grace for one in patient.values())
@@ -216,9 +216,11 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
                 pairs[state.host, there] += times
     hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
-        pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)} or {(hosts[0], hosts[1]): 1})
-    total = sum(pairs.values())
+        pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
     backlog = tuple(f"{a} to {b}: bytes wait to be sent in {n} looks" for (a, b), n in pairs.most_common(6))
+    if len(hosts) == 2 and not pairs:  # there is no other link, though no look saw bytes wait
+        pairs = Counter({(hosts[0], hosts[1]): 1})
+    total = sum(pairs.values())
     by_host: Counter[str] = Counter()
     for (a, b), n in pairs.items():
         by_host[a] += n

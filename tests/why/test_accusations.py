@@ -134,6 +134,65 @@ def test_ranks_that_all_ended_without_a_word_have_failed(
     assert verdict == "fine" or "without a final state" in found.line
 
 
+def ended(rank: int, error: str | None = None, ago: float = 70.0) -> RankState:
+    return RankState(rank=rank, host=f"h{rank}", written=START - ago, ended=True, error=error)
+
+
+def alive(rank: int, phase: str = "compute", ago: float = 3.0, of: float = 60.0) -> RankState:
+    return RankState(rank=rank, host=f"h{rank}", written=START - ago, phase=phase, since=START - ago - of)
+
+
+SAME, KEY = "FileNotFoundError: /data/rows", "KeyError: 'x'"
+LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
+
+
+@each_row(
+    ("states", "more", "state", "named", "words"),
+    [
+        ([alive(0), ended(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 uploads when the others are done
+        ([alive(0, "collective", of=2.0), ended(1, ago=1.0)], {}, "fine", (), "no fault found"),  # they just end
+        ([alive(0, "collective"), ended(1, ago=62.0)], {}, "failed", (1,), "rank 1 on h1 has ended by itself"),
+        ([alive(0, "collective"), alive(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 may wait for rank 1
+        ([ended(0, ago=4000.0), alive(1, ago=4003.0)], {"silence": 4000.0}, "failed", (),
+         "rank 1 has ended without a final state"),
+        ([ended(0, LOST, 5.0), alive(1), alive(2)], {}, "failed", (), "rank 0 ended, having lost another"),
+        ([ended(0, LOST, 5.0), alive(1, ago=60.0), alive(2)], {}, "stuck", (1,), "no heartbeat for 57 s"),
+        ([alive(0, ago=400.0), alive(1, ago=400.0)], {"processes": {0: "gone", 1: "gone"}, "first": 1}, "failed", (1,),
+         "rank 1 on h1: its process is gone"),
+        ([ended(0, SAME, 9.2), ended(1, SAME, 9.1)], {}, "failed", (), "ranks 0, 1 each ended with FileNotFound"),
+        ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {}, "failed", (0,), "rank 0 on h0 ended with FileNotFound"),
+        ([ended(0, SAME, 9.2), ended(1, KEY, 9.1)], {"copied": True}, "failed", (), "failed first is not known"),
+        ([alive(0, ago=45.0), alive(1)], {}, "stuck", (0,), "has written no heartbeat for 42 s"),
+        ([alive(0, ago=45.0), alive(1)], {"processes": {0: "runs"}}, "fine", (), "no fault found"),  # pickles
+    ],
+)  # fmt: skip
+def test_ends_and_silences_accuse_only_whom_others_wait_for(
+    states: list[RankState], more: dict[str, Any], state: str, named: tuple[int, ...], words: str
+) -> None:
+    newest = max(one.written for one in states)
+    ages = {one.rank: newest - one.written for one in states}
+    found = judge(RunFacts(states={one.rank: one for one in states}, ages=ages, world=len(states), now=START, **more))
+    assert (found.state, found.ranks) == (state, named), found.line
+    assert words in found.line
+
+
+def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> None:
+    """A pod with the host's name, as with hostNetwork, still numbers its processes by itself."""
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("b\n")
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/pid").symlink_to("pid:[1]")
+    for namespace, found in (("pid:[1]", {0: "gone"}), ("pid:[2]", {}), (None, {})):
+        state = RankState(rank=0, host=os.uname().nodename, pid=7, boot="b", started=5, pid_namespace=namespace)
+        assert ranks.processes({0: state}, tmp_path) == found, namespace
+
+
+def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
+    path = tmp_path / NAME.format(rank=0)
+    path.write_text(dumps(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000)))))
+    assert [mark.calls for mark in rank_state.read(path).marks] == list(range(936, 1000))
+
+
 def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
     """Files have the time of one clock; what the ranks wrote into them is each host's own."""
     (tmp_path / RANKS_FOLDER).mkdir()
@@ -198,6 +257,39 @@ Thread 4711 (active+gil): "MainThread"
     load_batch (/job/train.py:31)
     <module> (/job/train.py:90)
 """
+MET = "n0:1:2 [0] NCCL INFO comm 0x5 rank 0 nranks 2 cudaDev 0 busId 100 commId 0x1 - Init COMPLETE"
+TRAINED = "{'train_runtime': 1234.5, 'train_loss': 1.2, 'epoch': 3.0}"
+ROOT = """Root Cause (first observed failure):
+[0]:
+  host      : n1
+  rank      : 0 (local_rank: 0)
+  exitcode  : {0} (pid: 14750)
+  traceback : Signal {1} received by PID 14750"""
+IN_GROUP = SPOKEN.replace("[Rank {}]", "[rank{}]:[E1126 ProcessGroupNCCL.cpp:6] [PG 0 (default_pg) Rank 0]")
+
+
+@each_row(
+    ("texts", "state", "words"),
+    [
+        (["\n".join([GAI, MET, "step 1 loss 2"])], "unknown", "nothing was read"),  # an attempt; then they met
+        (["\n".join([GAI, TRAINED])], "fine", "came to its end"),
+        (["\n".join([IN_USE, TRAINED])], "fine", "came to its end"),
+        (["\n".join(["[rank1]: ValueError: bad row, skipped", TRAINED])], "fine", "came to its end"),
+        (["[rank0]: ValueError: a", "[rank9]: KeyError: 'x'"], "failed", "failed first is not known: rank 0"),
+        (["\n".join([IN_GROUP.format(0, "ALLREDUCE", 9), ROOT.format(-6, 6)])], "stuck", "has not come is not known"),
+        ([ROOT.format(-15, 15)], "failed", "was told to end"),  # by whoever stopped the job
+        ([PY_SPY], "unknown", "process 4711 is in train.py:31 load_batch"),
+    ],
+)  # fmt: skip
+def test_logs_that_accuse_nobody(tmp_path: Path, texts: list[str], state: str, words: str) -> None:
+    logs = [tmp_path / f"node-{number}.log" for number in range(len(texts))]
+    for log, text in zip(logs, texts, strict=True):
+        log.write_text(text)
+    found = diagnosis.answer(diagnosis.Asked(logs=tuple(map(str, logs))))
+    assert (found.state, found.ranks) == (state, ()), found.line
+    assert words in found.line
+
+
 FAULT = """Thread 0x00007efff9b326c0 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
 
@@ -239,7 +331,8 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     (tmp_path / "finetune_job.py").write_text(
         "import os, time, contracts, finetune, agent, torch.distributed as dist\n"
         "assert agent.NAME.startswith('the script') and os.environ['OWN_RAN'] == '1'\n"
-        "dist.init_process_group('gloo')\ntime.sleep(3)\ndist.destroy_process_group()\n"
+        "import sys\nown = dict(rank=int(sys.argv[1]), world_size=2, init_method=sys.argv[2]) if sys.argv[1:] else {}\n"
+        "dist.init_process_group('gloo', **own)\ntime.sleep(3)\ndist.destroy_process_group()\n"
     )  # fmt: skip
     unwritable = tmp_path / "file"
     unwritable.write_text("")
@@ -255,3 +348,9 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     assert (sorted(facts.states), wrong) == ([0, 1], [])
     assert all(state.ended and state.own for state in facts.states.values())
     assert judge(facts).state == "fine"
+    environment = monitored({**os.environ, "PYTHONPATH": str(own), "OMP_NUM_THREADS": "1"}, tmp_path / "own-run")
+    words = [sys.executable, "finetune_job.py"]  # a launcher of the job's own, which sets no RANK
+    started = [subprocess.Popen([*words, str(rank), f"file://{tmp_path}/store"], cwd=tmp_path, env=environment)
+               for rank in range(2)]  # fmt: skip
+    assert [one.wait(120) for one in started] == [0, 0]
+    assert sorted(ranks.of_run(tmp_path / "own-run")[0].states) == [0, 1]

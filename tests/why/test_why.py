@@ -670,6 +670,14 @@ def test_a_call_that_some_have_left_is_the_networks_where_bytes_are_sent_again_i
     assert judge(RunFacts(traces=rows, states=states, world=4, now=NOW)).ranks == (1, 2)
 
 
+def test_a_link_that_no_look_saw_waiting_has_no_looks_as_evidence() -> None:
+    rows = {rank: trace(rank, call(44, done=False, at=NOW - 60)) for rank in range(2)}
+    states = {r: RankState(rank=r, host=f"h{r}", addresses=(f"10.0.0.{r}",), written=NOW, calls=44) for r in rows}
+    found = judge(RunFacts(traces=rows, states=states, world=2, now=NOW))
+    assert said(found) == ("stuck", (), "link")
+    assert not any("bytes wait" in row for row in found.causes[0].evidence)
+
+
 def test_who_has_called_ahead_and_not_left_what_all_others_have_is_behind() -> None:
     ahead = (call(46, done=False, at=NOW - 60), call(47, done=False, at=NOW - 60))
     rows = {rank: trace(rank, call(45, at=NOW - 61), *ahead) for rank in (0, 1, 3)}
