@@ -51,7 +51,7 @@ class RankState:
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"
     own: tuple[str, ...] = ()  # of these, the frames of the user's own code
-    usual: tuple[str, ...] = ()  # functions of the user's in which ordinary steps are seen: "train.py step"
+    usual: tuple[str, ...] = ()  # lines of the user's in which ordinary steps are seen, or which call them
     cpu_share: float | None = None  # of a CPU, that the main thread has used since the last writing
     is_active: bool = False  # since then the process has read or written, or a child of it has computed
     samples: dict[str, int] = field(default_factory=dict)  # looks since the start, by phase

@@ -45,7 +45,7 @@ ENDS_SECONDS = 60.0  # between two lists of this process's connections
 STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
 MOST_MARKS = 64  # every second goes when there are more: 4 KB
 MOST_ERROR = 4000  # characters
-_USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a function is one that ordinary steps run through
+_USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a line is one that ordinary steps run through
 _ACTIVE_BYTES = 1 << 18  # read or written between two writes; the monitor itself writes some 10 KB
 _DEEPEST = 200
 _LIBC = ctypes.CDLL(None)
@@ -115,7 +115,8 @@ class RankMonitor(threading.Thread):
         written = 0.0
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in (self.folder / TRACE.format(rank=self.rank), self.folder.parent / VERDICT):
+            names = [self.folder / one.format(rank=self.rank) for one in (STATE, TRACE)]
+            for old in (*names, self.folder.parent / VERDICT):
                 old.unlink(missing_ok=True)  # of an earlier start
         # at uneven times: looks in step with the job's own steps would see the same phase each time
         while not self.over.wait(self.look_seconds * self.random.uniform(0.5, 1.5)):
@@ -150,8 +151,7 @@ class RankMonitor(threading.Thread):
         self.own = tuple(_shown(frame) for frame in own[:_SHOWN])
         if calls > self.calls:
             self.moving[phase] += 1
-            if own:
-                self.places[f"{own[0][0].rpartition('/')[2]} {own[0][2]}"] += 1
+            self.places.update(set(self.own))
             self.calls, self.moved = calls, time.monotonic()
             self.held.clear()
         for address, waits, again in _sending():
@@ -199,7 +199,7 @@ class RankMonitor(threading.Thread):
             del self.marks[1::2]
         before, self.effort = self.effort, self._effort()
         seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
-        least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.places.values()))
+        least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
         self._replace(STATE.format(rank=self.rank), json.dumps({
             **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
             "own": self.own, "usual": [place for place, looks in self.places.items() if looks >= least],

@@ -94,22 +94,17 @@ def grace(state: RankState, facts: RunFacts) -> float:
     """Seconds for which others may wait for a rank at work, by the evidence on what it does.
 
     Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint) may
-    take the limit. In a function that ordinary steps run through, it may take no longer than a stall; a main thread
-    that neither computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
+    take the limit. In lines that ordinary steps run through, all the way from the script, it may take no longer than a
+    stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that neither
+    computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
     """
     if state.phase in INNOCENT or state.calls < len(state.groups) + 8:
         return facts.limit
-    if state.own and place_of(state.own[0]) in state.usual:
+    if state.own and set(state.own) <= set(state.usual):
         return min(STALL_SECONDS, facts.limit)
     if state.cpu_share is None or _is_idle(state):
         return min(IDLE_SECONDS, facts.limit)
     return facts.limit
-
-
-def place_of(frame: str) -> str:
-    """ "train.py step" of "train.py:31 step"."""
-    file, _, rest = frame.rpartition(":")
-    return f"{file} {rest.partition(' ')[2]}"
 
 
 def since_wait_began(rank: int, facts: RunFacts, begun: float) -> Activity:

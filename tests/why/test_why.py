@@ -78,6 +78,7 @@ def test_the_missing_rank_is_named_and_never_who_waits(phase: str | None, code: 
 
 
 BUSY = {"phase": "compute", "cpu_share": 0.9}
+STEP = ("model.py:7 forward", "train.py:31 main")
 
 
 @each_row(
@@ -88,7 +89,8 @@ BUSY = {"phase": "compute", "cpu_share": 0.9}
         ({"phase": "compute", "calls": 6}, 200.0, ""),  # before the first step: data is prepared, a model is loaded
         ({**BUSY, "own": ("train.py:40 push_to_hub",)}, 200.0, ""),
         ({**BUSY, "own": ("train.py:40 push_to_hub",)}, 310.0, "rank.compute"),
-        ({**BUSY, "own": ("train.py:31 step",), "usual": ("train.py step",)}, 20.0, "rank.compute"),
+        ({**BUSY, "own": STEP, "usual": STEP}, 20.0, "rank.compute"),
+        ({**BUSY, "own": ("model.py:7 forward", "train.py:80 main"), "usual": STEP}, 200.0, ""),  # rank 0 evaluates
         ({"phase": "compute", "cpu_share": 0.0}, 50.0, ""),
         ({"phase": "compute", "cpu_share": 0.0}, 70.0, "rank.compute"),
         ({"phase": "compute", "cpu_share": 0.0, "is_active": True}, 70.0, ""),  # it downloads
