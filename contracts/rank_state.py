@@ -58,7 +58,6 @@ class RankState:
     moving: dict[str, int] = field(default_factory=dict)  # of these, looks since whose predecessor a collective began
     calls: int = 0  # collectives called so far, all groups
     marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most
-    cpu_seconds: float | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     addresses: tuple[str, ...] = ()  # of this host's interfaces
     ends: tuple[str, ...] = ()  # own ends of this process's connections: "10.0.0.1:4711"

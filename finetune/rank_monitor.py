@@ -206,7 +206,7 @@ class RankMonitor(threading.Thread):
             "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
             "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
             "samples": dict(self.samples), "moving": dict(self.moving), "calls": self.calls, "marks": self.marks,
-            "cpu_seconds": time.process_time(), "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
+            "groups": _groups(), "unsent": unsent, "resent": dict(self.resent),
             "held": dict(self.held), "ended": ended, "error": _error() if ended else None, "ends": self.ends,
         }).encode())  # fmt: skip
 

@@ -21,15 +21,12 @@ from planner.why.facts import (
     Unknown,
     Verdict,
     is_open,
-    open_verdict,
     ranks_of,
-    verdict_of,
 )  # fmt: skip
 from planner.why.pace import slow
 from planner.why.stuck import stuck
 
-__all__ = ["ACTIONS", "TRUST", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "open_verdict",
-           "ranks_of", "verdict_of"]  # fmt: skip
+__all__ = ["ACTIONS", "TRUST", "Cause", "RunFacts", "Unknown", "Verdict", "is_open", "judge", "ranks_of"]
 
 
 def judge(facts: RunFacts) -> Verdict:
