@@ -9,7 +9,7 @@ source tells stays unknown, with the command that would tell it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import replace
 
 from planner.why import reports
@@ -80,6 +80,8 @@ def _nothing(facts: RunFacts) -> Verdict:
 
 
 def _sources(facts: RunFacts) -> tuple[str, ...]:
-    counts = {"flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
-              "stacks": {**facts.stacks, **facts.unranked}, **facts.reported}  # fmt: skip
+    counts: dict[str, Sized] = {
+        "flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
+        "stacks": (*facts.stacks, *facts.unranked), **facts.reported,
+    }  # fmt: skip
     return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)
