@@ -215,7 +215,7 @@ def test_recordings_of_one_host_name_get_the_names_of_their_files() -> None:
 
 
 def test_ages_and_counts_are_said_as_people_say_them() -> None:
-    """An age in its largest unit; counts worst first, no zeros, no "1 warnings"; each end of an interval has its unit."""
+    """An age in its largest unit; counts worst first, no zeros, no "1 warnings"; an interval with its units."""
     ends = {(0.528, 1.0): "727 ms (528 ms to 1 s)", (0.528, 0.9): "727 ms (528 to 900)"}
     assert {each: units.interval(Interval(low=each[0], mid=0.727, high=each[1]), "s") for each in ends} == ends
     ages = {0: "0 s", 119: "119 s", 120: "2 min", 7199: "120 min", 7200: "2 h", 2e5: "2.31 d"}
