@@ -192,7 +192,7 @@ def test_hosts_as_slurm_writes_them() -> None:
 
 def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
     text = "\n".join(told("demo"))
-    assert "A built machine" in text
+    assert "built-in example" in text
     for code in ("gpu.nvlink.missing", "gpu.thermal.throttling", "rdma.port.down"):
         assert code in text, code
 
