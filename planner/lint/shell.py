@@ -1004,8 +1004,8 @@ class _Reader(Expander):
     def _plain_word(self, words: list[Word], at: int, line: int, *, settings: bool) -> None:
         word, text = words[at], words[at].text
         program, before = _name(words[0]), words[at - 1].text if at else ""
-        runs = re.fullmatch(r"-\w*c", before) and program not in ("srun", "gcc")
-        if runs and program.startswith("python"):
+        runs = _runner(words, at)
+        if runs == "python":
             self.script.inner.append(Inner(text=text, target="python", line=word.line or line))
         elif runs or (settings and before in ("-S", "--split-string")):
             self._nested(text if runs else f"env {text}", word.line or line, words[at + 2 :])
@@ -1246,6 +1246,20 @@ def _name(word: Word) -> str:
 
 def _path(text: str) -> str:
     return text.removeprefix("./")
+
+
+def _runner(words: Sequence[Word], at: int) -> str:
+    """The program that takes a word as a command after its option -c; empty where none does."""
+    if at == 0 or not re.fullmatch(r"-\w*c", words[at - 1].text):
+        return ""
+    program = _name(words[0])
+    near = next((_name(each) for each in reversed(words[max(0, at - 8) : at]) if each.text[:1] != "-"), program)
+    own, shells = _NAMES["own_c"], _NAMES["shells"]
+    if "python" in (program, near):
+        return "python"
+    if near in own or (near not in shells and (program in own or not re.search(r"\s", words[at].text))):
+        return ""
+    return near
 
 
 def _starts(words: Sequence[Word]) -> bool:
