@@ -264,6 +264,11 @@ class Expander:
         if index := re.fullmatch(r"\$\{([A-Za-z_]\w*)\[(\d+)\]\}", text):
             items = self.shell.arrays.get(index[1], ())
             return items[int(index[2])].text if int(index[2]) < len(items) else OPEN
+        if (whole := re.fullmatch(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}", text)) and whole[1] in self.shell.arrays:
+            between = self.look_up("IFS") if "*" in text and "IFS" in self.shell.variables else " "
+            items = self.shell.arrays[whole[1]]
+            short = sum(len(each.text) + 1 for each in items) < MOST_VALUE and between != OPEN
+            return (between or "")[:1].join(each.text for each in items) if short else OPEN
         match = re.match(r"\$\{([A-Za-z_]\w*|\d+|[@*#])(:?[-=+?])?", text)
         if match is None:
             return OPEN
