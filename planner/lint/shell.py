@@ -686,8 +686,8 @@ class _Reader(Expander):
             self._assign(each)
         self._status = None if "$(" in self.text(node) or "`" in self.text(node) else True
 
-    def _assign(self, node: Node, *, exported: bool | None = None) -> str:
-        """`NAME=value`, `NAME+=value`, `NAME=(an array)`; returns the name."""
+    def _assign(self, node: Node, *, exported: bool | None = None, before: Shell | None = None) -> str:
+        """`NAME=value`, `NAME+=value`, `NAME=(an array)`, with the variables of `before`; returns the name."""
         name_node, value_node = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name_node is None or name_node.type != "variable_name":
             list(map(self.value, node.named_children))
@@ -702,9 +702,11 @@ class _Reader(Expander):
                 del self.shell.arrays[name]  # the places of its items are its own
             self.shell.variables.pop(name, None)
             return name
-        self.assumed, used = False, set(self.script.used)
+        self.assumed, used, here = False, name in self.script.used, self.shell
+        self.shell = before or here
         value = self.value(value_node) if value_node else ""
-        if name not in used:
+        self.shell = here
+        if not used:
             self.script.used.discard(name)  # to hand on one's own value is no use of it
         value = ((self._parameter(name) + value) if adds else value)[:MOST_VALUE]
         self.assign(name, value, self.raw(value_node) if value_node else "", self.line(node), exported=exported)
@@ -772,13 +774,14 @@ class _Reader(Expander):
         ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
         exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
         own = keyword not in ("export", "readonly") and "g" not in options and bool(self._active)
+        before = self.shell.copy() if own or len(words) > 1 else None  # all words are expanded before any is assigned
         for each in words if "-f" not in options else ():
             name = self.text(each.children[0]) if isinstance(each, Node) else each.text.partition("=")[0]
             for kept in self._passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
                 kept.pop(name, None)
             if isinstance(each, Node):
                 self._hide(name, own)
-                self._assign(each, exported=True if exports else False if ends else None)
+                self._assign(each, exported=True if exports else False if ends else None, before=before)
                 continue
             equals, value = each.text.partition("=")[1:]
             if OPEN in name and each.text[:1] != "-":
