@@ -456,9 +456,9 @@ class _Reader(Expander):
         self._resume(*ends, through, rest)
 
     def _fits(self, value: str | None, node: Node) -> bool | None:
-        """Whether a pattern takes a value; None where that is not known, as nothing is of a value that is None.
+        """Whether a pattern matches a value; None where that, or the value itself, is unknown.
 
-        fnmatch has neither bash's classes and extended patterns nor a quoted `*`.
+        fnmatch knows neither bash's character classes and extended patterns nor a quoted `*`.
         """
         pattern = self.value(node)
         quoted = re.search(r"[\"'\\]", self.text(node)) is not None and re.search(r"[*?[]", pattern)
@@ -494,7 +494,7 @@ class _Reader(Expander):
         self._status = None
 
     def _items(self, node: Node) -> list[Word]:
-        """The words of a `for`: `{0..7}` and `{a,b}` become several, and which files `*` finds is not known."""
+        """The words of a `for`: `{0..7}` and `{a,b}` become several words; the files that `*` matches are unknown."""
         text, line = self.text(node), self.line(node)
         if match := _BRACES.fullmatch(text):
             first, last = int(match[2] or 0), int(match[3] or 0)
@@ -525,10 +525,10 @@ class _Reader(Expander):
         self, begin: Callable[[], None] | None, condition: tuple[Sequence[Node], bool] | None, body: Node | None,
         line: int,
     ) -> None:  # fmt: skip
-        """Follow a loop: as many rounds as its condition is sure to hold, and two where only a run tells.
+        """Follow a loop for as many rounds as its condition surely holds, and for two whose condition is unknown.
 
-        The second one begins with what the first may have left. From the last round that is followed on, what changes
-        in each round is not known.
+        The second of these begins with what the first may have left. After _MOST_ROUNDS rounds, what each round changes
+        becomes unknown, and with it the condition.
         """
         nodes, until = condition or ((), False)
         ends, breaks, rest, no = list[Shell | None](), list[Shell](), self._now(), None
@@ -699,7 +699,7 @@ class _Reader(Expander):
             kept = self.shell.arrays.get(name, ()) if adds else ()
             self.shell.arrays[name] = (*kept, *items)[: MOST_VALUE >> 4]
             if any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in value_node.named_children):
-                del self.shell.arrays[name]  # the places of its items are its own
+                del self.shell.arrays[name]  # its items name their own index
             self.shell.variables.pop(name, None)
             return name
         self.assumed, used, here = False, name in self.script.used, self.shell
@@ -774,7 +774,7 @@ class _Reader(Expander):
         ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
         exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
         own = keyword not in ("export", "readonly") and "g" not in options and bool(self._active)
-        before = self.shell.copy() if own or len(words) > 1 else None  # all words are expanded before any is assigned
+        before = self.shell.copy() if own or len(words) > 1 else None  # bash expands all words, then assigns
         for each in words if "-f" not in options else ():
             name = self.text(each.children[0]) if isinstance(each, Node) else each.text.partition("=")[0]
             for kept in self._passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
@@ -1229,7 +1229,7 @@ def _told_apart(launches: Sequence[Launch]) -> list[Assigned]:
 
 
 def _forget(shell: Shell, before: Shell) -> None:
-    """Take as unknown what is not as it was before."""
+    """Mark every variable and array that changed since `before` as unknown."""
     for name, values in shell.variables.items():
         if values != before.variables.get(name):
             shell.variables[name] = tuple(replace(each, value=OPEN) for each in values)
