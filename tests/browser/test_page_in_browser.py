@@ -257,7 +257,7 @@ def test_several_hosts_are_a_table_that_leads_to_each(
         words = ["FAIL" in row for row in rows]
         assert words == sorted(words, reverse=True)
         assert any("hgx-h100-sick-rdma" in row and "no RDMA device" in row for row in rows)
-        for name, memlock in (("r760xa-2xA40-bf3", "unlimited"), ("r760xa-2xA40-bf3-memlock-8MiB", "8.0 MiB")):
+        for name, memlock in (("r760xa-2xA40-bf3", "unlimited"), ("r760xa-2xA40-bf3-memlock-8MiB", "8 MiB")):
             (row,) = [row for row in rows if f"lora-worker-0 ({name})" in row]
             assert memlock in row
             follow(tab, f"lora-worker-0 ({name})")

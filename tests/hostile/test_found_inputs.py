@@ -35,6 +35,9 @@ def recording(**answers: Any) -> bytes:
 
 
 FOUND: dict[str, tuple[str, bytes]] = {
+    "a matrix whose rows all come before their GPU": (
+        "topo_text", b"\tGPU0\tGPU1\tNIC0\tCPU Affinity\tGP8\t X \tNODE\nNIC0\tPIX\tNONIC Legend:\n\n  NIC0: mlx,5_0\n",
+    ),
     "fsdp that is a number": ("job_config", b"\1fsdp: 7"),
     "fsdp that is a list of numbers": ("job_config", b"\1fsdp: [1]"),
     "a rate of 400 digits": ("job_config", b"\1learning_rate: " + b"9" * 400),

@@ -246,6 +246,7 @@ def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at
     assert [getattr(error, "status", error) for error in refused] == [503, 503]
 
 
+@pytest.mark.alone
 def test_scrapes_do_not_wait_for_the_planner(served: Served) -> None:
     """p99 of /metrics beside many clients on costly questions: within three times what it is alone, in some round."""
     resident.get(served.port, crowds.COSTLY.format(1, 1024))

@@ -109,7 +109,7 @@ def parse(text: str, source: str = "text") -> NodeTopology:
         raise TopologyFileError(source, 1, "this is XML, not `nvidia-smi topo -m` text")
     lines = list(_lines(text))
     matrix = _find(lines, 0, source)
-    if matrix is None:
+    if matrix is None or not matrix.rows:
         raise _no_matrix(lines, source)
     _drop_columns_without_labels(matrix, source)
     whole = text[-1:].isspace()
