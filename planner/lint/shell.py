@@ -1011,7 +1011,8 @@ class _Reader(Expander):
         if runs == "python":
             self.script.inner.append(Inner(text=text, target="python", line=word.line or line))
         elif runs or (settings and before in ("-S", "--split-string")):
-            self._nested(text if runs else f"env {text}", word.line or line, words[at + 2 :])
+            surely = program not in _NAMES["own_c"]
+            self._nested(text if runs else f"env {text}", word.line or line, words[at + 2 :], surely=surely)
         elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
             self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
         elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):

@@ -315,9 +315,9 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
     loose = {each.name: each.raw for each in judged if not each.exported and each.name not in exported | own}
     ordered = sorted(judged, key=lambda each: each.line)
     scopes: dict[str, list[Assigned]] = {scope: [] for scope in ["", *(e.scope for e in ordered if e.exported)]}
-    for each in judged:
-        if each.exported:
-            scopes[each.scope].append(each)
+    for one in judged:
+        if one.exported:
+            scopes[one.scope].append(one)
     found = [(name, _Scope(scopes, name)) for name in [*scopes][:_LIMIT_SCOPES]]
     always, *others = [(name, scope) for name, scope in found if not name or scope.names]
     plain = bool(always[1].lines or loose)
