@@ -1,8 +1,8 @@
 """The question to the planner: which machines, which model, which run. question.toml declares each field once.
 
 The command line's options (agent.base.options) and the model below are both made from that table. The model is what the
-HTTP agent validates query parameters and bodies with. It is made only when it is asked for, because importing pydantic
-and making a model take 0.1 s of a verb that needs neither (docs/decisions/0035).
+HTTP agent validates query parameters and bodies with. It is made on first use, because importing pydantic and making
+the model take 0.1 s, and most verbs need neither (docs/decisions/0038).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def word_of(option: str) -> str:
-    """Return the option as a parameter of HTTP has it: "sequence_length"."""
+    """Return the name of the option as an HTTP parameter: "sequence_length"."""
     return option.removeprefix("--").replace("-", "_")
 
 

@@ -507,27 +507,6 @@ def recommend(
 AS_ASKED = "the settings as they stand"  # what is rejected where the job's own settings cannot run
 
 
-def cost_of(
-    cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec, findings: Findings,
-    named: Mapping[str, Any],
-) -> tuple[float, RankedLayout] | None:  # fmt: skip
-    """Seconds of a step with these findings, and the layout on the repaired nodes; None: no rule gives them a cost.
-
-    `named` are values of the layout; of none the best on the repaired nodes. Raises LayoutError.
-    """
-    against = counted(findings, {})
-    now = plan(cluster, snapshots, model, train, findings=against)
-    whole = repaired(cluster, against)
-    links = repaired_links(whole, links_of(whole), against, snapshots)
-    if not now.slowed or links is None:
-        return None
-    sound = replace(plan(whole, snapshots, model, train, links=links), global_batch=now.global_batch)
-    best = forecast_named(sound, named) if named else best_layout(sound)
-    if best is None or sound.world != now.world:
-        return None
-    return forecast_layout(now, best.layout).forecast.step_seconds.mid, best
-
-
 ROWS = "the rows "  # first words of every unknown about the lengths of the data set's rows
 
 

@@ -96,13 +96,13 @@ def seconds(value: float | None) -> str:
 
 
 def interval(value: Interval | None, unit: str) -> str:
-    """ "1.90 s (1.60 to 2.30)", or bytes alike; None -> "unknown"."""
+    """ "1.90 s (1.60 to 2.30)", "727 ms (528 ms to 1 s)", or bytes alike; None -> "unknown"."""
     if value is None:
         return "unknown"
     show = seconds if unit == "s" else size
     low, mid, high = (show(v).rsplit(" ", 1) for v in (value.low, value.mid, value.high))
-    first = low[0] if low[1] == mid[1] else " ".join(low)
-    last = high[0] if high[1] == mid[1] else " ".join(high)
+    is_one_unit = low[1] == mid[1] == high[1]
+    first, last = (end[0] if is_one_unit else " ".join(end) for end in (low, high))
     return f"{' '.join(mid)} ({first} to {last})"
 
 

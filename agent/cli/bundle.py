@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from agent.base import units
 from agent.base.options import with_options
 from agent.base.output import say, waiting, write_result
 
@@ -38,9 +39,8 @@ def bundle(
         return
     write_result(Path(target), content, 0o600)
     failed = [name for name, files in hosts.items() if "error.txt" in files]
-    failures = f"; {len(failed)} without an answer: {', '.join(failed)}" if failed else ""
-    say(
-        f"{target}: {len(content)} bytes, {len(hosts)} folders{failures}. Look into it before you hand it on.", err=True
-    )
+    failures = f"; no answer from {', '.join(failed)}" if failed else ""
+    written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
+    say(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
     for line in bundle_differences(hosts):
         say(line, err=True)

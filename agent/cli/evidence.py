@@ -53,7 +53,7 @@ _NVLINK_WORDS = {
     "not available": "not available",
     "unknown": "unknown",
 }
-_OUTCOMES = {"failed": "failed", "finished": "finished", "unknown": "unknown: no line tells"}
+_OUTCOMES = {"failed": "failed", "finished": "finished", "unknown": "unknown: the log does not say"}
 
 
 def _place(line: ProofLine) -> str:

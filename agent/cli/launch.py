@@ -80,10 +80,10 @@ def launch(
 
 
 def _in_brief(advice: Recommendation) -> None:
-    """What a dry run tells at a terminal; the document is for a file or a pipe."""
+    """Print the result of a dry run in brief, for a terminal; a file or a pipe gets the document."""
     from agent.terminal.advice import in_brief
 
-    say("✓ it would start → leave --dry-run away; the document: -o yaml, or a pipe")
+    say("✓ Dry run succeeded. → Remove --dry-run to start the job. In full: -o yaml")
     in_brief(console(), advice, "reasons and other layouts: topoflight recommend --explain")
 
 

@@ -40,7 +40,7 @@ def demo(context: click.Context, page: bool, port: int, verbose: bool) -> None:
     from agent.checks.view import look
     from agent.terminal.hosts import scan as show
 
-    say("A built machine that ships with this program, sick on purpose: it is no real node.")
+    say("This node is a built-in example with deliberate faults. It is not a real machine.")
     view = look(snapshots((DEMO,)))
     show(console(), view, verbose=verbose, everything=False)
     say(f"your own node: topoflight preflight; more of this one: topoflight recommend --host {DEMO}")

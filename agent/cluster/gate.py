@@ -115,7 +115,7 @@ def _against_equals(record: NodeRecord, peers: Mapping[tuple[Any, ...], list[flo
             why = f"{units.count(len(same), 'equal node')} measured the same: {LEAST_EQUALS} are needed to compare"
             made.append(Finding(code=BUSBW, status=Status.UNKNOWN, node=record.name, subject=subject, message=why))
             continue
-        best = same[max(0, -(-len(same) // 10) - 1)]
+        best = same[max(2, -(-len(same) // 10)) - 1]  # never the best alone: a wrong record would accuse all others
         bar = Bar(name="best tenth", low=BASELINE_LEAST * best, typical=best, high=best / BASELINE_LEAST)
         status = status_of(value, bar)
         made.append(

@@ -99,7 +99,7 @@ class Tokens:
     def _token(self, authorization: str | None, path: str, verb: str) -> str:
         if self._client is None and self._file is None:
             raise ProblemError(
-                403, f"{verb.upper()} {path} needs a token, and is closed: this agent has no judge of tokens",
+                403, f"{verb.upper()} {path} needs a token. Authentication is not configured on this agent",
                 grant="start it with --token-file FILE, or in a cluster with --token-review",
             )  # fmt: skip
         scheme, _, token = (authorization or "").partition(" ")

@@ -201,7 +201,7 @@ async def read_body(request: Request) -> bytes:
     try:
         return await request.body()
     except ClientDisconnect:
-        raise ProblemError(400, "the body did not come to its end") from None
+        raise ProblemError(400, "incomplete request body") from None
 
 
 def problem(

@@ -1,10 +1,10 @@
 """Endpoints that take POST: store the record of a run, judge the sources of a run, and run the gate on a new scan.
 
-Specifications: run.json of docs/reference/finetune-job.md, and docs/reference/diagnoses.md.
-A record is posted by a job's service account, not by
-the administrator. It is bounded in bytes and in values, because all stored records are held in memory and open to every
-reader. The sources of a verdict are passed unread to the worker process, which reads them within the bounds of the
-readers and does not store them. Nothing in them names a file, a host or a port that the agent would open.
+Specifications: run.json of docs/reference/finetune-job.md, and docs/reference/diagnoses.md. A record is posted by the
+service account of a job, not by the administrator. It is bounded in bytes and in values, because all stored records are
+held in memory and open to every reader. The sources of a verdict are passed unread to the worker process, which reads
+them within the bounds of the readers and does not store them. Nothing in them names a file, a host or a port that the
+agent would open.
 """
 
 from __future__ import annotations

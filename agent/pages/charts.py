@@ -127,7 +127,7 @@ def _own(svg: str) -> Markup:
 
 # Runs and benchmarks as the page shows them: forecast and measurement of each run, those of one job side by side.
 
-_GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/finetune.md)
+_GLOO = re.compile(r"gloo: TCP over (.+) \(")  # "gloo: TCP over net1 (10.0.0.1)" (docs/reference/finetune-job.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from agent.cluster.gate import Places
 from agent.cluster.nodes import records_of
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
-from agent.pages.charts import by_network, division, shown, side_by_side
+from agent.pages.charts import division, shown, side_by_side
 from agent.terminal.advice import as_it_is, parts_grid, summary
 from agent.terminal.hosts import outcome_lines
 from agent.terminal.measured import results_grid
@@ -117,7 +117,7 @@ def _environment() -> Environment:
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
         headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
-        sum_of=lambda counts: sum(counts.values()) or 1, shell_lines=render_shell, k8s_lines=render_k8s,
+        shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
     made.globals.update(
         picture=picture,
@@ -139,7 +139,6 @@ def _environment() -> Environment:
         shown=shown,
         division=division,
         side_by_side=side_by_side,
-        by_network=by_network,
         history_of=_history,
         changed=history.changed,
         exports=EXPORTS,

@@ -125,6 +125,7 @@ def layout(out: Console, advice: Recommendation) -> None:
 
 
 FIRST_ROWS = ("speed", "time", "money", "memory")
+_LENGTH = "--steps, --tokens, --epochs or --hours"  # options that give the length of the run
 
 
 def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str]]:
@@ -138,13 +139,15 @@ def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str
         low, mid, high = (units.duration(value) for value in (whole.low, whole.mid, whole.high))
         lines.append(("time", f"{mid} ({low} to {high}) for {advice.total_steps:,} steps"))
     else:
-        lines.append(("time", "of the run unknown: give --steps, --tokens, --epochs or --hours"))
+        lines.append(("time", f"not estimated. Add {_LENGTH}."))
     if advice.total_cost is not None:
         cost = advice.total_cost
         range_ = f"({cost.low:,.2f} to {cost.high:,.2f})"
         lines.append(("money", f"{cost.mid:,.2f} {range_} at {advice.node_hour_price:,.2f} a node-hour"))
     else:
-        lines.append(("money", "unknown: give the run's length and --price"))
+        missing = ["--price"] if advice.node_hour_price is None else []
+        missing += [_LENGTH] if advice.total_seconds is None else []
+        lines.append(("money", f"not estimated. Add {' and '.join(missing)}."))
     held = f" of {units.size(forecast.capacity_bytes)}" if forecast.capacity_bytes else ""
     lines.append(("memory", f"{units.interval(forecast.memory_bytes, 'B')}{held} per {device}"))
     lines.append(("batch", batch_words(chosen.layout)))

@@ -199,7 +199,7 @@ def _mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> d
         "experts_per_token": _whole(config, ("num_experts_per_tok",), default=2),
         "expert_ffn": width,
         "shared_expert_ffn": shared,
-        "expert_groups": _whole(config, ("topk_group",), default=1) / _whole(config, ("n_group",), default=1),
+        "expert_groups": min(1.0, _whole(config, ("topk_group",), default=1) / _whole(config, ("n_group",), default=1)),
         "dense_layers": dense,
     }
 

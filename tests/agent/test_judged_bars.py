@@ -186,6 +186,10 @@ def test_a_node_is_held_against_the_best_tenth_of_its_equals() -> None:
     assert (found["slow"].status, found["dead"].status) == ("warn", "fail")
     assert "best tenth of 12 equal nodes" in found["slow"].message and "338 GB/s" in found["slow"].message
     assert found["b200"].status == found["two"].status == "unknown"
+    few = [*nodes[:5], node("boasts", 9000)]
+    fleet.set(from_resource(to_resource(each)[1]) for each in few)
+    judged = [check for check in checks_of([n.name for n in few], fleet) if check.code == BUSBW]
+    assert {check.status for check in judged} == {"pass"}, "one record accuses no other node"
 
 
 def test_a_benchmark_of_one_host_is_published_with_its_node() -> None:

@@ -25,6 +25,7 @@ from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_
 from agent.http.cluster import nodes_document
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
+from contracts.interval import Interval
 
 NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")
 
@@ -214,7 +215,9 @@ def test_recordings_of_one_host_name_get_the_names_of_their_files() -> None:
 
 
 def test_ages_and_counts_are_said_as_people_say_them() -> None:
-    """An age in its largest unit; counts worst first, no zeros, no "1 warnings"."""
+    """An age in its largest unit; counts worst first, no zeros, no "1 warnings"; an interval with its units."""
+    ends = {(0.528, 1.0): "727 ms (528 ms to 1 s)", (0.528, 0.9): "727 ms (528 to 900)"}
+    assert {each: units.interval(Interval(low=each[0], mid=0.727, high=each[1]), "s") for each in ends} == ends
     ages = {0: "0 s", 119: "119 s", 120: "2 min", 7199: "120 min", 7200: "2 h", 2e5: "2.31 d"}
     assert {seconds: units.ago(seconds) for seconds in ages} == ages
     counts = {"pass": 120, "fail": 0, "warn": 1, "unknown": 2, "info": 3}

@@ -62,6 +62,14 @@ def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, wor
         assert re.match(r"Environment: ✓ (set \d+ variable|nothing to set).* → for a layout", lines[0])
 
 
+def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> None:
+    """Of the forecast of a whole run."""
+    length = "--steps, --tokens, --epochs or --hours"
+    for given, missing in ((), f"--price and {length}"), (("--price", "98"), length), (("--steps", "100"), "--price"):
+        lines = told("recommend", "--machine", "p5.48xlarge", "--model", "Qwen2.5-0.5B", *given)
+        assert f"  money  not estimated. Add {missing}." in lines, "\n".join(lines)
+
+
 def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
     """Two equal recordings, an environment and a log without a fault: the verdict and what to do come first."""
     machine = path_of()
@@ -124,7 +132,7 @@ def test_a_dry_run_at_a_terminal_is_told_in_ten_lines_and_in_a_pipe_is_the_docum
     os.close(ours)
     lines = shown.decode().rstrip().splitlines()
     assert done.returncode == 0, complaint
-    assert lines[0].startswith("✓ it would start → ") and len(lines) <= 10, shown.decode()
+    assert lines[0].startswith("✓ Dry run succeeded. → ") and len(lines) <= 10, shown.decode()
     piped = subprocess.run(command, capture_output=True, text=True, check=True)
     assert yaml.safe_load(piped.stdout)["layout"]["world_size"] == 8
 
@@ -184,7 +192,7 @@ def test_hosts_as_slurm_writes_them() -> None:
 
 def test_the_demo_names_its_faults_and_says_that_it_is_built() -> None:
     text = "\n".join(told("demo"))
-    assert "A built machine" in text
+    assert "built-in example" in text
     for code in ("gpu.nvlink.missing", "gpu.thermal.throttling", "rdma.port.down"):
         assert code in text, code
 

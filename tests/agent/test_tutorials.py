@@ -37,7 +37,7 @@ DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"
 PAGES = (
     "get-started/tour.md", "tutorials/openshift.md", "tutorials/eks.md", "how-to/gate-a-ci-job.md",
     "how-to/find-why-it-is-slow.md", "how-to/find-why-it-hangs.md", "how-to/compare-two-nodes.md",
-    "how-to/choose-a-layout.md", "how-to/plan-a-purchase.md",
+    "how-to/choose-a-layout.md", "how-to/plan-a-purchase.md", "how-to/explain-a-finding.md",
 )  # fmt: skip
 BOTH = ("openshift.md", "eks.md")  # in Korean too
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)

@@ -13,6 +13,7 @@ from planner.forecast.compute import gpu_rates
 from planner.forecast.engine import Engine, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
+from planner.forecast.models import model_from_config
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.stacks import engine_named
@@ -128,6 +129,14 @@ def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
     assert once == pytest.approx(every * (1 - (7 / 8) ** 8))
     half = parts_on_a_slow_network(replace(model, expert_groups=0.5), layout, engine).expert_parallel
     assert half == pytest.approx(every / 2 * (1 - (3 / 4) ** 8))
+
+
+def test_experts_of_a_token_lie_in_all_groups_at_most() -> None:
+    """A config.json that names fewer groups than the default limit, or none, does not send a token to more ranks."""
+    config = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+              "vocab_size": 129280}  # fmt: skip
+    for groups, share in (({}, 0.5), ({"n_group": 1}, 1.0), ({"n_group": 8, "topk_group": 16}, 1.0)):
+        assert model_from_config({**config, **groups}).expert_groups == share, groups
 
 
 def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
