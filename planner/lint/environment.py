@@ -1,7 +1,7 @@
 """Judges an environment that exists: what NCCL will really do with it, name by name.
 
 Each finding says what NCCL does, not what was meant. Names and their releases: `nccl_env.names`; values: `values`; the
-machine: `machine`. docs/reference/nccl-environment.md explains the codes.
+machine: `machine`. docs/reference/settings.md explains the codes.
 Leftovers of debugging, and settings that do nothing here: NCCL docs/userguide/source/env.rst, section Debugging;
 aws-ofi-nccl (what the plugin sets by itself); AWS EFA cheat sheet (awsome-distributed-training); PyTorch docs.
 Settings against each other: env.rst, 2.32; NCCL src/misc/socket.cc (which interfaces are taken); libfabric

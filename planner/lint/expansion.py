@@ -26,9 +26,11 @@ _MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, 
 _MOST_PIPES = 4_000  # one step of the parser's recovery takes as long as the pipeline is
 _BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
 _MOST_PASSES = 4  # over a text whose lines the grammar joins
+WORK_OF_WORD = 256  # expanding and judging one word takes about as long as reading so many characters
 _MOST_ALTERNATIVES = 60  # values of one variable
 MOST_VALUE = 1 << 16  # characters; a variable that doubles itself has no end
 MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
+_MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop counted; a few seconds
 
 _ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 _EXPANSIONS = words()["shell"]["expansions"]
@@ -71,8 +73,8 @@ def join(*shells: Shell | None) -> Shell | None:
             united = dict.fromkeys(one for each in found for one in each)
             first.variables[name] = tuple(united)[-_MOST_ALTERNATIVES:]
     for name in {name for each in both for name in each.arrays}:
-        if any(each.arrays.get(name) != first.arrays.get(name) for each in others):
-            first.arrays[name] = (Word(OPEN, f"${{{name}[@]}}"),)
+        if any(each.arrays.get(name) != first.arrays.get(name) for each in others):  # unknown from here on
+            first.arrays.pop(name, None)
     first.exports_all = any(each.exports_all for each in both)
     if any(each.output != first.output for each in others):
         first.output = OPEN
@@ -159,6 +161,12 @@ class Expander:
         self.source, self.first = b"", 1
         self.assumed = False  # a value was taken that the environment outside may replace: a default
         self._level = 0
+        self._work = 0
+
+    def spend(self, characters: int) -> bool:
+        """Count work done. Returns whether more of it may follow."""
+        self._work += characters
+        return self._work < _MOST_WORK
 
     def capture(self, nodes: Sequence[Node]) -> str:
         """What the commands of a substitution write."""
@@ -187,7 +195,9 @@ class Expander:
         """A word's text after expansion."""
         self._level += 1
         try:
-            return OPEN if self._level > MOST_LEVELS else self._value(node)
+            found = self._value(node) if self._level <= MOST_LEVELS and self.spend(64) else OPEN
+            self.spend(len(found))
+            return found
         finally:
             self._level -= 1
 
@@ -215,6 +225,7 @@ class Expander:
 
     def _parameter(self, name: str) -> str:
         """The value of `$NAME`, `$1`, `$@` or `$#`."""
+        self.spend(64)
         self.script.used.add(name)
         given = self.shell.arrays.get("@")
         if given is None or not re.fullmatch(r"\d+|[@*#]", name) or name == "0":
@@ -253,6 +264,11 @@ class Expander:
         if index := re.fullmatch(r"\$\{([A-Za-z_]\w*)\[(\d+)\]\}", text):
             items = self.shell.arrays.get(index[1], ())
             return items[int(index[2])].text if int(index[2]) < len(items) else OPEN
+        if (whole := re.fullmatch(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}", text)) and whole[1] in self.shell.arrays:
+            between = self.look_up("IFS") if "*" in text and "IFS" in self.shell.variables else " "
+            items = self.shell.arrays[whole[1]]
+            short = sum(len(each.text) + 1 for each in items) < MOST_VALUE and between != OPEN
+            return (between or "")[:1].join(each.text for each in items) if short else OPEN
         match = re.match(r"\$\{([A-Za-z_]\w*|\d+|[@*#])(:?[-=+?])?", text)
         if match is None:
             return OPEN
@@ -279,8 +295,11 @@ class Expander:
         inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
 
         def put(match: re.Match[str]) -> str:
-            return self._parameter(match[1]) or "0"
+            number = self._parameter(match[1]) or "0"
+            return number if match[0][0] == "$" else f"({number})"
 
+        if not self.spend(len(text)):
+            return None
         filled = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)\}?", put, inside).strip()
         if not re.fullmatch(r"[\d\s+*/%()<>=!-]{1,80}", filled):
             return None
@@ -294,15 +313,19 @@ class Expander:
         text, line = self.text(node), self.line(node)
         bare = text[1:-1] if node.type == "string" else text
         array = re.fullmatch(r"\$\{?([A-Za-z_]\w*|[@*])(?:\[[@*]\])?\}?", bare)
-        if array and (bare.endswith(("[@]}", "[*]}")) or array[1] in "@*") and (name := array[1].replace("*", "@")):
+        one = node.type == "string" and "*" in bare  # "$*" and "${NAME[*]}"
+        if array and not one and (bare.endswith(("[@]}", "[*]}")) or array[1] in "@*"):
+            name = array[1].replace("*", "@")
             self.script.used.add(name)
-            if name in self.shell.arrays:
+            if name in self.shell.arrays and self.spend(WORK_OF_WORD * len(self.shell.arrays[name])):
                 return list(self.shell.arrays[name])
         before, self.assumed = self.assumed, False
         value, assumed = self.value(node), self.assumed
         self.assumed = before or assumed
         if node.type in _SPLITS and (re.search(r"\s", value) or not value):
-            return [Word(each, each, line, assumed) for each in value.split()]
+            parts = value.split()
+            self.spend(WORK_OF_WORD * len(parts))
+            return [Word(each, each, line, assumed) for each in parts]
         return [Word(value, self.raw(node), line, assumed)]
 
     def raw(self, node: Node) -> str:
@@ -338,6 +361,8 @@ def _number(node: ast.expr) -> int:
             raise ValueError("no operator that is known")
         if isinstance(sign, ast.LShift | ast.RShift) and not 0 <= right < 63:
             raise ValueError("shifted out")
+        if isinstance(sign, ast.FloorDiv | ast.Mod) and min(left, right) < 0:
+            raise ValueError("rounded towards zero, other than in Python")
         found = int(_OPERATORS[type(sign)](left, right))
     else:
         raise ValueError("no number")

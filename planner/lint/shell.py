@@ -14,11 +14,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import NamedTuple
 
 from tree_sitter import Node
 
-from planner.lint.expansion import MOST_LEVELS, MOST_VALUE, Expander, Shell, Word, descend, join, parse_lines
+from planner.lint.expansion import (
+    MOST_LEVELS,
+    MOST_VALUE,
+    WORK_OF_WORD,
+    Expander,
+    Shell,
+    Word,
+    descend,
+    join,
+    parse_lines,
+)
 from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Script, Unread, is_judged
 from planner.lint.tables import forms, words
 
@@ -35,7 +46,10 @@ _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)
 _COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
 _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
 _USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
-_CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")  # by arithmetic
+# What arithmetic changes
+_CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
+_BRACES = re.compile(r"([\w./:-]*)\{(?:(0|[1-9]\d?)\.\.(0|[1-9]\d?)|([\w./:-]+(?:,[\w./:-]+)+))\}([\w./:-]*)")
+_QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\\.|\$\{[^}]*\}|\$\(.*\)""", re.DOTALL)
 _NAMES = words()["shell"]
 _WRAPPERS = words()["wrappers"]
 _SIMPLE = ("command", "redirected_statement", "variable_assignment", "variable_assignments", "declaration_command",
@@ -204,7 +218,8 @@ class _Reader(Expander):
                 continue
             given = [each if each.exported else replace(each, unset=True) for each in values]
             sure = len(given) == 1 and not (self._view and given[0].scope.startswith(self._view))
-            found[name] = tuple(replace(e, scope="" if sure else e.scope) for e in given if e.scope or not e.unset)
+            held = [each for each in given if each.scope or not each.unset]
+            found[name] = tuple(replace(each, scope="") if sure and each.scope else each for each in held)
         return found
 
     def _launch(self, label: str, *, sure: bool) -> None:
@@ -213,6 +228,7 @@ class _Reader(Expander):
             self._unread(0, "too many commands that start programs")
             return
         launch = Launch(label, sure, self._exported())
+        self.spend(WORK_OF_WORD * len(launch.settings))
         if (launch.key(), sure) not in self._seen:
             self._seen.add((launch.key(), sure))
             self._launches.append(launch)
@@ -228,8 +244,9 @@ class _Reader(Expander):
         self._skip_text(self.text(node), self.line(node), why)
 
     def _skip_text(self, text: str, line: int, why: str) -> None:
-        for number, row in enumerate(text.splitlines()):
+        for number, row in enumerate(text.splitlines() if self.spend(4 * len(text)) else ()):
             for match in _SETTING.finditer(row) if not row.lstrip().startswith("#") else ():
+                self.spend(4 * WORK_OF_WORD)
                 self.script.unreached.append(Unread(name=match[0][:-1], line=line and line + number, why=why))
 
     def _not_understood(self, node: Node) -> None:
@@ -357,16 +374,16 @@ class _Reader(Expander):
 
     def _visit(self, node: Node, *, split: bool = True) -> None:
         """Follow one statement, once for each value that its variables may have."""
-        if split and node.type in _SIMPLE and not self._ended:
+        if split and node.type in _SIMPLE and not self._ended and self.spend(0):
             for _ in self._views(node):
                 self._visit(node, split=False)
             return
         self._blocks += 1
         self._commands += 1 + len(self.shell.variables) // 32
-        if self._ended:
-            self._skip(node, self._ended)
-        elif self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS:
+        if self._blocks > MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
             self._unread(self.line(node), "too many or too deeply nested commands")
+        elif self._ended:
+            self._skip(node, self._ended)
         elif node.is_missing or node.type == "ERROR" or (node.type == "test_command" and node.has_error):
             self._not_understood(node)
         elif follow := _FOLLOW.get(node.type):
@@ -388,7 +405,7 @@ class _Reader(Expander):
         self._functions[self.text(name)] = body, self.source, self.first
 
     def _title(self, nodes: Sequence[Node]) -> str:
-        text = " ".join(self.text(node) for node in nodes)
+        text = " ".join(self.text(node)[:400] for node in nodes[:80])
         return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
 
     def _if(self, node: Node) -> None:
@@ -425,9 +442,8 @@ class _Reader(Expander):
         sure = True  # no item before may have been taken
         for item in [each for each in node.children if each.type == "case_item"]:
             patterns = item.children_by_field_name("value")
-            texts = [self.value(each) for each in patterns]
-            taken = any(text == "*" or (known and OPEN not in text and fnmatchcase(value, text)) for text in texts)
-            never = known and not taken and not any(OPEN in text for text in texts)
+            fits = [self._fits(value if known else None, each) for each in patterns]
+            taken, never = True in fits, not {True, None}.intersection(fits)
             start = join(through, None if never or rest is None else rest if taken else rest.copy())
             label = f"case {self._title([of])} in {self._title(patterns)}"[:80]
             label = "" if sure and (taken or never) else label
@@ -439,12 +455,27 @@ class _Reader(Expander):
         self._status = None
         self._resume(*ends, through, rest)
 
+    def _fits(self, value: str | None, node: Node) -> bool | None:
+        """Whether a pattern matches a value; None where that, or the value itself, is unknown.
+
+        fnmatch knows neither bash's character classes and extended patterns nor a quoted `*`.
+        """
+        pattern = self.value(node)
+        quoted = re.search(r"[\"'\\]", self.text(node)) is not None and re.search(r"[*?[]", pattern)
+        if quoted or re.search(r"\[\^|\[:|[?*+@!]\(", pattern):
+            return None
+        if pattern == "*":
+            return True
+        if value is None or OPEN in pattern or len(value) + len(pattern) > _MOST_OPTIONS:
+            return None
+        return fnmatchcase(value, pattern)
+
     def _for(self, node: Node) -> None:
         """Follow the body once for each known word; else as a loop whose rounds are not known."""
         name = self.text(node.child_by_field_name("variable") or node)
         body = node.child_by_field_name("body")
         given = node.children_by_field_name("value")
-        words = [word for each in given for word in self.words(each)]
+        words = list(islice((word for each in given for word in self._items(each)), _MOST_ROUNDS + 1))
         if not given and not any(child.type == "in" for child in node.children):
             words = list(self.shell.arrays.get("@", (Word(OPEN, "$@"),)))
         line, unknown = self.line(node), node.children[0].type == "select" or len(words) > _MOST_ROUNDS
@@ -461,6 +492,18 @@ class _Reader(Expander):
             self._resume(*self._round(body, breaks))
         self._resume(self._now(), *breaks)
         self._status = None
+
+    def _items(self, node: Node) -> list[Word]:
+        """The words of a `for`: `{0..7}` and `{a,b}` become several words; the files that `*` matches are unknown."""
+        text, line = self.text(node), self.line(node)
+        if match := _BRACES.fullmatch(text):
+            first, last = int(match[2] or 0), int(match[3] or 0)
+            numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
+            inside = match[4].split(",") if match[4] else map(str, numbers)
+            return [Word(match[1] + each + match[5], text, line) for each in inside]
+        if node.type != "string" and re.search(r"[*?[]|\{.*(?:,|\.\.)", _QUOTED.sub("", text)):
+            return [Word(OPEN, text, line)]
+        return self.words(node)
 
     def _round(self, body: Node, breaks: list[Shell]) -> list[Shell | None]:
         """Follow a loop's body once: the shells that start the next round."""
@@ -482,12 +525,17 @@ class _Reader(Expander):
         self, begin: Callable[[], None] | None, condition: tuple[Sequence[Node], bool] | None, body: Node | None,
         line: int,
     ) -> None:  # fmt: skip
-        """Follow a loop of unknown length: a round, and another one that begins with what the first may have left."""
+        """Follow a loop for as many rounds as its condition surely holds, and for two whose condition is unknown.
+
+        The second of these begins with what the first may have left. After _MOST_ROUNDS rounds, what each round changes
+        becomes unknown, and with it the condition.
+        """
         nodes, until = condition or ((), False)
         ends, breaks, rest, no = list[Shell | None](), list[Shell](), self._now(), None
-        for _ in range(2):
-            if rest is None or body is None:
+        for number in range(_MOST_ROUNDS + 3):
+            if rest is None or body is None or len(ends) - ends.count(None) > 1:
                 break
+            before = rest.copy()
             self.shell, self._ended = rest, ""
             if begin:
                 begin()
@@ -496,12 +544,17 @@ class _Reader(Expander):
             yes, no = (no, yes) if until else (yes, no)
             ends.append(no)
             if yes is None:
-                self._skip(body, "its condition never holds")
+                if number == 0:
+                    self._skip(body, "its condition never holds")
                 rest = None
                 break
             self.shell, self._ended = yes, ""
             with self._under(f"the loop of line {line}" if no is not None else ""):
                 rest = join(*self._round(body, breaks))
+            if rest == before:
+                break
+            if rest is not None and number >= _MOST_ROUNDS:
+                _forget(rest, before)
         self._status, self._ended = None, ""
         self._resume(*ends, *breaks, rest if no is not None else None)
         if not any(ends) and not breaks and no is None:
@@ -570,6 +623,7 @@ class _Reader(Expander):
             text = self.text(body)
             if redirect.children[0].type == "<<-":
                 text = re.sub(r"^\t+", "", text, flags=re.MULTILINE)
+            self.spend(4 * len(text))
             return _Input(text if self.text(start)[:1] in "'\"\\" else self._filled(text), self.line(body))
         return _Input()
 
@@ -577,14 +631,12 @@ class _Reader(Expander):
         """A here-document with the known variables put in. The grammar loses expansions there after an escaped `$`."""
 
         def put(match: re.Match[str]) -> str:
-            name = match[1] or match[2]
-            self.script.used.add(name)
-            value = self.look_up(name)
-            if value == OPEN and match[3] is not None:
-                value = match[3]
-            return match.group() if value in (None, OPEN) or len(value or "") > MOST_VALUE >> 4 else value or ""
+            value = self._parameter(match[1] or match[2])
+            if match[3] and (value == OPEN or (not value and match[3] == ":-")):
+                value = match[4]
+            return match.group() if value == OPEN or len(value) > MOST_VALUE >> 4 else value
 
-        found = re.sub(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^{}$]*))?\})", put, text)
+        found = re.sub(r"(?<!\\)\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d+)(?:(:?-)([^{}$]*))?\})", put, text)
         return found.replace("\\$", "$")[: 1 << 20]
 
     def _test(self, node: Node) -> None:
@@ -614,8 +666,8 @@ class _Reader(Expander):
         if one is None or other is None:
             return None
         if sign in ("==", "!="):
-            same = fnmatchcase(one, other) if glob and right.type not in ("string", "raw_string") else one == other
-            return same == (sign == "==")
+            same = self._fits(one, right) if glob and right.type not in ("string", "raw_string") else one == other
+            return None if same is None else same == (sign == "==")
         numbers = sign.lstrip("-") in _COMPARED and re.fullmatch(r"-?\d+ -?\d+", f"{one} {other}")
         return _COMPARED[sign.lstrip("-")](int(one), int(other)) if numbers else None
 
@@ -634,25 +686,29 @@ class _Reader(Expander):
             self._assign(each)
         self._status = None if "$(" in self.text(node) or "`" in self.text(node) else True
 
-    def _assign(self, node: Node, *, exported: bool | None = None) -> str:
-        """`NAME=value`, `NAME+=value`, `NAME=(an array)`; returns the name."""
+    def _assign(self, node: Node, *, exported: bool | None = None, before: Shell | None = None) -> str:
+        """`NAME=value`, `NAME+=value`, `NAME=(an array)`, with the variables of `before`; returns the name."""
         name_node, value_node = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name_node is None or name_node.type != "variable_name":
             list(map(self.value, node.named_children))
+            self.shell.arrays.pop(self.text(name_node or node).partition("[")[0], None)  # one of its items is set
             return ""
         name, adds = self.text(name_node), node.children[1].type == "+="
         if value_node is not None and value_node.type == "array":
             items = tuple(word for each in value_node.named_children for word in self.words(each))
             kept = self.shell.arrays.get(name, ()) if adds else ()
             self.shell.arrays[name] = (*kept, *items)[: MOST_VALUE >> 4]
+            if any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in value_node.named_children):
+                del self.shell.arrays[name]  # its items name their own index
             self.shell.variables.pop(name, None)
             return name
-        self.assumed, used = False, set(self.script.used)
+        self.assumed, used, here = False, name in self.script.used, self.shell
+        self.shell = before or here
         value = self.value(value_node) if value_node else ""
-        if name not in used:
+        self.shell = here
+        if not used:
             self.script.used.discard(name)  # to hand on one's own value is no use of it
         value = ((self._parameter(name) + value) if adds else value)[:MOST_VALUE]
-        self.shell.arrays.pop(name, None)
         self.assign(name, value, self.raw(value_node) if value_node else "", self.line(node), exported=exported)
         return name
 
@@ -662,6 +718,8 @@ class _Reader(Expander):
             return
         for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix
             name = name.removeprefix(outer)
+        self.spend(WORK_OF_WORD)
+        self.shell.arrays.pop(name, None)
         before = self.shell.variables.get(name, ())
         marks = {each.exported: each.scope for each in before} if exported is None else {exported: self._scope}
         if self.shell.exports_all or not marks:
@@ -716,13 +774,14 @@ class _Reader(Expander):
         ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
         exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
         own = keyword not in ("export", "readonly") and "g" not in options and bool(self._active)
+        before = self.shell.copy() if own or len(words) > 1 else None  # bash expands all words, then assigns
         for each in words if "-f" not in options else ():
             name = self.text(each.children[0]) if isinstance(each, Node) else each.text.partition("=")[0]
             for kept in self._passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
                 kept.pop(name, None)
             if isinstance(each, Node):
                 self._hide(name, own)
-                self._assign(each, exported=True if exports else False if ends else None)
+                self._assign(each, exported=True if exports else False if ends else None, before=before)
                 continue
             equals, value = each.text.partition("=")[1:]
             if OPEN in name and each.text[:1] != "-":
@@ -739,6 +798,7 @@ class _Reader(Expander):
         """Keep what a function's own variable hides until the function ends. It is exported if the hidden one was."""
         if own and name not in self._locals[-1]:
             before = self._locals[-1][name] = self.shell.variables.get(name)
+            self.shell.arrays.pop(name, None)
             gone = replace(before[-1], unset=True, value="") if before else None
             self.shell.variables[name] = (gone,) if gone else ()
             if not gone:
@@ -752,7 +812,11 @@ class _Reader(Expander):
                 self._unread(line, "the names of the variables that unset gets are unknown")
                 why = f"unless line {line} unsets it"
                 for name, values in self.shell.variables.items():
-                    kept = [replace(each, scope=_both(each.scope, why)) for each in values]
+                    kept = [
+                        each if "unless line" in each.scope else replace(each, scope=_both(each.scope, why))
+                        for each in values
+                        if not each.unset
+                    ]
                     gone = replace(values[-1], value="", exported=False, unset=True, scope="")
                     self.shell.variables[name] = (*kept, gone) if is_judged(name) else values
             elif word.text[:1] != "-":
@@ -766,11 +830,11 @@ class _Reader(Expander):
         """`((...))` and let: what it changes is known where it is a plain assignment of a number."""
         found = self.arithmetic(text)
         self._status = None if found is None or self.assumed else found != 0
-        for match in _CHANGED.finditer(text):
-            name = match[1] or match[2]
-            plain = re.fullmatch(rf"\s*(?:\(\()?\s*{name}\s*=([^=].*?)(?:\)\))?\s*", text)
-            value = self.arithmetic(plain[1]) if plain else None
-            self.assign(name, OPEN if value is None else str(value), text, line)
+        changed = list(_CHANGED.finditer(text))
+        plain = re.fullmatch(r"\s*(?:\(\()?\s*\w+\s*=([^=].*?)(?:\)\))?\s*", text) if len(changed) == 1 else None
+        value = self.arithmetic(plain[1]) if plain else None
+        for match in changed:
+            self.assign(match[1] or match[2], OPEN if value is None else str(value), text, line)
             self._status = None
 
     # -- commands
@@ -803,12 +867,14 @@ class _Reader(Expander):
         """Bring back what variables were that only a command or a function had."""
         for name, values in hidden.items():
             self.shell.variables.pop(name, None)
+            self.shell.arrays.pop(name, None)
             if values is not None:
                 self.shell.variables[name] = values
 
     def run(self, words: list[Word], line: int) -> None:
         """Run one simple command: a built-in, a function, or a program that gets what is exported here."""
         given, self._input, self._status = self._input, _Input(), None
+        self.spend(WORK_OF_WORD * len(words))
         self._only_assigns = False
         shell, ends = self.shell, False
         at, first = 0, ""
@@ -890,7 +956,7 @@ class _Reader(Expander):
 
     def _write(self, text: str, line: int) -> None:
         """Note what a command writes, where something reads it."""
-        if self.shell.output is not None:
+        if self.shell.output is not None and self.spend(len(text)):
             self._output_line = self._output_line if self.shell.output else line
             self.shell.output = (self.shell.output + text)[:MOST_VALUE]
 
@@ -918,9 +984,11 @@ class _Reader(Expander):
         starts = next((at for at, each in enumerate(words) if _name(each) in _NAMES["takes_script"]), len(words))
         after = range(starts + 1, len(words))
         end = next((at for at in after if re.fullmatch(r"[^-:=][^:=]*\.(?:py|sh)", words[at].text)), len(words))
-        script = next((self._written[_path(each.text)] for each in words[:2] if _path(each.text) in self._written), "")
-        if script:
-            self._nested(script, 0)
+        for number, each in enumerate(words):
+            run = number == 0 or _name(words[number - 1]) in _NAMES["shells"]
+            if _path(each.text) in self._written and (run or (each.text.endswith(".sh") and _is_launcher(words))):
+                self._nested(self._written[_path(each.text)], 0, words[number + 1 :])
+                break
         while at < len(words):
             word = words[at]
             if at > end and not _DOTTED.match(word.text):
@@ -939,16 +1007,17 @@ class _Reader(Expander):
     def _plain_word(self, words: list[Word], at: int, line: int, *, settings: bool) -> None:
         word, text = words[at], words[at].text
         program, before = _name(words[0]), words[at - 1].text if at else ""
-        runs = re.fullmatch(r"-\w*c", before) and program not in ("srun", "gcc")
-        if runs and program.startswith("python"):
+        runs = _runner(words, at)
+        if runs == "python":
             self.script.inner.append(Inner(text=text, target="python", line=word.line or line))
         elif runs or (settings and before in ("-S", "--split-string")):
-            self._nested(text if runs else f"env {text}", word.line or line, words[at + 2 :])
+            surely = program not in _NAMES["own_c"]
+            self._nested(text if runs else f"env {text}", word.line or line, words[at + 2 :], surely=surely)
         elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
             self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
         elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):
             self._setting(word, line, self.shell)
-        elif at and program in _NAMES["remote"] and re.search(r"\s", text) and NAMED.search(text):
+        elif at and program in _NAMES["remote"] and re.search(r"\s", text):
             self._nested(text, word.line or line)
         elif at:
             self._text_in_word(text, word.line or line)
@@ -985,9 +1054,9 @@ class _Reader(Expander):
             name, equals, tail = part.partition("=")
             if equals:
                 self._pair(name, tail, word.raw.partition("=")[2] if OPEN in tail else tail, line)
-            elif name in outer.variables:
+            elif any(each.exported for each in outer.variables.get(name, ())):
                 self.script.used.add(name)
-                self.shell.variables[name] = outer.variables[name]
+                self.shell.variables[name] = tuple(e for e in outer.variables[name] if e.exported or e.unset)
                 self._export(name, line)
 
     def _pair(self, name: str, value: str, raw: str, line: int) -> None:
@@ -1010,11 +1079,14 @@ class _Reader(Expander):
         elif _COMMANDS.search(inside):
             self._nested(inside, line, surely=False)
 
-    def _nested(self, text: str, line: int, rest: Sequence[Word] = (), *, surely: bool = True) -> None:
-        """A script that another shell runs: `bash -c`, ssh, a here-document; not `surely` where it may be prose."""
+    def _nested(self, text: str, line: int, rest: Sequence[Word] | None = None, *, surely: bool = True) -> None:
+        """A script that another shell runs: `bash -c`, ssh, a here-document; not `surely` where it may be prose.
+
+        `rest` are its arguments, None where they are not known.
+        """
         kept, ended, started, unread = self.shell, self._ended, self._started, len(self.script.unread)
         given = {name: found for name, found in kept.variables.items() if any(each.exported for each in found)}
-        self.shell = Shell(given, {"@": tuple(rest)}, output=kept.output)
+        self.shell = Shell(given, {} if rest is None else {"@": tuple(rest)}, output=kept.output)
         loops, returns, self._loops, self._returns = self._loops, self._returns, [], []
         self.follow_text(text, line)
         if not surely:
@@ -1042,9 +1114,11 @@ class _Reader(Expander):
         texts = [word.text for word in call.words[2 if name else 0 :]] or [""]
         pattern, rest = texts[0].replace("\\n", "\n"), texts[1:]
         count, text = pattern.count("%s"), ""
-        for at in range(0, max(len(rest), 1), max(count, len(rest) if not count else 1, 1)):
+        for at in range(0, max(len(rest), 1), count or len(rest) or 1):
             filled = iter([*rest[at : at + count], *[""] * count])
             text += re.sub("%s", lambda _, filled=filled: next(filled), pattern)  # type: ignore[misc]
+            if not self.spend(len(pattern)) or len(text) > MOST_VALUE:
+                break
         text = OPEN if "%" in pattern.replace("%s", "") else text
         self._status = True
         if name:
@@ -1054,7 +1128,8 @@ class _Reader(Expander):
 
     def _cat(self, call: _Call) -> None:
         names = [word.text for word in call.words if word.text[:1] != "-"]
-        text = "".join(self._written.get(_path(name), OPEN) for name in names) if names else call.given.text or OPEN
+        text = "".join(self._written.get(_path(name), OPEN) for name in names[:_MOST_ROUNDS])
+        text = text if names else call.given.text or OPEN
         self._write(text, call.line if names else call.given.line)
 
     def _tee(self, call: _Call) -> None:
@@ -1138,17 +1213,29 @@ def _told_apart(launches: Sequence[Launch]) -> list[Assigned]:
     different = {each.key(): each for each in reversed([*sure, *others])}
     keys = [key for key in different if not any(key < other for other in different)]
     groups = [different[key] for key in reversed(keys)]
+    ways = {
+        name: {frozenset((v.value, v.scope, v.unset) for v in each.settings.get(name, ())) for each in groups}
+        for name in {name for each in groups for name in each.settings}
+    }
     found, labels = list[Assigned](), Counter[str]()
     for number, each in enumerate(groups):
         labels[each.label] += 1
         label = each.label + (f", time {labels[each.label]}" if labels[each.label] > 1 else "")
         for name, values in each.settings.items():
-            plain = [{(v.value, v.scope, v.unset) for v in one.settings.get(name, ())} for one in groups]
-            if all(one == plain[0] for one in plain):
+            if len(ways[name]) == 1:
                 found += values if number == 0 else ()
             else:
                 found += [replace(v, scope=_both(label, v.scope)) for v in values]
     return found
+
+
+def _forget(shell: Shell, before: Shell) -> None:
+    """Mark every variable and array that changed since `before` as unknown."""
+    for name, values in shell.variables.items():
+        if values != before.variables.get(name):
+            shell.variables[name] = tuple(replace(each, value=OPEN) for each in values)
+    for name in [name for name, items in shell.arrays.items() if items != before.arrays.get(name)]:
+        del shell.arrays[name]
 
 
 def _both(*conditions: str) -> str:
@@ -1157,11 +1244,26 @@ def _both(*conditions: str) -> str:
 
 def _name(word: Word) -> str:
     """A program's name, without its folder, and Python's without its release."""
-    return re.sub(r"\Apython[\d.]+\Z", "python", word.text.rsplit("/", 1)[-1])
+    name = word.text.rsplit("/", 1)[-1]
+    return re.sub(r"\Apython[\d.]+\Z", "python", name) if name.startswith("python") else name
 
 
 def _path(text: str) -> str:
     return text.removeprefix("./")
+
+
+def _runner(words: Sequence[Word], at: int) -> str:
+    """The program that takes a word as a command after its option -c; empty where none does."""
+    if at == 0 or not re.fullmatch(r"-\w*c", words[at - 1].text):
+        return ""
+    program = _name(words[0])
+    near = next((_name(each) for each in reversed(words[max(0, at - 8) : at]) if each.text[:1] != "-"), program)
+    own, shells = _NAMES["own_c"], _NAMES["shells"]
+    if "python" in (program, near):
+        return "python"
+    if near in own or (near not in shells and (program in own or not re.search(r"\s", words[at].text))):
+        return ""
+    return near
 
 
 def _starts(words: Sequence[Word]) -> bool:

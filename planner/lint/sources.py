@@ -314,8 +314,11 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
     exported = {each.name for each in judged if each.exported}
     loose = {each.name: each.raw for each in judged if not each.exported and each.name not in exported | own}
     ordered = sorted(judged, key=lambda each: each.line)
-    scopes = dict.fromkeys(["", *(each.scope for each in ordered if each.exported)])
-    found = [(name, _Scope(judged, name)) for name in [*scopes][:_LIMIT_SCOPES]]
+    scopes: dict[str, list[Assigned]] = {scope: [] for scope in ["", *(e.scope for e in ordered if e.exported)]}
+    for one in judged:
+        if one.exported:
+            scopes[one.scope].append(one)
+    found = [(name, _Scope(scopes, name)) for name in [*scopes][:_LIMIT_SCOPES]]
     always, *others = [(name, scope) for name, scope in found if not name or scope.names]
     plain = bool(always[1].lines or loose)
     beside = frozenset(each.name for each in judged if each.exported)
@@ -340,16 +343,16 @@ _OF_A_COMMAND = re.compile(r"\Athe (?:command|launch) of line \d+\Z")
 class _Scope:
     """What holds for one launch or under one condition: what holds always, and the settings on the way to it."""
 
-    def __init__(self, judged: Iterable[Assigned], scope: str) -> None:
+    def __init__(self, by_scope: Mapping[str, Iterable[Assigned]], scope: str) -> None:
         self.environment: dict[str, str] = {}
         self.unresolved: dict[str, str] = {}
         self.lines: dict[str, int] = {}
         self.names: dict[str, None] = {}  # those that hold here alone
-        for each in sorted(judged, key=lambda each: len(each.scope)):
-            if each.exported and f"{scope}; ".startswith(f"{each.scope}; " if each.scope else ""):
-                self._take(each)
-                if each.scope == scope:
-                    self.names[each.name] = None
+        wider = [scope[: match.start()] for match in re.finditer("; ", scope)]
+        for each in (each for one in dict.fromkeys(["", *wider, scope]) for each in by_scope.get(one, ())):
+            self._take(each)
+            if each.scope == scope:
+                self.names[each.name] = None
 
     def differs(self, base: NamedEnvironment) -> bool:
         """Whether it has other settings than `base`, whatever their lines are."""
@@ -357,7 +360,7 @@ class _Scope:
 
     def _take(self, each: Assigned) -> None:
         """The last of several counts; what hands on the value it had changes nothing."""
-        itself = re.fullmatch(r"\$\{?" + re.escape(each.name) + r"\}?", each.raw.strip("\"'"))
+        itself = each.raw.strip("\"'") in (f"${each.name}", f"${{{each.name}}}")
         if each.value == OPEN and itself and each.name in self.environment:
             return
         for mapping in (self.environment, self.unresolved, self.lines):

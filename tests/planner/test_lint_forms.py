@@ -253,6 +253,14 @@ ENDLESS: dict[str, Callable[[int], str]] = {
     "wrappers": lambda n: "".join(f"{i} -u " * 4 * n + "torchrun a\n" for i in ("env", "sudo", "nohup", "srun")),
     "joined lines": lambda n: "A=1 B=2\nexport NCCL_X=1\n" * n,
     "joined assignments": lambda n: "A=1 B=2 \\\n" * 10 * n + "\nexport NCCL_X=1\n",
+    "arguments": lambda n: "set -- 1 2\n" + 'set -- "$@" "$@"\n' * 40 + "NCCL_X=$1 torchrun a\n",
+    "words of a value": lambda n: "A='a a '\n" + 'A="$A$A"\n' * 13 + "x " + "$A " * 8 * n + "\n",
+    "long lines in loops": lambda n: "for a in {1..60}; do for b in {1..60}; do x " + "a " * 20 * n + "; done; done\n",
+    "skipped in loops": lambda n: "for a in {1..60}; do continue\n" + "NCCL_X=1 " * 16 * n + "\ndone\n",
+    "sums": lambda n: "((" + "a=1," * 8 * n + "a=1))\n",
+    "texts": lambda n: "A='x '\n" + 'A="$A$A"\n' * 14 + 'eval "$A"\n' * n,
+    "names": lambda n: "export" + "".join(f" NCCL_A{i}=1" for i in range(n)) + "".join(
+        f"\nexport NCCL_B={i}\ntorchrun a\n" for i in range(200)),
     "array": lambda n: "A=(1)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + 'mpirun "${A[@]}"\n',
 }  # fmt: skip
 

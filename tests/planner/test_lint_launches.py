@@ -20,6 +20,8 @@ case $1 in NCCL*=*) exec env "$@";;
 SRUN = """case $1 in --export=ALL,*) v=${1#--export=ALL,}; shift; exec env "$v" "$@";; --export=ALL) shift; exec "$@";;
 *) shift; exec env -u NCCL_IB_DISABLE "$@";; esac"""
 
+SSH = 'shift; exec env -i PATH="$PATH" bash -c "$*"'
+
 
 def test_lint_judges_what_bash_hands_on(tmp_path: Path) -> None:
     record = f'echo "${{{NAME}-none}}" >> {tmp_path}/record'
@@ -29,6 +31,7 @@ def test_lint_judges_what_bash_hands_on(tmp_path: Path) -> None:
         "sudo": SUDO,
         "numactl": NUMACTL,
         "srun": SRUN,
+        "ssh": SSH,
     }.items():
         (tmp_path / program).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / program).chmod(0o755)
@@ -95,6 +98,9 @@ TEXTS: tuple[tuple[str, str, dict[str, str], dict[str, int]], ...] = (
     ("a.sh", "export NCCL_NET=IB\ndocker run -e NCCL_NET i torchrun t.py\n", {"NCCL_NET": "IB"}, {}),
     ("a.sh", "export NCCL_NET=IB\nmpirun -x NCCL_NET -x NCCL_ALGO=Ring a\n",
      {"NCCL_NET": "IB", "NCCL_ALGO": "Ring"}, {}),
+    ("a.sh", "NCCL_NET=IB\nNCCL_ALGO=Ring mpirun -x NCCL_NET -x NCCL_ALGO a\n", {"NCCL_ALGO": "Ring"}, {}),
+    ("a.sh", "NCCL_NET=IB\ndocker run -e NCCL_NET -e NCCL_ALGO=Ring i torchrun t.py\n", {"NCCL_ALGO": "Ring"}, {}),
+    ("a.sh", "cat > t.py <<E\n(x)\nE\nexport NCCL_NET=IB\npython t.py\n", {"NCCL_NET": "IB"}, {}),
     ("a.yml", STEP + "export FI_PROVIDER=efa\n", {"FI_PROVIDER": "efa"}, {}),
     ("a.yml", STEP + "export CUDA_LAUNCH_BLOCKING=1\n", {"CUDA_LAUNCH_BLOCKING": "1"}, {}),
     ("a.yml", STEP + "export NCCL_NET=IB\n          torchrun t.py\n          unset NCCL_NET\n", {"NCCL_NET": "IB"}, {}),
@@ -128,7 +134,17 @@ def test_what_only_a_run_decides_is_checked_both_ways_and_named() -> None:
         ("[ -d x ] && O='-x NCCL_IB_TC=1'\nmpirun $O a\n", {"after &&": "1"}),
         ("if grep -q x y; then X=1; else X=2; fi\nexport NCCL_IB_TC=$X\ntorchrun a\n",
          {"if grep -q x y": "1", "else of if grep -q x y": "2"}),
-        ("export NCCL_IB_TC=1\nunset $V\ntorchrun a\n", {"unless line 3 unsets it": "1"}),
+        ("export NCCL_IB_TC=1\nunset $V\nunset $W\ntorchrun a\n", {"unless line 3 unsets it": "1"}),
+        ("x=1\n[[ $x == [[:digit:]] ]] && export NCCL_IB_TC=1\ntorchrun a\n", {"after &&": "1"}),
+        ("x=1\ncase $x in +([0-9])) export NCCL_IB_TC=1;; *) export NCCL_IB_TC=2;; esac\ntorchrun a\n",
+         {"case $x in +([0-9])": "1", "case $x in *": "2"}),
+        *((f"{each}\ntorchrun a\n", {}) for each in (
+            "a=(1 2)\na[0]=5\nexport NCCL_IB_TC=${a[0]}", "a=([1]=1 [0]=2)\nexport NCCL_IB_TC=${a[0]}",
+            "a=(1 2)\nread -a a <<< 5\nexport NCCL_IB_TC=${a[0]}", "export NCCL_IB_TC=$((-7 / 2))",
+            "i=0\nwhile [ $i -lt 100 ]; do i=$((i+1)); done\nexport NCCL_IB_TC=$i",
+            "set --\nwhile [ $# -lt 80 ]; do set -- $@ x; done\nexport NCCL_IB_TC=$#",
+            "for i in {01..02} /sys/x*; do export NCCL_IB_TC=$i; done", "bash -s 1 <<'E'\nexport NCCL_IB_TC=$1\nx\nE",
+        )),
     )  # fmt: skip
     for text, wanted in rows:
         found = read_text("#!/bin/bash\n" + text, None, "a.sh").environments
