@@ -22,7 +22,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
     "topo": (9_000, 13_500),
-    "lint-env": (9_000, 16_000),
+    "lint-env": (9_000, 16_100),
     "scan": (16_000, None),
     "recommend": (22_000, 26_700),
     "preflight": (28_000, 39_300),
