@@ -20,7 +20,7 @@ from agent.cluster.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
 # Where documents, Grafana and the page of the fleet are is the operator's: `generate.py --docs URL --grafana URL
 # --page URL`, or the chart's values.
 DOCS, GRAFANA = "https://docs.example/topoflight", "https://grafana.example"
-AGENT = "http://{{$labels.instance}}"  # within the cluster: the node's own agent; its page is /
+AGENT = "http://{{$labels.instance}}"  # within the cluster: the agent of the node; its page is /
 NODE_PAGE = (
     "/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # of any agent: the fleet, or the node by its name
 )
@@ -36,10 +36,10 @@ class Alert:
 
     name: str
     expr: str
-    severity: str  # "critical": jobs fail or crawl now; "warning": look today; "info": look some day
+    severity: str  # "critical": jobs fail or are very slow now; "warning": look today; "info": look when there is time
     summary: str
     description: str
-    hold: str = "5m"  # `for:` ten scans of the agent's default interval, so that one odd scan wakes nobody
+    hold: str = "5m"  # `for:` ten scans of the agent's default interval, so that a single scan raises no alert
     firing: dict[str, str]  # series: values, one per minute
     quiet: dict[str, str]
     labels: dict[str, str] = field(default_factory=dict)  # of the fired alert, beside HOST's and severity
@@ -64,7 +64,7 @@ class Alert:
         }
 
     def links(self, instance: str, job: str, page: str) -> dict[str, str]:
-        """Annotations that lead on: the section of the runbook, the node's board, the node's page."""
+        """Annotations with links: the section of the runbook, the node's board, the node's page."""
         return {
             "runbook_url": f"{DOCS}/reference/alerts/#{self.name.lower()}",
             "dashboard_url": f"{GRAFANA}/d/topoflight-node?var-job={job}&var-instance={instance}",
@@ -83,7 +83,7 @@ def on_finding(
     *, name: str, codes: str, severities: str, severity: str, summary: str, what: str, case: str, subject: str = "",
     as_severity: str = "fail", hold: str = "5m",
 ) -> Alert:  # fmt: skip
-    """An alert that holds while a finding of one of `codes` (a regular expression) stands; `case` is one of them, about
+    """An alert that holds while a finding of one of `codes` (a regular expression) exists; `case` is one of them, about
     `subject`: a GPU, a port, an interface, or the node where it is empty.
     """
     where, place = (
@@ -114,30 +114,30 @@ def on_finding(
 
 
 def on_limit(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, Alert]:
-    """A GPU held back: look today; with a job on it look now. The software's power cap is full load, and no fault."""
+    """A warning on reduced clocks of a GPU, critical if a job runs on it. The software power cap is no fault."""
     throttling = f'topoflight_gpu_throttling{{reason=~"{reasons}"}} == 1'
     held = series(f'topoflight_gpu_throttling{{gpu="3", reason="{case}"}}')
     processes = series('topoflight_gpu_processes{gpu="3"}')
     other = {series('topoflight_gpu_throttling{gpu="3", reason="sw_power_cap"}'): "1x120"}
     where, place = "GPU {{ $labels.gpu }} of " + NODE, "GPU 3 of node-a"
-    gpu = where + " is held down by {{ $labels.reason }}"
+    gpu = where + " runs at reduced clocks ({{ $labels.reason }})"
     idle = Alert(
         name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.", where=where,
         place=place,
-        description=f"{gpu}; no job is known to run on it.",
+        description=f"{gpu}. No job is known to run on it.",
         firing={held: "1x120"},  # processes that are unknown are no job
         quiet={held: "1x120", processes: "1x120", **other},
         labels={"gpu": "3", "reason": case},
-        says=f"GPU 3 of node-a is held down by {case}; no job is known to run on it.",
+        says=f"GPU 3 of node-a runs at reduced clocks ({case}). No job is known to run on it.",
     )  # fmt: skip
     busy = Alert(
         name=f"{name}UnderJob", expr=f"{throttling} and {JOB_RUNS}", severity="critical",
         summary=f"{what} while a job runs on it.", where=where, place=place,
-        description=f"{gpu}: every rank of its job waits for it.",
+        description=f"{gpu}. Every rank of its job waits for it.",
         firing={held: "1x120", processes: "1x120"},
         quiet={held: "1x120", processes: "0x120", **other},
         labels={"gpu": "3", "reason": case},
-        says=f"GPU 3 of node-a is held down by {case}: every rank of its job waits for it.",
+        says=f"GPU 3 of node-a runs at reduced clocks ({case}). Every rank of its job waits for it.",
     )  # fmt: skip
     return idle, busy
 
@@ -161,7 +161,7 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
     """Unit tests for promtool: each alert fires when its `for:` is over, no minute before, and is silent otherwise."""
     tests: list[dict[str, Any]] = []
     for alert in alerts:
-        told = {
+        expected = {
             "exp_labels": {
                 **alert.labels, **HOST, "severity": alert.severity
             },
@@ -172,7 +172,7 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
             },
         }  # fmt: skip
         fires = alert.after + int(alert.hold.removesuffix("m"))
-        moments = [(f"{fires}m", [told]), (f"{fires - 1}m", [])]
+        moments = [(f"{fires}m", [expected]), (f"{fires - 1}m", [])]
         tests.append(_case(f"{alert.name} fires", alert.firing, alert.name, moments))
         tests.append(_case(f"{alert.name} is quiet", alert.quiet, alert.name, [(f"{fires + 5}m", [])]))
     return {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
@@ -183,12 +183,12 @@ def _case(name: str, values: dict[str, str], alert: str, moments: list[tuple[str
         "name": name,
         "interval": "1m",
         "input_series": [{"series": key, "values": value} for key, value in values.items()],
-        "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": told} for at, told in moments],
+        "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": expected} for at, expected in moments],
     }
 
 
 def _read(row: dict[str, Any]) -> tuple[Alert, ...]:
-    """The alerts of one row of the table: on findings (`codes`), on what holds a GPU back (`reasons`), or any other."""
+    """The alerts of one row of the table: on findings (`codes`), on reduced clocks (`reasons`), or any other."""
     if "codes" in row:
         return (on_finding(**row),)
     if "reasons" in row:

@@ -1,6 +1,6 @@
 """The three dashboards: Cluster, Node, Preflight and Runs, as Grafana reads them.
 
-What each panel shows, and what it must tell, is data: boards.yaml beside this module.
+What each panel shows, and which faults it must show, is data: boards.yaml.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Panel:
     rows: str = ""  # matrix: label of the rows
     columns: str = ""  # matrix: label of the columns
     quiet: bool = False  # may show nothing on a healthy node
-    shows: Sequence[str] = ()  # recorded sick machines (tests/machines) that it must tell from a healthy one
+    shows: Sequence[str] = ()  # recorded sick machines (tests/machines) that must look different from a healthy one
 
 
 def chosen(expr: str) -> str:
-    """The expression with every metric of ours, and `up`, of the agents that the variables choose."""
+    """The expression with every `topoflight_` metric, and `up`, limited to the agents that the variables select."""
     return _METRIC.sub(lambda found: f"{found[1]}{{{', '.join(filter(None, (*CHOSEN, found[2])))}}}", expr)
 
 
@@ -87,7 +87,7 @@ def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequ
 
 
 def _marks(name: str, colour: str, metric: str, title: str, tag: str, more: str = "") -> build.AnnotationQuery:
-    """A mark at the time that each value of the metric is: named by one label, told and tagged by another."""
+    """A mark at the time that each value of the metric is: named by one label, described and tagged by another."""
     labels = ", ".join(dict.fromkeys(("node", "instance", title, tag)))
     return (
         build.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)

@@ -1,7 +1,7 @@
-"""Writes everything here that is made: `python dashboards/generate.py` from the repository root.
+"""Write the generated files: `python dashboards/generate.py` from the repository root.
 
 Dashboards (Classic JSON), alert rules (plain and PrometheusRule), and the tables of docs/reference/metrics.md. All are
-committed; a test holds that making it again gives no difference.
+committed; a test checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
         if page is None:
             return text
         at = "page_url: " + page.rstrip("/")
-        told = f"{at}/cluster?node={alerts.HOST['node']}"  # as the alert of the tests fires
+        example = f"{at}/cluster?node={alerts.HOST['node']}"  # as the alert of the tests fires
         return text.replace(f"page_url: {alerts.AGENT}/", at + alerts.NODE_PAGE).replace(
-            f"page_url: http://{alerts.HOST['instance']}/", told
+            f"page_url: http://{alerts.HOST['instance']}/", example
         )
 
     metrics = ROOT / "docs/reference/metrics.md"
@@ -53,7 +53,7 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
 
 
 def as_yaml(document: dict[str, Any]) -> str:
-    """YAML that names its maker."""
+    """YAML with a comment that names this generator."""
     return "# Made by dashboards/generate.py; change dashboards/alerts.yaml.\n" + yaml.safe_dump(
         document, sort_keys=False, width=120, allow_unicode=True
     )

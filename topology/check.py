@@ -128,7 +128,7 @@ def _nvlink_down_hgx(node: NodeTopology) -> Iterator[Finding]:
     sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
     own_nic = len(node.gpus) >= 8 and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
     if sxm or (row and row.links_per_pair and row.all_to_all):
-        status, what = Status.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is made to link by NVLink"
+        status, what = Status.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is built with NVLink"
     elif own_nic and node.nearest_nic:
         status, what = Status.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
     else:
@@ -171,7 +171,7 @@ def _gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[Finding
                 TEXTS, "topology.gdr.path" + " designed" * bool(designed),
                 designed or (Status.WARN if direct & set(near.nics) else Status.FAIL),
                 near.gpu, _pair_evidence(node, near), nics=", ".join(near.nics[:4]), near=near,
-                beyond="PXB by itself" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
+                beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
                 phb=_NODE_IS_PHB * (near.label == "NODE"),
             )  # fmt: skip
 

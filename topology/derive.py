@@ -168,7 +168,7 @@ def _undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pa
     if virtual:
         return virtual
     if len(nics) > 1 and label == "SYS":
-        return "every GPU is SYS from every NIC: nothing tells one NIC from another"
+        return "every GPU is SYS from every NIC, so no NIC is nearer than another"
     return ""
 
 

@@ -203,8 +203,8 @@ def _family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFa
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(
-            f"no common configuration: the largest group holds {len(common.nodes)} of {total} nodes; departures "
-            "are told against each value's majority"
+            f"no common configuration: the largest group holds {len(common.nodes)} of {total} nodes; differences "
+            "are shown relative to the most frequent values"
         )
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 

@@ -21,7 +21,7 @@ from collectives.bench.plan import Case, read
 from collectives.bench.processes import die_with_parent
 from collectives.bench.pulse import BEAT_SECONDS, MISSED_BEATS, Journal, Pulse, block_sigterm, carried, store_port
 
-FORETELLS = 64  # a size tells of another up to so many times its own: a smaller one is latency more than bandwidth
+PREDICTS_UP_TO = 64  # times its own size: the time of a smaller size is latency more than bandwidth
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "RCCL_", "FI_", "OFI_NCCL_")
 
 
@@ -96,7 +96,7 @@ def _work(me: Rank) -> None:
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):
         left = me.plan.budget_seconds - measure.slowest(me, time.monotonic() - started)
-        if left <= 0 or (foretold(case, singles) or 0.0) * measure.LEAST_ITERATIONS > left:
+        if left <= 0 or (predict_seconds(case, singles) or 0.0) * measure.LEAST_ITERATIONS > left:
             skipped.append(case)
             continue
         share = left / (len(me.plan.cases) - index)
@@ -105,18 +105,16 @@ def _work(me: Rank) -> None:
             skipped.append(case)
     if skipped and measure.speaks():
         me.journal.write("skipped", cases=[[c.op, c.bytes] for c in skipped])
-    everyone = measure.gather(
-        me, carried(me.rank, store_port())
-    )  # over which interfaces the ranks' TCP connections went
+    everyone = measure.gather(me, carried(me.rank, store_port()))
     if measure.speaks():
         me.journal.write("carried", rows=[asdict(row) for rows in everyone for row in rows])
     dist.barrier(group=me.control)
     dist.destroy_process_group()
 
 
-def foretold(case: Case, singles: Mapping[Case, float]) -> float | None:
-    """Seconds of one iteration, from the largest size that was run; None where none of them tells of the bandwidth."""
-    known = [other for other in singles if other.bytes * FORETELLS >= case.bytes]
+def predict_seconds(case: Case, singles: Mapping[Case, float]) -> float | None:
+    """Seconds of one iteration, from the largest size that was run; None if no run size is large enough."""
+    known = [other for other in singles if other.bytes * PREDICTS_UP_TO >= case.bytes]
     alike = [other for other in known if other.op == case.op] or known
     if not alike:
         return None

@@ -28,7 +28,7 @@ MAX_EVENT_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torchrun's report of a failed rank
 
 
-OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that nothing foretold
+OVERRUN_SECONDS = 15.0  # of the budget, for one transfer that takes longer than predicted
 
 
 @dataclass(slots=True, kw_only=True)

@@ -117,7 +117,7 @@ def _not_assigned(others: list[BusGpu], bound: list[BusGpu], count: int, bus: Gp
     place = f"this {bus.container} container" if bus.container else "this process"
     # where none was given nothing was read: then the machine's GPUs are unknown, not fine
     known = bool(count) and not doubtful
-    why = ". NVIDIA_VISIBLE_DEVICES=all asks for them: whether the driver lost them or others have them is unknown"
+    why = " NVIDIA_VISIBLE_DEVICES=all requests them. Whether the driver or another container has them is unknown."
     return finding(
         "gpu.device.not_given" + " unknown" * (not known), ", ".join(gpu.bus_id for gpu in others[:8]),
         evidence=tuple(f"{PCI}/{gpu.bus_id}/driver: nvidia; {_node(gpu)}" for gpu in others[:8]),

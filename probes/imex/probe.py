@@ -52,7 +52,7 @@ def read(host: Host) -> ImexFacts:
 def check(facts: ImexFacts) -> Iterator[Finding]:
     """A host that shares NVLink with others, and a process that has no channel to them."""
     if (facts.nodes or 0) > 1 and not facts.usable and not facts.of_agent:
-        lack = f"may not open {', '.join(facts.channels[:4])}" if facts.channels else "has no IMEX channel"
+        lack = f"cannot open {', '.join(facts.channels[:4])}" if facts.channels else "has no IMEX channel"
         # 191 of 721 GB/s reach another tray over its NICs (docs/decisions/0020)
         listed = ", ".join(facts.channels) or "empty or not there"
         yield finding(TEXTS, "imex.channel.missing", facts=facts, file=NODES, lack=lack, folder=CHANNELS, listed=listed)

@@ -92,7 +92,7 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     if better is None:
         return
     if chosen.role in ("docker", "bridge", "virtual", "loopback"):
-        status, why = Status.FAIL, f"a {chosen.role} interface that other nodes do not reach"
+        status, why = Status.FAIL, f"a {chosen.role} interface that other nodes cannot reach"
     elif _is_faster(better, chosen):
         # On a host whose fast card does RDMA, sockets carry the start-up only, and gloo.
         # So on Slingshot, where libfabric drives the fast card.
@@ -106,7 +106,7 @@ def _choice(facts: InterfacesFacts) -> Iterator[Finding]:
     yield finding(
         TEXTS, "interfaces.choice.wrong", status, chosen.name,
         tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
-        library=library, chosen=chosen.name, how=f"by {setting}" if value else "by itself", why=why,
+        library=library, chosen=chosen.name, how=f"because of {setting}" if value else "by default", why=why,
         better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_named(chosen, better, others),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from rigs.netns import hosts, missing
 from test_bench_hosts import finish, start
 
 from collectives.bench.plan import Case
-from collectives.bench.rank import foretold
+from collectives.bench.rank import predict_seconds
 
 ROOT = Path(__file__).parents[2]
 rig_needed = [
@@ -127,10 +127,10 @@ def test_the_verb_takes_the_second_network_and_its_result_names_it(tmp_path):
         assert most["bytes"] > 4194304
 
 
-def test_a_size_is_foretold_from_one_that_tells_of_the_bandwidth():
+def test_the_time_of_a_size_is_predicted_from_a_large_enough_one():
     """From the largest alike; not from one that is all latency."""
     small, middle = Case(op="all_gather", bytes=1 << 20), Case(op="all_gather", bytes=16 << 20)
     large = Case(op="all_gather", bytes=256 << 20)
-    assert foretold(large, {small: 0.2}) is None
-    assert foretold(large, {small: 0.2, middle: 2.0}) == 32.0
-    assert foretold(Case(op="reduce_scatter", bytes=16 << 20), {middle: 2.0}) == 2.0
+    assert predict_seconds(large, {small: 0.2}) is None
+    assert predict_seconds(large, {small: 0.2, middle: 2.0}) == 32.0
+    assert predict_seconds(Case(op="reduce_scatter", bytes=16 << 20), {middle: 2.0}) == 2.0

@@ -35,7 +35,7 @@ def test_a_channel_in_a_domain_of_several_hosts_passes() -> None:
 
 @each_row(
     ("files", "refused", "says"),
-    [(RACK, (), "has no IMEX channel"), ({**RACK, **CHANNEL}, (f"{imex.CHANNELS}/channel0",), "may not open channel0")],
+    [(RACK, (), "has no IMEX channel"), ({**RACK, **CHANNEL}, (f"{imex.CHANNELS}/channel0",), "cannot open channel0")],
 )
 def test_a_rack_without_a_channel_fails(files: dict[str, Any], refused: tuple[str, ...], says: str) -> None:
     (finding,) = imex.check(facts(files, unusable=refused))

@@ -161,7 +161,7 @@ ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[tuple[str, Status, s
     ([{"layer": "InfiniBand", "rate": "100 Gb/sec (1X NDR)"}], {},
      [("rdma.port.rate", FAIL, "mlx5_0:1"), ("rdma.port.family_rate", INFO, "mlx5_0:1")], "fewer than four lanes"),
     # the port's own maximum replaces the guess by the card's family; a driver that does not answer proves nothing
-    ([EDR], pfc(8, speed_max_megabits=400_000), [("rdma.port.below_max", WARN, "mlx5_0:1")], "up to 400 Gb/s"),
+    ([EDR], pfc(8, speed_max_megabits=400_000), [("rdma.port.below_max", WARN, "mlx5_0:1")], "of the 400 Gb/s"),
     ([EDR], pfc(8, speed_max_megabits=100_000), [], ""),
     ([EDR], {}, [("rdma.port.family_rate", INFO, "mlx5_0:1")], "100 Gb/s"),
     ([{"type": "BCM57608"}], {}, [("rdma.port.below_max", UNKNOWN, "mlx5_0:1")], ""),
