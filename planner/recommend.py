@@ -80,8 +80,7 @@ class Planned:
     @property
     def budget(self) -> float | None:
         """Bytes that a rank may be forecast to take; None: unknown."""
-        train = self.job.train
-        return bytes_that_fit(self.capacity, train.method, on_cpu=not self.job.has_gpu) if self.capacity else None
+        return bytes_that_fit(self.job, self.capacity) if self.capacity else None
 
     def rank(self, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
         """A layout with its forecast, and what it loses against the winner."""
