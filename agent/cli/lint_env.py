@@ -51,8 +51,8 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
     if linted.unread:
         console().print(f"! {linted.unread}", markup=False, highlight=False)
     elif not linted.checks:
-        more = "keep it" if hosts else "keep it; --host judges it against a machine"
-        say(f"✓ nothing to say against this environment → {more}")
+        more = "no change needed" if hosts else "add --host to check it against a machine"
+        say(f"✓ no problems found in this environment → {more}")
     console().print(linted.read, markup=False, highlight=False)
     findings(console(), linted.checks, everything=True)
     sys.exit(linted.exit_code)

@@ -168,14 +168,14 @@ class _Reader(Expander):
             self._unread(line, "scripts in quotes nested too deeply")
             return
         self._depth += 1
-        kept = self.source, self.first
+        saved = self.source, self.first
         self.first = line
         self.source, root = parse_lines(text.encode("utf-8", "replace"))
         if root is None:
             self._unread(line, "the script is nested or broken beyond what is read")
         else:
             self._all(root.children)
-        self.source, self.first = kept
+        self.source, self.first = saved
         self._depth -= 1
 
     def finish(self) -> Script:
@@ -259,7 +259,7 @@ class _Reader(Expander):
             if child.is_named and child != node and child.type not in plain:
                 self._visit(child)
             elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self.text(child)):
-                self._unread(self.line(child), "no shell syntax that is known")
+                self._unread(self.line(child), "unknown shell syntax")
 
     # -- ways through the script
 
@@ -287,9 +287,9 @@ class _Reader(Expander):
 
     def capture(self, nodes: Sequence[Node]) -> str:
         """What the commands of a substitution write."""
-        kept, self.shell.output = self.shell.output, ""
+        saved, self.shell.output = self.shell.output, ""
         self._apart(nodes)
-        found, self.shell.output = self.shell.output or "", kept
+        found, self.shell.output = self.shell.output or "", saved
         return found
 
     def _end(self, word: str, goes_on: list[Shell] | None = None) -> None:
@@ -601,8 +601,8 @@ class _Reader(Expander):
                 follow.append(redirect)
             elif redirect.type == "ERROR":
                 self._not_understood(redirect)
-        kept = self.shell.output
-        self.shell.output = "" if target or follow else kept
+        saved = self.shell.output
+        self.shell.output = "" if target or follow else saved
         if body is not None:
             self._visit(body, split=False)
         if self._input.text and document.text:
@@ -610,9 +610,9 @@ class _Reader(Expander):
         self._input = _Input()
         written = self.shell.output
         if target or follow:
-            self.shell.output = kept
+            self.shell.output = saved
         if target and written and not target.startswith("/dev/"):
-            self._keep(target, written, document.line or self._output_line)
+            self._write_file(target, written, document.line or self._output_line)
         for each in follow:
             self._input = _Input(written or "", document.line or self._output_line)
             self._apart([each])
@@ -703,8 +703,8 @@ class _Reader(Expander):
         name, adds = self.text(name_node), node.children[1].type == "+="
         if value_node is not None and value_node.type == "array":
             items = tuple(word for each in value_node.named_children for word in self.words(each))
-            kept = self.shell.arrays.get(name, ()) if adds else ()
-            self.shell.arrays[name] = (*kept, *items)[: MOST_VALUE >> 4]
+            before_items = self.shell.arrays.get(name, ()) if adds else ()
+            self.shell.arrays[name] = (*before_items, *items)[: MOST_VALUE >> 4]
             if any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in value_node.named_children):
                 del self.shell.arrays[name]  # its items name their own index
             self.shell.variables.pop(name, None)
@@ -785,8 +785,8 @@ class _Reader(Expander):
         before = self.shell.copy() if own or len(words) > 1 else None  # bash expands all words, then assigns
         for each in words if "-f" not in options else ():
             name = self.text(each.children[0]) if isinstance(each, Node) else each.text.partition("=")[0]
-            for kept in self._passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
-                kept.pop(name, None)
+            for saved in self._passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
+                saved.pop(name, None)
             if isinstance(each, Node):
                 self._hide(name, own)
                 self._assign(each, exported=exported, before=before)
@@ -818,13 +818,13 @@ class _Reader(Expander):
                 self._unread(line, "the names of the variables that unset gets are unknown")
                 why = f"unless line {line} unsets it"
                 for name, values in self.shell.variables.items():
-                    kept = [
+                    still_set = [
                         each if "unless line" in each.scope else replace(each, scope=_both(each.scope, why))
                         for each in values
                         if not each.unset
                     ]
                     gone = replace(values[-1], value="", exported=False, unset=True, scope="")
-                    self.shell.variables[name] = (*kept, gone) if is_judged(name) else values
+                    self.shell.variables[name] = (*still_set, gone) if is_judged(name) else values
             elif word.text[:1] != "-":
                 gone = Assigned(
                     name=word.text, value="", raw="", line=line, scope=self._scope, exported=False, unset=True
@@ -859,12 +859,12 @@ class _Reader(Expander):
                     self._not_understood(error)
             if child.type == "herestring_redirect":
                 self._input = _Input(self.value(child.children[-1]), line)
-        kept: _Hidden = {}
+        saved: _Hidden = {}
         for each in before:
             if words:
-                kept.setdefault(self.text(each.children[0]), self.shell.variables.get(self.text(each.children[0])))
+                saved.setdefault(self.text(each.children[0]), self.shell.variables.get(self.text(each.children[0])))
             self._assign(each, exported=True if words else None)
-        self._passing.append(kept)
+        self._passing.append(saved)
         if words:
             self.run(words, line)
         self._restore(self._passing.pop())
@@ -944,7 +944,7 @@ class _Reader(Expander):
 
     def _call(self, name: str, rest: Sequence[Word]) -> None:
         """Call a function: with its own arguments, and with variables of its own that end with it."""
-        kept = self._loops, self.source, self.first, self.shell.arrays.get("@")
+        saved = self._loops, self.source, self.first, self.shell.arrays.get("@")
         body, self.source, self.first = self._functions[name]
         self._loops = []
         self.shell.arrays["@"] = tuple(rest)
@@ -958,7 +958,7 @@ class _Reader(Expander):
         self._resume(self._now(), *returned)
         self._restore(self._locals.pop())
         self._active.pop()
-        self._loops, self.source, self.first, given = kept
+        self._loops, self.source, self.first, given = saved
         self.shell.arrays.pop("@", None)
         self.shell.arrays |= {} if given is None else {"@": given}
 
@@ -968,8 +968,8 @@ class _Reader(Expander):
             self._output_line = self._output_line if self.shell.output else line
             self.shell.output = (self.shell.output + text)[:MOST_VALUE]
 
-    def _keep(self, target: str, text: str, line: int) -> None:
-        """Note what a file is given, and read it as a text of its own."""
+    def _write_file(self, target: str, text: str, line: int) -> None:
+        """Note what the script writes into a file. The text is read as another form as well."""
         self._written[_path(target)] = (self._written.get(_path(target), "") + text.rstrip("\n") + "\n")[-MOST_VALUE:]
         self.script.inner.append(Inner(text=text, target=target.replace(OPEN, "..."), line=line))
 
@@ -1140,7 +1140,7 @@ class _Reader(Expander):
 
     def _tee(self, call: _Call) -> None:
         for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
-            self._keep(target, call.given.text, call.given.line or call.line)
+            self._write_file(target, call.given.text, call.given.line or call.line)
         self._write(call.given.text or OPEN, call.line)
 
     def _return(self, call: _Call) -> None:
@@ -1206,7 +1206,7 @@ class _Reader(Expander):
 def _merge_launches(launches: Sequence[Launch]) -> list[Assigned]:
     """The settings of all launches; those of which the launches get different ones, each with its launch.
 
-    A name that no launcher gets is kept where a program gets it that may be one. A launch whose settings
+    A name that no launcher gets counts if a program gets it that may be one. A launch whose settings
     are a part of another's is left out.
     """
     sure = [each for each in launches if each.sure]
@@ -1323,7 +1323,7 @@ _BUILTINS: Mapping[str, Callable[[_Reader, _Call], None]] = {
     "return": _Reader._return, "eval": _Reader._eval, ".": _Reader._source, "source": _Reader._source,
     "let": _Reader._let, "shift": _Reader._shift, "set": _Reader._options_of_shell, "break": _Reader._break,
     "continue": _Reader._break, "exit": lambda reader, call: reader._end(call.program),
-    "setenv": lambda reader, call: reader._unread(call.line, "setenv is of the C shell, whose scripts are not read"),
+    "setenv": lambda reader, call: reader._unread(call.line, "setenv belongs to the C shell, which is not supported"),
     **dict.fromkeys((":", "true", "false"), _Reader._truth),
     **dict.fromkeys(("read", "getopts", "mapfile", "readarray"), _Reader._gets),
     **dict.fromkeys(_NAMES["declares"], lambda reader, call: reader._declared(call.program, call.words, call.line)),

@@ -77,7 +77,7 @@ def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
     (tmp_path / "job.env").write_text("NCCL_DEBUG=INFO\n")
     for words, first in (
         (("diff", machine, machine), "✓ nothing that matters for training differs → "),
-        (("lint-env", tmp_path / "job.env", "--host", machine), "✓ nothing to say against this environment → "),
+        (("lint-env", tmp_path / "job.env", "--host", machine), "✓ no problems found in this environment → "),
         (("why", tmp_path / "nccl.log"), "fine: no fault found in what was read → "),
         (("evidence", tmp_path / "nccl.log"), "✓ no problem in the log"),
     ):
