@@ -123,7 +123,7 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
             )  # fmt: skip
         out.print(rows)
         spent = "cost" if all(p.cost for p in points if p.seconds) else "GPU-hours"
-        out.print(f"✓ nothing else takes less time and less {spent} for the same tokens")
+        out.print(f"✓ no other row has a shorter time and lower {spent} for the same tokens")
 
     emit([asdict(point) for point in points], form, show)
 
