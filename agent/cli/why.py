@@ -140,7 +140,7 @@ def show(out: Console, found: Verdict) -> None:
             indented(out, escape(cause.price))
         if cause.action:
             indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
-    for line in found.innocent:
+    for line in found.not_at_fault:
         out.print(f"waited for: {escape(line)}")
     for line in found.disagree:
         out.print(f"sources differ: {escape(line)}")

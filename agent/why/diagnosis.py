@@ -77,16 +77,12 @@ def answer(sources: Asked) -> Verdict:
     counted = max(seen.world or 0, (found.ranks or 0) if found else 0, listed) or None
     found_stacks, unranked = _stacks(sources.logs, seen)
     seen = replace(
-        seen, first=_first_ended(sources.logs), cut_short=_cut_short(sources.logs), hosts=hosts, limit=sources.limit,
-        stacks=found_stacks, unranked=unranked, world=counted,
-        reported={"watchdog": log.traces} if log.traces else {},
-        errors=log.errors, in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), clash=log.clash,
-        hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
-        joins=log.joins, models=log.models, rendezvous=log.rendezvous,
+        seen, log=log, first=_first_ended(sources.logs), hosts=hosts, limit=sources.limit, world=counted,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), stacks=found_stacks, unranked=unranked,
     )  # fmt: skip
     seen = replace(seen, world=_world(seen))
     if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
-        seen = replace(seen, errors={}, rendezvous=None)
+        seen = replace(seen, log=replace(log, errors={}, rendezvous=None))
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
@@ -120,7 +116,7 @@ def _world(seen: RunFacts) -> int | None:
     """How many ranks there are, where a source says; never fewer than have been seen."""
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*([seen.world] if seen.world else []), *members]
-    rows = (seen.traces, seen.states, *seen.reported.values())
+    rows = (seen.traces, seen.states, seen.log.traces)
     return max([*worlds, *(max(one) + 1 for one in rows if one)]) if worlds else None
 
 
@@ -186,11 +182,6 @@ def _evidence(sources: Sequence[str]) -> Evidence | None:
         raise WhyError(f"{error.filename or ' '.join(sources)}: {error.strerror}") from None
     except LogFileError as error:
         raise WhyError(str(error)) from None
-
-
-def _cut_short(logs: Sequence[str]) -> str:
-    """gloo's words where a message is longer than what was asked for (gloo/transport/tcp/pair.cc), else nothing."""
-    return next((line.strip()[:300] for line in _lines(logs) if "preamble.length" in line), "")
 
 
 def _tails(logs: Sequence[str]) -> Iterator[str]:
