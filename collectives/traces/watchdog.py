@@ -249,11 +249,10 @@ class _Reader:
         for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MOST]:
             rows = tuple(_apart(call, twice) for call in calls.get(rank, {}).values())
             self.report.traces[rank] = RankTrace(
-                rank=rank, source="watchdog", calls=rows, partial=True,
+                rank=rank, calls=rows, partial=True,
                 enqueued={name: n for (r, name), n in self.enqueued.items() if r == rank and name not in twice},
                 names={name: "default_pg" for r, name in self.own if r == rank and name in self.default},
                 sizes={call.group: sizes[call.group] for call in rows if call.group in sizes},
-                own={name: n for (r, name), n in self.own.items() if r == rank},
             )  # fmt: skip
         return self.report
 

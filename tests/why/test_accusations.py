@@ -48,7 +48,7 @@ def arrivals(shift: float = 0.0, late: float = 0.0, steps: int = 100, anchors: b
                     mine.append(at + noise.uniform(0.0005, 0.0015) + shift * rank)
                 at += 0.0025
     return {
-        rank: RankTrace(rank=rank, source="", enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
+        rank: RankTrace(rank=rank, enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
             Call(group="0", number=n, record=n, op="all_reduce", done=True, created=when)
             for n, when in enumerate(mine, 1)))
         for rank, mine in rows.items()
@@ -81,7 +81,7 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     def traced(rank: int, newest: int) -> RankTrace:
         rows = tuple(Call(group="0", number=n, record=n, op="all_reduce", done=n < newest, created=START + n)
                      for n in range(1, newest + 1))  # fmt: skip
-        return RankTrace(rank=rank, source="", calls=rows, enqueued={"0": newest}, names={"0": "default_pg"})
+        return RankTrace(rank=rank, calls=rows, enqueued={"0": newest}, names={"0": "default_pg"})
 
     newest = {0: 34, 1: 30, 2: 34, 3: 30}
     states = {r: RankState(rank=r, host="a", written=START + 56, calls=n) for r, n in newest.items()}

@@ -38,7 +38,7 @@ def trace(rank: int, *calls: Call) -> RankTrace:
     newest: dict[str, int] = {}
     for one in calls:
         newest[one.group] = max(one.number, newest.get(one.group, 0))
-    return RankTrace(rank=rank, source="", calls=calls, enqueued=newest, names={"0": "default_pg"})
+    return RankTrace(rank=rank, calls=calls, enqueued=newest, names={"0": "default_pg"})
 
 
 def of(rows: dict[int, list[Call]], world: int = 4, **more: Any) -> RunFacts:
@@ -171,7 +171,7 @@ def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> 
     """Ranks whose watchdog spoke: (rank, group, call, newest call where it says)."""
     traces = {
         rank: RankTrace(
-            rank=rank, source="watchdog", partial=True, own={group: rank}, sizes={group: size} if size else {},
+            rank=rank, partial=True, sizes={group: size} if size else {},
             calls=(Call(group=group, number=number, op="allreduce"),) if number else (),
             enqueued={group: newest} if newest is not None else {},
         )
