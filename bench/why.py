@@ -155,10 +155,10 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
             requested_at = now
         time.sleep(ASK_SECONDS)
         log = (str(folder / "log"),) if not fault.hosts else ()
-        verdict = why.answer(why.Asked(run=folder, logs=log))
+        verdict = why.answer(why.WhySources(run=folder, logs=log))
         if verdict.state == "failed":
             time.sleep(ranks.SETTLED_SECONDS)
-            verdict = why.answer(why.Asked(run=folder, logs=log))
+            verdict = why.answer(why.WhySources(run=folder, logs=log))
         if verdict.state != "fine":
             break
     right = verdict.state in fault.states and verdict.ranks in (fault.ranks, *fault.also)

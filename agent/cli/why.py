@@ -47,7 +47,7 @@ def why(
         logs = tuple(word for word in logs if Path(word) != run)
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
-        sources = gathered.Asked(
+        sources = gathered.WhySources(
             logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
             published=published, limit=limit,

@@ -203,7 +203,7 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
 
 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
-    found = diagnosis.answer(diagnosis.Asked(run=tmp_path))
+    found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
     assert found.state == "unknown" and "topoflight run" in found.unknown[0].command
     refused = CliRunner().invoke(why, ["--watch", "--run", str(tmp_path), "--ras", "h:28028"])
     assert refused.exit_code == 2 and "--ras" in refused.output
@@ -243,7 +243,7 @@ def test_logs_name_who_is_missing_and_never_who_wrote(
     tmp_path: Path, lines: list[str], code: str, named: tuple[int, ...], words: str
 ) -> None:
     (tmp_path / "job.log").write_text("\n".join(lines))
-    found = diagnosis.answer(diagnosis.Asked(logs=(str(tmp_path / "job.log"),)))
+    found = diagnosis.answer(diagnosis.WhySources(logs=(str(tmp_path / "job.log"),)))
     assert (found.causes[0].code, found.ranks) == (code, named), found.line
     assert words in found.line
 
@@ -285,7 +285,7 @@ def test_logs_that_accuse_nobody(tmp_path: Path, texts: list[str], state: str, w
     logs = [tmp_path / f"node-{number}.log" for number in range(len(texts))]
     for log, text in zip(logs, texts, strict=True):
         log.write_text(text)
-    found = diagnosis.answer(diagnosis.Asked(logs=tuple(map(str, logs))))
+    found = diagnosis.answer(diagnosis.WhySources(logs=tuple(map(str, logs))))
     assert (found.state, found.ranks) == (state, ()), found.line
     assert words in found.line
 
@@ -308,7 +308,7 @@ def test_stacks_of_three_tools_are_read_and_one_look_accuses_nobody(tmp_path: Pa
     debug = f"=== Rank 0: http://n:1 ===\n{FAULT}=== Rank 1: http://n:2 ===\n{PY_SPY}"
     assert [(each.rank, each.frames) for each in read_stacks(debug.splitlines())] == [(0, frames), (1, frames)]
     (tmp_path / "stacks").write_text(debug)
-    found = diagnosis.answer(diagnosis.Asked(logs=(str(tmp_path / "stacks"),)))
+    found = diagnosis.answer(diagnosis.WhySources(logs=(str(tmp_path / "stacks"),)))
     assert (found.state, found.ranks) == ("unknown", ()) and "load_batch" in found.line
 
 

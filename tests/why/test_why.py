@@ -245,7 +245,7 @@ def test_what_gloo_and_the_kernel_say_is_read(
 ) -> None:
     log = tmp_path / "job.log"
     log.write_text("\n".join(lines))
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert said(found) == (state, (), code)
     assert words in found.line
 
@@ -261,7 +261,7 @@ def test_what_gloo_and_the_kernel_say_is_read(
 def test_what_nccls_diagnostics_say_is_an_answer(tmp_path: Path, lines: list[str], line: str) -> None:
     log = tmp_path / "diag.log"
     log.write_text("".join(f"node042:12345 NCCL DIAG {one}\n" for one in ["=== RAS Diagnostics ===", *lines]))
-    found = gathered.answer(gathered.Asked(diagnostics=(str(log),)))
+    found = gathered.answer(gathered.WhySources(diagnostics=(str(log),)))
     assert found.state == "fine"
     assert line in found.line
     assert any("1 checks passed" in source for source in found.sources)
@@ -272,8 +272,8 @@ def test_diagnostics_as_the_socket_of_ras_prints_them_are_read(tmp_path: Path) -
     log.write_text("=== RAS Diagnostics ===\n[OK]   ECC: no uncorrected volatile errors across 8 ranks in comm 0x1f\n"
                    "[INFO] Xid 79 detected 2 times on host node-b. Restart the affected application.\n")  # fmt: skip
     with pytest.raises(gathered.WhyError, match="--diag"):
-        gathered.answer(gathered.Asked(ras=(str(log),)))
-    found = gathered.answer(gathered.Asked(diagnostics=(str(log),)))
+        gathered.answer(gathered.WhySources(ras=(str(log),)))
+    found = gathered.answer(gathered.WhySources(diagnostics=(str(log),)))
     assert (found.state, found.causes[0].code) == ("failed", "gpu_xid")
     assert "GPU of node-b: Xid 79" in found.line
     assert any("1 checks passed" in source for source in found.sources)
@@ -282,7 +282,7 @@ def test_diagnostics_as_the_socket_of_ras_prints_them_are_read(tmp_path: Path) -
 def test_a_warning_alone_is_listed_and_decides_nothing(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_text("n:1:2 [3] NCCL INFO NET/IB: WQE stall (no CQE): peer=10.0.0.9<1> | local: qpn=1 dev=mlx5_3\n")
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert (found.state, [cause.code for cause in found.causes]) == ("unknown", ["ib_request_stalled"])
 
 
@@ -299,7 +299,7 @@ Root Cause (first observed failure):
   error_file: <N/A>
   traceback : Signal {signal} received by PID 14750
 """)
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert (found.state, found.ranks) == ("failed", ranks), found.line
 
 
@@ -640,10 +640,13 @@ def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:
             "  Process 60004 on node n2 managing GPU 0\n\n#0-0 (b33) INCOMPLETE\n  The missing rank: 1\n")  # fmt: skip
     path = tmp_path / "ras.txt"
     path.write_text(text, encoding="utf-8")
-    saved, asked = gathered.answer(gathered.Asked(logs=(str(path),))), gathered.answer(gathered.Asked(ras=(str(path),)))
+    saved, asked = (
+        gathered.answer(gathered.WhySources(logs=(str(path),))),
+        gathered.answer(gathered.WhySources(ras=(str(path),))),
+    )
     assert saved == asked and saved.unknown
     path.write_text(f"{text}n1:1:2 [0] NCCL INFO Using network Socket\n", encoding="utf-8")
-    assert gathered.answer(gathered.Asked(logs=(str(path),))) != asked
+    assert gathered.answer(gathered.WhySources(logs=(str(path),))) != asked
 
 
 def test_ras_that_lacks_data_once_accuses_nobody() -> None:
@@ -835,7 +838,7 @@ OVER = "\n".join([
 def test_a_log_alone(tmp_path: Path, text: str, state: str, words: str) -> None:
     log = tmp_path / "job.log"
     log.write_text(text)
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert (found.state, words in found.line) == (state, True), found.line
 
 
@@ -850,20 +853,20 @@ def test_sockets_are_priced_by_the_best_layout_where_none_is_named(tmp_path: Pat
     log = tmp_path / "job.log"
     log.write_text(SOCKETS)
     request = Request.of(machine="dgx-h100", nodes=2, network="25G", model="Llama-3.1-8B")
-    found = gathered.answer(gathered.Asked(logs=(str(log),), request=request))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),), request=request))
     assert found.state == "slow"
     assert "instead of RDMA: " in found.causes[0].price
     assert any("over which interface RDMA" in one.what for one in found.unknown)
     manifest = tmp_path / "job.yaml"
     manifest.write_text(NETWORKS.format("rdma-net"))
-    named = gathered.answer(gathered.Asked(logs=(str(log),), request=request, manifest=manifest))
+    named = gathered.answer(gathered.WhySources(logs=(str(log),), request=request, manifest=manifest))
     assert "instead of RDMA over net1 of the manifest's networks: " in named.causes[0].price
 
 
 def test_a_manifest_is_judged_as_lint_env_does(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text("export NCCL_IB_DISABLE=1\ntorchrun train.py\n")
-    found = gathered.answer(gathered.Asked(manifest=script))
+    found = gathered.answer(gathered.WhySources(manifest=script))
     assert (found.state, found.causes[0].code) == ("slow", "env.debug.leftover")
     assert "NCCL_IB_DISABLE" in found.line
 
