@@ -151,7 +151,7 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
     verdict, requested_at = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
         if now - requested_at > ranks.ASK_SECONDS:
-            ranks.ask(folder)
+            ranks.request_dumps(folder)
             requested_at = now
         time.sleep(ASK_SECONDS)
         log = (str(folder / "log"),) if not fault.hosts else ()

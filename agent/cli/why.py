@@ -56,7 +56,9 @@ def why(
             raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
             _refuse_unused(click.get_current_context())
-            found = watch_run(run, lambda verdict: _tell(verdict, form), lambda text: say(text, err=True), limit=limit)
+            found = watch_run(
+                run, lambda verdict: _print_change(verdict, form), lambda text: say(text, err=True), limit=limit
+            )
             if form == "table":
                 emit(found, form, lambda out: show(out, found))
         else:
@@ -77,7 +79,7 @@ def _refuse_unused(context: click.Context) -> None:
         raise click.UsageError(f"--watch uses only --run, --limit and -o: leave out {', '.join(words)}")
 
 
-def _tell(verdict: Verdict, form: str) -> None:
+def _print_change(verdict: Verdict, form: str) -> None:
     """One line for each change of the verdict, with its time; a document in other forms."""
     if form == "table":
         line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
