@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,6 +31,7 @@ from agent.jobs.script import monitored  # noqa: E402
 from agent.why import diagnosis as why  # noqa: E402
 from agent.why import ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
+from contracts.tables import read_table  # noqa: E402
 from planner.why import Verdict  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "why.md"
@@ -61,13 +61,11 @@ class Fault:
 
 
 def _fault(row: dict[str, Any]) -> Fault:
-    also = tuple(map(tuple, row.pop("also", ())))
-    return Fault(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}, also=also)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return Fault(**values | {"also": tuple(map(tuple, row.get("also", ())))})
 
 
-FAULTS = tuple(
-    map(_fault, tomllib.loads(Path(__file__).with_name("why_faults.toml").read_text(encoding="utf-8"))["fault"])
-)
+FAULTS = tuple(map(_fault, read_table(__file__, "why_faults.toml")["fault"]))
 
 
 @dataclass(slots=True)

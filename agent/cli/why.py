@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from planner.why import Verdict
 
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-
 
 @click.command()
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
@@ -41,6 +38,8 @@ def why(
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run
 
+    if watch and logs:
+        raise click.UsageError("--watch and LOG cannot be combined.")
     options["nodes"], checks, published = _nodes(options["nodes"])
     if run is None:  # a run's folder among the logs
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
@@ -55,7 +54,6 @@ def why(
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
-            _refuse_unused(click.get_current_context())
             found = watch_run(
                 run, lambda verdict: _print_change(verdict, form), lambda text: say(text, err=True), limit=limit
             )
@@ -67,16 +65,6 @@ def why(
     if found.state in ("fine", "unknown"):
         sys.exit(EXIT_PASS if found.state == "fine" else EXIT_UNKNOWN)
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
-
-
-def _refuse_unused(context: click.Context) -> None:
-    """Options that --watch does not use are refused."""
-    used = ("run", "watch", "limit", "form")
-    given = [name for name in context.params if name not in used and context.get_parameter_source(name) is COMMANDLINE]
-    if given:
-        words = [next(p.opts[-1] if p.param_type_name == "option" else "LOG" for p in context.command.params
-                      if p.name == name) for name in given]  # fmt: skip
-        raise click.UsageError(f"--watch uses only --run, --limit and -o: leave out {', '.join(words)}")
 
 
 def _print_change(verdict: Verdict, form: str) -> None:
@@ -116,7 +104,6 @@ def _file(word: str, stack: ExitStack) -> str:
     return copy.name
 
 
-COMMANDLINE = click.core.ParameterSource.COMMANDLINE
 _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
 
 

@@ -205,8 +205,14 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
     found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
     assert found.state == "unknown" and "topoflight run" in found.unknown[0].command
-    refused = CliRunner().invoke(why, ["--watch", "--run", str(tmp_path), "--ras", "h:28028"])
-    assert refused.exit_code == 2 and "--ras" in refused.output
+    used = {"--run", "--watch", "--limit", "--output"}
+    others = [option for option in why.params if option.opts[-1] not in used]
+    for option in others:
+        value = {"--flight-recorder": str(tmp_path), "--manifest": __file__, "--host": __file__, "--method": "full"}
+        text = option.opts[-1]
+        words = ["x"] if text == "logs" else [text, value.get(text, "7")]
+        refused = CliRunner().invoke(why, ["--watch", "--run", str(tmp_path), *words])
+        assert refused.exit_code == 2 and "cannot be combined" in refused.output, (words, refused.output)
 
 
 DIFFERS = (
