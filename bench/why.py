@@ -149,14 +149,14 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
     verdict, requested_at = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
         if now - requested_at > ranks.ASK_SECONDS:
-            ranks.ask(folder)
+            ranks.request_dumps(folder)
             requested_at = now
         time.sleep(ASK_SECONDS)
         log = (str(folder / "log"),) if not fault.hosts else ()
-        verdict = why.answer(why.Asked(run=folder, logs=log))
+        verdict = why.answer(why.WhySources(run=folder, logs=log))
         if verdict.state == "failed":
             time.sleep(ranks.SETTLED_SECONDS)
-            verdict = why.answer(why.Asked(run=folder, logs=log))
+            verdict = why.answer(why.WhySources(run=folder, logs=log))
         if verdict.state != "fine":
             break
     right = verdict.state in fault.states and verdict.ranks in (fault.ranks, *fault.also)
