@@ -77,8 +77,8 @@ def sigma_of_links(job: Job, layout: Layout, parts: StepParts) -> float:
 
 def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval:
     """The interval of a step, out to what it takes over the slowest and the fastest that an unknown network may be."""
-    network, parts = job.links.network, step_parts(job, layout)
-    if network is None or network.within is None or parts.communication <= 0:
+    network = job.links.network
+    if network is None or network.within is None or (parts := step_parts(job, layout)).communication <= 0:
         return around
     others = (replace(job.links, network=replace(network, bytes_per_second=rate)) for rate in network.within)
     slow, fast = (step_parts(replace(job, links=links), layout).total / parts.total for links in others)
@@ -133,7 +133,7 @@ def forecast_of(job: Job, candidate: Candidate, capacity: float | None, *, calib
         used.add(str(job.links.host))
     return Forecast(
         step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, sigma)),
-        memory_bytes=memory_interval(memory.total, job.train.method, on_cpu=job.rates.device == "CPU"),
+        memory_bytes=memory_interval(job, memory.total),
         time_parts=tuple(time_parts),
         memory_parts=memory_parts,
         dominant=dominant_words(parts, job.links, layout),
@@ -185,14 +185,13 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
 
     def gain_of(at: Layout = layout, **changed: Any) -> float:
         """The share of the step that is saved in another layout, or where the job's facts are these."""
-        other = replace(job, _layers={}, _heads={}, **changed) if changed else job
+        other = replace(job, **changed) if changed else job
         return 1.0 - step_parts(other, at).total / at.global_batch / per_sequence
 
     double = replace(layout, micro_batch=layout.micro_batch * 2)
     gain = gain_of(double)
     needed = memory_of(job, double).total
-    on_cpu = job.rates.device == "CPU"
-    if capacity is None or needed <= bytes_that_fit(capacity, job.train.method, on_cpu=on_cpu):
+    if capacity is None or needed <= bytes_that_fit(job, capacity):
         ideas.append((gain, f"micro-batch x2 (global batch {double.global_batch}): {gain:.0%} less time for the same "
                             "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
     network = job.links.network
@@ -200,7 +199,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         quadruple = max(4 * network.bytes_per_second, SLOWEST_OFFERED)
         faster = replace(job.links, network=replace(network, bytes_per_second=quadruple))
         parts = step_parts(replace(job, links=faster), layout)
-        gain = gain_of(links=faster)
+        gain = 1.0 - parts.total / winner.parts.total
         bound = "; then it is compute-bound" if parts.communication < 0.1 * parts.total else ""
         name = "RDMA" if network.link in ("TCP", "network") else "a network"
         rate = quadruple / GIGA
@@ -209,11 +208,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
             f"{network.bytes_per_second / GIGA:.3g}: {gain:.0%} less time{bound}"
         )
         ideas.append((gain, text))
-    if (
-        job.links.island_size < job.links.ranks_per_node
-        and winner.parts.communication > 0
-        and job.rates.device != "CPU"
-    ):
+    if job.has_gpu and job.links.island_size < job.links.ranks_per_node and winner.parts.communication > 0:
         gain = gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA)))
         ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
     gpu = gpu_named(job.rates.device)
@@ -226,7 +221,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
                             "sets 1)"))  # fmt: skip
     if layout.checkpointing != "none":
         gain = gain_of(replace(layout, checkpointing="none"))
-        ideas.append((gain, f"memory enough to do without recomputation: {gain:.0%} less time"))
+        ideas.append((gain, f"enough memory to turn recomputation off: {gain:.0%} less time"))
     if winner.parts.bubble > 0:
         gain = gain_of(replace(layout, gradient_accumulation=layout.gradient_accumulation * 2))
         ideas.append((gain, f"twice the micro-batches per step: {gain:.0%} less time for the same tokens, by a smaller "

@@ -177,9 +177,8 @@ def search(
     With `named` only layouts whose fields have these values are tried, and what is not named is chosen as ever.
     Without `surely`, layouts count whose forecast memory may turn out to fit.
     """
-    budget, named = None, named or {}
-    if capacity:
-        budget = bytes_that_fit(capacity, job.train.method, on_cpu=not job.has_gpu, surely=surely)
+    named = named or {}
+    budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
     if not surely:  # whatever saves memory is used first
         named = {"checkpointing": job.engine.checkpointing[-1], **named}
     run = _Search(

@@ -12,11 +12,8 @@ _ENTRY = re.compile(r"^### `([\w.]+)`\n\n((?:- \*\*\w+:\*\* .+\n)+)", re.MULTILI
 _POINT = re.compile(r"^- \*\*(\w+):\*\* (.+)$", re.MULTILINE)
 
 
-class UnknownCodeError(KeyError):
+class UnknownCodeError(LookupError):
     """A code that no page has; the message names close ones."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @cache

@@ -10,7 +10,7 @@ import click
 
 from agent.base import inputs
 from agent.base.options import with_options
-from agent.base.output import render, say
+from agent.base.output import console, render, say
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
@@ -46,14 +46,13 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         say("\n".join(filter(None, (linted.unread, linted.read))), err=True)
         say(render(list(linted.checks), form), nl=False)
         sys.exit(linted.exit_code)
-    from agent.base.output import console
     from agent.terminal.findings import findings
 
     if linted.unread:
         console().print(f"! {linted.unread}", markup=False, highlight=False)
     elif not linted.checks:
-        more = "keep it" if hosts else "keep it; --host judges it against a machine"
-        say(f"✓ nothing to say against this environment → {more}")
+        more = "no change needed" if hosts else "add --host to check it against a machine"
+        say(f"✓ no problems found in this environment → {more}")
     console().print(linted.read, markup=False, highlight=False)
     findings(console(), linted.checks, everything=True)
     sys.exit(linted.exit_code)

@@ -25,38 +25,26 @@ FILE_ERRORS = (
 )  # fmt: skip
 
 VERBS: dict[str, tuple[str, str]] = {
-    # verb: (where it lives, one line of help; kept here so that --help imports nothing)
-    "scan": ("agent.cli.scan:scan", "Inspect this host and print its devices and findings. Reads only."),
-    "demo": ("agent.cli.scan:demo", "Show the findings of a faulty 8-GPU node that is built in."),
-    "capture": ("agent.cli.scan:capture", "Record this host in a file that every command can read."),
-    "bundle": (
-        "agent.cli.bundle:bundle",
-        "Create a support bundle for this host or for all nodes, without secrets.",
-    ),
-    "topo": (
-        "agent.cli.topo:topo",
-        "Show how GPUs and NICs are connected.",
-    ),
-    "diff": ("agent.cli.diff:diff", "Compare two recordings or, with --fleet, many."),
-    "bench": ("agent.cli.bench:bench", "Benchmark NCCL or Gloo collectives. Generates load."),
-    "evidence": ("agent.cli.evidence:evidence", "Prove from NCCL logs which transport each channel used."),
-    "why": ("agent.cli.why:why", "Diagnose a stuck, slow or failed training run."),
-    "calibrate": ("agent.cli.bench:calibrate", "Measure this machine to make forecasts more precise. Generates load."),
-    "recommend": ("agent.cli.recommend:recommend", "Recommend the NCCL environment and the parallel layout."),
-    "lint-env": (
-        "agent.cli.lint_env:lint_env",
-        "Check NCCL environment variables in a script, manifest or running process.",
-    ),
-    "preflight": ("agent.cli.preflight:preflight", "Run all checks as a gate; the exit code is the verdict."),
-    "launch": ("agent.cli.launch:launch", "Launch a fine-tune with the recommended environment and layout."),
-    "run": ("agent.cli.run:run", "Run a training command with the rank monitor, which `why` reads."),
-    "compare-networks": (
-        "agent.cli.networks:compare_networks",
-        "Run one fine-tune over each network and compare them. Generates load.",
-    ),
-    "wrap": ("agent.cli.wrap:wrap", "Add the checks and the environment to the manifest of your own job."),
-    "serve": ("agent.http.serve:serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
-    "explain": ("agent.cli.explain:explain", "Explain a finding, log problem, diagnosis or alert."),
+    # The module that has the function of the verb, and a line of help: it is here so that --help imports nothing.
+    "scan": ("agent.cli.scan", "Inspect this host and print its devices and findings. Reads only."),
+    "demo": ("agent.cli.scan", "Show the findings of a faulty 8-GPU node that is built in."),
+    "capture": ("agent.cli.scan", "Record this host in a file that every command can read."),
+    "bundle": ("agent.cli.bundle", "Create a support bundle for this host or for all nodes, without secrets."),
+    "topo": ("agent.cli.topo", "Show how GPUs and NICs are connected."),
+    "diff": ("agent.cli.diff", "Compare two recordings or, with --fleet, many."),
+    "bench": ("agent.cli.bench", "Benchmark NCCL or Gloo collectives. Generates load."),
+    "evidence": ("agent.cli.evidence", "Prove from NCCL logs which transport each channel used."),
+    "why": ("agent.cli.why", "Diagnose a stuck, slow or failed training run."),
+    "calibrate": ("agent.cli.bench", "Measure this machine to make forecasts more precise. Generates load."),
+    "recommend": ("agent.cli.recommend", "Recommend the NCCL environment and the parallel layout."),
+    "lint-env": ("agent.cli.lint_env", "Check NCCL environment variables in a script, manifest or running process."),
+    "preflight": ("agent.cli.preflight", "Run all checks as a gate; the exit code is the verdict."),
+    "launch": ("agent.cli.launch", "Launch a fine-tune with the recommended environment and layout."),
+    "run": ("agent.cli.run", "Run a training command with the rank monitor, which `why` reads."),
+    "compare-networks": ("agent.cli.networks", "Run one fine-tune over each network and compare them. Generates load."),
+    "wrap": ("agent.cli.wrap", "Add the checks and the environment to the manifest of your own job."),
+    "serve": ("agent.http.serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
+    "explain": ("agent.cli.explain", "Explain a finding, log problem, diagnosis or alert."),
 }
 
 
@@ -71,8 +59,7 @@ class LazyGroup(click.Group):
         """Import and return one verb."""
         if cmd_name not in VERBS:
             return None
-        module, _, name = VERBS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), name)
+        command = getattr(importlib.import_module(VERBS[cmd_name][0]), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)  # noqa: S101 - a wiring mistake, held by a test
         return command
 

@@ -10,8 +10,8 @@ import click
 from agent.base.options import with_options
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("command", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("command", metavar="COMMAND...", nargs=-1, required=True)
 @with_options("run")
 def run(command: tuple[str, ...], folder: Path) -> None:
     """Run a training command, such as `torchrun train.py`, with a monitor inside each rank.

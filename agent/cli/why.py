@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from planner.why import Verdict
 
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-
 
 @click.command()
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
@@ -41,13 +38,15 @@ def why(
     from agent.why import diagnosis as gathered
     from agent.why.ranks import watch as watch_run
 
+    if watch and logs:
+        raise click.UsageError("--watch and LOG cannot be combined.")
     options["nodes"], checks, published = _nodes(options["nodes"])
     if run is None:  # a run's folder among the logs
         run = next((Path(word) for word in logs if (Path(word) / "ranks").is_dir()), None)
         logs = tuple(word for word in logs if Path(word) != run)
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
-        sources = gathered.Asked(
+        sources = gathered.WhySources(
             logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
             published=published, limit=limit,
@@ -55,8 +54,9 @@ def why(
         if not any((logs, run, ras, recorder, diagnostics, manifest)):
             raise click.UsageError("give a LOG, --run, --ras, --flight-recorder, --diag or --manifest")
         if watch and run is not None:
-            _refuse_unused(click.get_current_context())
-            found = watch_run(run, lambda verdict: _tell(verdict, form), lambda text: say(text, err=True), limit=limit)
+            found = watch_run(
+                run, lambda verdict: _print_change(verdict, form), lambda text: say(text, err=True), limit=limit
+            )
             if form == "table":
                 emit(found, form, lambda out: show(out, found))
         else:
@@ -67,17 +67,7 @@ def why(
     sys.exit(EXIT_WARNED if found.state == "slow" else EXIT_FAILED)
 
 
-def _refuse_unused(context: click.Context) -> None:
-    """Options that --watch does not use are refused."""
-    used = ("run", "watch", "limit", "form")
-    given = [name for name in context.params if name not in used and context.get_parameter_source(name) is COMMANDLINE]
-    if given:
-        words = [next(p.opts[-1] if p.param_type_name == "option" else "LOG" for p in context.command.params
-                      if p.name == name) for name in given]  # fmt: skip
-        raise click.UsageError(f"--watch uses only --run, --limit and -o: leave out {', '.join(words)}")
-
-
-def _tell(verdict: Verdict, form: str) -> None:
+def _print_change(verdict: Verdict, form: str) -> None:
     """One line for each change of the verdict, with its time; a document in other forms."""
     if form == "table":
         line = verdict.line if verdict.line.startswith(verdict.state) else f"{verdict.state}: {verdict.line}"
@@ -114,7 +104,6 @@ def _file(word: str, stack: ExitStack) -> str:
     return copy.name
 
 
-COMMANDLINE = click.core.ParameterSource.COMMANDLINE
 _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
 
 
@@ -140,7 +129,7 @@ def show(out: Console, found: Verdict) -> None:
             indented(out, escape(cause.price))
         if cause.action:
             indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
-    for line in found.innocent:
+    for line in found.not_at_fault:
         out.print(f"waited for: {escape(line)}")
     for line in found.disagree:
         out.print(f"sources differ: {escape(line)}")

@@ -147,17 +147,11 @@ def _connections(most: int) -> int:
 
 def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
     from agent.checks.expect import expectation
-    from agent.checks.verdict import GateError
 
-    try:
-        expectation(options["expect"], None)
-    except GateError as error:
-        raise click.UsageError(str(error)) from None
+    expectation(options["expect"], None)
     file = options["expect_file"]
     if file is not None and not file.exists():
         log.warning("--expect-file %s: there is no such file; nothing is expected of this node until there is", file)
-    if options["token_file"] and options["token_review"]:
-        raise click.UsageError("--token-file and --token-review: only one of them can judge tokens")
     if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
         raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
     if options["publish"] and len(hosts) > 1:
@@ -232,15 +226,12 @@ def _names(address: str, options: dict[str, Any]) -> list[str]:
 
 
 def _client(options: dict[str, Any]) -> Any:
-    """The client, where it is needed. Raises ClickException where there is no way to an API server."""
+    """The client, where it is needed. Raises AccessError where there is no way to an API server."""
     if not (options["publish"] or options["token_review"]):
         return None
-    from agent.cluster.client import AccessError, connect
+    from agent.cluster.client import connect
 
-    try:
-        return connect()
-    except AccessError as error:
-        raise click.ClickException(str(error)) from None
+    return connect()
 
 
 def _namespace(client: Any) -> str:

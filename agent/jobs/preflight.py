@@ -205,7 +205,7 @@ def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple
 
 
 def _as_trained(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
-    """The checks as the run meets them: what its own environment mends does not stop it."""
+    """The checks as the run meets them: what its own environment fixes does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
     return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)

@@ -31,7 +31,6 @@ from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 
 _MPIRUN = re.compile(r"\b(mpirun|mpiexec|sshd)\b")
-_INSTANCE = "node.kubernetes.io/instance-type"  # kubernetes.io/docs/reference/labels-annotations-taints
 _RENDERED = "; a template is wrapped as it is rendered: helm template CHART | topoflight wrap -"
 
 

@@ -84,19 +84,19 @@ def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:
     return tuple(name for name, holds in marks.items() if holds)
 
 
-def memory_interval(mid: float, method: str, *, on_cpu: bool) -> Interval:
+def memory_interval(job: Job, mid: float) -> Interval:
     """The 80 % interval of so many forecast bytes on the fullest rank."""
-    return interval(mid, SIGMA_MEMORY_CPU if on_cpu else widths().memory[method])
+    return interval(mid, widths().memory[job.train.method] if job.has_gpu else SIGMA_MEMORY_CPU)
 
 
-def bytes_that_fit(capacity: float, method: str, *, on_cpu: bool, surely: bool = True) -> float:
+def bytes_that_fit(job: Job, capacity: float, *, surely: bool = True) -> float:
     """The most forecast bytes that fit a device of `capacity` bytes.
 
     Surely: the interval of the forecast ends below the capacity. Else it begins there, and a run may still fit.
     """
-    if on_cpu:
+    if not job.has_gpu:
         return capacity * DEFAULT_MEMORY.safe_share
-    around = memory_interval(capacity, method, on_cpu=False)
+    around = memory_interval(job, capacity)
     return around.low if surely else around.high
 
 

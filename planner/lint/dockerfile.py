@@ -129,7 +129,7 @@ def _instructions(text: str, script: Script) -> Iterator[_Instruction]:
         if not row or row.startswith("#"):
             continue
         if match is None or match[1].upper() not in _INSTRUCTIONS:
-            script.unread.append(Unread(line=first + 1, why="no instruction of a Dockerfile"))
+            script.unread.append(Unread(line=first + 1, why="not a Dockerfile instruction"))
             continue
         body = [match[2]]
         while body[-1].rstrip().endswith(mark) and at < len(rows):

@@ -185,6 +185,15 @@ def test_a_port_in_use_is_no_verdict() -> None:
     assert done.returncode == 1 and "in use" in done.stderr
 
 
+def test_run_passes_on_what_its_command_has_as_options(tmp_path: Path) -> None:
+    """Also options of the command that `run` itself has, without `--` before the command."""
+    shown = (sys.executable, "-c", "import os, sys; print(sys.argv[1:], os.environ['TOPOFLIGHT_RUN'])")
+    for separator in ((), ("--",)):
+        done = run("run", "--folder", str(tmp_path), *separator, *shown, "--folder", "data", "-h", "--", "x")
+        expected = f"['--folder', 'data', '-h', '--', 'x'] {tmp_path}"
+        assert done.stdout.strip() == expected, (separator, done.stdout, done.stderr)
+
+
 def test_a_misspelt_verb_is_answered_with_the_close_one() -> None:
     """By letters; one that is close to none gets the list."""
     assert "did you mean scan" in topoflight("scn").stderr

@@ -26,11 +26,11 @@ def test_it_opens_with_worked_examples_that_are_questions_to_ask_again() -> None
     assert "nothing fits" not in table
 
 
-def test_a_machine_of_the_catalogue_shows_time_and_money_by_nodes() -> None:
+def test_a_machine_of_the_catalogue_shows_time_and_cost_by_nodes() -> None:
     text = page(model="Llama-3.1-8B", method="full", machine="p5.48xlarge", nodes="2", price="90")
     frontier = text[text.index('id="frontier"') :]
     assert frontier.count("× p5.48xlarge</th>") == len(questions.FRONTIER_NODES)
-    assert "<svg" in frontier and "money" in frontier
+    assert "<svg" in frontier and "cost" in frontier
     assert 'name="price" maxlength="16" value="90"' in text
     refused = page(model="Llama-3.1-8B", machine="p5.48xlarge", price="cheap")
     assert "price=&#39;cheap&#39;: must be a number" in refused

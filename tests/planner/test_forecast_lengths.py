@@ -86,7 +86,7 @@ def test_attention_in_packed_rows_follows_the_samples() -> None:
     by_hand = 32 * 3.5 * 4 * 4096 * (length + 480) / 2 * 4096 / job.rates.attention
     layout = Layout(world_size=8, dp_shard=8)
     assert step_parts(job, layout).attention == pytest.approx(by_hand)
-    whole = replace(job, engine=engine_named("torchtitan"), _layers={}, _heads={})
+    whole = replace(job, engine=engine_named("torchtitan"))
     assert step_parts(whole, layout).attention == pytest.approx(by_hand * (4096 + 480) / (length + 480))
 
 

@@ -134,7 +134,7 @@ def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     kernels = given.constants.kernels_eager + given.constants.lora_kernels * 7
     hooks = (32 + 2) * 2 * given.constants.unit_kernels  # a unit for each layer, the embedding and the head
     assert parts.host == pytest.approx((32 * 2.7 * kernels + hooks) * given.rates.launch_seconds)
-    half = replace(given, rates=replace(given.rates, element_bytes=2.0), _layers={}, _heads={})
+    half = replace(given, rates=replace(given.rates, element_bytes=2.0))
     assert step_parts(half, layout).elementwise < parts.elementwise
 
 
