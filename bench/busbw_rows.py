@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import csv
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from contracts.interval import Interval
+from contracts.tables import read_table
 from hardware.gpus import Gpu, gpu_named
 from hardware.machines import catalogue
 from hardware.units import GIGA
@@ -154,12 +154,12 @@ def _nvls(row: Row) -> bool | None:
 @cache
 def _instances() -> tuple[_Instance, ...]:
     """The rows of busbw_machines.toml, and the machines of the catalogue by their own names."""
-    tables = tomllib.loads(Path(__file__).with_name("busbw_machines.toml").read_text(encoding="utf-8"))
+    tables = read_table(__file__, "busbw_machines.toml")
     kinds = {"efa": "RDMA", "hca": "RDMA", "ethernet": "sockets"}
     rows = {row.name: row for row in catalogue()}
     found = [_Instance(**row) for row in tables["instance"]]
     for named in (*tables["named"], *({"pattern": re.escape(name.lower()), "machine": name} for name in rows)):
-        row = rows[named.pop("machine")]
+        row = rows[named["machine"]]
         about: dict[str, Any] = {
             "gpu": row.gpu,
             "gpus": row.gpus,
@@ -167,7 +167,7 @@ def _instances() -> tuple[_Instance, ...]:
             "gbps": row.nic_gbps,
             "network": kinds[row.nic_kind],
         }
-        found.append(_Instance(**about | named))
+        found.append(_Instance(**about | {name: value for name, value in named.items() if name != "machine"}))
     return tuple(found)
 
 

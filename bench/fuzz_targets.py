@@ -478,10 +478,7 @@ def ras_answer(data: bytes) -> object:
 def trace_lines(data: bytes) -> object:
     """Lines of a log."""
     report = watchdog.read(_text(data).splitlines())
-    facts = why.RunFacts(reported={"watchdog": report.traces}, errors=report.errors, late=report.late,
-                         clash=report.clash, hung=report.hung, lost=report.lost, models=report.models,
-                         rendezvous=report.rendezvous, world=max(report.traces, default=0) + 1)  # fmt: skip
-    return why.judge(facts)
+    return why.judge(why.RunFacts(log=report, world=max(report.traces, default=0) + 1))
 
 
 @reads(b'{"rank": 1}', errors=(states.StateError,), stepped=True)

@@ -7,13 +7,12 @@ source has rows of a stack, its traits are tied to that source: left out, its ro
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from contracts.layout import Checkpointing, Sharding
+from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
 from planner.forecast.specs import TrainSpec
@@ -53,7 +52,8 @@ class MegatronDeepSpeed(Engine):
 
 def _stack(row: dict[str, Any]) -> Stack:
     """One row of stacks.toml."""
-    engine, traits = row.pop("engine"), row.pop("traits", {})
+    row = dict(row)
+    engine, traits = row.pop("engine"), dict(row.pop("traits", {}))
     if (states := traits.get("states")) is not None:
         traits["states"] = (
             ENGINES[states].states if isinstance(states, str) else StateBytes(*states[:3], copy=states[3])
@@ -65,7 +65,7 @@ def _stack(row: dict[str, Any]) -> Stack:
     return Stack(engine=made, **row)
 
 
-STACKS = tuple(map(_stack, tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["stack"]))
+STACKS = tuple(map(_stack, read_table(__file__, "stacks.toml")["stack"]))
 # Of one GPU, or said to be so, plain PyTorch: weights, gradients and states in the type that is computed with.
 _UNKNOWN_PLAIN = Stack(engine=Engine(name="unknown"), pattern="", known=False)
 _UNKNOWN = Stack(engine=Fsdp(name="unknown"), pattern="", known=False)

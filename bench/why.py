@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,6 +31,7 @@ from agent.jobs.script import monitored  # noqa: E402
 from agent.why import diagnosis as why  # noqa: E402
 from agent.why import ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
+from contracts.tables import read_table  # noqa: E402
 from planner.why import Verdict  # noqa: E402
 
 PAGE = ROOT / "docs" / "measurements" / "why.md"
@@ -61,13 +61,11 @@ class Fault:
 
 
 def _fault(row: dict[str, Any]) -> Fault:
-    also = tuple(map(tuple, row.pop("also", ())))
-    return Fault(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}, also=also)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return Fault(**values | {"also": tuple(map(tuple, row.get("also", ())))})
 
 
-FAULTS = tuple(
-    map(_fault, tomllib.loads(Path(__file__).with_name("why_faults.toml").read_text(encoding="utf-8"))["fault"])
-)
+FAULTS = tuple(map(_fault, read_table(__file__, "why_faults.toml")["fault"]))
 
 
 @dataclass(slots=True)
@@ -151,14 +149,14 @@ def _ask(fault: Fault, folder: Path, began: float) -> Result:
     verdict, requested_at = Verdict(state="fine", line=""), 0.0
     while (now := time.monotonic()) - began < fault.limit + float(fault.env.get("WHY_TIMEOUT", 0)) * bool(fault.code):
         if now - requested_at > ranks.ASK_SECONDS:
-            ranks.ask(folder)
+            ranks.request_dumps(folder)
             requested_at = now
         time.sleep(ASK_SECONDS)
         log = (str(folder / "log"),) if not fault.hosts else ()
-        verdict = why.answer(why.Asked(run=folder, logs=log))
+        verdict = why.answer(why.WhySources(run=folder, logs=log))
         if verdict.state == "failed":
             time.sleep(ranks.SETTLED_SECONDS)
-            verdict = why.answer(why.Asked(run=folder, logs=log))
+            verdict = why.answer(why.WhySources(run=folder, logs=log))
         if verdict.state != "fine":
             break
     right = verdict.state in fault.states and verdict.ranks in (fault.ranks, *fault.also)

@@ -32,6 +32,7 @@ import termios
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -108,7 +109,7 @@ class RankMonitor(threading.Thread):
         self.listed = -ENDS_SECONDS
         self.effort = self._effort()
         self.pid = os.getpid()
-        self.random = random.Random()  # noqa: S311 - of its own: the job's own random numbers stay as they are
+        self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
 
     def run(self) -> None:
         """Look until the end; what cannot be read or written is left out, and the job goes on."""
@@ -339,24 +340,28 @@ def _identity() -> dict[str, Any]:
 
 def _ends() -> tuple[str, ...]:
     """Own ends of this process's connections: a peer that loses one names it in its error."""
-    found = []
-    for fd in _descriptors():
-        if _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, (info := (ctypes.c_ubyte * 3)()),
-                            ctypes.byref(ctypes.c_uint32(3))) or info[0] != _ESTABLISHED:  # fmt: skip
-            continue
-        if (own := _address(fd, _LIBC.getsockname)) is not None:
-            found.append(f"{own[0]}:{own[1]}")
-    return tuple(sorted(found))
+    own = (_address(fd, _LIBC.getsockname) for fd, _ in _connections())
+    return tuple(sorted(f"{end[0]}:{end[1]}" for end in own if end is not None))
 
 
-def _descriptors() -> list[int]:
+def _connections() -> Iterator[tuple[int, bool]]:
+    """This process's established TCP connections: descriptor, and whether bytes are sent again (tcp(7)).
+
+    By libc: for /proc/net/tcp the kernel walks the whole host's table (5 ms), and a socket object of Python's may
+    change how the job's own one blocks.
+    """
+    fds: list[int] = []
     with contextlib.suppress(OSError):
-        return sorted(int(one) for one in os.listdir("/proc/self/fd"))[:_MOST_SOCKETS]  # noqa: PTH208 - names alone
-    return []
+        fds = sorted(int(one) for one in os.listdir("/proc/self/fd"))[:_MOST_SOCKETS]  # noqa: PTH208 - names alone
+    info = (ctypes.c_ubyte * 3)()
+    for fd in fds:
+        size = ctypes.byref(ctypes.c_uint32(len(info)))
+        if not _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, size) and info[0] == _ESTABLISHED:
+            yield fd, info[2] > 0
 
 
 def _address(fd: int, function: Any) -> tuple[Any, int] | None:
-    """(IP address, port) that getsockname or getpeername tells of a socket."""
+    """(IP address, port) of a socket, by getsockname or getpeername."""
     name, length = (ctypes.c_ubyte * 128)(), ctypes.c_uint32(128)
     if function(fd, name, ctypes.byref(length)):
         return None
@@ -372,21 +377,13 @@ def _error() -> str | None:
 
 
 def _sending() -> list[tuple[str, bool, bool]]:
-    """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again (tcp(7)).
-
-    Asks this process's own sockets, by libc: for /proc/net/tcp the kernel walks the whole host's table (5 ms), and a
-    socket object of Python's may change how the job's own one blocks.
-    """
+    """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again."""
     found: dict[str, tuple[bool, bool]] = {}
-    info = (ctypes.c_ubyte * 3)()
-    for fd in _descriptors():
-        long = ctypes.c_uint32(len(info))
-        if _LIBC.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(long)):
-            continue  # no TCP
-        if info[0] != _ESTABLISHED or (peer := _address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
+    for fd, is_resent in _connections():
+        if (peer := _address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
             continue
         with contextlib.suppress(OSError):  # closed meanwhile
             queued = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
             waits, again = found.get(str(peer[0]), (False, False))
-            found[str(peer[0])] = (waits or queued > 0, again or info[2] > 0)
+            found[str(peer[0])] = (waits or queued > 0, again or is_resent)
     return [(address, *flags) for address, flags in found.items()]

@@ -1,4 +1,4 @@
-"""What the planner says: settings with reasons, a layout with a forecast, what was turned down, what is exported."""
+"""What the planner says: settings with reasons, a layout with a forecast, what was rejected, what is exported."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A layout or a family that was turned down, by the named rule."""
+    """A layout or a family that was rejected, by the named rule."""
 
     what: str  # "TP=16", "PP=1 TP=8"
     rule: str

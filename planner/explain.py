@@ -185,7 +185,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
 
     def gain_of(at: Layout = layout, **changed: Any) -> float:
         """The share of the step that is saved in another layout, or where the job's facts are these."""
-        other = replace(job, _layers={}, _heads={}, **changed) if changed else job
+        other = replace(job, **changed) if changed else job
         return 1.0 - step_parts(other, at).total / at.global_batch / per_sequence
 
     double = replace(layout, micro_batch=layout.micro_batch * 2)

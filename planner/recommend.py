@@ -358,7 +358,7 @@ def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
 def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     """The best layout with these values, as `recommend` would show it; degrees that are not named are 1.
 
-    Where the rules or the memory allow none, the layout as it stands at the plan's global batch, with the reason in
+    Where the rules or the memory allow none, the layout as given, at the plan's global batch, with the reason in
     `why`. Raises LayoutError for values that no layout can have.
     """
     degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "offload": "none", **named}
@@ -421,7 +421,7 @@ def recommend(
 ) -> Recommendation:  # fmt: skip
     """Answer for one job on one cluster as it is; `multi_node` None: one node may come to be several.
 
-    `findings` are what is known to be wrong with the nodes, by hostname; beside the answer stands that of sound ones.
+    `findings` are what is known to be wrong with the nodes, by hostname; the answer for sound nodes is given as well.
     """
     env = nccl_env.settings(
         snapshots, cluster, nccl_version=nccl_version, multi_node=len(cluster.nodes) > 1 or multi_node,
@@ -522,7 +522,7 @@ def _with_shorter_rows(planned: Planned, found: Found) -> tuple[Found, tuple[str
     words = f"{ROWS}are assumed to have {train.sequence_length} tokens, the most that max_length allows"
 
     def job_of(longest: int) -> Job:
-        return replace(planned.job, train=replace(train, length_histogram=((longest, 1),)), _layers={}, _heads={})
+        return replace(planned.job, train=replace(train, length_histogram=((longest, 1),)))
 
     if not search_planned(replace(planned, job=job_of(1))).best:
         return found, (f"{words}. Shorter rows do not help: the settings do not fit with rows of one token either",)
@@ -632,8 +632,7 @@ def _shorter(planned: Planned) -> int | None:
     length = longest_row(planned.job.train) // 2
     while length >= _SHORTEST:
         train = replace(planned.job.train, sequence_length=length)
-        job = replace(planned.job, train=train, _layers={}, _heads={})
-        if search_planned(replace(planned, job=job)).best:
+        if search_planned(replace(planned, job=replace(planned.job, train=train))).best:
             return length
         length //= 2
     return None

@@ -1,4 +1,4 @@
-"""Sweeps: the best layout for each machine, number of nodes and network, and which nothing beats in time and money.
+"""Sweeps: the best layout for each machine, number of nodes and network, and which nothing beats in time and cost.
 
 As a table of points and as an SVG plot.
 """
@@ -32,7 +32,7 @@ class FrontierPoint:
 
     machine: str
     nodes: int
-    network: str  # "as sold", "100G tcp"
+    network: str  # "catalogue", "100G tcp"
     ranks: int
     layout: str = ""  # "" where nothing fits
     tokens_per_second: float | None = None
@@ -81,7 +81,7 @@ def _point(
     tokens: float, prices: float | Mapping[str, float] | None,
 ) -> FrontierPoint:  # fmt: skip
     count, (speed, transport) = len(cluster.nodes), network
-    over = "-" if count == 1 else " ".join(filter(None, network)) if speed else "as sold"
+    over = "-" if count == 1 else " ".join(filter(None, network)) if speed else "catalogue"
     here = FrontierPoint(machine=name, nodes=count, network=over, ranks=cluster.world_size)
     if speed and count > 1:
         try:
@@ -111,10 +111,10 @@ def _point(
 
 
 def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
-    """Hours against money, or GPU-hours where there are no prices; what nothing beats is filled and joined."""
+    """Hours against cost, or GPU-hours where there are no prices; what nothing beats is filled and joined."""
     good = [p for p in points if p.seconds is not None]
     priced = all(p.cost for p in good)
-    unit = "money" if priced else "GPU-hours"
+    unit = "cost" if priced else "GPU-hours"
     places = [
         (p, p.seconds.mid / 3600.0, p.cost.mid if priced and p.cost else p.gpu_hours or 0.0) for p in good if p.seconds
     ]
@@ -122,7 +122,7 @@ def frontier_svg(points: Sequence[FrontierPoint], title: str) -> str:
     top = max((spent for *_, spent in places), default=0.0) or 1.0
     marks = []
     for p, hours, spent in sorted(places, key=lambda place: place[1:]):
-        name = f"{p.nodes} x {p.machine}{'' if p.network in ('-', 'as sold') else f', {p.network}'}"
+        name = f"{p.nodes} x {p.machine}{'' if p.network in ('-', 'catalogue') else f', {p.network}'}"
         words = f"{name}: {p.layout}, {hours:.3g} h, {spent:.4g} {unit}"
         at = {"x": 56 + hours / right * 528, "y": 304 - spent / top * 248}
         marks.append({**at, "best": p.best, "name": name, "words": words})

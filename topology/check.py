@@ -1,4 +1,4 @@
-"""Judge a node's topology: findings with what proves them and what mends them."""
+"""Judge a node's topology: findings with what proves them and what fixes them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from planner.sweep import FrontierPoint, frontier
 from probes.api import Snapshot
 
 MOST_POINTS = 64
-FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "price")
+FORM = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport", "steps",
+        "price")  # fmt: skip
 """The fields of a question that the what-if page asks for."""
 
 

@@ -40,7 +40,7 @@ _TROUBLE_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The same finding on several subjects, or several of one trouble of one device: one thing to read and to mend."""
+    """The same finding on several subjects, or several of one trouble of one device: one thing to read and to fix."""
 
     id: str  # of the first; `codes` has all
     status: Status
@@ -136,7 +136,7 @@ def _device(check: Finding) -> tuple[str, str, str]:
 
 
 def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tuple[object, ...]]:
-    """Devices of which more than one check tells the same trouble, each with what tells it and what mends it."""
+    """Devices of which more than one check tells the same trouble, each with what tells it and what fixes it."""
     told: dict[tuple[str, str, str], list[Finding]] = {}
     for check in checks:
         if check.status in ("fail", "warn") and check.subject and check.code in _TROUBLE_OF:
@@ -149,7 +149,7 @@ def _of_one_trouble(checks: Sequence[Finding]) -> dict[tuple[str, str, str], tup
 
 
 def _of_any(check: Finding) -> str:
-    """Its remedy, with N for the GPU's own number: what mends GPU0 and GPU1 in the same words is one thing to do."""
+    """Its remedy, with N for the GPU's own number: what fixes GPU0 and GPU1 in the same words is one thing to do."""
     number = check.subject.removeprefix("GPU")
     return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
 

@@ -82,7 +82,7 @@ def _checks(
         return lint(
             each.environment, nccl_version=version_in_use, machine=machine, source=each.source,
             unresolved=each.unresolved, unexported=each.unexported, own=each.used,
-            nodes=nodes, beside=each.beside,
+            nodes=nodes, also_set=each.also_set,
         )  # fmt: skip
 
     known = set(judged(named.base)) if named.base else set()

@@ -10,7 +10,7 @@ import click
 
 from agent.base import inputs
 from agent.base.options import with_options
-from agent.base.output import render, say
+from agent.base.output import console, render, say
 from contracts import bounded
 
 _LIMIT_BYTES = 16 << 20
@@ -46,7 +46,6 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         say("\n".join(filter(None, (linted.unread, linted.read))), err=True)
         say(render(list(linted.checks), form), nl=False)
         sys.exit(linted.exit_code)
-    from agent.base.output import console
     from agent.terminal.findings import findings
 
     if linted.unread:

@@ -113,7 +113,7 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
         write_result(plot, drawn, named=f"--plot {plot}")
 
     def show(out: Console) -> None:
-        priced = ["money"] if any(p.cost for p in points) else []
+        priced = ["cost"] if any(p.cost for p in points) else []
         rows = table("", "machine", "nodes", "network", "layout", "tokens/s", "MFU", "time", "GPU-hours", *priced)
         for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
             if p.seconds is None:
@@ -125,8 +125,8 @@ def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
                 *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
             )  # fmt: skip
         out.print(rows)
-        spent = "money" if all(p.cost for p in points if p.seconds) else "GPU-hours"
-        out.print(f"✓ nothing else takes less time and less {spent} for the same tokens")
+        spent = "cost" if all(p.cost for p in points if p.seconds) else "GPU-hours"
+        out.print(f"✓ no other row has a shorter time and lower {spent} for the same tokens")
 
     emit([asdict(point) for point in points], form, show)
 

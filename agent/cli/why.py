@@ -47,7 +47,7 @@ def why(
         logs = tuple(word for word in logs if Path(word) != run)
     with ExitStack() as stack:
         files = tuple(_file(word, stack) for word in logs)
-        sources = gathered.Asked(
+        sources = gathered.WhySources(
             logs=files, run=run, ras=ras, recorder=recorder, diagnostics=diagnostics,
             manifest=manifest, request=Request.of(**options), layout=layout, checks=checks,
             published=published, limit=limit,
@@ -130,7 +130,7 @@ def show(out: Console, found: Verdict) -> None:
             indented(out, escape(cause.price))
         if cause.action:
             indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
-    for line in found.innocent:
+    for line in found.not_at_fault:
         out.print(f"waited for: {escape(line)}")
     for line in found.disagree:
         out.print(f"sources differ: {escape(line)}")

@@ -241,7 +241,7 @@ def advise_cluster(fleet: Fleet, request: Request, *, now: float | None = None) 
 
 
 def _fails_jobs(record: NodeRecord) -> bool:
-    """Whether a node failed for something that the settings of a job do not mend: advice is about those settings."""
+    """Whether a node failed for something that the settings of a job do not fix: advice is about those settings."""
     if record.verdict != "fail":
         return False
     failed = {str(found.get("code")) for found in record.findings if found.get("severity") == "fail"}

@@ -168,7 +168,7 @@ def judge_sources(body: bytes) -> Verdict:
     """The verdict on a posted body; called in the worker process. Raises RequestError."""
     from agent.advice.request import Request as Question
     from agent.base.inputs import InputError, RequestError
-    from agent.why.diagnosis import Asked, answer
+    from agent.why.diagnosis import WhySources, answer
 
     try:
         sources = Sources.model_validate(plain.loads(body, unknown_numbers=True))
@@ -191,7 +191,7 @@ def judge_sources(body: bytes) -> Verdict:
         if sources.record:
             (folder / "run" / "run.json").write_text(json.dumps(sources.record), encoding="utf-8")
         try:
-            return answer(Asked(
+            return answer(WhySources(
                 logs=files["logs"], ras=files["ras"], diagnostics=files["diagnostics"],
                 request=replace(request, hosts=tuple(map(Path, recordings))),
                 run=folder / "run" if sources.states or sources.traces or sources.record else None,

@@ -137,7 +137,7 @@ def bar_of(bar: Bar, record: RunRecord | None, interface: str, *, rdma: bool = F
 
 
 def priced(found: NetworkBars) -> NetworkBars:
-    """With time and money of the whole run."""
+    """With time and cost of the whole run."""
     each = found.node_hour_price * found.nodes / 3600 if found.node_hour_price is not None else None
     bars = []
     for bar in found.bars:
@@ -395,7 +395,7 @@ def left(pod: Mapping[str, Any]) -> RunRecord | None:
 
 
 def picture(found: NetworkBars) -> str:
-    """The bars as a self-contained SVG: step time, the forecast's interval on it, time and money of the whole run."""
+    """The bars as a self-contained SVG: step time, the forecast's interval on it, time and cost of the whole run."""
     from jinja2 import Environment, FileSystemLoader
 
     full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in found.bars)])
@@ -410,7 +410,7 @@ def words_of(bar: Bar, best: float) -> tuple[str, str]:
     """What stands beside a bar: the step and the whole run, then the forecast."""
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
-    money = f", {bar.cost:,.2f} money" if bar.cost is not None else ""
+    money = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
     whole = f", {units.duration(bar.run_seconds)} in all{money}" if bar.run_seconds is not None else ""
     place = {True: "inside", False: "outside", None: ""}[bar.inside]
     return f"{units.seconds(step)} a step{factor}{whole}", f"forecast {units.interval(bar.forecast, 's')}: {place}"

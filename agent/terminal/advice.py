@@ -18,7 +18,7 @@ MORE = "reasons, other layouts, what a pod needs: --explain; use it: -o env, -o 
 
 
 def recommendation(out: Console, advice: Recommendation, *, brief: bool = False, explain: bool = False) -> None:
-    """The layout with its forecast, then the settings; reasons, runners-up and what was turned down unless `brief`."""
+    """The layout with its forecast, then the settings; reasons, runners-up and what was rejected unless `brief`."""
     if brief:
         in_brief(out, advice)
         return
@@ -40,7 +40,7 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
 
 
 def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
-    """The layout, its speed, hours, money and memory, and the first settings; `where` says where the reasons are."""
+    """The layout, its speed, hours, cost and memory, and the first settings; `where` says where the reasons are."""
     if advice.chosen is None and advice.model is not None:
         layout(out, advice)
         return
@@ -99,7 +99,7 @@ def device_of(advice: Recommendation) -> str:
 
 
 def layout(out: Console, advice: Recommendation) -> None:
-    """The chosen layout, the runners-up and what was turned down."""
+    """The chosen layout, the runners-up and what was rejected."""
     if advice.chosen is None:
         if advice.model is not None:
             unjudged = advice.backend == "rccl"
@@ -124,12 +124,12 @@ def layout(out: Console, advice: Recommendation) -> None:
     _remarks(out, advice)
 
 
-FIRST_ROWS = ("speed", "time", "money", "memory")
+FIRST_ROWS = ("speed", "time", "cost", "memory")
 _LENGTH = "--steps, --tokens, --epochs or --hours"  # options that give the length of the run
 
 
 def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str]]:
-    """What one asks first: speed, time, money, memory; then what the batch and the sharding of the layout mean."""
+    """What one asks first: speed, time, cost, memory; then what the batch and the sharding of the layout mean."""
     forecast, device = chosen.forecast, device_of(advice)
     mfu = f", MFU {forecast.mfu:.0%}" if forecast.mfu is not None else ""
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.tokens_per_second_per_rank:,.0f} per {device}{mfu}"
@@ -143,17 +143,17 @@ def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str
     if advice.total_cost is not None:
         cost = advice.total_cost
         range_ = f"({cost.low:,.2f} to {cost.high:,.2f})"
-        lines.append(("money", f"{cost.mid:,.2f} {range_} at {advice.node_hour_price:,.2f} a node-hour"))
+        lines.append(("cost", f"{cost.mid:,.2f} {range_} at {advice.node_hour_price:,.2f} a node-hour"))
     else:
         missing = ["--price"] if advice.node_hour_price is None else []
         missing += [_LENGTH] if advice.total_seconds is None else []
-        lines.append(("money", f"not estimated. Add {' and '.join(missing)}."))
+        lines.append(("cost", f"not estimated. Add {' and '.join(missing)}."))
     held = f" of {units.size(forecast.capacity_bytes)}" if forecast.capacity_bytes else ""
     lines.append(("memory", f"{units.interval(forecast.memory_bytes, 'B')}{held} per {device}"))
     lines.append(("batch", batch_words(chosen.layout)))
     if sharding := sharding_words(chosen.layout):
         lines.append(("weights", sharding))
-    lines.append(("spent on", forecast.dominant))
+    lines.append(("bottleneck", forecast.dominant))
     return lines
 
 
@@ -194,7 +194,7 @@ def as_it_is(advice: Recommendation) -> tuple[str, ...]:
     words = f"as it is {slower(times)} than sound nodes"
     if advice.total_seconds is not None and times >= _SAME:
         words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
-    words += f"; mended {sound.layout.family} takes {units.seconds(sound.forecast.step_seconds.mid)} a step"
+    words += f"; repaired {sound.layout.family} takes {units.seconds(sound.forecast.step_seconds.mid)} a step"
     if advice.sound_here is not None and advice.sound_here.layout != chosen.layout:
         words += f", here {slower(rate / advice.sound_here.forecast.tokens_per_second)}"
     return (words, *advice.slowed)
@@ -221,7 +221,7 @@ def layout_title(shape: Layout) -> str:
 
 
 def rejected(out: Console, advice: Recommendation) -> None:
-    """Families that were turned down, with the rule that did it."""
+    """Families that were rejected, with the rule that did it."""
     if advice.rejected:
         rows = tuple((item.what, item.reason) for item in advice.rejected[:12])
-        out.print(table_of(Grid(columns=("turned down", "because"), rows=rows)))
+        out.print(table_of(Grid(columns=("rejected", "because"), rows=rows)))

@@ -116,7 +116,7 @@ def verdict(out: Console, judged: Verdict, seconds: float) -> None:
 
 
 def finding_lines(out: Console, found: Sequence[Finding]) -> None:
-    """What a topology alone shows: failures, warnings and unknowns, with what proves them and what mends them."""
+    """What a topology alone shows: failures, warnings and unknowns, with what proves them and what fixes them."""
     for finding in found:
         if finding.status in ("fail", "warn", "unknown"):
             block(out, finding.status, finding.code, "", finding.message, finding.evidence[:3], finding.remedy)

@@ -1,4 +1,4 @@
-"""Gather what is told of a run, from its folder, its logs, NCCL and the nodes, and have it judged."""
+"""Diagnose a run: read its folder, its logs, NCCL's answers and scans of its nodes, and apply the rules to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agent.advice.network_cost import cost_of_sockets
@@ -19,7 +19,7 @@ from agent.why.ranks import newest, of_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
 from collectives.nccl_log.reader import LogFileError, Unpacked
-from collectives.nccl_log.transport import Evidence
+from collectives.nccl_log.transport import Evidence, LogProblem
 from collectives.traces import calls, ras, stacks, watchdog
 from contracts import bounded, run_record
 from contracts.finding import Finding
@@ -41,8 +41,8 @@ class WhyError(InputError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The sources, as they were named."""
+class WhySources:
+    """The sources of a diagnosis, as the command line names them."""
 
     logs: tuple[str, ...] = ()
     run: Path | None = None
@@ -50,15 +50,15 @@ class Asked:
     recorder: Path | None = None
     diagnostics: tuple[str, ...] = ()
     manifest: Path | None = None
-    request: Request | None = None  # where and which run, for the price
+    request: Request = field(default_factory=Request)  # where and which run, for the price
     checks: tuple[Finding, ...] = ()  # of nodes, as their agents publish them
     published: tuple[Snapshot, ...] = ()  # ... and what these read, as far as advice needs it
     layout: str = ""  # that ran: "dp_shard=4,micro_batch=32"
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
 
 
-def answer(sources: Asked) -> Verdict:
-    """The verdict on all that was named. Raises WhyError."""
+def answer(sources: WhySources) -> Verdict:
+    """The verdict on all sources. Raises WhyError."""
     record = _record(sources.run)
     seen, wrong = of_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
@@ -71,34 +71,30 @@ def answer(sources: Asked) -> Verdict:
     logs = (*sources.logs, *sources.diagnostics)
     log, found = watchdog.read(_lines(logs)), _evidence(logs)
     reports = [_ras(source) for source in sources.ras]
-    hosts = {int(row[2]): row[1] for text in _tails(sources.logs) for row in _FAILED.finditer(text)}
+    tails = list(_tails(sources.logs))
+    hosts = {int(row[2]): row[1] for text in tails for row in _FAILED.finditer(text)}
     # torchrun lists every rank of its node that it ended; its root cause alone is no list
     listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
-    counted = max(seen.world or 0, (found.ranks or 0) if found else 0, listed) or None
     found_stacks, unranked = _stacks(sources.logs, seen)
     seen = replace(
-        seen, first=_first_ended(sources.logs), cut_short=_cut_short(sources.logs), hosts=hosts, limit=sources.limit,
-        stacks=found_stacks, unranked=unranked, world=counted,
-        reported={"watchdog": log.traces} if log.traces else {},
-        errors=log.errors, in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), clash=log.clash,
-        hung=log.hung, idle=frozenset(log.idle), lost=log.lost, late=log.late,
-        joins=log.joins, models=log.models, rendezvous=log.rendezvous,
+        seen, log=log, first=_first_ended(tails), hosts=hosts, limit=sources.limit, stacks=found_stacks,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), unranked=unranked,
     )  # fmt: skip
-    seen = replace(seen, world=_world(seen))
+    seen = replace(seen, world=_world(seen, listed, found.ranks if found else None))
     if found is not None and found.outcome == "finished":  # what ranks wrote before that did not end the job
-        seen = replace(seen, errors={}, rendezvous=None)
+        seen = replace(seen, log=replace(log, errors={}, rendezvous=None))
     verdict = why.judge(seen)
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if checked := sum(_PASSED.search(line) is not None for line in _lines(sources.diagnostics)):
         verdict = replace(verdict, sources=(*verdict.sources, f"NCCL's diagnostics: {checked} checks passed"))
-    request = sources.request or Request()
-    machines_of = _snapshots(request, sources.published)
+    request = sources.request
+    snapshots = _snapshots(request, sources.published)
     if found is not None:
         verdict = with_log(verdict, found)
-        verdict = with_sockets(verdict, found, sources, machines_of)
+        verdict = with_sockets(verdict, found, sources, snapshots)
     if request.hosts or sources.checks:
-        checks = (*sources.checks, *(_checks(machines_of) if request.hosts else ()))
+        checks = (*sources.checks, *(_checks(snapshots) if request.hosts else ()))
         verdict = with_nodes(verdict, checks)
     if sources.manifest is not None:
         verdict = with_manifest(verdict, sources.manifest)
@@ -116,11 +112,11 @@ def answer(sources: Asked) -> Verdict:
     return whole
 
 
-def _world(seen: RunFacts) -> int | None:
+def _world(seen: RunFacts, *counts: int | None) -> int | None:
     """How many ranks there are, where a source says; never fewer than have been seen."""
     members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
-    worlds = [*([seen.world] if seen.world else []), *members]
-    rows = (seen.traces, seen.states, *seen.reported.values())
+    worlds = [*filter(None, (seen.world, *counts)), *members]
+    rows = (seen.traces, seen.states, seen.log.traces)
     return max([*worlds, *(max(one) + 1 for one in rows if one)]) if worlds else None
 
 
@@ -164,7 +160,7 @@ def _files(source: str) -> list[Path]:
     return [one for one in sorted(path.rglob("*")) if one.is_file()][:_MOST_FILES] if path.is_dir() else [path]
 
 
-def _with_saved_ras(sources: Asked) -> Asked:
+def _with_saved_ras(sources: WhySources) -> WhySources:
     """The sources with a log that is a saved answer of RAS, and nothing else, given as --ras would give it."""
 
     def is_ras(log: str) -> bool:
@@ -188,13 +184,8 @@ def _evidence(sources: Sequence[str]) -> Evidence | None:
         raise WhyError(str(error)) from None
 
 
-def _cut_short(logs: Sequence[str]) -> str:
-    """gloo's words where a message is longer than what was asked for (gloo/transport/tcp/pair.cc), else nothing."""
-    return next((line.strip()[:300] for line in _lines(logs) if "preamble.length" in line), "")
-
-
 def _tails(logs: Sequence[str]) -> Iterator[str]:
-    """The ends of logs, where torchrun's table stands."""
+    """The ends of logs, where torchrun writes its table."""
     for log in logs:
         with suppress(OSError), bounded.open_regular(log) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
@@ -225,11 +216,11 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
     return found, unranked
 
 
-def _first_ended(logs: Sequence[str]) -> int | None:
-    """The rank that torchrun saw end first, by the end of a log."""
-    for text in _tails(logs):
-        # who aborts may only have waited in vain: NCCL's watchdog ends its rank so, and the first is an accident;
-        # who gets SIGTERM was told to end, by a scheduler or a launcher
+def _first_ended(tails: Sequence[str]) -> int | None:
+    """The rank that torchrun saw end first, by the ends of logs."""
+    for text in tails:
+        # NCCL's watchdog aborts ranks that have waited in vain, so which of them ends first is chance; schedulers and
+        # launchers end ranks with SIGTERM
         first = run_record.first_failed_rank(text)
         if first and first.exit_code not in (-signal.SIGABRT, -signal.SIGTERM):
             return first.rank
@@ -247,59 +238,53 @@ def _ras(source: str) -> ras.RasReport:
         raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
 
 
-RAS_SILENT = ras.RasRank(rank=-1)
+_RAS_SILENT = ras.RasRank(rank=-1)
+_ASK_RAS_TWICE = "topoflight why --ras HOST:28028 --ras HOST:28028"
 
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
-    """RAS beside the verdict: alone it decides, else it agrees or is shown to differ."""
+    """Add RAS to the verdict: it decides where nothing else does, else it agrees or is shown to differ."""
     report, unheard = _heard(report, earlier)
     rows = [(comm, *ras.behind(comm)) for comm in report.comms]
     late = {
         rank: (comm, words) for comm, ranks, _ in rows for rank, words in ranks.items()
-        if len(ranks) <= comm.size / 2 or comm.ranks.get(rank, RAS_SILENT).missing
+        if len(ranks) <= comm.size / 2 or comm.ranks.get(rank, _RAS_SILENT).missing
     }  # fmt: skip
     counts = next((words for _, _, words in rows if words), "")
     dead = [one for one in report.dead if one.missing == "dead"]
-    sources = (*verdict.sources, f"RAS: {report.total} communicators of up to {report.most} ranks")
+    source = f"RAS: {report.total} communicators of up to {report.most} ranks"
+    verdict = replace(verdict, sources=(*verdict.sources, source))
     if unheard:
-        words = "whether it ends, begins or hangs"
-        hint = Unknown(what=f"of {why.ranks_of(unheard)}, which RAS has no data of, {words}",
-                       command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
-        state = "unknown" if verdict.state == "fine" else verdict.state
-        verdict = replace(verdict, state=state, unknown=(*verdict.unknown, hint))
-        if state == "unknown":
-            verdict = replace(verdict, line=f"unknown: RAS has no data of {why.ranks_of(unheard)}, by one answer")
+        names = why.ranks_of(unheard)
+        what = f"of {names}, which RAS has no data of, whether it ends, begins or hangs"
+        verdict = _left_open(verdict, f"RAS has no data of {names}, by one answer", what, _ASK_RAS_TWICE)
     elif silent := [one for one in report.dead if one.missing != "dead" and verdict.state == "fine"]:
         names = ", ".join(f"process {one.pid} on {one.host}, GPU {one.gpu}" for one in silent[:4])
-        hint = Unknown(what=f"what {names} does: RAS has no data of it", command="topoflight why --ras HOST:28028")
-        verdict = replace(verdict, state="unknown", line=f"unknown: RAS has no data of {names}",
-                          unknown=(*verdict.unknown, hint))  # fmt: skip
+        what = f"what {names} does: RAS has no data of it"
+        verdict = _left_open(verdict, f"RAS has no data of {names}", what, "topoflight why --ras HOST:28028")
     moved = earlier is not None and _counts(earlier) != _counts(report)
     gone = {r for comm in report.comms for r, one in comm.ranks.items() if one.missing}
     alone = not verdict.causes or (why.is_open(verdict) and bool(late or dead))
     if not alone and not late and not dead:
         names = f"the verdict names {why.ranks_of(verdict.ranks)}" if verdict.ranks else "yet ranks wait"
         text = f"RAS sees no rank behind, {names}: RAS {why.TRUST['RAS']}"
-        return replace(verdict, sources=sources, disagree=(*verdict.disagree, *((text,) if report.total else ())))
+        return replace(verdict, disagree=(*verdict.disagree, *((text,) if report.total else ())))
     if not alone:
-        same = set(verdict.ranks) == set(late)
         text = (f"RAS names {why.ranks_of(sorted(late))}, the verdict {why.ranks_of(verdict.ranks) or 'nobody'}: RAS "
                 f"{why.TRUST['RAS']}, so what lists each call is believed")  # fmt: skip
-        return replace(verdict, sources=sources, disagree=verdict.disagree if same else (*verdict.disagree, text))
+        same = set(verdict.ranks) == set(late)
+        return verdict if same else replace(verdict, disagree=(*verdict.disagree, text))
     if not gone and not dead and not verdict.causes:
         if moved or not counts:
-            return _alike(replace(verdict, sources=sources), report, earlier, counts, moved=moved)
+            return _alike(verdict, report, earlier, counts, moved=moved)
         if earlier is None:
-            hint = Unknown(what=f"one answer of RAS does not tell slow from stuck: {counts}",
-                           command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
-            state = "unknown" if verdict.state == "fine" else verdict.state
-            return replace(verdict, state=state, line=f"unknown: {counts}, by one answer of RAS", sources=sources,
-                           unknown=(*verdict.unknown, hint))  # fmt: skip
+            what = f"one answer of RAS does not tell slow from stuck: {counts}"
+            return _left_open(verdict, f"{counts}, by one answer of RAS", what, _ASK_RAS_TWICE)
         if not late:  # the most are behind: they are not accused
             hint = Unknown(what="who of the most is behind", command="topoflight why --flight-recorder DIR")
             cause = Cause(code="call.timeout", message=f"{counts}, and no count moved between two answers of RAS",
                           action="collect the logs and dumps of every rank")  # fmt: skip
-            return replace(verdict, state="stuck", line=f"stuck: {cause.message}", causes=(cause,), sources=sources,
+            return replace(verdict, state="stuck", line=f"stuck: {cause.message}", causes=(cause,),
                            unknown=(*verdict.unknown, hint))  # fmt: skip
     causes = []
     for rank, (comm, words) in sorted(late.items()):
@@ -325,7 +310,6 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
         causes=(*causes, *verdict.causes),
         ranks=ranks,
         gpus=gpus,
-        sources=sources,
         nodes=tuple(sorted({n for c in causes for n in c.nodes})),
     )
 
@@ -337,19 +321,21 @@ def _alike(
     if moved:
         said = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {said}" if verdict.state == "fine" else verdict.line)
-    told = any(one.counts for comm in report.comms for one in comm.ranks.values())
-    hint = Unknown(what="whether the counts move, which one answer of RAS, and its text without a fault, do not tell",
-                   command="topoflight why --ras HOST:28028 --ras HOST:28028")  # fmt: skip
-    if earlier is None or not told:
-        return replace(verdict, unknown=(*verdict.unknown, *((hint,) if report.total else ())))
-    line = "unknown: no count moved between two answers of RAS, and all ranks have launched as many: they are all in " \
-           "one call, or between two"  # fmt: skip
-    hint = Unknown(
-        what="whether they compute or stand still", command="topoflight why --run DIR, or py-spy dump --pid PID"
-    )
-    fine = verdict.state == "fine"
-    return replace(verdict, state="unknown" if fine else verdict.state, line=line if fine else verdict.line,
-                   unknown=(*verdict.unknown, hint))  # fmt: skip
+    if earlier is None or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
+        what = "whether the counts move, which one answer of RAS, and its text without a fault, do not tell"
+        return _left_open(verdict, "", what, _ASK_RAS_TWICE) if report.total else verdict
+    line = "no count moved between two answers of RAS, and all ranks have launched as many: they are all in one call, "
+    line = f"{line}or between two" if verdict.state == "fine" else ""
+    command = "topoflight why --run DIR, or py-spy dump --pid PID"
+    return _left_open(verdict, line, "whether they compute or hang", command)
+
+
+def _left_open(verdict: Verdict, line: str, what: str, command: str) -> Verdict:
+    """Add an open question. `line`, if not empty, says why the verdict is unknown where no fault was found."""
+    verdict = replace(verdict, unknown=(*verdict.unknown, Unknown(what=what, command=command)))
+    if not line or verdict.state not in ("fine", "unknown"):
+        return verdict
+    return replace(verdict, state="unknown", line=f"unknown: {line}")
 
 
 def _heard(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
@@ -393,10 +379,15 @@ _XID = re.compile(
 )
 
 
-def _xid(cause: Cause) -> Cause:
-    """An Xid by its number and the GPU's address; one of the GPU itself takes its node out of the pool."""
-    rows = [found for line in cause.evidence for found in _XID.finditer(line)]
-    if cause.code != "gpu_xid" or not rows:
+def _cause_of(problem: LogProblem) -> Cause:
+    """The cause that a problem of a log is; an Xid by its number and the GPU's address.
+
+    An Xid of the GPU itself takes its node out of the pool.
+    """
+    lines = tuple(line.text for line in problem.lines[:2])
+    cause = Cause(code=problem.code, message=problem.message, evidence=lines, action=problem.action)
+    rows = [found for line in lines for found in _XID.finditer(line)]
+    if problem.code != "gpu_xid" or not rows:
         return cause
     numbers = [int(found[2] or found[3]) for found in rows]
     of = next(kind for kind in health.XID_CAUSES if any(health.xid_cause(xid) == kind for xid in numbers))
@@ -419,30 +410,24 @@ def with_log(verdict: Verdict, found: Evidence) -> Verdict:
     diagnosed = any(p.code.startswith("diag_") for p in rows)
     rows = [p for p in rows if not diagnosed or p.code != "no_transport_evidence"]  # these need no channel
     rows.sort(key=lambda p: p.severity != "fail")
-    causes = tuple(
-        _xid(Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action))
-        for p in rows[:8] if p.severity == "fail" or not verdict.causes
-    )  # fmt: skip
+    fails = {p.code for p in rows if p.severity == "fail"}
+    causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
         said = tuple(cause for cause in causes if cause.code != "no_transport_evidence")
         return replace(verdict, causes=(*verdict.causes, *said))
-    sources = (*verdict.sources, f"NCCL log: {found.lines_read} lines")
-    ended = [p for p in found.problems if p.code in _ENDS]
+    verdict = replace(verdict, sources=(*verdict.sources, f"NCCL log: {found.lines_read} lines"))
     if verdict.state == "fine" and found.outcome == "failed":
-        causes = causes or tuple(
-            Cause(code=p.code, message=p.message, evidence=tuple(line.text for line in p.lines[:2]), action=p.action)
-            for p in ended[:1]
-        )  # fmt: skip
+        causes = causes or tuple(_cause_of(p) for p in found.problems if p.code in _ENDS)[:1]
         first = causes[0].message if causes else "the log says so"
-        return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, sources=sources)
-    slow = [c for c in causes if next(p for p in rows if p.code == c.code).severity == "fail"]
+        return replace(verdict, state="failed", line=f"failed: {first}", causes=causes)
+    slow = next((cause for cause in causes if cause.code in fails), None)
     if verdict.state == "fine" and slow:
-        return replace(verdict, state="slow", line=f"slow: {slow[0].message}", causes=causes, sources=sources)
+        return replace(verdict, state="slow", line=f"slow: {slow.message}", causes=causes)
     if verdict.state == "fine" and found.outcome == "finished":
         verdict = replace(verdict, line="fine: the log says that the job came to its end")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine but for the log: {causes[0].message}")
-    return replace(verdict, causes=(*verdict.causes, *causes), sources=sources)
+    return replace(verdict, causes=(*verdict.causes, *causes))
 
 
 _NETWORK = ("link", "network")  # causes of which a NIC may be the reason
@@ -484,20 +469,20 @@ def with_nodes(verdict: Verdict, checks: Sequence[Finding]) -> Verdict:
         said = tuple(f"{check.node}: {check.code} {check.subject}: {check.message}"[:300] for check in found[:4])
         action = found[0].remedy if found and found[0].remedy else cause.action
         causes.append(replace(cause, evidence=(*cause.evidence, *said), action=action))
-    told = {check.node for check in checks}
+    scanned = {check.node for check in checks}
     missing = tuple(
         Unknown(what=f"what is wrong on {node}", command=f"topoflight capture on {node}, then --host FILE")
-        for node in verdict.nodes if node not in told
+        for node in verdict.nodes if node not in scanned
     )  # fmt: skip
     return replace(verdict, causes=tuple(causes), nics=tuple(nics), gpus=tuple(gpus), sources=sources,
                    unknown=(*verdict.unknown, *missing[:4]))  # fmt: skip
 
 
-def with_sockets(verdict: Verdict, found: Evidence, sources: Asked, snapshots: Sequence[Snapshot]) -> Verdict:
-    """The price of TCP, where the log shows it in place of RDMA, as `topoflight recommend` forecasts it."""
+def with_sockets(verdict: Verdict, found: Evidence, sources: WhySources, snapshots: Sequence[Snapshot]) -> Verdict:
+    """The price of TCP, where the log shows it instead of RDMA, as `topoflight recommend` forecasts it."""
     if not (found.inter_node_transport or "").startswith("Socket") or verdict.state not in ("slow", "fine"):
         return verdict
-    cost = cost_of_sockets(found, sources.request or Request(), sources.layout, snapshots, sources.manifest)
+    cost = cost_of_sockets(found, sources.request, sources.layout, snapshots, sources.manifest)
     causes = verdict.causes
     if cost.price and causes:
         causes = (replace(causes[0], price=cost.price), *causes[1:])
@@ -565,15 +550,15 @@ def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts
             cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
         causes.append(cause)
     first = next((cause for cause in causes if cause.cost), None)
-    told = verdict.forecast
-    if first is not None and first.cost is not None and not told:
+    forecast = verdict.forecast
+    if first is not None and first.cost is not None and not forecast:
         better = step * (1 - first.cost)
-        told = f"without it: {units.seconds(better)} a step in place of {units.seconds(step)}"
-    return replace(verdict, causes=tuple(causes), forecast=told)
+        forecast = f"without it: {units.seconds(better)} a step in place of {units.seconds(step)}"
+    return replace(verdict, causes=tuple(causes), forecast=forecast)
 
 
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
-    """The run's own record: how it ended, and its steps beside their forecast."""
+    """The run's own record: how it ended, and its steps compared with their forecast."""
     sources = (*verdict.sources, f"record: {record.status}, {len(record.step_seconds)} steps")
     verdict = replace(verdict, sources=sources)
     if record.status not in _ENDED_WELL and verdict.state == "fine":

@@ -1,7 +1,7 @@
-"""What a run's folder tells of its ranks: their own files, their calls and their processes; and the verdict beside it.
+"""Read a run's folder: the ranks' own files, their calls and their processes; and write the verdict into it.
 
-Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. Nothing is asked of a rank but by
-`ask`.
+Surface: DIR/ranks (finetune.rank_monitor), /proc of this host, DIR/run.json. Only `request_dumps` makes a rank do
+anything.
 """
 
 from __future__ import annotations
@@ -51,17 +51,16 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
     for rank, state in states.items():
         if not state.pid or not state.boot or state.boot != boot or state.started is None:
             continue
-        here = state.pid_namespace == numbers  # a pod numbers its processes by itself, even with the host's name
         try:
             words = (proc / str(state.pid) / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            words = ["X"] if here else []
-        except OSError:
             words = []
-        if words and words != ["X"] and (len(words) < 20 or int(words[19]) != state.started):
-            words = ["X"] if here else []
-        if words:
+        except OSError:
+            continue
+        if len(words) > 19 and int(words[19]) == state.started:
             found[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(words[0], "runs")
+        elif state.pid_namespace == numbers:  # a pod numbers its processes by itself, even with the host's name
+            found[rank] = "gone"
     return found
 
 
@@ -114,14 +113,14 @@ def newest(traces: Mapping[int, calls.RankTrace]) -> float:
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 
 
-def look(folder: Path, limit: float = BUSY_SECONDS) -> tuple[Verdict, RunFacts]:
+def judge_folder(folder: Path, limit: float = BUSY_SECONDS) -> tuple[Verdict, RunFacts]:
     """The verdict on a run's folder, and what it rests on."""
     facts = replace(of_run(folder)[0], limit=limit)
     return why.judge(facts), facts
 
 
-def ask(folder: Path) -> bool:
-    """Have every rank of a run dump its calls at its next look; whether that could be asked."""
+def request_dumps(folder: Path) -> bool:
+    """Have every rank of a run dump its calls at its next look. False: the request could not be written."""
     try:
         (folder / rank_state.RANKS_FOLDER / rank_state.ASK).touch()
     except OSError:
@@ -130,29 +129,29 @@ def ask(folder: Path) -> bool:
 
 
 def watch(
-    folder: Path, tell: Callable[[Verdict], None], warn: Callable[[str], None], *, seconds: float = 5.0,
+    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, seconds: float = 5.0,
     limit: float = BUSY_SECONDS, until: float | None = None,
 ) -> Verdict:  # fmt: skip
-    """Look at a run until it ends, or until `until`; each change of verdict is told and kept beside the record.
+    """Diagnose a run again and again until it ends, or until `until`. Report and save each change of the verdict.
 
-    While a verdict is not "no fault found", ranks are asked for their calls every SUSPICION_SECONDS, for
+    While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
     MOST_SUSPICION_SECONDS; otherwise ever more rarely.
     """
     last: object = None
-    asked_at = suspected_at = -MOST_SUSPICION_SECONDS
+    requested_at = suspected_at = -MOST_SUSPICION_SECONDS
     pause, warned = 0.0, False
     while True:
-        verdict, facts = look(folder, limit)
-        if verdict.state == "failed":  # the others are still to tell how they ended
+        verdict, facts = judge_folder(folder, limit)
+        if verdict.state == "failed":  # the other ranks still write how they ended
             time.sleep(SETTLED_SECONDS)
-            verdict, facts = look(folder, limit)
+            verdict, facts = judge_folder(folder, limit)
         over = bool(facts.states) and all(state.ended for state in facts.states.values())
         if over and verdict.state == "fine":
             verdict = replace(verdict, line=f"the run has ended: {len(facts.states)} ranks have ended by themselves")
         if (change := (verdict.state, verdict.ranks, [cause.code for cause in verdict.causes], over)) != last:
             last = change
-            tell(verdict)
-            if not keep(folder, verdict):
+            report(verdict)
+            if not save_verdict(folder, verdict):
                 warn(f"cannot write {run_record.WHY} into {folder}")
             suspected_at = time.monotonic()
         if over or verdict.state == "failed" or (until is not None and time.time() >= until):
@@ -160,17 +159,17 @@ def watch(
         is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
         if is_suspicious and time.monotonic() - suspected_at < MOST_SUSPICION_SECONDS:
             pause = min(pause, SUSPICION_SECONDS)
-        if time.monotonic() - asked_at >= pause:
-            if not ask(folder) and not warned:
+        if time.monotonic() - requested_at >= pause:
+            if not request_dumps(folder) and not warned:
                 warn(f"cannot write into {folder}: the ranks dump their calls only when they stall")
                 warned = True
-            asked_at = time.monotonic()
+            requested_at = time.monotonic()
             pause = min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
         time.sleep(seconds)
 
 
-def keep(folder: Path, verdict: Verdict) -> bool:
-    """Write the verdict beside the run's record, and a fault as a note into the record; whether it could be written."""
+def save_verdict(folder: Path, verdict: Verdict) -> bool:
+    """Write the verdict into the run's folder, and a fault as a note into its record. False: not written."""
     from agent.base.documents import render
 
     draft, written = folder / ".why.json.draft", False

@@ -391,12 +391,12 @@ class Ledger:
                 self.proxied_sends += by * channel.proxied
                 self.direct_sends += by * (not channel.proxied)
 
-    def mend(self, channel: Channel, host: bytes) -> None:
+    def repair_line(self, channel: Channel, host: bytes) -> None:
         """The tag that this channel seemed to lack was found on the next line."""
         self._retract(channel, host)
         self._count(channel, host, True, 1)
 
-    def mend_local(self, channel: Channel, tags: str) -> None:
+    def repair_local(self, channel: Channel, tags: str) -> None:
         """The tags of this channel within a node were found on the next line."""
         self.transports[channel.transport] -= 1
         self.transports[channel.transport + tags] += 1

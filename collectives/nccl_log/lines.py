@@ -266,14 +266,14 @@ class LineReader:
         """The tag of the last line's channel may have been torn to the start of this one."""
         channel, self._bare = self._bare, None
         if channel is not None and _CONTINUED.match(_LAUNCHER.sub(b"", line)):
-            self.ledger.mend(channel, self._bare_host)
+            self.ledger.repair_line(channel, self._bare_host)
             self._tags_read += 1
 
     def _continue_read(self, line: bytes) -> None:
         if self._last is not None and self._last.transport.startswith("P2P/") and b"/read" in line:
             match = _READ.match(_LAUNCHER.sub(b"", line))
             if match and not self._last.transport.endswith("/read"):
-                self.ledger.mend_local(self._last, match[1].decode())
+                self.ledger.repair_local(self._last, match[1].decode())
 
     def _continue_message(self, line: bytes) -> None:
         """A terminal wrapped the message of the last line: "nNode", "s 2 localRanks 8"."""

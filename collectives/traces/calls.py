@@ -46,7 +46,6 @@ class Call:
     done: bool = False
     started: bool = False  # the GPU has come to it, where the recorder keeps that
     created: float | None = None  # Unix seconds
-    ended: float | None = None
     frames: tuple[str, ...] = ()  # who called, innermost first: "train.py:31 step"
 
     @property
@@ -61,15 +60,12 @@ class RankTrace:
     """One rank's dump."""
 
     rank: int
-    source: str  # the file
     calls: tuple[Call, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # members, where the dump names them
     names: Mapping[str, str] = field(default_factory=dict)  # what the program calls a group: "default_pg"
-    version: str = ""
     enqueued: Mapping[str, int] = field(default_factory=dict)  # by group, the newest number that was called
     taken: float | None = None  # Unix seconds, where that is known: what was called later it does not hold
     written: float | None = None  # of the file, which a copy may have made later
-    own: Mapping[str, int] = field(default_factory=dict)  # by group, its own number there, where that is told
     partial: bool = False  # a log's few lines: what they do not name may have been called
     sizes: Mapping[str, int] = field(default_factory=dict)  # by group, how many members, where that alone is told
 
@@ -90,15 +86,14 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     version = str(found["version"]) if isinstance(found["version"], str | float) else ""
     if not version.startswith("2."):
         raise TraceError(f"{where}: a dump of version {version[:20] or '?'}: 2 is read")
-    entries = [_call(one) for one in found.get("entries", [])[-MOST_CALLS:] if isinstance(one, dict)]
+    entries = [one for one in found.get("entries", [])[-MOST_CALLS:] if isinstance(one, dict)]
     config = found.get("pg_config")
     members = {
         str(name): ranks for name, row in (config.items() if isinstance(config, dict) else ())
         if isinstance(row, dict) and (ranks := _ranks(row.get("ranks")))
     }  # fmt: skip
-    names = {one["process_group"][0]: one["process_group"][1] for one in found.get("entries", [])[-MOST_CALLS:]
-             if isinstance(one, dict) and _pair(one.get("process_group"))}  # fmt: skip
-    calls = _settled(sorted((call for call in entries if call is not None), key=lambda call: call.record))
+    names = dict(one["process_group"] for one in entries if _pair(one.get("process_group")))
+    calls = _settled(sorted(filter(None, map(_call, entries)), key=lambda call: call.record))
     newest: dict[str, int] = {}
     for call in calls:
         if not call.p2p:
@@ -107,9 +102,7 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     for name, row in status.items() if isinstance(status, dict) else ():
         if isinstance(row, dict) and _whole(row.get("last_enqueued_collective")):
             newest[str(name)] = max(row["last_enqueued_collective"], newest.get(str(name), 0))
-    return RankTrace(
-        rank=rank, source=source, calls=calls, groups=members, names=names, version=version, enqueued=newest
-    )
+    return RankTrace(rank=rank, calls=calls, groups=members, names=names, enqueued=newest)
 
 
 def _settled(calls: Sequence[Call]) -> tuple[Call, ...]:
@@ -149,7 +142,6 @@ def _call(entry: Mapping[str, Any]) -> Call | None:
         return None
     backend, _, op = name[:200].rpartition(":")
     peer = _PEER.match(op)
-    ended = _seconds(entry.get("time_discovered_completed_ns"))
     over = entry.get("state") == "completed" or (entry.get("retired") is True and backend != "nccl")
     return Call(
         group=group[0][:200] if group else "", number=number or 0, op=peer[1] if peer else op,
@@ -158,8 +150,7 @@ def _call(entry: Mapping[str, Any]) -> Call | None:
         sizes=tuple(tuple(n for n in row[:8] if _whole(n)) for row in _list(entry.get("input_sizes"))[:8]
                     if isinstance(row, list | tuple)),
         dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
-        done=over, started=entry.get("state") == "started",
-        created=_seconds(entry.get("time_created_ns")), ended=ended,
+        done=over, started=entry.get("state") == "started", created=_seconds(entry.get("time_created_ns")),
         frames=tuple(_frame(one) for one in _list(entry.get("frames"))[:_FRAMES] if isinstance(one, dict)),
     )  # fmt: skip
 

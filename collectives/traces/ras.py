@@ -57,7 +57,6 @@ class RasReport:
     comms: tuple[RasComm, ...] = ()
     dead: tuple[RasRank, ...] = ()  # processes, whose rank the text does not give: rank -1
     timeouts: int = 0
-    version: str | None = None
     most: int = 0  # ranks of the largest
     total: int = 0  # communicators that RAS knows; the text lists those without a fault in a table only
 
@@ -102,8 +101,7 @@ def _json(text: str) -> RasReport:
     ras = found.get("ras")
     late = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
     most = max((one.size for one in comms), default=0)
-    return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most,
-                     version=str(found.get("nccl_version"))[:40])  # fmt: skip
+    return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most)
 
 
 # `ncclras -m -f json` since 2.29: an object for each event, one after the other
@@ -164,14 +162,13 @@ _ONE = re.compile(
     r"(?: (?:reported|has status) [\w ]{1,60})? -- "
     r"(?:GPUs? ([\d,]{1,80})[^ ]*(?: \([^)]{0,80}\))? managed by process (\d{1,9}) on node (\S{1,80}))?"
 )  # fmt: skip
-_PROCESS = re.compile(r"^\s+Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,80})")
-# `ncclras -m` since 2.29
-_PEER_DEAD = re.compile(r"PEER_DEAD: Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,80})")
+# within a list, or in an event of `ncclras -m` since 2.29
+_PROCESS = re.compile(r"(?:^\s+|(PEER_DEAD: ))Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,80})")
 _MISSING = re.compile(r"^\s+The missing ranks?: ([\d, ]{1,4000})")
 
 
 class _Text:
-    """Where the reader stands within the text."""
+    """What has been read of the text so far."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
@@ -192,13 +189,10 @@ class _Text:
             self.comms.setdefault(head[2], RasComm(id=head[2], size=self.sizes.get(int(head[1]), 0)))
         elif line.rstrip() in ("INCOMPLETE", "DEAD", "TIMEOUT"):
             self.comm, self.section = "", line.strip()
-        elif (process := _PROCESS.match(line)) and not self.comm:
-            words = "dead" if self.section == "DEAD" else "no answer"
-            gpu = int(process[3].split(",")[0] or 0)
-            self.dead.append(RasRank(rank=-1, host=process[2], pid=int(process[1]), gpu=gpu, missing=words))
-        elif gone := _PEER_DEAD.search(line):
-            gpu = int(gone[3].split(",")[0] or 0)
-            self.dead.append(RasRank(rank=-1, host=gone[2], pid=int(gone[1]), gpu=gpu, missing="dead"))
+        elif (process := _PROCESS.search(line)) and (process[1] or not self.comm):
+            words = "dead" if process[1] or self.section == "DEAD" else "no answer"
+            gpu = int(process[4].split(",")[0] or 0)
+            self.dead.append(RasRank(rank=-1, host=process[3], pid=int(process[2]), gpu=gpu, missing=words))
         elif self.comm:
             self.within(line)
 
@@ -243,11 +237,9 @@ def _text(text: str) -> RasReport:
         for name, comm in reader.comms.items()
     )
     comms = _placed(comms, reader.dead)
-    version = re.search(r"NCCL version (\S{1,40})", text)
     timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
     return RasReport(comms=comms, dead=tuple(reader.dead), timeouts=int(timeouts[1]) if timeouts else 0,
-                     total=max(reader.total, len(comms)), most=max(reader.sizes.values(), default=0),
-                     version=version[1] if version else None)  # fmt: skip
+                     total=max(reader.total, len(comms)), most=max(reader.sizes.values(), default=0))  # fmt: skip
 
 
 def _placed(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:

@@ -59,10 +59,11 @@ _SHAPE = re.compile(
 )
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
+_CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longer than the call expects
 _NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by",
             "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier", "[TC]", "Call to ",
             "clients joined", "cannot be retrieved", "gaierror", "ddress already in use", "EADDRINUSE",
-            "client socket has timed out", "inconsistent", "params[", "Init COMPLETE")  # fmt: skip
+            "client socket has timed out", "inconsistent", "params[", "Init COMPLETE", _CUT_SHORT)  # fmt: skip
 MOST = 1 << 16  # ranks, or calls, that are kept
 
 
@@ -102,6 +103,7 @@ class LogFacts:
     joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
     models: dict[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
     rendezvous: Rendezvous | None = None
+    cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ class _Reader:
             join.ranks.add(int(found[2]))
         elif found := _JOINED.search(line):
             self.report.joins.pop(found[1], None)
+        if _CUT_SHORT in line:
+            self.report.cut_short = self.report.cut_short or line[:300]
         if group or "Init COMPLETE" in line:  # the ranks have met: what was written before were attempts
             self.report.rendezvous = None
         self.meeting(line)
@@ -245,11 +249,10 @@ class _Reader:
         for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MOST]:
             rows = tuple(_apart(call, twice) for call in calls.get(rank, {}).values())
             self.report.traces[rank] = RankTrace(
-                rank=rank, source="watchdog", calls=rows, partial=True,
+                rank=rank, calls=rows, partial=True,
                 enqueued={name: n for (r, name), n in self.enqueued.items() if r == rank and name not in twice},
                 names={name: "default_pg" for r, name in self.own if r == rank and name in self.default},
                 sizes={call.group: sizes[call.group] for call in rows if call.group in sizes},
-                own={name: n for (r, name), n in self.own.items() if r == rank},
             )  # fmt: skip
         return self.report
 

@@ -302,19 +302,23 @@ _BY_SETTING = {  # what the advised environment repairs
 def counted(findings: Findings, settings: Mapping[str, str]) -> Findings:
     """The findings that slow a job which runs with these settings: failures, and warnings of clocks.
 
-    Ports that NCCL_IB_HCA leaves out are missed by nobody.
+    Findings about ports that NCCL_IB_HCA excludes do not count.
     """
-    repaired = {code for name in settings for code in _BY_SETTING.get(name, ())}
-    ports = {word.partition(":")[0] for word in settings.get("NCCL_IB_HCA", "").lstrip("^=").split(",") if word}
+    solved = {code for name in settings for code in _BY_SETTING.get(name, ())}
+    hcas = settings.get("NCCL_IB_HCA", "")
 
-    def left_out(one: Finding) -> bool:
-        device = one.subject.partition(":")[0]
-        return bool(ports) and one.code.startswith("rdma.port.") and bool(device) and device not in ports
+    def is_excluded(one: Finding) -> bool:
+        if not (hcas and one.subject and one.code.startswith("rdma.port.")):
+            return False
+        from planner.lint.values import NameList
+
+        device, _, port = one.subject.partition(":")
+        return not NameList.parse(hcas).takes(device, int(port) if port.isdecimal() else None)
 
     return {
         host: tuple(
             one for one in found
-            if one.code in RULES and one.code not in repaired and not left_out(one)
+            if one.code in RULES and one.code not in solved and not is_excluded(one)
             and (one.status == Status.FAIL or (one.status == Status.WARN and RULES[one.code].slow is _clock))
         )
         for host, found in findings.items()

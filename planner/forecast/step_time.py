@@ -66,8 +66,9 @@ class Job(Question):
     rates: Rates
     constants: Constants = DEFAULT
     host_adam_bytes_per_second: float = ADAM_RANK_BYTES_PER_SECOND
-    _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict)
-    _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict)
+    # A job made by dataclasses.replace starts with empty caches: fields without init are not copied.
+    _layers: dict[tuple[float, ...], LayerCost] = field(default_factory=dict, init=False)
+    _heads: dict[tuple[float, int, bool], tuple[float, float]] = field(default_factory=dict, init=False)
 
     def sequence(self, micro_batch: int) -> float:
         """Tokens per sequence that are computed: packed to the full length, or padded to a micro-batch's longest."""

@@ -1,6 +1,6 @@
 """Variables in YAML, JSON and TOML: Kubernetes objects, Helm templates and values, Compose, plain maps of variables.
 
-A variable is recognised by its place (`env`, `environment`, `env_vars`, ...) or, wherever it stands, by its name.
+A variable is recognised by its place (`env`, `environment`, `env_vars`, ...) or, in any other place, by its name.
 Specification: Kubernetes EnvVar and EnvFromSource; the Compose specification (environment in both forms,
 interpolation); JSON and TOML hold the same shapes.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import NAME, NAMED, OPEN, Assigned, Inner, Script
+from planner.lint.script import NAME, NAMED, OPEN, Assigned, Inner, Script, is_judged
 from planner.lint.shell import expand, read_shell, read_words
 from planner.lint.tables import finding, words
 
@@ -48,8 +48,6 @@ _COMPOSE_TRUTH = re.compile(r"true|false|True|False|TRUE|FALSE")
 _NUMBER = re.compile(
     r"[-+]?(?:0[xX][0-9a-fA-F_]+|0b[01_]+|0o[0-7_]+|[0-9][0-9_]*|(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
 )
-# The values of others are not shown: they may be secrets
-_TOLD = re.compile(r"(?:TORCH_)?NCCL_|(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_")
 # Set by the kubelet besides a container's own: of services, enableServiceLinks
 _SERVICE = re.compile(r"\w+_(?:SERVICE_(?:HOST|PORT)|PORT)\w*\Z")
 _REFERENCE = re.compile(r"(?<!\$)\$\(([A-Za-z_][\w.-]*)\)")
@@ -261,7 +259,7 @@ class _Walk:
             name, value = entry["name"], entry.get("value")
             self._text_wanted(source, name, value)
             text = "valueFrom" if "valueFrom" in entry else scalar(value)
-            if not _TOLD.match(name):
+            if not is_judged(name):
                 before[name] = text
                 continue
             named = {each["name"] for each in entries}
@@ -283,7 +281,7 @@ class _Walk:
     def _untyped(self, source: str, name: str, value: Any, refusal: str) -> None:
         text = scalar(value)
         what = "a truth value" if _TRUTH.fullmatch(text) else "a number"
-        text = text if _TOLD.match(name) else "..."
+        text = text if is_judged(name) else "..."  # the value of another variable may be a secret
         note = finding("env.value.kind/untyped", name, text, text=text, kind=what, refusal=refusal)
         self._at(source).findings.append(note)
 

@@ -75,7 +75,7 @@ def check_leftover(
     if entry.doc_class != "debugging" or not _acts(name, value, entry):
         return
     if vendor is not None:
-        yield from _beside_a_vendors_plugin(name, value, vendor)
+        yield from _compare_with_vendor(name, value, vendor)
         return
     if name == "NCCL_PXN_DISABLE" and machine is not None and machine.lacks_nvlink:
         yield finding("env.debug.leftover/pxn", name, value)
@@ -85,7 +85,7 @@ def check_leftover(
     yield finding("env.debug.leftover", name, value, status=status, effect=effect)
 
 
-def _beside_a_vendors_plugin(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
+def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
     """A debugging setting where the plugin's vendor publishes an environment, which may hold it."""
     published, _ = vendor.values().get(name, ("", None))
     if published.lower() == value.lower():
@@ -164,13 +164,13 @@ def lint(
     unexported: Mapping[str, str] | None = None,
     own: frozenset[str] = frozenset(),
     nodes: int | None = None,
-    beside: frozenset[str] = frozenset(),
+    also_set: frozenset[str] = frozenset(),
 ) -> tuple[Finding, ...]:
     """Findings about one environment, worst first.
 
     `nccl_version` None judges by every release known; `machine` is the one that the environment is for. Of names in
     `unresolved`, set from elsewhere, only the name is judged; those in `unexported` are variables of a shell that no
-    program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says. `beside`: names
+    program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says. `also_set`: names
     that may be set as well, under a condition.
     """
     version: Version | None = None
@@ -196,7 +196,7 @@ def lint(
     found += _unexported(unexported or {})
     found += check_torch(environment)
     found += check_allocator(environment)
-    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}), *beside)))
+    found += check_pairs(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
         found += check_job(environment, nodes if nodes is not None else nodes_of(environment))
     else:

@@ -33,6 +33,8 @@ MOST_LEVELS = 60  # of blocks, substitutions and defaults inside each other
 _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop counted; a few seconds
 
 _ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
+USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
+"""A variable that a text expands."""
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
 _ABSENT = Assigned(name="", value=OPEN, raw="", line=0, exported=False, unset=True)
@@ -255,7 +257,7 @@ class Expander:
 
     def _mark(self, node: Node) -> None:
         """Count every variable named in a text as used, whether its value is known or not."""
-        self.script.used.update(re.findall(r"\$\{?[!#]?([A-Za-z_]\w*)", self.text(node)))
+        self.script.used.update(USED.findall(self.text(node)))
 
     def _braced(self, node: Node) -> str:
         """`${NAME}` and its forms with a default or an index; what cuts or replaces a value is not known."""
@@ -329,7 +331,7 @@ class Expander:
         return [Word(value, self.raw(node), line, assumed)]
 
     def raw(self, node: Node) -> str:
-        """What stands there without the quotes around it."""
+        """The text of a word, without the quotes around it."""
         text = self.text(node)
         if node.type == "concatenation":
             return re.sub(r"[\"']", "", text)

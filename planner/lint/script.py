@@ -10,15 +10,15 @@ from contracts.finding import Finding
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*")
-"""A name that lint judges, wherever it stands."""
+"""A name that lint judges, in any place."""
 SETS = re.compile(r"(?<![\w$.{])(?:TORCH_)?NCCL_[A-Z0-9_]{2,}[\"']?\]?\s*(?:=(?!=)|:\s|,\s*[\"'\w])")
 """A place that looks like a setting, in whatever language."""
 OPEN = "\ue000"
-"""Stands in a value for each part that is not known: the output of a program, an argument, a template's value."""
+"""Replaces each unknown part of a value: the output of a program, an argument, a template's value."""
 
 NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
 JOB_SIZE = (*NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""Variables that say how large a job is; kept beside those that are judged."""
+"""Variables that say how large a job is; read in addition to those that are judged."""
 # What lint judges, misspelt names included; everything else of an environment (tokens, keys) is not even kept.
 _JUDGED = re.compile(
     r"[ \t]*(?:export\s+)?(?:TORCH_)?NCCL_|(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_", re.IGNORECASE
@@ -88,7 +88,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedEnvironment:
-    """One environment and where it stands."""
+    """One environment and where it was found."""
 
     source: str  # "env file", "nccl.conf", "TrainJob/sft trainer", "shell script, if [ ... ]", "log"
     environment: dict[str, str]
@@ -99,5 +99,5 @@ class NamedEnvironment:
     lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
     base: NamedEnvironment | None = None  # what holds where this environment's condition does not
     names: tuple[str, ...] = ()  # those that this one sets itself
-    beside: frozenset[str] = frozenset()  # all that are set where this one stands, under other conditions too
+    also_set: frozenset[str] = frozenset()  # every name that the same text sets, under other conditions too
     findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values

@@ -1,13 +1,14 @@
 """What each launch of a shell script gets: the exported variables at that place, and the options of launchers.
 
-A script is followed in the order in which bash would run it, and never run. Where only a run tells which way it goes,
-both are followed, and a variable has from then on several values, each with its condition. A program, an argument or
-the environment outside may put anything in place of OPEN. Specification: POSIX shell (XCU 2.9 commands, 2.14 special
+A script is followed in the order in which bash would run it, and never run. Where a branch is decided only at run time,
+both ways are followed, and a variable has from then on several values, each with its condition. OPEN replaces text that
+comes from a program, an argument or the environment outside. Specification: POSIX shell (XCU 2.9 commands, 2.14 special
 built-ins), bash(1); fish set; mpirun(1) -x, Hydra -genv, srun(1) and sbatch(1) --export, docker-run(1) -e, apptainer.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from tree_sitter import Node
 from planner.lint.expansion import (
     MOST_LEVELS,
     MOST_VALUE,
+    USED,
     WORK_OF_WORD,
     Expander,
     Shell,
@@ -45,13 +47,13 @@ _SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
 _COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
 _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
-_USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
 # What arithmetic changes
 _CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
 _BRACES = re.compile(r"([\w./:-]*)\{(?:(0|[1-9]\d?)\.\.(0|[1-9]\d?)|([\w./:-]+(?:,[\w./:-]+)+))\}([\w./:-]*)")
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\\.|\$\{[^}]*\}|\$\(.*\)""", re.DOTALL)
 _NAMES = words()["shell"]
 _WRAPPERS = words()["wrappers"]
+_COMPARISONS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")  # of numbers, as module operator names them
 _SIMPLE = ("command", "redirected_statement", "variable_assignment", "variable_assignments", "declaration_command",
            "unset_command", "test_command")  # fmt: skip
 _BLOCKS = ("program", "compound_statement", "do_group", "else_clause", "case_item")
@@ -184,9 +186,9 @@ class _Reader(Expander):
         if not any(each.sure for each in self._launches) and "exit" not in self._ended:
             self._launches.append(Launch("the end", sure=False, settings=self._exported()))
         self._follow_functions()
-        kept = _told_apart(self._launches)
-        found = {(each.name, each.line) for each in kept}
-        self.script.assigned += kept
+        launched = _merge_launches(self._launches)
+        found = {(each.name, each.line) for each in launched}
+        self.script.assigned += launched
         why = "no program that is started gets it"
         gone = [each for place, each in self._set.items() if place not in found and is_judged(each.name)]
         self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in gone]
@@ -195,7 +197,7 @@ class _Reader(Expander):
         return self.script
 
     def _follow_functions(self) -> None:
-        """Follow functions that whoever loads the script may call; name the settings of those that nobody calls."""
+        """Follow functions that a script which sources this one may call; name the settings of uncalled ones."""
         closed = any(each.sure for each in self._launches) and not self._runs_unknown
         end = self.shell.copy()
         for name in [name for name in self._functions if name not in self._called]:
@@ -229,8 +231,8 @@ class _Reader(Expander):
             return
         launch = Launch(label, sure, self._exported())
         self.spend(WORK_OF_WORD * len(launch.settings))
-        if (launch.key(), sure) not in self._seen:
-            self._seen.add((launch.key(), sure))
+        if (key := (launch.key(), sure)) not in self._seen:
+            self._seen.add(key)
             self._launches.append(launch)
 
     # -- what is said of the text
@@ -269,14 +271,19 @@ class _Reader(Expander):
             else:
                 self._visit(node)
 
+    @contextmanager
+    def _inside(self, shell: Shell) -> Iterator[None]:
+        """Follow commands in another shell. Only its output is left when it ends."""
+        outer, ended, loops, returns = self.shell, self._ended, self._loops, self._returns
+        self.shell, self._loops, self._returns = shell, [], []
+        yield
+        outer.output = self.shell.output
+        self.shell, self._ended, self._loops, self._returns = outer, ended, loops, returns
+
     def _apart(self, nodes: Sequence[Node]) -> None:
-        """Follow statements in a shell of their own, whose changes end with it."""
-        kept = self.shell, self._ended, self._loops, self._returns
-        self.shell, self._loops, self._returns = self.shell.copy(), [], []
-        self._all(nodes)
-        output = self.shell.output
-        self.shell, self._ended, self._loops, self._returns = kept
-        self.shell.output = output
+        """Follow statements in a subshell, whose changes end with it."""
+        with self._inside(self.shell.copy()):
+            self._all(nodes)
 
     def capture(self, nodes: Sequence[Node]) -> str:
         """What the commands of a substitution write."""
@@ -289,13 +296,13 @@ class _Reader(Expander):
         """Nothing more runs here; the shell goes on elsewhere, or not at all."""
         if goes_on is not None:
             goes_on.append(self.shell)
-        self._ended = f"it stands after {word}"
+        self._ended = f"it comes after {word}"
 
     def _resume(self, *shells: Shell | None) -> None:
         """Go on with what holds where each of the shells may be the one; nothing runs where there is none."""
         joined = join(*shells)
         if joined is None:
-            self._ended = self._ended or "it stands after exit"
+            self._ended = self._ended or "it comes after exit"
         else:
             self.shell, self._ended = joined, ""
 
@@ -353,7 +360,7 @@ class _Reader(Expander):
     def _views(self, node: Node) -> Iterator[None]:
         """Enter each condition under which the variables of a statement have one value, one after another."""
         variables = self.shell.variables
-        names = {name for name in _USED.findall(self.text(node)) if len(variables.get(name, ())) > 1}
+        names = {name for name in USED.findall(self.text(node)) if len(variables.get(name, ())) > 1}
         scopes = list(dict.fromkeys(each.scope for name in names for each in variables[name]))
         if len(scopes) < 2 or len(scopes) > _MOST_VIEWS:
             yield
@@ -363,8 +370,8 @@ class _Reader(Expander):
             self.shell, self._ended = start.copy(), ""
             for name in names:
                 found = [each for each in variables[name] if each.scope == scope]
-                self.shell.variables[name] = tuple(found or [e for e in variables[name] if not e.scope])[-1:]
-                self.shell.variables[name] = self.shell.variables[name] or variables[name][-1:]
+                found = found or [each for each in variables[name] if not each.scope]
+                self.shell.variables[name] = tuple(found)[-1:] or variables[name][-1:]
             self._scope = scope if scope.startswith(outer) else _both(outer, scope)
             self._view = scope and self._scope
             yield
@@ -558,7 +565,7 @@ class _Reader(Expander):
         self._status, self._ended = None, ""
         self._resume(*ends, *breaks, rest if no is not None else None)
         if not any(ends) and not breaks and no is None:
-            self._ended = "it stands after a loop without end"
+            self._ended = "it comes after a loop without end"
 
     def _list(self, node: Node) -> None:
         yes, no = self._holds(node)
@@ -668,8 +675,8 @@ class _Reader(Expander):
         if sign in ("==", "!="):
             same = self._fits(one, right) if glob and right.type not in ("string", "raw_string") else one == other
             return None if same is None else same == (sign == "==")
-        numbers = sign.lstrip("-") in _COMPARED and re.fullmatch(r"-?\d+ -?\d+", f"{one} {other}")
-        return _COMPARED[sign.lstrip("-")](int(one), int(other)) if numbers else None
+        numbers = sign in _COMPARISONS and re.fullmatch(r"-?\d+ -?\d+", f"{one} {other}")
+        return bool(getattr(operator, sign[1:])(int(one), int(other))) if numbers else None
 
     def _known(self, node: Node) -> str | None:
         """The value of a word that is the same in every run. The grammar takes `1 -lt 2 && a` for one side of a `=`."""
@@ -773,6 +780,7 @@ class _Reader(Expander):
             return
         ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
         exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
+        exported = True if exports else False if ends else None
         own = keyword not in ("export", "readonly") and "g" not in options and bool(self._active)
         before = self.shell.copy() if own or len(words) > 1 else None  # bash expands all words, then assigns
         for each in words if "-f" not in options else ():
@@ -781,7 +789,7 @@ class _Reader(Expander):
                 kept.pop(name, None)
             if isinstance(each, Node):
                 self._hide(name, own)
-                self._assign(each, exported=True if exports else False if ends else None, before=before)
+                self._assign(each, exported=exported, before=before)
                 continue
             equals, value = each.text.partition("=")[1:]
             if OPEN in name and each.text[:1] != "-":
@@ -790,8 +798,8 @@ class _Reader(Expander):
                 self._hide(name, own)
                 self.assumed = each.assumed
                 if equals:
-                    self.assign(name, value, value, line, exported=True if exports else False if ends else None)
-                elif exports or ends:
+                    self.assign(name, value, value, line, exported=exported)
+                elif exported is not None:
                     self._export(name, line, ends=ends)
 
     def _hide(self, name: str, own: bool) -> None:
@@ -799,10 +807,8 @@ class _Reader(Expander):
         if own and name not in self._locals[-1]:
             before = self._locals[-1][name] = self.shell.variables.get(name)
             self.shell.arrays.pop(name, None)
-            gone = replace(before[-1], unset=True, value="") if before else None
-            self.shell.variables[name] = (gone,) if gone else ()
-            if not gone:
-                del self.shell.variables[name]
+            if before:
+                self.shell.variables[name] = (replace(before[-1], unset=True, value=""),)
 
     def _unset(self, words: Iterable[Word], line: int, *, functions: bool) -> None:
         for word in words:
@@ -912,11 +918,13 @@ class _Reader(Expander):
             self._launch(f"the launch of line {line}" if line else "a launch", sure=not idle and _is_launcher(words))
 
     def _remove(self, words: Sequence[Word]) -> None:
-        """Take away the variables that a command does not hand on."""
+        """Remove variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
         command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
-        removes = removed_by(command)
-        for name in [name for name in self.shell.variables if removes(name)]:
-            del self.shell.variables[name]
+        names = set(re.findall(forms()["removed"]["names"], command))
+        everything = re.match(forms()["removed"]["all"], command) is not None
+        for name in list(self.shell.variables):
+            if name in names or (everything and name not in command):
+                del self.shell.variables[name]
 
     def _after_wrappers(self, words: Sequence[Word], line: int) -> tuple[int, bool]:
         """Find the program behind sudo, timeout and the like: its place, and whether the script ends with it (exec)."""
@@ -1084,17 +1092,15 @@ class _Reader(Expander):
 
         `rest` are its arguments, None where they are not known.
         """
-        kept, ended, started, unread = self.shell, self._ended, self._started, len(self.script.unread)
-        given = {name: found for name, found in kept.variables.items() if any(each.exported for each in found)}
-        self.shell = Shell(given, {} if rest is None else {"@": tuple(rest)}, output=kept.output)
-        loops, returns, self._loops, self._returns = self._loops, self._returns, [], []
-        self.follow_text(text, line)
-        if not surely:
-            del self.script.unread[unread:]
-            if self._started == started:
-                self._launch(f"the command of line {line}", sure=False)
-        self._loops, self._returns, kept.output = loops, returns, self.shell.output
-        self.shell, self._ended = kept, ended
+        started, unread, variables = self._started, len(self.script.unread), self.shell.variables
+        given = {name: found for name, found in variables.items() if any(each.exported for each in found)}
+        arguments = {} if rest is None else {"@": tuple(rest)}
+        with self._inside(Shell(given, arguments, output=self.shell.output)):
+            self.follow_text(text, line)
+            if not surely:
+                del self.script.unread[unread:]
+                if self._started == started:
+                    self._launch(f"the command of line {line}", sure=False)
 
     # -- built-ins
 
@@ -1197,11 +1203,11 @@ class _Reader(Expander):
         self._status = call.program != "false"
 
 
-def _told_apart(launches: Sequence[Launch]) -> list[Assigned]:
+def _merge_launches(launches: Sequence[Launch]) -> list[Assigned]:
     """The settings of all launches; those of which the launches get different ones, each with its launch.
 
-    A name that no launcher gets is kept where a program gets it that may be one. A launch that gets nothing else than
-    another one, and less, is not told.
+    A name that no launcher gets is kept where a program gets it that may be one. A launch whose settings
+    are a part of another's is left out.
     """
     sure = [each for each in launches if each.sure]
     named = {name for each in sure for name in each.settings}
@@ -1282,13 +1288,6 @@ def _is_launcher(words: Sequence[Word]) -> bool:
     )
 
 
-def removed_by(command: str) -> Callable[[str], bool]:
-    """Which names a command does not hand on: env(1) -i and -u, sudo(8) without -E, srun(1) --export, a container."""
-    names = {*re.findall(forms()["removed"]["names"], command)}
-    everything = re.match(forms()["removed"]["all"], command) is not None
-    return lambda name: name in names or (everything and name not in command)
-
-
 def _redirects(node: Node) -> Iterator[Node]:
     """Redirections of a statement, and what the grammar puts inside a here-document's line after its start."""
     for child in node.children:
@@ -1306,11 +1305,6 @@ def directives(text: str) -> Iterator[tuple[int, str]]:
         if match and "=" in match[1]:
             yield number, match[1].split(" #")[0]
 
-
-_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-}  # fmt: skip
 
 _FOLLOW: Mapping[str, Callable[[_Reader, Node], None]] = {
     **dict.fromkeys(_BLOCKS, _Reader._block),

@@ -129,7 +129,7 @@ def _unread_settings(text: str, found: set[str]) -> Iterator[Unread]:
         for match in SETS.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.match(r"\w+", match[0])
             if name and name[0] not in found:
-                yield Unread(line=number, why=f"{name[0]} stands where no variable is read")
+                yield Unread(line=number, why=f"{name[0]} is in a place where no variable is read")
 
 
 _USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
@@ -321,7 +321,7 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
     found = [(name, _Scope(scopes, name)) for name in [*scopes][:_LIMIT_SCOPES]]
     always, *others = [(name, scope) for name, scope in found if not name or scope.names]
     plain = bool(always[1].lines or loose)
-    beside = frozenset(each.name for each in judged if each.exported)
+    also_set = frozenset(each.name for each in judged if each.exported)
     base: NamedEnvironment | None = None
     for name, scope in [*([always] if plain else ()), *others]:
         label = name if plain or len(others) > 1 else re.sub(_OF_A_COMMAND, "", name)
@@ -330,7 +330,7 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
         each = NamedEnvironment(
             source=", ".join(filter(None, (source, label))), form=title, environment=scope.environment,
             unresolved=scope.unresolved, unexported={} if base else loose, lines=scope.lines,
-            names=tuple(scope.names), used=own, beside=beside, base=base if plain else None,
+            names=tuple(scope.names), used=own, also_set=also_set, base=base if plain else None,
             findings=() if base else tuple(script.findings),
         )  # fmt: skip
         base = base or each

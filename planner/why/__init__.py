@@ -31,7 +31,7 @@ __all__ = ["ACTIONS", "TRUST", "Cause", "RunFacts", "Unknown", "Verdict", "is_op
 
 def judge(facts: RunFacts) -> Verdict:
     """The verdict on the ranks: the flight recorder first, as it is exact; then the others; then the ranks' states."""
-    by_source = {"flight recorder": facts.traces, **facts.reported}
+    by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
     found = {name: one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))}
     known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
     best = next(iter((known or found).values()), None)
@@ -82,6 +82,6 @@ def _nothing(facts: RunFacts) -> Verdict:
 def _sources(facts: RunFacts) -> tuple[str, ...]:
     counts: dict[str, Sized] = {
         "flight recorder": facts.traces, "rank states": facts.states, "processes": facts.processes,
-        "stacks": (*facts.stacks, *facts.unranked), **facts.reported,
+        "stacks": (*facts.stacks, *facts.unranked), "watchdog": facts.log.traces,
     }  # fmt: skip
     return tuple(f"{name}: {len(rows)} ranks" for name, rows in counts.items() if rows)

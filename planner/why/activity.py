@@ -18,7 +18,7 @@ from planner.why.facts import (
     EXPLAINS,
     IDLE_SECONDS,
     IDLE_SHARE,
-    INNOCENT,
+    LONG_PHASES,
     STALE_SECONDS,
     STALL_SECONDS,
     TIMED_OUT,
@@ -98,7 +98,7 @@ def grace(state: RankState, facts: RunFacts) -> float:
     stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that neither
     computes nor reads nor writes may take IDLE_SECONDS once the training has begun.
     """
-    if state.phase in INNOCENT or state.calls < len(state.groups) + 8:
+    if state.phase in LONG_PHASES or state.calls < len(state.groups) + 8:
         return facts.limit
     if state.own and set(state.own) <= set(state.usual):
         return min(STALL_SECONDS, facts.limit)
@@ -118,7 +118,7 @@ def since_wait_began(rank: int, facts: RunFacts, begun: float) -> Activity:
         return now
     old = next((mark.samples for mark in reversed(state.marks) if mark.at <= begun), {})
     looks = {one: n - old.get(one, 0) for one, n in state.samples.items() if one != "collective"}
-    total, long = sum(looks.values()), {one: n for one, n in looks.items() if one in INNOCENT}
+    total, long = sum(looks.values()), {one: n for one, n in looks.items() if one in LONG_PHASES}
     if total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
         return now
     busy = max(long, key=lambda one: long[one])
@@ -148,7 +148,7 @@ def cause_of(rank: int, what: Activity, facts: RunFacts, *evidence: str, share: 
     state, stack = facts.states.get(rank), facts.stacks.get(rank)
     shown = stack or (state.where if state else ())
     rows = [one for one in evidence if one]
-    if what.kind == "gone" and (error := (state.error if state else None) or facts.errors.get(rank)):
+    if what.kind == "gone" and (error := (state.error if state else None) or facts.log.errors.get(rank)):
         rows += [error] if len(error.splitlines()) > 1 else []  # the whole message
     if state and state.own:
         rows.append(f"its own code: {' < '.join(state.own[:4])}")
@@ -177,7 +177,7 @@ def timeout_too_short(
     action += ACTIONS_OF_LONG.get(busy[min(busy)].kind, "")
     evidence = (*([wait] if wait else []), *words[1:4], *(error[:200] for error in errors if TIMED_OUT.search(error)))
     cause = Cause(code="timeout.short", message=f"{shorter}: {words[0]}", evidence=evidence[:6], action=action)
-    return replace(verdict_of("failed", (cause,), facts, (), waiting), innocent=tuple(words))
+    return replace(verdict_of("failed", (cause,), facts, (), waiting), not_at_fault=tuple(words))
 
 
 def are_alike(errors: Sequence[str]) -> bool:

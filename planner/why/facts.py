@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from collectives.traces.calls import Call, RankTrace
-from collectives.traces.watchdog import Join, Rendezvous
+from collectives.traces.calls import RankTrace
+from collectives.traces.watchdog import LogFacts
 from contracts.rank_state import RankState
 from contracts.tables import read_table
 
@@ -29,7 +29,7 @@ TIMED_OUT = re.compile(
     r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout|NCCL operation timed out", re.IGNORECASE
 )
 _WORDS = read_table(__file__, "why.toml")
-INNOCENT = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
+LONG_PHASES = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
 DOING, ACTIONS, TRUST, CODES = (_WORDS[part] for part in ("doing", "action", "trust", "code"))
 ACTIONS_OF_LONG = _WORDS["action_of_long"]
 
@@ -69,7 +69,7 @@ class Verdict:
     nics: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
     waiting: tuple[int, ...] = ()
-    innocent: tuple[str, ...] = ()  # what looks like a fault and is none, as sentences
+    not_at_fault: tuple[str, ...] = ()  # what looks like a fault and is none, as sentences
     disagree: tuple[str, ...] = ()  # sources that differ, and which one was believed
     unknown: tuple[Unknown, ...] = ()
     sources: tuple[str, ...] = ()
@@ -90,20 +90,10 @@ class RunFacts:
     silence: float | None = None  # seconds since any rank wrote; None where a rank is known to run
     stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # innermost first, of py-spy or faulthandler
     unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes whose rank is not told
-    reported: Mapping[str, Mapping[int, RankTrace]] = field(default_factory=dict)  # calls by "watchdog"
-    errors: Mapping[int, str] = field(default_factory=dict)  # by rank, from a log: the exception that ended it
-    in_order: bool = True  # `errors` are of one log, which tells which of them came first
-    clash: Mapping[int, Call] = field(default_factory=dict)  # by rank: calls that torch itself found not to match
-    hung: Mapping[int, str] = field(default_factory=dict)  # ranks whose own watchdog thread hung, and its words
-    idle: frozenset[int] = frozenset()  # of these, the ranks that were in no collective
-    late: Mapping[int, str] = field(default_factory=dict)  # ranks that missed a monitored barrier, and its words
-    lost: Mapping[int, str] = field(default_factory=dict)  # by rank: the host of a peer that closed its connection
-    models: Mapping[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
-    joins: Mapping[str, Join] = field(default_factory=dict)  # by key: process groups that not all ranks have joined
-    rendezvous: Rendezvous | None = None  # how the ranks' first meeting failed
+    log: LogFacts = field(default_factory=LogFacts)  # what PyTorch and gloo wrote into the logs
+    in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank, from torchrun's table of failures
-    cut_short: str = ""  # the line by which gloo ended a rank that was sent more than its call takes
     world: int | None = None
     now: float = 0.0
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
@@ -111,10 +101,9 @@ class RunFacts:
     @cached_property
     def gave_up(self) -> dict[int, float]:
         """When those ranks last wrote that ended because they had waited for as long as their group allows."""
-        reported = self.reported.get("watchdog", {})
         return {
             rank: state.written for rank, state in self.states.items()
-            if rank in reported or (state.ended and state.error and TIMED_OUT.search(state.error))
+            if rank in self.log.traces or (state.ended and state.error and TIMED_OUT.search(state.error))
         }  # fmt: skip
 
     def host(self, rank: int) -> str | None:

@@ -23,7 +23,7 @@ from planner.why.facts import (
     ACTIONS,
     DOING,
     EXPLAINS,
-    INNOCENT,
+    LONG_PHASES,
     LONGER,
     Cause,
     RunFacts,
@@ -99,11 +99,11 @@ def _late(facts: RunFacts) -> Verdict | None:
     rows = [one for one in rows if one.rank not in refuted] + by_looks
     late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
     proven = {one.rank: one for one in reversed(late) if one.is_proven}
-    causes, innocent = [], []
+    causes, not_at_fault = [], []
     for one in sorted(proven.values(), key=lambda one: -one.excess):
         what = _habit(one.rank, facts)
-        if what.kind in INNOCENT:
-            innocent.append(f"rank {one.rank} {what.words}; {one.wait}")
+        if what.kind in LONG_PHASES:
+            not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
         else:
             cost = min(1.0, one.work - one.usual)
             causes.append(replace(cause_of(one.rank, what, facts, one.wait, share=one.share), cost=cost,
@@ -113,8 +113,8 @@ def _late(facts: RunFacts) -> Verdict | None:
         ranks = tuple(c.ranks[0] for c in causes[: 1 if alone else None])
         others = tuple(sorted({one.rank for one in rows} - set(ranks)))
         return verdict_of("slow", tuple(causes), facts, ranks, others)
-    if innocent:
-        return Verdict(state="fine", line=f"no fault: {innocent[0]}", innocent=tuple(innocent))
+    if not_at_fault:
+        return Verdict(state="fine", line=f"no fault: {not_at_fault[0]}", not_at_fault=tuple(not_at_fault))
     open_rows = [one for one in late if one.seconds_left < MOST_SECONDS_LEFT]
     if not open_rows:
         return None
@@ -186,7 +186,7 @@ def _by_looks(facts: RunFacts, since: float) -> list[Lateness]:
     works: dict[int, tuple[float, int]] = {}
     for rank, state in facts.states.items():
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
-        looks = {kind: n - start.moving.get(kind, 0) for kind, n in state.moving.items() if kind not in INNOCENT}
+        looks = {kind: n - start.moving.get(kind, 0) for kind, n in state.moving.items() if kind not in LONG_PHASES}
         taken = sum(looks.values())
         if taken < MIN_LOOKS:
             return []
@@ -338,7 +338,7 @@ def _growth(facts: RunFacts) -> Growth | None:
     changes: list[Change] = []
     for rank, state in facts.states.items():
         pieces = _pieces(state)
-        at_work = [(sum(s for k, s in one.spent.items() if k not in INNOCENT), one.calls) for one in pieces]
+        at_work = [(sum(s for k, s in one.spent.items() if k not in LONG_PHASES), one.calls) for one in pieces]
         if (changed := find_change(at_work)) is None:
             return None
         changes.append(changed)
@@ -346,7 +346,7 @@ def _growth(facts: RunFacts) -> Growth | None:
         each = {kind: [one.spent.get(kind, 0.0) / one.calls for one in pieces] for kind in DOING}
         found.more[rank] = {
             kind: max(0.0, median(rows[changed.at :]) - median(rows[: changed.at]))
-            for kind, rows in each.items() if kind not in INNOCENT
+            for kind, rows in each.items() if kind not in LONG_PHASES
         }  # fmt: skip
     if not changes:
         return None

@@ -23,7 +23,7 @@ from planner.why.activity import (
 from planner.why.calls import mismatch, signature
 from planner.why.facts import (
     ACTIONS,
-    INNOCENT,
+    LONG_PHASES,
     MOST_RANKS,
     SILENT_RUN_SECONDS,
     STALL_SECONDS,
@@ -44,7 +44,7 @@ _COLLECT = "collect the logs of every rank"
 
 def by_clash(facts: RunFacts) -> Verdict | None:
     """Calls that torch compared itself before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    rows = facts.clash
+    rows = facts.log.clash
     if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
         ((rank, call),) = rows.items()
         cause = Cause(code="call.other", message=f"the ranks' calls do not match: rank {rank} calls {call.words}",
@@ -68,7 +68,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
 
     DDP compares shapes with those of rank 0 alone, so the ranks that say nothing have the model of rank 0.
     """
-    rows = facts.models
+    rows = facts.log.models
     if len(set(rows.values())) < 2:
         return None
     size = max(facts.world or 0, len(rows), 3 if facts.world is None else 0)
@@ -86,7 +86,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:
     """Ranks that did not meet. The rank that wrote the line is the one that waited, and is never named."""
-    met = facts.rendezvous
+    met = facts.log.rendezvous
     if met is None:
         return None
     nodes: tuple[str, ...] = ()
@@ -115,13 +115,13 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
 
 def by_joins(facts: RunFacts) -> Verdict | None:
     """A process group that is being made, and the ranks that have not come to make it."""
-    more = next((join for join in facts.joins.values() if join.joined > join.world > 0), None)
+    more = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
     if more is not None:
         message = f"{more.joined} ranks have joined a process group of {more.world}: some are of another run"
         cause = Cause(code="bootstrap_mismatch", message=message,
                       action="end processes that an earlier run left; the same world size on every node")  # fmt: skip
         return verdict_of("failed" if more.over else "stuck", (cause,), facts)
-    short = [join for join in facts.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
+    short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
     if not short:
         return None
     join = short[0]
@@ -139,15 +139,15 @@ def by_joins(facts: RunFacts) -> Verdict | None:
 
 def by_errors(facts: RunFacts) -> Verdict | None:
     """What ranks wrote into the log: a barrier that names who has not come, else exceptions of their own."""
-    if facts.late:
-        ranks = tuple(sorted(facts.late))
-        message = f"{ranks_of(ranks)} {facts.late[ranks[0]]}"
+    if facts.log.late:
+        ranks = tuple(sorted(facts.log.late))
+        message = f"{ranks_of(ranks)} {facts.log.late[ranks[0]]}"
         cause = cause_of(ranks[0], Activity("unknown", ""), facts, "monitored barrier")
         return verdict_of("failed", (replace(cause, message=message, ranks=ranks),), facts, ranks)
-    own = {rank: error for rank, error in facts.errors.items() if not LOST_PEER.search(error)}
-    if not own or facts.states or (facts.first is not None and facts.first not in facts.errors):
+    own = {rank: error for rank, error in facts.log.errors.items() if not LOST_PEER.search(error)}
+    if not own or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
-    reported = {rank for rows in facts.reported.values() for rank, row in rows.items() if row.calls}
+    reported = {rank for rank, trace in facts.log.traces.items() if trace.calls}
     waiting = tuple(sorted(reported - set(own)))
     wait = (f"watchdog: {ranks_of(waiting)} waited in vain",) if waiting else ()
     if len(own) > 1 and facts.first not in own and (not facts.in_order or are_alike(list(own.values()))):
@@ -172,10 +172,10 @@ def _several(
 
 def by_hang(facts: RunFacts) -> Verdict | None:
     """A rank whose own watchdog hung; named where it waited for nobody: no collective was outstanding."""
-    if not facts.hung:
+    if not facts.log.hung:
         return None
-    rows = sorted(facts.hung.items())
-    idle = tuple(rank for rank, _ in rows if rank in facts.idle)
+    rows = sorted(facts.log.hung.items())
+    idle = tuple(rank for rank, _ in rows if rank in facts.log.idle)
     who = ranks_of([rank for rank, _ in rows])
     no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
     cause = Cause(code="watchdog_hung", message=f"PyTorch's watchdog of {who} {rows[0][1]}{no_call}: a CUDA call hangs "
@@ -186,18 +186,18 @@ def by_hang(facts: RunFacts) -> Verdict | None:
 
 def by_peer(facts: RunFacts) -> Verdict | None:
     """A peer that closed its connection, where nothing tells more: it ended first, or had lost another."""
-    if not facts.lost:
+    if not facts.log.lost:
         return None
-    hosts = ", ".join(sorted(set(facts.lost.values()))[:4])
-    message = f"{ranks_of(sorted(facts.lost))} lost a peer: {hosts} closed the connection"
+    hosts = ", ".join(sorted(set(facts.log.lost.values()))[:4])
+    message = f"{ranks_of(sorted(facts.log.lost))} lost a peer: {hosts} closed the connection"
     cause = Cause(code="rank.lost", message=message, action=f"read the logs of the ranks on {hosts}")
     what, how = "why that peer closed it", "topoflight why with the logs of every node"
-    return open_verdict("failed", cause, facts, tuple(sorted(facts.lost)), what, how)
+    return open_verdict("failed", cause, facts, tuple(sorted(facts.log.lost)), what, how)
 
 
 def by_timeouts(facts: RunFacts) -> Verdict | None:
     """Ranks that ended as they had waited for too long, where nothing tells more: gloo names neither call nor peer."""
-    rows = {rank: error for rank, error in sorted(facts.errors.items()) if TIMED_OUT.search(error)}
+    rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
     message = f"{ranks_of(list(rows))} waited in vain; which rank has not come is not known"
@@ -207,7 +207,7 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
 
 def by_torchrun(facts: RunFacts) -> Verdict | None:
     """The rank that torchrun saw fail first, where nothing else tells."""
-    if facts.cut_short:
+    if facts.log.cut_short:
         return sizes_met(facts)
     if facts.first is None:
         return None
@@ -222,9 +222,9 @@ def by_states(facts: RunFacts) -> Verdict | None:
     busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and outlived(rank, facts)}
     if busy:
         wait = f"rank states: {ranks_of(waited)} waited in vain"
-        if all(one.kind in INNOCENT for one in busy.values()):
+        if all(one.kind in LONG_PHASES for one in busy.values()):
             return timeout_too_short(busy, facts, wait, waited)
-        busy = {rank: one for rank, one in busy.items() if one.kind not in INNOCENT}
+        busy = {rank: one for rank, one in busy.items() if one.kind not in LONG_PHASES}
         causes = tuple(cause_of(rank, one, facts, wait) for rank, one in busy.items())
         return verdict_of("failed", causes, facts, tuple(busy), waited)
     bad = [rank for rank, one in what.items() if one.kind in ENDED]
@@ -252,7 +252,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
     causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in sorted(bad))
     gone = any(cause.code == "rank.gone" for cause in causes)
-    if gone and facts.cut_short:
+    if gone and facts.log.cut_short:
         return sizes_met(facts)
     others = tuple(sorted(set(facts.states) - set(bad)))
     return verdict_of("failed" if gone else "stuck", causes, facts, tuple(sorted(bad)), others)
@@ -266,7 +266,7 @@ def _waits(rank: int, facts: RunFacts) -> bool:
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
     """All have ended, none by an error of its own: which was first is not known."""
-    if facts.cut_short:
+    if facts.log.cut_short:
         return sizes_met(facts)
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]

@@ -76,7 +76,7 @@ def _named(
     named = sorted(rank for rank in ranks if blocked.age >= what[rank].grace or what[rank].kind in ENDED)
     causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in named)
     gone = any(cause.code == "rank.gone" for cause in causes)
-    if gone and facts.cut_short:
+    if gone and facts.log.cut_short:
         return sizes_met(facts, waiting)
     failed = gone or any(outlived(rank, facts) for rank in named)
     return verdict_of("failed" if failed else "stuck", causes, facts, tuple(named), waiting)
@@ -108,7 +108,7 @@ def _too_early(
     left = max(one.grace for one in patient.values())
     lines = tuple(f"rank {rank} {one.words}; {wait}" for rank, one in sorted(patient.items()))
     line = f"nothing is stuck yet: {lines[0]}; it counts as a fault after {left:.0f} s"
-    return Verdict(state="fine", line=line, innocent=lines, waiting=waiting)
+    return Verdict(state="fine", line=line, not_at_fault=lines, waiting=waiting)
 
 
 def _resends(facts: RunFacts) -> bool:
@@ -125,8 +125,9 @@ def _resends(facts: RunFacts) -> bool:
 
 def sizes_met(facts: RunFacts, waiting: tuple[int, ...] = ()) -> Verdict:
     """gloo ends the rank that is sent too much, which may be the one that is right: no rank is named."""
-    cause = Cause(code="call.size", message="calls of different sizes met: a rank was sent more than its call takes",
-                  evidence=(facts.cut_short,), action="make every rank of the group call the same sizes")  # fmt: skip
+    message = "calls of different sizes met: a rank was sent more than its call takes"
+    action = "make every rank of the group call the same sizes"
+    cause = Cause(code="call.size", message=message, evidence=(facts.log.cut_short,), action=action)
     what, how = "which rank's size is the odd one", "TORCH_DISTRIBUTED_DEBUG=DETAIL on the next run"
     return open_verdict("failed", cause, facts, waiting, what, how)
 

@@ -176,7 +176,7 @@ def test_a_sweep_goes_over_a_network_of_ones_own() -> None:
     """Several nodes over 10 Gb/s of TCP take longer than over what the machine has; one node has no network."""
     asked = ["--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2", "-o", "json"]
     found = json.loads(CliRunner().invoke(recommend, [*asked, "--network", "10G", "--tcp"]).output)
-    assert [(one["nodes"], one["network"]) for one in found] == [(1, "-"), (2, "as sold"), (2, "10G tcp")]
+    assert [(one["nodes"], one["network"]) for one in found] == [(1, "-"), (2, "catalogue"), (2, "10G tcp")]
     _, own, slow = (one["seconds"]["mid"] for one in found)
     assert slow > 1.05 * own
     half = json.loads(CliRunner().invoke(recommend, [*asked, "--ranks-per-node", "4"]).output)
@@ -193,7 +193,7 @@ def test_a_sweep_over_machines_as_a_table_as_json_and_as_a_picture(tmp_path: Pat
     drawn = tmp_path / "sweep.svg"
     shown = CliRunner().invoke(recommend, [*asked, "--plot", str(drawn)])
     assert shown.exit_code == 0, shown.output
-    assert "✓" in shown.output and "money" in shown.output and drawn.read_text(encoding="utf-8").startswith("<svg")
+    assert "✓" in shown.output and "cost" in shown.output and drawn.read_text(encoding="utf-8").startswith("<svg")
     said = json.loads(CliRunner().invoke(recommend, [*asked, "-o", "json", "--tokens", "2000000000"]).output)
     assert [(p["machine"], p["nodes"]) for p in said] == [(m, n) for m in ("p5.48xlarge", "2xa40-roce") for n in (1, 4)]
     assert said[0]["seconds"]["mid"] * said[0]["tokens_per_second"] == pytest.approx(2e9)

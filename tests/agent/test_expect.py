@@ -202,7 +202,7 @@ def test_files_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
 
 
 def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path) -> None:
-    """What the DaemonSet's ConfigMap says: absent, there, changed, broken, mended and withdrawn."""
+    """What the DaemonSet's ConfigMap says: absent, there, changed, broken, fixed and withdrawn."""
     path = tmp_path / "expect.yaml"
     options = {"expect": (), "expect_file": path}
     state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _expected(options))

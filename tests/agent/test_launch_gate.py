@@ -197,7 +197,7 @@ def test_a_setting_that_the_job_does_not_have_is_refused_before_anything_starts(
 
 
 def test_what_a_file_says_and_cannot_be_is_mended_by_set(tmp_path: Path) -> None:
-    """The last word is the command's, under an older name too; what is left to mend is named with where it stands."""
+    """The last word is the command's, under an older name too; what is left to fix is named with where it stands."""
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
     with pytest.raises(RequestError, match=r"^--config \S*job.yaml: push_to_hub=True"):

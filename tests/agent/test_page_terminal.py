@@ -116,11 +116,11 @@ def test_findings_that_say_different_things_stay_apart() -> None:
     """One code, two messages: both are read; another remedy makes another group."""
     made = [
         Finding(code="a.b", status=Status.WARN, node="n", subject=subject, message=message, remedy=remedy)
-        for subject, message, remedy in (("x", "one", "mend"), ("y", "two", "mend"), ("z", "three", "replace"))
+        for subject, message, remedy in (("x", "one", "fix"), ("y", "two", "fix"), ("z", "three", "replace"))
     ]
     out = console()
     findings_view.findings(out, made)
-    assert all(word in text_of(out) for word in ("x: one", "y: two", "three", "mend", "replace"))
+    assert all(word in text_of(out) for word in ("x: one", "y: two", "three", "fix", "replace"))
     assert [group.size for group in grouped(made)] == [2, 1]
 
 

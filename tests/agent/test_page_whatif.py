@@ -29,11 +29,11 @@ def test_it_opens_with_worked_examples_that_are_questions_to_ask_again() -> None
     assert "nothing fits" not in table
 
 
-def test_a_machine_of_the_catalogue_shows_time_and_money_by_nodes() -> None:
+def test_a_machine_of_the_catalogue_shows_time_and_cost_by_nodes() -> None:
     text = page(model="Llama-3.1-8B", method="full", machine="p5.48xlarge", nodes="2", price="90")
     frontier = text[text.index('id="frontier"') :]
     assert frontier.count("× p5.48xlarge</th>") == len(questions.FRONTIER_NODES)
-    assert "<svg" in frontier and "money" in frontier
+    assert "<svg" in frontier and "cost" in frontier
     assert 'name="price" maxlength="16" value="90"' in text
     refused = page(model="Llama-3.1-8B", machine="p5.48xlarge", price="cheap")
     assert "price=&#39;cheap&#39;: must be a number" in refused
@@ -43,7 +43,7 @@ def test_the_form_allows_what_the_question_allows() -> None:
     """The last value of each number is answered, and the one after it is refused."""
     html = page()
     limits = dict(re.findall(r'<input name="(\w+)" type="number" min="1" max="(\d+)"', html))
-    assert set(limits) == {"nodes", "sequence_length", "global_batch"}
+    assert set(limits) == {"nodes", "sequence_length", "global_batch", "steps"}
     for name, most in limits.items():
         assert question.model().model_validate({name: most})
         with pytest.raises(ValidationError):

@@ -57,7 +57,7 @@ def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, wor
         assert re.match(r"(✓ pass|\? unknown) .*→ ", " ".join(lines[:3])), lines[0]
     elif options:
         assert lines[0].startswith("Layout for Qwen2.5-0.5B: ✓ ")
-        assert [line.split()[0] for line in lines[1:5]] == ["speed", "time", "money", "memory"]
+        assert [line.split()[0] for line in lines[1:5]] == ["speed", "time", "cost", "memory"]
     else:
         assert re.match(r"Environment: ✓ (set \d+ variable|nothing to set).* → for a layout", lines[0])
 
@@ -67,7 +67,7 @@ def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> N
     length = "--steps, --tokens, --epochs or --hours"
     for given, missing in ((), f"--price and {length}"), (("--price", "98"), length), (("--steps", "100"), "--price"):
         lines = told("recommend", "--machine", "p5.48xlarge", "--model", "Qwen2.5-0.5B", *given)
-        assert f"  money  not estimated. Add {missing}." in lines, "\n".join(lines)
+        assert f"  cost   not estimated. Add {missing}." in lines, "\n".join(lines)
 
 
 def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_table_breaks_lines_between_words_and_stacks_its_rows_where_they_do_no
     asked = ("recommend", "--machine", "p5.48xlarge,p4d.24xlarge", "--model", "Llama-3.1-8B")
     lines = told(*asked, "--sweep", "nodes=1,2", "--price", "98", columns=columns)
     words = {word for line in lines for word in line.split()}
-    assert {"machine", "network", "tokens/s", "GPU-hours", "money", "p5.48xlarge", "p4d.24xlarge"} <= words
+    assert {"machine", "network", "tokens/s", "GPU-hours", "cost", "p5.48xlarge", "p4d.24xlarge"} <= words
     assert max(len(line) for line in lines) <= columns
     stacked = sum(line.startswith("machine") for line in lines)
     assert stacked == (4 if columns < 80 else 0)

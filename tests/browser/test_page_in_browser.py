@@ -69,7 +69,7 @@ def fault_is_first(tab: Tab, fault: Fault) -> None:
     finding = f".finding:nth-child({fault.place + 1})"
     assert fault.says in tab.text(finding)
     assert fault.code in tab.text(finding)
-    assert fault.mend in tab.text(f"{finding} .remedy")
+    assert fault.fix in tab.text(f"{finding} .remedy")
     assert ("FAIL" if fault.severity == "fail" else "warn") in tab.text(".verdict")
     assert tab.run("document.title").startswith(fault.severity)
     assert tab.run("document.querySelector('.finding .remedy').getBoundingClientRect().bottom") < SCREEN
@@ -422,22 +422,23 @@ def test_pictures(chromium: Tabs, machines: dict[str, str], console: Callable[[i
     folder.mkdir(parents=True, exist_ok=True)
     with chromium.tab(width=1440, height=900) as tab:
         tab.go(machines["sick-h100-rdma-off"])
-        keep(folder / "page.png", tab.picture(900, 1440))
+        keep(folder / "page.png", tab, tab.picture(900, 1440))
         tab.go(console(64))
-        keep(folder / "fleet.png", tab.picture(900, 1440))
+        keep(folder / "fleet.png", tab, tab.picture(900, 1440))
     with chromium.tab(width=1160, height=1000) as tab:
         tab.go(machines["sick-h100-rdma-off"] + "what-if?model=Llama-3.1-70B&machine=p5.48xlarge&nodes=2")
         height = tab.run("document.querySelector('.keys').getBoundingClientRect().bottom + 20")
-        keep(folder / "what-if.png", tab.picture(int(height), 1160))
+        keep(folder / "what-if.png", tab, tab.picture(int(height), 1160))
     terminal = tmp_path / "terminal.html"
     terminal.write_text(terminal_page("scan", "--host", "tests/machines/sick-h100-rdma-off.json"), encoding="utf-8")
     with chromium.tab(width=820, height=300) as tab:
         tab.go(terminal.as_uri())
         height = tab.run("document.querySelector('pre').getBoundingClientRect().bottom + 16")
-        keep(folder / "terminal.png", tab.picture(int(height), 820))
+        keep(folder / "terminal.png", tab, tab.picture(int(height), 820))
 
 
-def keep(path: Path, picture: bytes) -> None:
+def keep(path: Path, tab: Tab, picture: bytes) -> None:
+    assert tab.complaints == [], "a page that does not answer is no picture"
     assert picture.startswith(b"\x89PNG")
     assert len(picture) < 300_000
     path.write_bytes(picture)

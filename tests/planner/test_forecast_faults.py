@@ -221,7 +221,10 @@ def test_what_the_advised_environment_repairs_or_leaves_out_costs_nothing() -> N
 
     assert left() == ["eth0", "GPU0", "mlx5_0:1", "mlx5_1:1"]
     assert left(NCCL_SOCKET_IFNAME="net1", NCCL_NET_GDR_LEVEL="PHB") == ["mlx5_0:1", "mlx5_1:1"]
-    assert left(NCCL_SOCKET_IFNAME="net1", NCCL_NET_GDR_LEVEL="PHB", NCCL_IB_HCA="=mlx5_1:1") == ["mlx5_1:1"]
+    ports = {"=mlx5_1:1": [1], "mlx5_1": [1], "=mlx5_1:2": [], "^=mlx5_1": [0], "mlx5_": [0, 1], "^mlx5_": []}
+    for value, counts in ports.items():
+        advised = {"NCCL_SOCKET_IFNAME": "net1", "NCCL_NET_GDR_LEVEL": "PHB", "NCCL_IB_HCA": value}
+        assert left(**advised) == [f"mlx5_{each}:1" for each in counts], value
 
 
 def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_nodes() -> None:

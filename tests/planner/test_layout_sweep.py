@@ -108,7 +108,7 @@ def test_the_frontier_goes_over_networks_and_says_why_nothing_fits() -> None:
     """A slower network is never faster, one node has none, and a 70B model does not fit on one p5."""
     model = model_named("Llama-3.1-70B")
     points = frontier(("p5.48xlarge",), (1, 8), (None, "100G"), model, TRAIN, tokens=1e9, transport="tcp")
-    assert [p.network for p in points] == ["-", "as sold", "100G tcp"]
+    assert [p.network for p in points] == ["-", "catalogue", "100G tcp"]
     assert points[0].seconds is None and "over" in points[0].reason and not points[0].best
     own, over_tcp = points[1:]
     assert own.seconds is not None and over_tcp.seconds is not None

@@ -185,7 +185,7 @@ OLDEST_DAYS = 183
 
 @pytest.mark.long
 def test_no_newer_release_is_out_than_the_table_knows() -> None:
-    """Asked of pip's index where it answers, else the table's own date decides; `bench/nccl_names.py` mends it."""
+    """Asked of pip's index where it answers, else the table's own date decides; `bench/nccl_names.py` fixes it."""
     try:
         found = [each for package in nccl_names.PACKAGES for each in nccl_names.releases_on_index(package)]
         published = [parse_version(each) for each in found]

@@ -154,7 +154,7 @@ ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[tuple[str, Status, s
     ([{"gids": [(IPV4, errno.EINVAL)]}], {}, [("rdma.gid.missing_rocev2", UNKNOWN, "mlx5_0:1")], ""),
     ([{"gids": [(LINK_LOCAL, V1), (LINK_LOCAL, V2)]}], {}, [("rdma.gid.choice", WARN, "mlx5_0:1")], "link-local only"),
     ([{"gids": [(LINK_LOCAL, V2)]}], {}, [("rdma.gid.no_ipv4", WARN, "mlx5_0:1")], "no variable makes link-local GIDs"),
-    # NCCL stays on index 0 for want of IPv4: the family mends that on every port, an index where tables agree
+    # NCCL stays on index 0 for want of IPv4: the family fixes that on every port, an index where tables agree
     ([{"gids": [(LINK_LOCAL, V1), (ROUTED_V6, V2)]}], {}, [("rdma.gid.choice", WARN, "mlx5_0:1")], "AF_INET6"),
     ([{}, {"mtu": 1500}], {}, [("rdma.mtu.small", WARN, "mlx5_1:1"), ("rdma.mtu.mismatch", WARN, "")], "1500"),
     ([{}, HDR], {}, [("rdma.port.family_rate", INFO, "mlx5_1:1"), ("rdma.port.rate", FAIL, "mlx5_1:1")], "200 Gb/s"),

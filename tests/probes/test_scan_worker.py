@@ -163,7 +163,7 @@ def test_a_stopped_child_is_replaced() -> None:
 def test_a_child_that_cannot_start_fails_every_probe_once(
     code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broken Python installation is said in words, and a mended one works again."""
+    """A broken Python installation is said in words, and a fixed one works again."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"])) as scanner:

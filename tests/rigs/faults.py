@@ -13,7 +13,7 @@ class Fault:
 
     machine: str  # of tests/machines
     says: str  # on the page's first screen, in the first finding
-    mend: str  # there too: a word of the remedy
+    fix: str  # there too: a word of the remedy
     code: str
     severity: str  # of the finding, as the dashboards' table of what is wrong has it
     panel: str  # of the node dashboard: one that shows the fault itself

@@ -48,7 +48,7 @@ def arrivals(shift: float = 0.0, late: float = 0.0, steps: int = 100, anchors: b
                     mine.append(at + noise.uniform(0.0005, 0.0015) + shift * rank)
                 at += 0.0025
     return {
-        rank: RankTrace(rank=rank, source="", enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
+        rank: RankTrace(rank=rank, enqueued={"0": len(mine)}, names={"0": "default_pg"}, calls=tuple(
             Call(group="0", number=n, record=n, op="all_reduce", done=True, created=when)
             for n, when in enumerate(mine, 1)))
         for rank, mine in rows.items()
@@ -81,7 +81,7 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     def traced(rank: int, newest: int) -> RankTrace:
         rows = tuple(Call(group="0", number=n, record=n, op="all_reduce", done=n < newest, created=START + n)
                      for n in range(1, newest + 1))  # fmt: skip
-        return RankTrace(rank=rank, source="", calls=rows, enqueued={"0": newest}, names={"0": "default_pg"})
+        return RankTrace(rank=rank, calls=rows, enqueued={"0": newest}, names={"0": "default_pg"})
 
     newest = {0: 34, 1: 30, 2: 34, 3: 30}
     states = {r: RankState(rank=r, host="a", written=START + 56, calls=n) for r, n in newest.items()}
@@ -203,7 +203,7 @@ def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
 
 
 def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_path: Path) -> None:
-    found = diagnosis.answer(diagnosis.Asked(run=tmp_path))
+    found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
     assert found.state == "unknown" and "topoflight run" in found.unknown[0].command
     used = {"--run", "--watch", "--limit", "--output"}
     others = [option for option in why.params if option.opts[-1] not in used]
@@ -249,7 +249,7 @@ def test_logs_name_who_is_missing_and_never_who_wrote(
     tmp_path: Path, lines: list[str], code: str, named: tuple[int, ...], words: str
 ) -> None:
     (tmp_path / "job.log").write_text("\n".join(lines))
-    found = diagnosis.answer(diagnosis.Asked(logs=(str(tmp_path / "job.log"),)))
+    found = diagnosis.answer(diagnosis.WhySources(logs=(str(tmp_path / "job.log"),)))
     assert (found.causes[0].code, found.ranks) == (code, named), found.line
     assert words in found.line
 
@@ -291,7 +291,7 @@ def test_logs_that_accuse_nobody(tmp_path: Path, texts: list[str], state: str, w
     logs = [tmp_path / f"node-{number}.log" for number in range(len(texts))]
     for log, text in zip(logs, texts, strict=True):
         log.write_text(text)
-    found = diagnosis.answer(diagnosis.Asked(logs=tuple(map(str, logs))))
+    found = diagnosis.answer(diagnosis.WhySources(logs=tuple(map(str, logs))))
     assert (found.state, found.ranks) == (state, ()), found.line
     assert words in found.line
 
@@ -314,7 +314,7 @@ def test_stacks_of_three_tools_are_read_and_one_look_accuses_nobody(tmp_path: Pa
     debug = f"=== Rank 0: http://n:1 ===\n{FAULT}=== Rank 1: http://n:2 ===\n{PY_SPY}"
     assert [(each.rank, each.frames) for each in read_stacks(debug.splitlines())] == [(0, frames), (1, frames)]
     (tmp_path / "stacks").write_text(debug)
-    found = diagnosis.answer(diagnosis.Asked(logs=(str(tmp_path / "stacks"),)))
+    found = diagnosis.answer(diagnosis.WhySources(logs=(str(tmp_path / "stacks"),)))
     assert (found.state, found.ranks) == ("unknown", ()) and "load_batch" in found.line
 
 

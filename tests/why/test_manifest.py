@@ -33,7 +33,7 @@ spec:
 
 
 def verdict(path: Path) -> Verdict:
-    return gathered.answer(gathered.Asked(manifest=path))
+    return gathered.answer(gathered.WhySources(manifest=path))
 
 
 def test_a_configmap_of_elsewhere_is_named(tmp_path: Path) -> None:

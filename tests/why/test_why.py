@@ -17,6 +17,7 @@ from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
+from collectives.traces.watchdog import LogFacts
 from contracts.finding import Finding, Status
 from contracts.rank_state import Mark, RankState
 from contracts.run_record import Measured, RunRecord
@@ -37,7 +38,7 @@ def trace(rank: int, *calls: Call) -> RankTrace:
     newest: dict[str, int] = {}
     for one in calls:
         newest[one.group] = max(one.number, newest.get(one.group, 0))
-    return RankTrace(rank=rank, source="", calls=calls, enqueued=newest, names={"0": "default_pg"})
+    return RankTrace(rank=rank, calls=calls, enqueued=newest, names={"0": "default_pg"})
 
 
 def of(rows: dict[int, list[Call]], world: int = 4, **more: Any) -> RunFacts:
@@ -101,16 +102,16 @@ def test_work_that_others_wait_for_is_a_fault_only_beyond_its_limit(
 ) -> None:
     found = judge(waiting(for_seconds=seconds, **state))
     assert said(found) == (("stuck", (2,), code) if code else ("fine", (), ""))
-    assert code or (found.innocent and "counts as a fault after" in found.line)
+    assert code or (found.not_at_fault and "counts as a fault after" in found.line)
     assert judge(replace(waiting(for_seconds=40.0, **state), limit=20.0)).ranks == (2,)  # as --limit sets it
 
 
 @each_row(("saved", "computed", "state"), [(14, 1, "fine"), (2, 30, "stuck"), (0, 3, "stuck")])
-def test_who_has_just_come_back_from_a_checkpoint_is_innocent(saved: int, computed: int, state: str) -> None:
+def test_who_has_just_come_back_from_a_checkpoint_is_not_at_fault(saved: int, computed: int, state: str) -> None:
     mark = Mark(at=NOW - 75, samples={"compute": 100, "collective": 100})
     looks = {"compute": 100 + computed, "collective": 104, "save": saved}
     found = judge(waiting(phase="compute", since=NOW - computed, marks=(mark,), samples=looks))
-    assert (found.state, bool(found.innocent)) == (state, state == "fine")
+    assert (found.state, bool(found.not_at_fault)) == (state, state == "fine")
 
 
 @each_row(("process", "state", "code"), [("stopped", "stuck", "rank.stopped"), ("gone", "failed", "rank.gone")])
@@ -170,13 +171,13 @@ def logged(*rows: tuple[int, str, int, int | None], size: int | None = None) -> 
     """Ranks whose watchdog spoke: (rank, group, call, newest call where it says)."""
     traces = {
         rank: RankTrace(
-            rank=rank, source="watchdog", partial=True, own={group: rank}, sizes={group: size} if size else {},
+            rank=rank, partial=True, sizes={group: size} if size else {},
             calls=(Call(group=group, number=number, op="allreduce"),) if number else (),
             enqueued={group: newest} if newest is not None else {},
         )
         for rank, group, number, newest in rows
     }  # fmt: skip
-    return RunFacts(reported={"watchdog": traces})
+    return RunFacts(log=LogFacts(traces=traces))
 
 
 @each_row(
@@ -244,7 +245,7 @@ def test_what_gloo_and_the_kernel_say_is_read(
 ) -> None:
     log = tmp_path / "job.log"
     log.write_text("\n".join(lines))
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert said(found) == (state, (), code)
     assert words in found.line
 
@@ -260,7 +261,7 @@ def test_what_gloo_and_the_kernel_say_is_read(
 def test_what_nccls_diagnostics_say_is_an_answer(tmp_path: Path, lines: list[str], line: str) -> None:
     log = tmp_path / "diag.log"
     log.write_text("".join(f"node042:12345 NCCL DIAG {one}\n" for one in ["=== RAS Diagnostics ===", *lines]))
-    found = gathered.answer(gathered.Asked(diagnostics=(str(log),)))
+    found = gathered.answer(gathered.WhySources(diagnostics=(str(log),)))
     assert found.state == "fine"
     assert line in found.line
     assert any("1 checks passed" in source for source in found.sources)
@@ -271,8 +272,8 @@ def test_diagnostics_as_the_socket_of_ras_prints_them_are_read(tmp_path: Path) -
     log.write_text("=== RAS Diagnostics ===\n[OK]   ECC: no uncorrected volatile errors across 8 ranks in comm 0x1f\n"
                    "[INFO] Xid 79 detected 2 times on host node-b. Restart the affected application.\n")  # fmt: skip
     with pytest.raises(gathered.WhyError, match="--diag"):
-        gathered.answer(gathered.Asked(ras=(str(log),)))
-    found = gathered.answer(gathered.Asked(diagnostics=(str(log),)))
+        gathered.answer(gathered.WhySources(ras=(str(log),)))
+    found = gathered.answer(gathered.WhySources(diagnostics=(str(log),)))
     assert (found.state, found.causes[0].code) == ("failed", "gpu_xid")
     assert "GPU of node-b: Xid 79" in found.line
     assert any("1 checks passed" in source for source in found.sources)
@@ -281,7 +282,7 @@ def test_diagnostics_as_the_socket_of_ras_prints_them_are_read(tmp_path: Path) -
 def test_a_warning_alone_is_listed_and_decides_nothing(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_text("n:1:2 [3] NCCL INFO NET/IB: WQE stall (no CQE): peer=10.0.0.9<1> | local: qpn=1 dev=mlx5_3\n")
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert (found.state, [cause.code for cause in found.causes]) == ("unknown", ["ib_request_stalled"])
 
 
@@ -298,18 +299,22 @@ Root Cause (first observed failure):
   error_file: <N/A>
   traceback : Signal {signal} received by PID 14750
 """)
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert (found.state, found.ranks) == ("failed", ranks), found.line
 
 
 def test_a_rank_that_ended_with_its_own_error_is_who_the_others_waited_for() -> None:
     heard = "torch.distributed.DistBackendError: NCCL error in: x, remote process exited"
-    seen = replace(logged((0, "", 10, None)), errors={3: "ValueError: no rows", 1: heard})
-    found = judge(seen)
+    waited = logged((0, "", 10, None))
+
+    def with_errors(errors: dict[int, str]) -> Verdict:
+        return judge(replace(waited, log=replace(waited.log, errors=errors)))
+
+    found = with_errors({3: "ValueError: no rows", 1: heard})
     assert (found.state, found.ranks, found.waiting) == ("failed", (3,), (0,))
     assert "ValueError: no rows" in found.line
-    assert judge(replace(seen, errors={1: heard})).causes[0].code == "call.timeout"
-    assert judge(replace(seen, errors=dict.fromkeys((1, 3), "ValueError: no rows"))).ranks == ()
+    assert with_errors({1: heard}).causes[0].code == "call.timeout"
+    assert with_errors(dict.fromkeys((1, 3), "ValueError: no rows")).ranks == ()
 
 
 def test_the_dumps_of_a_few_ranks_accuse_nobody() -> None:
@@ -375,19 +380,19 @@ HUNG = {6: "stood still for 480 s"}
     [
         ("a short wait is none", waiting(phase="compute", for_seconds=1.5), "fine", (), "", ""),
         ("the dumps count before the watchdog",
-         replace(dumped(WAITS, WAITS, {}, WAITS), reported=logged((0, "0", 4, 4)).reported), "stuck", (2,),
+         replace(dumped(WAITS, WAITS, {}, WAITS), log=logged((0, "0", 4, 4)).log), "stuck", (2,),
          "rank.behind", ""),
         ("a size of the job that cannot be true costs no memory", replace(waiting(), world=10**15), "stuck", (2,),
          "rank.behind", ""),
         ("torch itself found calls that do not match",
-         RunFacts(clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives on ranks."}), "failed",
-         (), "call.other", "disagree"),
-        ("the same call under other numbers is another order", RunFacts(clash=watchdog.read([SAME_CALL]).clash),
+         RunFacts(log=LogFacts(clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives"})),
+         "failed", (), "call.other", "disagree"),
+        ("the same call under other numbers is another order", RunFacts(log=watchdog.read([SAME_CALL])),
          "failed", (), "call.order", "disagree"),
-        ("a watchdog that hangs itself is no wait for others", RunFacts(hung=HUNG, idle=frozenset({6})), "failed", (6,),
-         "watchdog_hung", "no collective was outstanding"),
-        ("a watchdog that hangs in a collective accuses nobody", RunFacts(hung=HUNG), "failed", (), "watchdog_hung",
-         ""),
+        ("a watchdog that hangs itself is no wait for others", RunFacts(log=LogFacts(hung=HUNG, idle={6})), "failed",
+         (6,), "watchdog_hung", "no collective was outstanding"),
+        ("a watchdog that hangs in a collective accuses nobody", RunFacts(log=LogFacts(hung=HUNG)), "failed", (),
+         "watchdog_hung", ""),
         ("a GPU that has not come to the call is behind", not_begun(), "stuck", (3,), "rank.behind", ""),
         ("another call", odd(call(5, "broadcast", done=False)), "stuck", (1,), "call.other", ""),
         ("another size", odd(call(5, done=False, size=4)), "stuck", (1,), "call.size", ""),
@@ -412,7 +417,7 @@ def test_a_size_that_gloo_could_not_take_names_no_rank() -> None:
     states = {r: RankState(rank=r, written=NOW, ended=r in (0, 1, 3), error="RuntimeError: Connection closed by peer")
               for r in range(4)}  # fmt: skip
     line = "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 2048 vs 1024."
-    found = judge(RunFacts(traces={}, states=states, world=4, now=NOW, cut_short=line))
+    found = judge(RunFacts(traces={}, states=states, world=4, now=NOW, log=watchdog.read([line])))
     assert said(found) == ("failed", (), "call.size") and found.unknown
 
 
@@ -571,23 +576,21 @@ def test_ras_that_lists_who_is_ahead_does_not_overrule_the_calls() -> None:
 
 def test_a_monitored_barrier_and_the_checks_of_detail_name_ranks() -> None:
     told = watchdog.read(["RuntimeError: [Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 30000 ms"])
-    found = judge(RunFacts(late=told.late, world=8, now=NOW))
+    found = judge(RunFacts(log=told, world=8, now=NOW))
     assert (found.state, found.ranks) == ("failed", (3, 5))
     print_of = "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber=5, OpType={}, TensorShape=[2, 5], T"
     words = [f"Detected mismatch between collectives on ranks. {print_of.format(rank, op)}, but "
              f"{print_of.format(0, 'REDUCE')}" for rank, op in ((1, "ALLREDUCE"), (2, "REDUCE"))]  # fmt: skip
-    odd_one = judge(RunFacts(clash=watchdog.read(words).clash))
+    odd_one = judge(RunFacts(log=watchdog.read(words)))
     assert (odd_one.ranks, odd_one.causes[0].code) == ((1,), "call.other")
-    two = judge(RunFacts(clash=watchdog.read(words[:1]).clash))
+    two = judge(RunFacts(log=watchdog.read(words[:1])))
     assert two.ranks == ()
     assert "rank 0 calls reduce of [2, 5], rank 1 calls allreduce of [2, 5]" in two.line
 
 
 def test_one_rank_that_prints_its_own_call_accuses_nobody() -> None:
     line = "Detected mismatch between collectives on ranks. Rank 0 is running inconsistent collective: "
-    found = judge(
-        RunFacts(clash=watchdog.read([f"{line}CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[9], T"]).clash)
-    )
+    found = judge(RunFacts(log=watchdog.read([f"{line}CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[9], T"])))
     assert said(found) == ("failed", (), "call.other")
     assert "rank 0 calls broadcast of [9]" in found.line
 
@@ -604,7 +607,7 @@ def test_one_rank_that_prints_its_own_call_accuses_nobody() -> None:
     ],
 )  # fmt: skip
 def test_who_does_not_join_is_named_where_all_who_did_say_so(lines: list[str], state: str, ranks: Any) -> None:
-    found = judge(RunFacts(joins=watchdog.read(lines).joins))
+    found = judge(RunFacts(log=watchdog.read(lines)))
     assert (found.state, found.ranks) == (state, ranks), found.line
 
 
@@ -614,15 +617,15 @@ def test_a_rank_that_dumps_for_another_says_which_call_it_is_in_itself() -> None
         "to a collective timeout from  rank 6. Last enqueued NCCL work: {1}, last completed NCCL work: {2}."
     )
     read = watchdog.read([said.format(1, 31, 29), said.format(2, 31, 29)])
-    found = judge(RunFacts(reported={"watchdog": read.traces}))
+    found = judge(RunFacts(log=read))
     assert (found.state, found.ranks) == ("stuck", ())
     assert "ranks 1, 2 wait in a collective, number 30 of group 0" in found.line
-    idle = judge(RunFacts(reported={"watchdog": watchdog.read([said.format(1, 31, 31)]).traces}))
+    idle = judge(RunFacts(log=watchdog.read([said.format(1, 31, 31)])))
     assert idle.state == "fine"
     behind = watchdog.read(
         [said.format(0, 31, 30), said.format(1, 31, 30), said.format(2, 31, 30), said.format(3, 29, 29)]
     )
-    assert judge(RunFacts(reported={"watchdog": behind.traces}, world=4)).ranks == (3,)
+    assert judge(RunFacts(log=behind, world=4)).ranks == (3,)
 
 
 def test_a_rank_whose_gpu_is_in_a_call_that_the_others_have_left_is_behind_by_the_log() -> None:
@@ -637,10 +640,13 @@ def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:
             "  Process 60004 on node n2 managing GPU 0\n\n#0-0 (b33) INCOMPLETE\n  The missing rank: 1\n")  # fmt: skip
     path = tmp_path / "ras.txt"
     path.write_text(text, encoding="utf-8")
-    saved, asked = gathered.answer(gathered.Asked(logs=(str(path),))), gathered.answer(gathered.Asked(ras=(str(path),)))
+    saved, asked = (
+        gathered.answer(gathered.WhySources(logs=(str(path),))),
+        gathered.answer(gathered.WhySources(ras=(str(path),))),
+    )
     assert saved == asked and saved.unknown
     path.write_text(f"{text}n1:1:2 [0] NCCL INFO Using network Socket\n", encoding="utf-8")
-    assert gathered.answer(gathered.Asked(logs=(str(path),))) != asked
+    assert gathered.answer(gathered.WhySources(logs=(str(path),))) != asked
 
 
 def test_ras_that_lacks_data_once_accuses_nobody() -> None:
@@ -832,7 +838,7 @@ OVER = "\n".join([
 def test_a_log_alone(tmp_path: Path, text: str, state: str, words: str) -> None:
     log = tmp_path / "job.log"
     log.write_text(text)
-    found = gathered.answer(gathered.Asked(logs=(str(log),)))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),)))
     assert (found.state, words in found.line) == (state, True), found.line
 
 
@@ -847,20 +853,20 @@ def test_sockets_are_priced_by_the_best_layout_where_none_is_named(tmp_path: Pat
     log = tmp_path / "job.log"
     log.write_text(SOCKETS)
     request = Request.of(machine="dgx-h100", nodes=2, network="25G", model="Llama-3.1-8B")
-    found = gathered.answer(gathered.Asked(logs=(str(log),), request=request))
+    found = gathered.answer(gathered.WhySources(logs=(str(log),), request=request))
     assert found.state == "slow"
     assert "instead of RDMA: " in found.causes[0].price
     assert any("over which interface RDMA" in one.what for one in found.unknown)
     manifest = tmp_path / "job.yaml"
     manifest.write_text(NETWORKS.format("rdma-net"))
-    named = gathered.answer(gathered.Asked(logs=(str(log),), request=request, manifest=manifest))
+    named = gathered.answer(gathered.WhySources(logs=(str(log),), request=request, manifest=manifest))
     assert "instead of RDMA over net1 of the manifest's networks: " in named.causes[0].price
 
 
 def test_a_manifest_is_judged_as_lint_env_does(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text("export NCCL_IB_DISABLE=1\ntorchrun train.py\n")
-    found = gathered.answer(gathered.Asked(manifest=script))
+    found = gathered.answer(gathered.WhySources(manifest=script))
     assert (found.state, found.causes[0].code) == ("slow", "env.debug.leftover")
     assert "NCCL_IB_DISABLE" in found.line
 

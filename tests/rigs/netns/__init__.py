@@ -80,7 +80,7 @@ class Rig:
         """Unplug a host from the network behind a device, somewhere in the fabric: its own link stays up."""
         _ip(self.fabric, f"link set {_PORTS[device]}{host} nomaster")
 
-    def mend(self, host: int, device: str) -> None:
+    def fix(self, host: int, device: str) -> None:
         """Plug it in again."""
         bridge = {"eth0": "under", "net1": "fast"}[device]
         _ip(self.fabric, f"link set {_PORTS[device]}{host} master {bridge}")
