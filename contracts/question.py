@@ -33,6 +33,13 @@ def fields() -> Mapping[str, str]:
     return {str(row.get("name", word_of(option))): option for option, row in rows().items()}
 
 
+def most(name: str) -> int:
+    """Return the largest number, or the longest text in characters, that a field accepts."""
+    row = rows()[fields()[name]]
+    limits = bounds(str(row.get("type", "")))
+    return int(limits[2] or 0) if limits else int(row["most"])
+
+
 @cache
 def model() -> type[BaseModel]:
     """Return the pydantic model of a question, with every field of question.toml; other members are refused."""

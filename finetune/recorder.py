@@ -185,7 +185,7 @@ class Recorder:
             forget_highest_rss()
 
     def bar_words(self, loss: float, rate: float) -> dict[str, str]:
-        """What stands behind the progress bar after a step; `rate` in tokens per second."""
+        """Return the text after the progress bar; `rate` in tokens per second."""
         now, communication = self.measured(), self.record.communication
         words = {"loss": f"{loss:.3f}", "tok/s": f"{rate:,.0f}", "mem": f"{(now.memory_bytes or 0) / 2**30:.2f}G"}
         if now.mfu is not None:

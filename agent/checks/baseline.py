@@ -15,7 +15,7 @@ from typing import Any
 
 from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.groups import ORDER
-from agent.checks.judged import BASELINE, baseline_bar, said
+from agent.checks.judged import BASELINE, baseline_bar, make_finding
 from agent.checks.verdict import GateError
 from collectives.bench.results import BenchResult, Measurement, RdmaWrite, ResultError, rdma_from_json, result_from_json
 from contracts import bounded, codec
@@ -128,7 +128,7 @@ def gone(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ..
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(had):
                 lost = ", ".join(sorted(had - have))
-                found.append(said(
+                found.append(make_finding(
                     f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(had)}", have=len(have), had=len(had),
                     words=f"{words}{'' if len(have) == 1 else 's'}", one=words, lost=lost,
                 ))  # fmt: skip

@@ -32,7 +32,7 @@ def worst_first(checks: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(checks, key=lambda check: (ORDER.index(check.status), check.code, check.node, check.subject)))
 
 
-# The trouble that a check tells of, where several checks tell of one, each from another side.
+# The trouble that a check reports, where several checks report the same one.
 _TROUBLE_OF = {
     code: trouble for trouble, codes in read_table(__file__, "rules.toml")["troubles"].items() for code in codes
 }

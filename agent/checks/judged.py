@@ -56,7 +56,7 @@ HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 _TEXTS = read_table(__file__, "findings.toml")
 
 
-def said(
+def make_finding(
     key: str, node: str, status: Status | None = None, *, subject: str = "", evidence: tuple[str, ...] = (),
     **values: object,
 ) -> Finding:  # fmt: skip
@@ -199,7 +199,7 @@ def _busbw(
     judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
 ) -> Iterable[Finding]:
     if not judged:
-        yield said(f"{BUSBW} unknown", node, why=_why_not(result))
+        yield make_finding(f"{BUSBW} unknown", node, why=_why_not(result))
     for m in judged:
         yield _held(m, node, snapshots)
 
@@ -226,15 +226,17 @@ def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
     if not known:
         why, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
         rate, size = units.rate(value), units.size(m.bytes)
-        return said(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
+        return make_finding(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
     status = min((status_of(value, bar) for bar in known), key=ORDER.index)
     shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
     measured = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
-        return said(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
+        return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
     cause, remedy = _cause(m, first, now, value, snapshots)
-    return said(BUSBW, node, status, subject=m.op, evidence=evidence, measured=measured, cause=cause, remedy=remedy)
+    return make_finding(
+        BUSBW, node, status, subject=m.op, evidence=evidence, measured=measured, cause=cause, remedy=remedy
+    )
 
 
 def expected_words(m: Measurement) -> str:
@@ -295,17 +297,17 @@ def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Find
     lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
     off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
     if off:
-        return said(f"{NVLS} off", node, evidence=lines, why=off)
+        return make_finding(f"{NVLS} off", node, evidence=lines, why=off)
     expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
     if not expecting:
-        return said(f"{NVLS} unknown", node)
+        return make_finding(f"{NVLS} unknown", node)
     m, bar = max(expecting, key=lambda each: each[0].bytes)
     value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
     if value >= low or value > ring:
         case, shown = (" pass", lines) if value >= low else (" between", ())
-        return said(f"{NVLS}{case}", node, evidence=shown, rate=units.rate(value))
+        return make_finding(f"{NVLS}{case}", node, evidence=shown, rate=units.rate(value))
     shown = lines or ("the log has no line on NVLS",)
-    return said(NVLS, node, status_of(value, bar), subject=m.op, evidence=shown, rate=units.rate(value),
+    return make_finding(NVLS, node, status_of(value, bar), subject=m.op, evidence=shown, rate=units.rate(value),
                 bar=bar_words(bar), ring=units.rate(ring))  # fmt: skip
 
 
@@ -314,19 +316,19 @@ def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Fin
     hosts, domains = len(set(result.hosts)), result.nvlink_domains
     if hosts < 2 or len(domains) != 1 or not domains[0]:
         why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
-        return said(f"{MNNVL} unknown", node, why=why)
+        return make_finding(f"{MNNVL} unknown", node, why=why)
     proof = result.evidence
     lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
     remote = proof.inter_node_transport if proof else None
     if remote == "NVLink (MNNVL)":
-        return said(f"{MNNVL} pass", node, evidence=lines)
+        return make_finding(f"{MNNVL} pass", node, evidence=lines)
     slow = [
         m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
     ]
     if not (lines or remote not in (None, "unknown") or slow):
-        return said(f"{MNNVL} unknown", node, why="the log does not say how NCCL joins the hosts")
+        return make_finding(f"{MNNVL} unknown", node, why="the log does not say how NCCL joins the hosts")
     off = result.environment.get("NCCL_MNNVL_ENABLE") == "0"
-    return said(
+    return make_finding(
         MNNVL, node, evidence=lines or ("the log has no line on MNNVL",), hosts=hosts, domain=domains[0],
         by=f"over {remote}" if remote not in (None, "unknown") else "by another way",
         choice=" (NCCL_MNNVL_ENABLE=0 in the environment)" if off else "",
@@ -413,9 +415,9 @@ def _held_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) ->
         message += f": {write.bars[0].why[0]}" if write.bars else ""
     if status in ("unknown", "pass"):
         key = f"{LOW_BANDWIDTH} pass"
-        return said(key, result.host, status, subject=write.port, evidence=evidence, measured=message)
+        return make_finding(key, result.host, status, subject=write.port, evidence=evidence, measured=message)
     cause, remedy = _cause_of_write(write, result, then)
-    return said(LOW_BANDWIDTH, result.host, status, subject=write.port, evidence=evidence, measured=message,
+    return make_finding(LOW_BANDWIDTH, result.host, status, subject=write.port, evidence=evidence, measured=message,
                 cause=cause, remedy=remedy)  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.base import units
 from agent.checks.coverage import gdrdma_possible
-from agent.checks.judged import checks_of_bars, said
+from agent.checks.judged import checks_of_bars, make_finding
 from agent.checks.verdict import judge
 from agent.checks.view import View, without_secrets
 from collectives.bench.results import BenchResult
@@ -55,21 +55,21 @@ def _unverified(result: BenchResult, node: str) -> Finding:
     wrong = [m for m in result.measurements if not m.verified]
     if wrong:
         names = ", ".join(f"{m.op} at {units.size(m.bytes)}" for m in wrong)
-        return said("bench.result.unverified", node, evidence=result.problems, names=names)
+        return make_finding("bench.result.unverified", node, evidence=result.problems, names=names)
     if not result.measurements:
-        return said("bench.result.unverified none", node)
-    return said("bench.result.unverified pass", node, count=len(result.measurements))
+        return make_finding("bench.result.unverified none", node)
+    return make_finding("bench.result.unverified pass", node, count=len(result.measurements))
 
 
 def _incomplete(result: BenchResult, node: str) -> Finding:
     if result.complete:
-        return said("bench.run.incomplete pass", node)
+        return make_finding("bench.run.incomplete pass", node)
     if result.stopped_by:  # what became of the ranks then says nothing of the machine
         done = units.count(len(result.measurements), "size")
         key = "bench.run.incomplete stopped"
-        return said(key, node, evidence=result.problems, signal=result.stopped_by, done=done)
+        return make_finding(key, node, evidence=result.problems, signal=result.stopped_by, done=done)
     why = "; ".join(result.problems) or "ended early"
-    return said("bench.run.incomplete", node, evidence=result.problems, why=why)
+    return make_finding("bench.run.incomplete", node, evidence=result.problems, why=why)
 
 
 def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -84,11 +84,11 @@ def must_be_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def _stragglers(result: BenchResult, node: str) -> list[Finding]:
     if not result.measurements:
-        return [said("bench.rank.slow none", node)]
+        return [make_finding("bench.rank.slow none", node)]
     if not result.stragglers:
-        return [said("bench.rank.slow pass", node)]
+        return [make_finding("bench.rank.slow pass", node)]
     return [
-        said("bench.rank.slow", node, subject=f"rank {late.rank} on {late.host}", late=late,
+        make_finding("bench.rank.slow", node, subject=f"rank {late.rank} on {late.host}", late=late,
              evidence=(late.why,) if late.why else (), seconds=units.seconds(late.late_seconds))
         for late in result.stragglers
     ]  # fmt: skip
@@ -106,17 +106,17 @@ def _evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> 
     ]
     could = gdrdma_possible(snapshots)
     status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(found.gdrdma, Status.FAIL if could else Status.INFO)
-    gdrdma = said(
+    gdrdma = make_finding(
         "evidence.gdrdma.off" if could else "evidence.gdrdma.off impossible", node, status,
         evidence=_lines(found.proof[:4]), gdrdma=found.gdrdma,
         counts=f"{', '.join(seen)} {noun}" if seen else "no channel seen",
     )  # fmt: skip
     problems = [
-        said("evidence.log.problem", node, Status(problem.severity), subject=problem.code,
+        make_finding("evidence.log.problem", node, Status(problem.severity), subject=problem.code,
              evidence=_lines(problem.lines[:3]), problem=problem)
         for problem in found.problems
     ]  # fmt: skip
-    return [gdrdma, *(problems or [said("evidence.log.problem pass", node)])]
+    return [gdrdma, *(problems or [make_finding("evidence.log.problem pass", node)])]
 
 
 def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
@@ -126,16 +126,16 @@ def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
 def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
     """What the run established; `why` says why there is no record."""
     if record is None:
-        return (said("run.failed none", node, why=why), *unmeasured(RUN_CODES[1:], why))
+        return (make_finding("run.failed none", node, why=why), *unmeasured(RUN_CODES[1:], why))
     ended = "run.failed pass" if record.status == "complete" else "run.failed"
     layout = "" if record.status == "mismatch" else " unknown" if record.layout.effective is None else " pass"
     loss = " unknown"
     if record.loss.first is not None and record.loss.last is not None:
         loss = " pass" if record.loss.last < record.loss.first else ""
     return (
-        said(ended, node, record=record, reason=record.reason or "no reason given"),
-        said(f"run.layout.mismatch{layout}", node, record=record),
-        said(f"run.loss.not_falling{loss}", node, record=record),
+        make_finding(ended, node, record=record, reason=record.reason or "no reason given"),
+        make_finding(f"run.layout.mismatch{layout}", node, record=record),
+        make_finding(f"run.loss.not_falling{loss}", node, record=record),
         *(_compared(line, node) for line in compare(record)),
     )
 
@@ -143,7 +143,7 @@ def checks_of_run(record: RunRecord | None, node: str, why: str) -> tuple[Findin
 def _compared(line: Comparison, node: str) -> Finding:
     code = "forecast.step_time.outside" if line.quantity == "step_seconds" else "forecast.memory.outside"
     status = Status.PASS if line.within else Status.UNKNOWN if line.within is None else None
-    return said(
+    return make_finding(
         f"{code} within" if status else code, node, status,
         forecast=units.interval(line.forecast, line.unit),
         measured=units.seconds(line.measured) if line.unit == "s" else units.size(line.measured),

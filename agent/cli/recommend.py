@@ -15,6 +15,7 @@ from agent.base import inputs, units
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
 from agent.base.output import emit, say, waiting, write_result
+from contracts.question import most
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,8 +94,10 @@ def _numbers(text: str) -> list[int]:
 
     name, _, numbers = text.partition("=")
     words = numbers.split(",")
-    if name != "nodes" or not all(w.isdecimal() and 1 <= int(w) <= 100_000 for w in words) or len(words) > MOST_POINTS:
-        raise click.UsageError(f"--sweep {text}: must be nodes=1,2,4 with at most {MOST_POINTS} numbers up to 100000")
+    wrong = [word for word in words if not word.isdecimal() or not 1 <= int(word) <= most("nodes")]
+    if name != "nodes" or wrong or len(words) > MOST_POINTS:
+        allowed = f"nodes=1,2,4 with at most {MOST_POINTS} numbers up to {most('nodes')}"
+        raise click.UsageError(f"--sweep {text}: must be {allowed}")
     return [int(word) for word in words]
 
 

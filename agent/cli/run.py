@@ -16,8 +16,8 @@ from agent.base.options import with_options
 def run(command: tuple[str, ...], folder: Path) -> None:
     """Run a training command, such as `torchrun train.py`, with a monitor inside each rank.
 
-    The script needs no change. `topoflight why --run FOLDER` then tells why the run is stuck, slow or failed. The exit
-    code is that of the command.
+    The script needs no change. `topoflight why --run FOLDER` then diagnoses the run. The exit code is that of the
+    command.
     """
     from agent.jobs.script import monitored
 

@@ -15,6 +15,7 @@ import click
 from agent.base.exit_codes import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import with_options
 from agent.base.output import emit, say
+from contracts.question import most
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,8 +80,8 @@ def _print_change(verdict: Verdict, form: str) -> None:
 def _nodes(word: str | None) -> tuple[int | None, tuple[Any, ...], tuple[Any, ...]]:
     """(how many, (), ()), or (None, what the nodes' agents have found, what they read) of names and labels."""
     if word is None or (word.isascii() and word.isdigit()):
-        if word and not 1 <= int(word[:7]) <= 100_000:
-            raise click.UsageError(f"--nodes {word[:20]}: must be from 1 to 100000, names or labels")
+        if word and not 1 <= int(word[:7]) <= most("nodes"):
+            raise click.UsageError(f"--nodes {word[:20]}: must be from 1 to {most('nodes')}, names or labels")
         return (int(word) if word else None), (), ()
     from agent.cluster.client import AccessError, ApiError, connect
     from agent.cluster.gate import checks_of, fleet, named, readable

@@ -357,7 +357,7 @@ def path_of(group_version: str, resource: str, name: str = "", *, namespace: str
 
 
 def _event_of(line: bytes) -> Json:
-    """One line of a watch. Raises ApiError where it is none, or tells of an error."""
+    """Parse one line of a watch. Raises ApiError if it is not an event, or if it reports an error."""
     try:
         event: Json = json.loads(line)
         kind, item = event["type"], event["object"]
@@ -392,11 +392,11 @@ class Watcher:
         self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: WatchTally | None = None
     ) -> None:
         self.tally = tally or WatchTally()
-        # one try a call: the pauses between them are this thread's, and who waits for the list hears the first refusal
+        # One attempt per call: this thread pauses between attempts, and reports the first refusal at once
         self._client, self._path, self._fleet, self._seconds = client.limited(tries=1), path, fleet, seconds
         self._stop = threading.Event()
-        self.listed = False  # the first list is there
-        self.refused = False  # the last try was, before any list was there, and more patience would not help
+        self.listed = False  # whether the first list has been read
+        self.refused = False  # whether the last attempt failed before the first list, and waiting would not help
         self.error: str | None = None
 
     def start(self) -> None:

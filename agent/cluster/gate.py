@@ -1,7 +1,7 @@
 """Nodes of the cluster: which are meant, how the gate judges what their agents published, and where they stand.
 
-`preflight --nodes` and `--selector` ask by name and by label. Where a node stands there is no one label for. Known are
-those of NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since 1.0), EKS
+`preflight --nodes` and `--selector` ask by name and by label. No single label names the rack of a node. Known are those
+of NVIDIA Topograph (network.topology.nvidia.com/leaf, and fabric.topograph.run/tier-0 since 1.0), EKS
 (topology.k8s.aws/network-node-layer-3, the layer next to an instance), GKE (cloud.google.com/gce-topology-subblock) and
 the GPU feature discovery (nvidia.com/gpu.clique, an NVLink domain); of a site's own labels those whose name ends with
 rack, leaf or switch.
@@ -169,7 +169,7 @@ def published(name: str, record: NodeRecord) -> list[Finding]:
     return found
 
 
-# In which rack, or behind which switch, each node stands: by the labels of the Nodes.
+# The rack or the switch of each node, by the labels of the Nodes.
 
 LABELS = tuple(map(re.compile, (
     r"(?:.*[./-])?rack", r"(?:.*[./-])?(?:leaf|switch)", r"fabric\.topograph\.run/tier-0",

@@ -418,7 +418,7 @@ class _Addresses:
         return str(ipaddress.IPv6Address(f"::ffff:{found}") if found.version == 4 else found)
 
     def _learn(self, address: Address, network: Network, *, of_interface: bool) -> None:
-        """Note what stands for an address that is new."""
+        """Choose the replacement of an address that is new."""
         raise NotImplementedError
 
 

@@ -22,7 +22,7 @@ from agent.http.answers import problem
 PROBES = ("/healthz", "/readyz")  # the kubelet's, which brings no token
 HEAD_BYTES = 16384  # request line and headers; a bearer token may take the most of it
 KEEP_ALIVE_SECONDS = 65  # longer than the usual scrape interval of a minute
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _ROOM_SECONDS = 0.05
 
 
@@ -45,7 +45,7 @@ class LimitedProtocol(H11Protocol):
         """Take the connection; where all places are taken, make room for it."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that an answer that the client does not read is noticed
-        self._look()
+        self._check_wait()
         over = len(self.connections) - self.most_connections
         if over > 0:  # only after what the others have sent is read, unless a flood comes
             self.loop.call_later(_ROOM_SECONDS if over < self.most_at_once else 0, self._make_room)
@@ -83,7 +83,7 @@ class LimitedProtocol(H11Protocol):
         descriptor = self.transport.get_extra_info("socket").fileno()
         return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
 
-    def _look(self) -> None:
+    def _check_wait(self) -> None:
         """Each second: end the connection where one wait, of one request, has taken too long."""
         if self.transport.is_closing():
             return
@@ -93,7 +93,7 @@ class LimitedProtocol(H11Protocol):
         elif wait[0] is not None and now - self.since > self.seconds[wait[0]]:
             self.end()
             return
-        self.loop.call_later(_LOOK_SECONDS, self._look)
+        self.loop.call_later(_CHECK_SECONDS, self._check_wait)
 
     def end(self) -> None:
         """End the connection now."""

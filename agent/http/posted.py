@@ -49,7 +49,7 @@ _Members = dict[str, Any]
 
 
 class PostedRecord(BaseModel):
-    """What POST /runs takes: a job's run.json. Of other members those are kept that RunRecord has."""
+    """What POST /runs takes: a job's run.json. Members that RunRecord does not have are dropped."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -97,10 +97,10 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
 
     form, view = dict(fields), known.current()
     if not form.get("model"):
-        worked = [(one, advise.for_view(view, asked_in(one))) for one in pages.examples()]
+        worked = [(one, advise.for_view(view, read_form(one))) for one in pages.examples()]
         return page_of(pages.what_if_page(view, form, None, "", examples=worked))
     try:
-        wanted = asked_in(form)
+        wanted = read_form(form)
         advice = advise.for_view(view, wanted)
         points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
         return page_of(pages.what_if_page(view, form, advice, "", points=points))
@@ -156,7 +156,7 @@ QUESTIONS: dict[str, Callable[..., Answer]] = {
 }
 
 
-def asked_in(form: Mapping[str, str]) -> Request:
+def read_form(form: Mapping[str, str]) -> Request:
     """The question of a form, where an empty field is one left out. Raises RequestError that names a wrong field."""
     given = {name: text.strip() for name, text in form.items() if text.strip()}
     try:

@@ -45,7 +45,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     _check(hosts, options)
     _make_state_folder(options["folder"])
-    client = _client(options)
+    client = connected(options)
     places = bind(address, port)  # who asks while the rest is loaded waits, and is not refused
     os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
     scanner = None if hosts else Scanner(root)
@@ -176,8 +176,7 @@ def _make_state_folder(folder: Path) -> None:
 
 
 def application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
-    """Endpoints, cluster view and publisher around one state; `client` is to the API server, where one is there yet."""
-    client = client or _client(options)
+    """Endpoints, cluster view and publisher around one state; `client` as `connected` returns it."""
     from agent.http.access import Tokens
     from agent.http.cluster import Cluster
     from agent.http.server import create
@@ -225,7 +224,7 @@ def _names(address: str, options: dict[str, Any]) -> list[str]:
     return sorted(name for name in names if name)
 
 
-def _client(options: dict[str, Any]) -> Any:
+def connected(options: dict[str, Any]) -> Any:
     """The client, where it is needed. Raises AccessError where there is no way to an API server."""
     if not (options["publish"] or options["token_review"]):
         return None

@@ -91,7 +91,7 @@ class State:
             return str(error)
 
     def reread_runs(self) -> None:
-        """Hand out what was scanned last beside the runs that are kept by now."""
+        """Make a view of the last scan with the runs that are stored now."""
         with self._handing:
             if self.view is not None:
                 self.view = replace(self.view, runs=self._runs())

@@ -159,7 +159,7 @@ class Worker:
         longest_seconds: float = LONGEST_SECONDS, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._command, self._most, self._longest, self._idle = command, most_waiting, longest_seconds, idle_seconds
-        self._jobs: dict[Hashable, _Job] = {}  # asked and not answered
+        self._jobs: dict[Hashable, _Job] = {}  # not answered yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._process: _Process | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -188,7 +188,7 @@ class Worker:
         try:
             while not (await asyncio.wait((answered,), timeout=_LOOK_SECONDS))[0]:
                 if await request.is_disconnected() or time.monotonic() > until:
-                    raise _busy("too much was asked before")
+                    raise _busy("the questions before this one took too long")
             if answered.cancelled():
                 raise _busy("the agent ends")
             return answered.result()

@@ -93,7 +93,7 @@ def _check_gate(options: Mapping[str, Any]) -> None:
 
 
 def warnings(spec: JobSpec) -> Iterator[str]:
-    """What is wrong with a job that can be launched all the same."""
+    """Warn about a job that can be launched."""
     nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
     has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
     if spec.nodes > 1 and spec.ipc_lock and not has_nic:
@@ -228,7 +228,7 @@ def on_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence
 
 
 def network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
-    """What is wrong with the network resources of these nodes, or is to be asked about them."""
+    """Warn about the network resources of these nodes."""
     names, spec = networks.seen_from_a_pod(found), networks.from_snapshots(found)
     if names:
         yield (

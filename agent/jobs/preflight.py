@@ -167,7 +167,7 @@ def _judged(
         and not options.hosts
         and (failed := _stopping(options, _as_trained(view, advice, expected), before))
     ):
-        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains all the same")
+        extra += measured.unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
         notes.append(f"not trained: {failed}")
     elif options.train and not options.hosts:
         record, why = _train(options, advice, progress, stop)
@@ -205,7 +205,7 @@ def _against(before: Baseline, checks: Iterable[Finding], stopped: str) -> tuple
 
 
 def _as_trained(view: View, advice: Recommendation, expected: Expectation | None) -> tuple[Finding, ...]:
-    """The checks as the run meets them: what its own environment fixes does not stop it."""
+    """The checks with the settings of the run: a setting that it corrects does not stop it."""
     settings = {setting.name: setting.value for setting in advice.settings}
     scanned = look([with_environment(one, settings) for one in view.snapshots], expected=expected)
     return for_next_job(measured.with_bench(scanned, view.bench).checks, view.snapshots)
@@ -314,7 +314,7 @@ def _train(
 ) -> tuple[RunRecord | None, str]:
     """Launch the job with exactly the recommended environment and layout."""
     progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
-    # a folder of its own for every run: the job would resume what it finds, and a finished run has no step left
+    # A new folder for every run: the job would resume what it finds, and a finished run has no step left
     output = options.output / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
         done = launch.train(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -140,7 +140,7 @@ class Shown:
 
 
 def shown(records: Iterable[RunRecord]) -> tuple[Shown, ...]:
-    """Each record with what the page draws of it, in their order."""
+    """Return each record with what the page draws of it, in the same order."""
     return tuple(_one(record) for record in records)
 
 
@@ -276,8 +276,8 @@ def side_by_side(found: Iterable[Shown]) -> Markup:
 SHOWN_BARS = 12
 
 
-def bench_figures(lines: Sequence[Line], when: Mapping[float, str]) -> Markup:
-    """Bars of what the newest benchmark measured, over the earlier ones of the same job; empty without any."""
+def bench_figures(lines: Sequence[Line], when: Callable[[float], str]) -> Markup:
+    """Bars of what the newest benchmark measured, over the earlier ones of the same job; `when` formats their times."""
     if not lines:
         return Markup()
     drawn = []
@@ -289,9 +289,9 @@ def bench_figures(lines: Sequence[Line], when: Mapping[float, str]) -> Markup:
     return Markup().join(drawn)
 
 
-def _bench_runs(lines: Sequence[Line], now: Largest, when: Mapping[float, str]) -> Iterable[Run]:
+def _bench_runs(lines: Sequence[Line], now: Largest, when: Callable[[float], str]) -> Iterable[Run]:
     for line in lines:
         same = next((one for one in line.largest if (one.op, one.size_bytes) == (now.op, now.size_bytes)), None)
         if line.job == lines[0].job and same:
             rate = same.busbw_bytes_per_second
-            yield Run(label=when[line.started_at_seconds], value=rate, shown=units.rate(rate))
+            yield Run(label=when(line.started_at_seconds), value=rate, shown=units.rate(rate))

@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from agent.advice.advise import EXPORTS
 from agent.advice.whatif import FORM
-from agent.base import result_store, units
+from agent.base import units
 from agent.base.tables import GLYPHS
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
@@ -33,11 +33,11 @@ from agent.cluster.gate import Places
 from agent.cluster.nodes import records_of
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
-from agent.pages.charts import division, shown, side_by_side
 from agent.terminal.advice import as_it_is, parts_grid, summary
 from agent.terminal.hosts import outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
+from contracts import question
 from contracts.finding import Finding
 from contracts.tables import read_table
 from planner.advice import RankedLayout, Recommendation
@@ -136,10 +136,9 @@ def _environment() -> Environment:
         parts_grid=parts_grid,
         results_grid=results_grid,
         as_it_is=as_it_is,
-        shown=shown,
-        division=division,
-        side_by_side=side_by_side,
-        history_of=_history,
+        field=lambda name: question.rows()[question.fields()[name]],
+        most=question.most,
+        history_of=lambda lines: charts.bench_figures(lines, when),
         changed=history.changed,
         exports=EXPORTS,
     )
@@ -281,10 +280,6 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
         "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
         "memory_full": max([*memory, capacity or 0.0], default=1.0),
     }
-
-
-def _history(lines: Sequence[result_store.Line]) -> Markup:
-    return charts.bench_figures(lines, {line.started_at_seconds: when(line.started_at_seconds) for line in lines})
 
 
 def _kind(label: str) -> str:

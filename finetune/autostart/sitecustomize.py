@@ -1,8 +1,8 @@
 """Start the rank monitor in any training script: Python runs this file at its start where its folder is on the path.
 
-`topoflight run`, `launch --script` and `wrap` put the folder first in PYTHONPATH and set TOPOFLIGHT_RUN to the run's
-folder. A sitecustomize of the user's own, which this one hides, is run as well. Nothing here may fail or speak: the
-script comes first. The monitor is loaded by its file's place, so that no module of the script can take its name.
+`topoflight run` and `launch --script` put the folder first in PYTHONPATH and set TOPOFLIGHT_RUN to the run's folder. A
+sitecustomize of the user, which this one hides, is run as well. Nothing here may raise an error or print, because that
+would disturb the script. The monitor is loaded by its path, so that no module of the script can take its name.
 """
 
 import contextlib

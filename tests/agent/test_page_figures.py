@@ -16,7 +16,7 @@ from rigs.tables import each_row
 
 from agent.base.inputs import RequestError
 from agent.checks.view import look
-from agent.http.questions import asked_in
+from agent.http.questions import read_form
 from agent.jobs.preflight import Report
 from agent.pages import charts
 from agent.pages import render as pages
@@ -300,5 +300,5 @@ def test_the_interval_says_whether_the_run_was_inside() -> None:
 def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], named: str) -> None:
     """As any user's mistake."""
     with pytest.raises(RequestError, match="must be") as caught:
-        asked_in(asked)
+        read_form(asked)
     assert str(caught.value).startswith(named)

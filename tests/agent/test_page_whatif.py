@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
+from pydantic import ValidationError
 from rigs.recorded import view
 
 from agent.http import questions
 from agent.http.worker import Answer
 from agent.pages import render as pages
+from contracts import question
 
 
 def page(host: str = "sick-h100-memlock-64KiB", **fields: str) -> str:
@@ -34,6 +37,20 @@ def test_a_machine_of_the_catalogue_shows_time_and_cost_by_nodes() -> None:
     assert 'name="price" maxlength="16" value="90"' in text
     refused = page(model="Llama-3.1-8B", machine="p5.48xlarge", price="cheap")
     assert "price=&#39;cheap&#39;: must be a number" in refused
+
+
+def test_the_form_allows_what_the_question_allows() -> None:
+    """The last value of each number is answered, and the one after it is refused."""
+    html = page()
+    limits = dict(re.findall(r'<input name="(\w+)" type="number" min="1" max="(\d+)"', html))
+    assert set(limits) == {"nodes", "sequence_length", "global_batch", "steps"}
+    for name, most in limits.items():
+        assert question.model().model_validate({name: most})
+        with pytest.raises(ValidationError):
+            question.model().model_validate({name: str(int(most) + 1)})
+    for name in ("method", "transport"):
+        shown = re.search(rf'<select name="{name}">(.*?)</select>', html)
+        assert shown and re.findall(r"<option[^>]*>(\w+)<", shown[1]) == question.rows()[f"--{name}"]["choices"]
 
 
 def test_what_this_host_loses_stands_beside_its_layouts() -> None:

@@ -59,7 +59,8 @@ class Agent:
         self._script = [replace(each, taken_at_seconds=first + STEP * i) for i, each in enumerate(snapshots)]
         self.state = State(self._scan, interval_seconds=3600, folder=folder, history=History())
         options = {**serve.serve.make_context("serve", []).params, "hosts": None}
-        self.app = serve.application(self.state, {**options, "publish": True, "node_name": "n1", "nfd": False})
+        options |= {"publish": True, "node_name": "n1", "nfd": False}
+        self.app = serve.application(self.state, options, serve.connected(options))
 
     def _scan(self) -> tuple[Snapshot, ...]:
         return (self._script.pop(0) if len(self._script) > 1 else self._script[0],)
