@@ -1,4 +1,4 @@
-"""What TCP in place of RDMA costs a job: the same layout over both, by the forecast. For `topoflight why`."""
+"""What TCP costs a job compared with RDMA: the same layout over both, by the forecast. For `topoflight why`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hardware.units import GIGA
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
 from planner.recommend import forecast_named, plan
+from planner.why import Unknown
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
-from topology.graph import ClusterTopology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkCost:
-    """What a job pays for a slower network; empty where it cannot be forecast, with the options that it takes."""
+    """What a job pays for a slower network; empty where it cannot be forecast, with the options that it needs."""
 
     price: str = ""  # "TCP over eth0 (8.4G) instead of RDMA over net1: 2.5 x, +1 h 55 min"
     forecast: str = ""  # "with RDMA over net1: 12 s a step in place of 30 s"
     change: tuple[str, ...] = ()  # settings that are advised for RDMA
-    unknown: tuple[tuple[str, str], ...] = ()  # (what is not known, the command that would tell it)
+    unknown: tuple[Unknown, ...] = ()
 
 
 def cost_of_sockets(
@@ -43,17 +43,17 @@ def cost_of_sockets(
     what = f"what TCP over {found.socket_interface or 'its interface'} costs"
     if model is None or not (request.machine or snapshots):
         options = "--model NAME --machine NAME (or --host FILE) --nodes N --epochs N --lengths ..."
-        return NetworkCost(unknown=((what, options),))
+        return NetworkCost(unknown=(Unknown(what=what, command=options),))
     over = rdma_of(snapshots, found, manifest)
-    hint = "over which interface RDMA would run", "topoflight capture on a node: --host FILE"
-    unknown = () if over else (hint,)
+    hint = Unknown(what="over which interface RDMA would run", command="topoflight capture on a node: --host FILE")
     if request.machine:
         snapshots = ()
     try:
         cluster = cluster_of(replace(request, network=None), snapshots, request.ranks_per_node)
         rate = request.network or _socket_rate(snapshots, found.socket_interface)
         if rate is None:
-            return NetworkCost(unknown=((what, "--network RATE: what that interface carries, as 10G"),))
+            options = "--network RATE: what that interface carries, as 10G"
+            return NetworkCost(unknown=(Unknown(what=what, command=options),))
         slow = machines.over_network(cluster, rate, "tcp")
         planned = [plan(one, snapshots, model, request.train) for one in (slow, cluster)]
         values = values_of(layout)
@@ -64,38 +64,35 @@ def cost_of_sockets(
         steps = advise.steps_of(request, forecast_named(planned[1], values)) if _has_budget(request) else None
     except (LayoutError, machines.MachineError, ValueError) as error:
         raise RequestError(str(error)) from None
-    times = was.step_seconds.mid / would.step_seconds.mid
+    before, after = was.step_seconds.mid, would.step_seconds.mid
     rdma = f"RDMA over {over}" if over else "RDMA"
-    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {times:.1f} x"
-    words += _extra(request, was.step_seconds.mid - would.step_seconds.mid, steps, cluster)
+    words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {before / after:.1f} x"
     advised = advise.environment_only(replace(request, network=None), cluster, snapshots).settings
     change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
-    step = f"{units.seconds(would.step_seconds.mid)} a step in place of {units.seconds(was.step_seconds.mid)}"
+    step = f"{units.seconds(after)} a step in place of {units.seconds(before)}"
     if steps:
-        step += f", {units.duration(would.step_seconds.mid * steps)} in place of "
-        step += units.duration(was.step_seconds.mid * steps)
+        extra = (before - after) * steps
+        words += f", +{units.duration(extra)}{price_of_time(request, len(cluster.nodes), extra)}"
+        step += f", {units.duration(after * steps)} in place of {units.duration(before * steps)}"
+    unknown = () if over else (hint,)
     return NetworkCost(price=words, forecast=f"with {rdma}: {step}", change=change, unknown=unknown)
 
 
-def _extra(request: Request, each_step: float, steps: int | None, cluster: ClusterTopology) -> str:
-    """ ", +3 h 20 min, +412 of your prices" of so many seconds more a step; empty without steps."""
-    if not steps:
-        return ""
-    extra = each_step * steps
+def price_of_time(request: Request, nodes: int, seconds: float) -> str:
+    """ ", +412 of your prices" of so many seconds of so many nodes; empty without a price."""
     each = price_of(request)
-    money = f", +{each * len(cluster.nodes) * extra / 3600:,.0f} of your prices" if each is not None else ""
-    return f", +{units.duration(extra)}{money}"
+    return f", +{each * nodes * seconds / 3600:,.0f} of your prices" if each is not None else ""
 
 
 def rdma_of(snapshots: Sequence[Snapshot], found: Evidence, manifest: Path | None) -> str:
-    """ "net1, net2": what RDMA would run over; empty where no source tells.
+    """ "net1, net2": what RDMA would run over; empty where no source names it.
 
     By a scan the interfaces of the active ports, or devices without one; else the devices of the log; else the
     interfaces that Multus makes of the manifest's networks.
     """
-    facts = [told for snapshot in snapshots if (told := snapshot.facts(RdmaFacts))]
+    found_facts = filter(None, (snapshot.facts(RdmaFacts) for snapshot in snapshots))
     names = [
-        port.netdev or device.name for told in facts for device in told.devices for port in device.ports
+        port.netdev or device.name for facts in found_facts for device in facts.devices for port in device.ports
         if device.kind in ("hca", "efa") and port.state == "ACTIVE"
     ]  # fmt: skip
     names = names or [name.partition(":")[0] for name in found.hcas]

@@ -89,10 +89,10 @@ def monitored(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _python() -> str:
-    """The interpreter that the user's shell has torchrun of, for the trainer's packages may be there; else this one."""
+    """The interpreter of the torchrun on PATH, because the trainer's packages may be there; else this one."""
     torchrun = shutil.which("torchrun")
-    beside = Path(torchrun).with_name("python") if torchrun else None
-    return str(beside) if beside and beside.exists() else sys.executable
+    python = Path(torchrun).with_name("python") if torchrun else None
+    return str(python) if python and python.exists() else sys.executable
 
 
 def _log(folder: Path) -> dict[str, str]:

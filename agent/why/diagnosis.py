@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from agent.advice.network_cost import cost_of_sockets
-from agent.advice.request import Request, price_of
+from agent.advice.network_cost import cost_of_sockets, price_of_time
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import InputError
 from agent.why.ranks import newest, of_run
@@ -486,9 +486,8 @@ def with_sockets(verdict: Verdict, found: Evidence, sources: WhySources, snapsho
     causes = verdict.causes
     if cost.price and causes:
         causes = (replace(causes[0], price=cost.price), *causes[1:])
-    unknown = tuple(Unknown(what=what, command=command) for what, command in cost.unknown)
     return replace(verdict, causes=causes, change=(*verdict.change, *cost.change), forecast=cost.forecast,
-                   unknown=(*verdict.unknown, *unknown))  # fmt: skip
+                   unknown=(*verdict.unknown, *cost.unknown))  # fmt: skip
 
 
 def with_manifest(verdict: Verdict, path: Path) -> Verdict:
@@ -545,8 +544,7 @@ def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts
         if cause.cost:
             extra = cause.cost * step * steps
             words = f"+{units.duration(extra)} of {units.duration(step * steps)} for {steps} steps"
-            if (each := price_of(request)) is not None:
-                words += f", +{each * hosts * extra / 3600:,.0f} of your prices"
+            words += price_of_time(request, hosts, extra)
             cause = replace(cause, price=", ".join(filter(None, (cause.price, words))))
         causes.append(cause)
     first = next((cause for cause in causes if cause.cost), None)

@@ -1,10 +1,10 @@
-"""Why a run is stuck, slow or failed: the rules that turn what its ranks left into one verdict.
+"""Why a run is stuck, slow or failed: the rules that turn the facts on its ranks into one verdict.
 
 Facts come from the readers (facts.py). They show which ranks wait in which call (calls.py), what the ranks that are
 waited for do (activity.py), and so which of them is the cause (stuck.py), or whether the run moves and is only slow
 (pace.py). A rank that waits is never named: the rank that is missing from the collective is, and its last known
-position explains the cause. Each accusation has a margin; within it the answer is "not distinguishable yet". What no
-source tells stays unknown, with the command that would tell it.
+position explains the cause. Each accusation has a margin; within it the answer is "not distinguishable yet". A
+question that no source answers stays unknown, with the command that would answer it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def judge(facts: RunFacts) -> Verdict:
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
     found = {name: one for name, traces in by_source.items() if traces and (one := stuck(facts, traces, name))}
     known = {name: verdict for name, verdict in found.items() if not is_open(verdict)}
-    best = next(iter((known or found).values()), None)
-    settled = next(iter(known.values()), None)
     verdict = (
         reports.by_clash(facts)
         or reports.by_models(facts)
         or reports.by_errors(facts)
-        or settled
+        or next(iter(known.values()), None)
         or reports.by_joins(facts)
         or reports.by_states(facts)
-        or best
+        or next(iter(found.values()), None)
         or reports.by_rendezvous(facts)
         or reports.by_torchrun(facts)
         or reports.by_hang(facts)
+        or reports.by_peer(facts)
+        or reports.by_timeouts(facts)
+        or slow(facts)
     )
-    verdict = verdict or reports.by_peer(facts) or reports.by_timeouts(facts) or slow(facts)
     if verdict is None or verdict.state == "fine":
         verdict = reports.by_silence(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
     return replace(verdict, disagree=(*verdict.disagree, *_differences(known)), sources=_sources(facts))

@@ -210,8 +210,8 @@ def _by_looks(facts: RunFacts, since: float) -> list[Lateness]:
 
 def _variance(share: float, looks: int) -> float:
     """Of a share of so many looks, with one look of each kind added, so that 0 of 30 is not taken for certain."""
-    kept = (share * looks + 1) / (looks + 2)
-    return kept * (1 - kept) / looks
+    smoothed = (share * looks + 1) / (looks + 2)
+    return smoothed * (1 - smoothed) / looks
 
 
 def _habit(rank: int, facts: RunFacts) -> Activity:

@@ -98,10 +98,8 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
         action = "end the process that an earlier run left there, or choose another --master-port"
     elif met.world and met.joined is not None and met.joined < met.world:
         code = "rendezvous_timeout"
-        message = (
-            f"{met.joined} of {met.world} ranks have joined; which {'rank' if met.world - met.joined == 1 else 'ranks'}"
-        )
-        message += " did not is not known"
+        which = "rank" if met.world - met.joined == 1 else "ranks"
+        message = f"{met.joined} of {met.world} ranks have joined; which {which} did not is not known"
         action = "read the launcher's log on each node: one never started its ranks, or has another --node-rank"
     elif met.unreached:
         host = met.unreached.rpartition(":")[0]
@@ -265,7 +263,7 @@ def _waits(rank: int, facts: RunFacts) -> bool:
 
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts) -> Verdict:
-    """All have ended, none by an error of its own: which was first is not known."""
+    """All ranks have ended, none by an error in its own code: which was first is not known."""
     if facts.log.cut_short:
         return sizes_met(facts)
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)

@@ -57,22 +57,21 @@ def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verd
         return None  # which of them was first is for their errors to tell
     if not blocked.roots:
         return _without_root(blocked, facts, wait, waiting)
-    busy = {rank: one for rank, one in what.items() if one.grace and one.kind not in ENDED and rank not in decisive}
-    if (early := _too_early(busy, what, blocked, facts, wait, waiting)) is not None:
+    if (early := _too_early(decisive, what, blocked, facts, wait, waiting)) is not None:
         return early
     if not decisive and blocked.roots <= set(blocked.waits) - blocked.held and _resends(facts):
         behind = min(blocked.roots)  # all have come to the call that these are still in: they are not late
         message = f"{ranks_of(sorted(blocked.roots))}: still in {describe(blocked.waits[behind])}"
         cause = network(facts, "transfers no data", wait, message, between=sorted(blocked.here[behind]))
         return verdict_of("stuck", (cause,), facts, (), tuple(sorted(blocked.waits)))
-    return _named(decisive or blocked.roots, what, blocked, facts, wait)
+    return _named(decisive or blocked.roots, what, blocked, facts, wait, waiting)
 
 
 def _named(
-    ranks: set[int], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str
+    ranks: set[int], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str,
+    waiting: tuple[int, ...],
 ) -> Verdict:  # fmt: skip
     """The verdict that names the ranks that the others wait for, without those that may take longer."""
-    waiting = tuple(sorted(rank for rank in blocked.waits if rank not in blocked.roots))
     named = sorted(rank for rank in ranks if blocked.age >= what[rank].grace or what[rank].kind in ENDED)
     causes = tuple(cause_of(rank, what[rank], facts, wait) for rank in named)
     gone = any(cause.code == "rank.gone" for cause in causes)
@@ -95,11 +94,14 @@ def _has_stalled(
 
 
 def _too_early(
-    busy: Mapping[int, Activity], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str,
+    decisive: set[int], what: Mapping[int, Activity], blocked: BlockedCalls, facts: RunFacts, wait: str,
     waiting: tuple[int, ...],
 ) -> Verdict | None:  # fmt: skip
     """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
-    patient = {rank: one for rank, one in busy.items() if blocked.age < one.grace}
+    patient = {
+        rank: one for rank, one in what.items()
+        if blocked.age < one.grace and one.kind not in ENDED and rank not in decisive
+    }  # fmt: skip
     if not patient or len(patient) < len(what):
         return None
     if facts.gave_up:
@@ -173,7 +175,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
 
 
 def _age(blocked: BlockedCalls, facts: RunFacts, traces: Mapping[int, RankTrace]) -> str:
-    """How long the wait is, and how that is known: of dumps without a run beside them the file's time is all."""
+    """How long the wait is, and whether only the file times of dumps show it, because no rank state was read."""
     if blocked.age <= 0:
         return ""
     by_file = not facts.states and any(trace.written and not trace.taken for trace in traces.values())
