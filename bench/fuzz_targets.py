@@ -34,7 +34,7 @@ from agent.cluster.node_facts import pack
 from agent.cluster.nodes import Fleet, from_resource
 from agent.http.access import read_tokens
 from agent.http.cluster import topology_document
-from agent.http.questions import asked_in
+from agent.http.questions import read_form
 from agent.pages import render as pages
 from collectives.bench.results import (
     BenchResult,
@@ -438,7 +438,7 @@ def words(data: bytes) -> object:
         case 2:
             return histogram_of(text)
         case _:
-            return asked_in(dict.fromkeys(("model", "machine", "nodes", "sequence_length", "global_batch"), text))
+            return read_form(dict.fromkeys(("model", "machine", "nodes", "sequence_length", "global_batch"), text))
 
 
 @reads(bytes(range(256)) * 16, b"\xff" * 256)
