@@ -24,8 +24,8 @@ from click.core import ParameterSource
 
 from agent.base.inputs import OUTPUT_FILE, OUTPUT_FILE_OR_STDOUT, OUTPUT_FOLDER, SIZE
 from agent.base.output import say
-from contracts import question
-from contracts.tables import bounds, read_table
+from contracts import tables
+from contracts.tables import read_table
 
 _TYPES: dict[str, click.ParamType[Any]] = {
     "file": click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -43,6 +43,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
 }
 
 
+_QUESTION = read_table(tables.__file__, "question.toml")  # as contracts.question reads it
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
 _OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # of a table; the others are click.option's
 
@@ -82,7 +83,7 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            members = (found.get(key) or (question.rows() | _table("shared"))[key]) | row
+            members = (found.get(key) or (_QUESTION | _table("shared"))[key]) | row
             found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
             found[key] = row
@@ -134,7 +135,7 @@ def _type(text: str | list[str]) -> Any:
     """A word of _TYPES or a range (contracts.tables.bounds), or several."""
     if isinstance(text, list):
         return tuple(map(_type, text))
-    found = bounds(text)
+    found = tables.bounds(text)
     if found is None:
         return _TYPES[text]
     name, low, high, above = found

@@ -290,7 +290,7 @@ def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> Non
     """No pass over GPUs that nothing read, no layout over zero GPUs, and no setting of NCCL's own."""
     snapshot = built.snapshot("oci-mi300x")
     (said,) = [one for one in checks_of_snapshot(snapshot) if one.code == "pci.gpu.unjudged" and one.status != "pass"]
-    assert "AMD GPUs seen" in said.message
+    assert "AMD GPUs were found" in said.message
     checks = covered(snapshot, checks_of_snapshot(snapshot))
     assert judge([one for one in checks if one.code.startswith("gpu.")]).word == "unknown"
     found = of_cluster(Request.of(model="tiny-llama"), cluster_of(Request(), [snapshot]), [snapshot])
