@@ -10,7 +10,7 @@ from contracts.tables import read_table
 from hardware.gpus import without_gdr
 from hardware.links import most_links
 from hardware.tables import is_of
-from probes.texts import codes_of, finding
+from probes.api import codes_of, finding
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.plan import gigabytes
 from topology.reference import departures, reference_of

@@ -21,9 +21,8 @@ from collectives.bench.plan import Expect
 from collectives.bench.results import Bar, BenchResult, Measurement, RdmaResult, RdmaWrite
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from probes.api import Snapshot
+from probes.api import Snapshot, finding
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort, nccl_gid_index
-from probes.texts import finding
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.expected import FAILS_BELOW, Expected, Paths

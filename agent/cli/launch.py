@@ -45,6 +45,7 @@ def launch(
     from agent.jobs.benchmark import training_request
     from agent.jobs.launch import storage_rate
     from planner.recommend import ROWS
+    from probes.registry import ALL
 
     storage_rate(options["storage_rate"])  # refused before anything starts
     if script is not None:
@@ -53,7 +54,7 @@ def launch(
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments are of a --script")
-    found = () if options["machine"] else snapshots(options["hosts"], root=options["root"])
+    found = () if options["machine"] else snapshots(options["hosts"], ALL, root=options["root"])
     settings = explicit_settings(options["config"], options["overrides"])
     request = for_whole_run(with_rows(training_request(options), settings), settings)
     advice = advise(request, lambda: found)
@@ -309,8 +310,9 @@ def _gate(
     from agent.checks.measured import must_be_measured, with_bench
     from agent.checks.verdict import judge, select
     from agent.checks.view import look, with_environment
+    from probes.registry import ALL
 
-    here = found if found and not options["hosts"] else snapshots((), root=options["root"])
+    here = found if found and not options["hosts"] else snapshots((), ALL, root=options["root"])
     stopped = result.stopped_by or "" if result else ""
     view = with_bench(look([with_environment(one, settings) for one in here]), result)
     checks = view.checks if stopped or result is None else must_be_measured(view.checks)
@@ -329,8 +331,9 @@ def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: thr
     """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
     from agent.base.hosts import snapshots
     from agent.jobs import benchmark
+    from probes.registry import ALL
 
-    spec = benchmark.preflight_spec(snapshots(()), ranks, benchmark.QUICK_SECONDS, force=False, quick=True)
+    spec = benchmark.preflight_spec(snapshots((), ALL), ranks, benchmark.QUICK_SECONDS, force=False, quick=True)
     return benchmark.measure(replace(spec, environment=settings), progress, stop)
 
 
@@ -345,12 +348,13 @@ def _launch_script(
     from agent.terminal import measured
     from contracts import codec
     from contracts.bounded import open_regular
+    from probes.registry import ALL
 
     try:
         open_regular(script).close()
     except OSError as error:
         raise InputError(f"--script {script}: {error.strerror}") from None
-    found = snapshots(options["hosts"], root=options["root"])
+    found = snapshots(options["hosts"], ALL, root=options["root"])
     plan = trainer.plan_of(script, arguments, found, options, folder)
     for line in plan.said:
         say(f"note: {line}", err=True)

@@ -93,8 +93,9 @@ def preflight_spec(
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
     """The benchmark that the command line asks for, on this host."""
     from agent.base.hosts import snapshots
+    from probes.registry import ALL
 
-    found = snapshots(())
+    found = snapshots((), ALL)
     ranks = options["ranks"] or default_ranks(found)
     budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
     spec = preflight_spec(found, ranks, budget, force=options["force"], hosts=options["hosts"],

@@ -11,11 +11,11 @@ import pytest
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.base.recordings import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from agent.jobs import bundle
 from probes.host.recording import RecordingError, load, load_all
-from probes.scan import scan
 
 SOUND, SICK = path_of(), path_of("sick-h100-dead-hca")
 # Built from parts, so that no scanner of this repository takes them for real ones.

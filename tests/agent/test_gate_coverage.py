@@ -17,6 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 from rigs.recorded import H100, of_code, snapshot, with_facts, with_outcomes
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.codes import PROBE_CODES
 from agent.checks.verdict import judge
@@ -32,7 +33,6 @@ from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciDevice, PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
-from probes.scan import scan
 from probes.scanner import Scanner
 
 TESTS = Path(__file__).parent.parent

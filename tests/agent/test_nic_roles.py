@@ -18,13 +18,13 @@ from nic_faults import FAULTS, with_fault
 from platform_machines import mapped, snapshot_of
 from rigs import recorded
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.view import look
 from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import RdmaFacts
-from probes.scan import scan
 
 GB10 = replace(H100, name="NVIDIA GB10", links=0, capability=(12, 1), memory_bytes=119 << 30)
 

@@ -19,6 +19,7 @@ from rigs.agents import bearer, tokens
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.waiting import eventually
+from scanned import scan
 from starlette.testclient import TestClient
 from test_redaction import FORMS, S
 
@@ -31,7 +32,6 @@ from agent.http.state import State
 from agent.jobs import bundle, launch
 from contracts import run_record
 from probes.host.recording import RecordedHost, RecordingHost, archive, dumps
-from probes.scan import scan
 
 ROOT = Path(__file__).parent.parent.parent
 SECRETS = [*FORMS.values(), S]

@@ -41,7 +41,10 @@ def loaded(*words: str, given: str = "") -> set[str]:
         (("why", "--help"), {"rich", "planner"}),
         (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http.server"}),
         (("topo", "--from", MATRIX, "-o", "json"), {"rich"}),
-        (("topo", "--from", MATRIX), {"planner", "collectives", "probes.scan", "probes.registry", "agent.checks.view"}),
+        (
+            ("topo", "--from", MATRIX),
+            {"planner", "collectives", "probes.scanner", "probes.registry", "agent.checks.view"},
+        ),
         (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages.render", "finetune"}),
         (("lint-env", "-"), {"planner.recommend", "agent.pages.render", "agent.cluster", "finetune"}),
         (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages.render", "agent.cluster", "finetune"}),

@@ -21,13 +21,14 @@ from collectives.bench.lock import BusyError
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
+from probes.registry import ALL
 
 MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9
 
 
 def host(name: str) -> tuple[Snapshot, ...]:
-    return snapshots((MACHINES / f"{name}.json",))
+    return snapshots((MACHINES / f"{name}.json",), ALL)
 
 
 def hello(machine: str, ranks: int, hosts: Sequence[str] = ("a",), **more: Any) -> list[Mapping[str, Any]]:
@@ -138,7 +139,7 @@ def test_gloo_is_held_to_no_links() -> None:
 
 def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:
     """What the command line and the preflight both build their benchmark with."""
-    (host,) = snapshots((MACHINES / "hgx-h100-8xH100-8hca.json",))
+    (host,) = snapshots((MACHINES / "hgx-h100-8xH100-8hca.json",), ALL)
     gpus = host.facts(GpuFacts)
     assert gpus is not None
     taken = replace(gpus, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))

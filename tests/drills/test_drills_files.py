@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from drill_ground import MACHINES, RUN, Ground, drill, keep_something
+from probes.scan import run, scan
 
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
@@ -19,7 +20,6 @@ from contracts.run_record import record_of
 from probes.api import Failed, Probe
 from probes.host.recording import RecordingHost, load
 from probes.registry import ALL
-from probes.scan import run, scan
 
 pytestmark = pytest.mark.long
 

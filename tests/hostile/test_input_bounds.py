@@ -42,8 +42,6 @@ from planner.forecast.models import ModelError, model_from_file
 from planner.lint.sources import EnvironmentTextError, read_environment
 from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
-from probes.wire import SnapshotError
-from probes.wire import loads as load_snapshot
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml
@@ -63,7 +61,6 @@ def text(reader: Callable[[str], object]) -> Callable[[Path], object]:
 BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, ...]]] = [
     ("plain JSON", text(plain), PlainError, (DEEP, JUST_TOO_DEEP)),
     ("recording", load, RecordingError, (b" " * (33 * MIB), gzip.compress(b" " * (33 * MIB)), DEEP, JUST_TOO_DEEP)),
-    ("snapshot", text(load_snapshot), SnapshotError, (DEEP, JUST_TOO_DEEP)),
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),

@@ -17,10 +17,10 @@ from typing import cast
 from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, cpus_of, write_host
 from machine_nvml import A40, A100_40, GB200, H100, L40S, PARTS, TITAN_RTX, NvmlAnswers, NvmlGpu, fabric
 from machine_tree import AMAZON, INTEL, MELLANOX, NVIDIA, ROCE_HW_COUNTERS, Dev, Netdev, Rdma, Tree, port, switch
+from scanned import scan
 
 from probes.host.protocol import Host, Json
 from probes.host.recording import RecordingHost, archive, dumps
-from probes.scan import scan
 
 FOLDER = Path(__file__).parent
 

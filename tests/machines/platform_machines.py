@@ -20,10 +20,10 @@ from build import CPUS, LOOPBACK, SPR, answers, guid, hca
 from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, write_host
 from machine_nvml import BOARDS, H100, Board, NvmlGpu, fabric
 from machine_tree import AMAZON, MELLANOX, NVIDIA, Dev, Netdev, Rdma, Tree, port, switch
+from scanned import scan
 
 from probes.api import Snapshot
 from probes.host.protocol import Host
-from probes.scan import scan
 
 AMD, CRAY, GOOGLE = 0x1002, 0x17DB, 0x1AE0
 

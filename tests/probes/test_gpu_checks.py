@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.tables import each_row
+from scanned import scan
 
 from contracts.finding import Finding, Status
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
@@ -16,7 +17,6 @@ from probes.gpu.probe import PROBE
 from probes.gpu.read import cpu_list
 from probes.host.nvml import nvml_bus_id, sysfs_bus_id
 from probes.host.recording import load
-from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"
 HEALTHY = Gpu(index=0, bus_id="0000:1b:00.0", name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)

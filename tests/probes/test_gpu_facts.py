@@ -10,6 +10,7 @@ from typing import Any
 
 from rigs.found import findings
 from rigs.tables import each_row
+from scanned import scan
 
 from contracts.finding import Status
 from probes.api import Ok, Snapshot
@@ -22,7 +23,6 @@ from probes.host.recording import RecordedHost, load
 from probes.pci.facts import PciDevice, PciFacts
 from probes.pci.probe import check as pci_check
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
-from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
 from topology.reference import departures, reference_of

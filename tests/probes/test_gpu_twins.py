@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from scanned import scan
+
 from agent.checks.view import for_next_job, look
 from agent.metrics import _link_values as link_values
 from contracts.finding import Status
@@ -16,7 +18,6 @@ from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE
 from probes.gpu.read import questions
 from probes.host.recording import RecordedHost
-from probes.scan import scan
 
 MACHINES = Path(__file__).parent.parent / "machines"
 H100 = "hgx-h100-8xH100-8hca"

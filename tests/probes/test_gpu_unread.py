@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rigs.found import findings
 from rigs.tables import each_row
+from scanned import scan
 
 from agent.checks.view import checks_of_snapshot
 from contracts.finding import Status
@@ -26,7 +27,6 @@ from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost
 from probes.registry import BY_NAME
-from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
 from topology.check import check as topology_check

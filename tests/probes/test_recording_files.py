@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 from rigs.tables import each_row
+from scanned import scan
 
 from probes.api import SCHEMA_VERSION
 from probes.host.live import LiveHost
 from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.host.recording import KIND, RecordedHost, RecordingError, RecordingHost, archive, dumps, load
-from probes.scan import scan
 from probes.scanner import Scanner
 from probes.wire import to_json
 

@@ -16,6 +16,7 @@ from typing import Any
 import cattrs
 import psutil
 import pytest
+from probes.scan import run, scan
 from rigs.found import findings
 from rigs.tables import each_row
 
@@ -26,7 +27,6 @@ from probes.host.protocol import Host
 from probes.host.recording import load
 from probes.limits.probe import LimitsFacts
 from probes.registry import ALL, BY_NAME
-from probes.scan import run, scan
 from probes.scanner import Scanner
 from probes.wire import SnapshotError, dumps, from_json, loads, outcome_from_json, outcome_to_json, to_json
 

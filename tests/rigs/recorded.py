@@ -7,11 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scanned import scan
+
 from agent.checks.view import View, look
 from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
-from probes.scan import scan
 
 FOLDER = Path(__file__).parent.parent / "machines"
 PATHS = tuple(sorted(FOLDER.glob("*.json")))

@@ -10,6 +10,7 @@ from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
 from planner.forecast import machines
+from probes.registry import ALL
 from topology.build import build
 from topology.cluster import join
 from topology.expected import Expected, Paths, Unknown, expected
@@ -22,7 +23,7 @@ GB = 1e9
 
 
 def node(name: str) -> NodeTopology:
-    (snapshot,) = snapshots((MACHINES / f"{name}.json",))
+    (snapshot,) = snapshots((MACHINES / f"{name}.json",), ALL)
     return build(snapshot)
 
 
