@@ -58,11 +58,11 @@ from planner.forecast.calibration import CalibrationError, dump_calibration, loa
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
 from planner.lint.sources import KINDS, EnvironmentTextError, read_environment
-from probes.host.recording import RecordedHost, RecordingError, load
+from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status
 from probes.pci.read import parse_config
 from probes.registry import ALL, BY_NAME
-from probes.wire import OutcomeError, outcome_from_json, outcome_to_json
+from probes.wire import OutcomeError, RecordingError, outcome_from_json, outcome_to_json
 from probes.worker import scan
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_matrix

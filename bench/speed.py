@@ -59,7 +59,7 @@ def faked_scan() -> Iterator[OneScan]:
     with tempfile.TemporaryDirectory() as folder:
         root, environment = resident.restore(Path(folder))
         os.environ |= environment
-        with Scanner(ALL, root) as scanner:
+        with Scanner(root, probes=ALL) as scanner:
             facts = scanner.scan().facts(GpuFacts)
             assert facts is not None and len(facts.gpus) == 8  # noqa: S101
             yield "fake NVML through the child, all probes", scanner.scan, psutil.Process(scanner.child_pid or 0)

@@ -155,7 +155,7 @@ class Scanner:
     """Scans a live machine again and again; safe to share between threads."""
 
     def __init__(
-        self, probes: Probes, root: str = "/", *, timeout_seconds: float | None = None,
+        self, root: str = "/", *, probes: Probes, timeout_seconds: float | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:  # fmt: skip
         """`timeout_seconds` replaces every probe's own time limit; a probe that hung rests for `retry_seconds`."""
@@ -191,7 +191,7 @@ class Scanner:
             name, began, self._start_error = host_name(), time.time(), None
             answers: dict[str, dict[str, Json]] = {}
             outcomes = {probe.name: self._run(probe, answers, record=True) for probe in self._probes}
-        return snapshot_of(name, began, outcomes), archive(name, began, answers, source)
+        return snapshot_of(name, began, outcomes), archive({"hostname": name, "time": began}, answers, source)
 
     @property
     def child_pid(self) -> int | None:

@@ -109,13 +109,13 @@ class RecordingError(ValueError):
     """A file is not a recording that can be read here."""
 
 
-def archive(hostname: str, captured_at: float, answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
+def archive(identity: dict[str, Json], answers: dict[str, dict[str, Json]], source: str) -> dict[str, Json]:
     """The content of a recording file."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": KIND,
-        "hostname": hostname,
-        "captured_at": captured_at,
+        "hostname": identity["hostname"],
+        "captured_at": identity["time"],
         "source": source,
         "answers": {method: dict(sorted(answers[method].items())) for method in METHODS if method in answers},
     }

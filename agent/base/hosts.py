@@ -40,7 +40,7 @@ def _snapshots(
     if not hosts:
         from probes.scanner import Scanner
 
-        with Scanner(probes, root, timeout_seconds=timeout_seconds) as scanner, _closed_by(stop, scanner):
+        with Scanner(root, probes=probes, timeout_seconds=timeout_seconds) as scanner, _closed_by(stop, scanner):
             return (scanner.scan(),)
     from agent.base.recordings import replay
 

@@ -72,16 +72,16 @@ def look(
 
     `expected` is what each of them must have, or why that could not be read.
     """
-    topologies = tuple(build(snapshot) for snapshot in snapshots)
+    cluster = join([build(snapshot) for snapshot in snapshots])
     checks: list[Finding] = []
-    for snapshot, node in zip(snapshots, topologies, strict=True):
+    for snapshot, node in zip(snapshots, cluster.nodes, strict=True):
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
         found = with_rising(node_checks(snapshot, node), past, snapshot)
         checks.extend(found if expected is None else settled((*found, *_expected(expected, snapshot, node))))
     return View(
         snapshots=tuple(snapshots),
-        topologies=topologies,
-        cluster=join(topologies),
+        topologies=cluster.nodes,
+        cluster=cluster,
         checks=without_secrets(checks),
         verdict=judge(checks),
         made_at_seconds=time.time(),

@@ -31,7 +31,7 @@ def bundle(
         from probes.registry import ALL
         from probes.scanner import Scanner
 
-        with waiting("bundle: asking this host"), Scanner(ALL, root) as scanner:
+        with waiting("bundle: asking this host"), Scanner(root, probes=ALL) as scanner:
             snapshot, recording = scanner.capture()
         hosts = {snapshot.hostname: making.of_host(snapshot, recording, root=root, state=state)}
     content = pack_bundle(hosts)

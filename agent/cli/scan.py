@@ -66,7 +66,7 @@ def capture(root: str, target: Path | None) -> None:
     from probes.scanner import Scanner
     from probes.wire import dumps
 
-    with waiting("capture: asking this host"), Scanner(ALL, root) as scanner:
+    with waiting("capture: asking this host"), Scanner(root, probes=ALL) as scanner:
         text = dumps(scanner.capture()[1])
     if target is None:
         say(text, nl=False)

@@ -38,7 +38,9 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
 
     Exit code 5: a matrix is incomplete. 0: otherwise.
     """
-    nodes = [read_topology(source)] if source else _nodes(hosts, root)
+    from topology.paths import with_expectations
+
+    nodes = [with_expectations(node) for node in ([read_topology(source)] if source else _nodes(hosts, root))]
     if form == "svg":
         from topology.svg import svg
 

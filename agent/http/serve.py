@@ -49,7 +49,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     client = connected(options)
     places = bind(address, port)  # who asks while the rest is loaded waits, and is not refused
     os.environ.setdefault(ROLE, "agent")  # before the probe process starts, which inherits it
-    scanner = None if hosts else Scanner(ALL, root)
+    scanner = None if hosts else Scanner(root, probes=ALL)
     if scanner:  # the child imports while this process does
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: snapshots(hosts, ALL))

@@ -192,5 +192,5 @@ def row_of(question: str) -> dict[str, Any]:
 
     An empty one where there is none.
     """
-    rows = read_table(__file__, "questions.toml")
+    rows: dict[str, dict[str, Any]] = read_table(__file__, "questions.toml")
     return rows.get(max(filter(question.startswith, rows), key=len, default=""), {})

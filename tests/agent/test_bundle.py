@@ -15,7 +15,8 @@ from scanned import scan
 
 from agent.base.recordings import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from agent.jobs import bundle
-from probes.host.recording import RecordingError, load, load_all
+from probes.host.recording import RecordedHost, load, load_all
+from probes.wire import RecordingError
 
 SOUND, SICK = path_of(), path_of("sick-h100-dead-hca")
 # Built from parts, so that no scanner of this repository takes them for real ones.
@@ -32,7 +33,7 @@ SEEDED = "\n".join((
 
 
 def host(root: Path, state: Path, machine: Path = SOUND) -> Files:
-    return bundle.of_host(load(machine).content, root=str(root), state=state)
+    return bundle.of_host(scan(load(machine)), load(machine).content, root=str(root), state=state)
 
 
 def checkpoint(root: Path, registered: dict[str, list[str] | None], held: list[str]) -> str:
@@ -59,7 +60,8 @@ def test_no_seeded_secret_is_in_the_file_and_what_is_harmless_is(tmp_path: Path)
     recording = json.loads(SOUND.read_text())
     recording["answers"]["read_text"]["/proc/cmdline"] = SEEDED
     recording["answers"].setdefault("environment", {})[""] = {"NCCL_SECRET": SECRETS["pair"], "NCCL_DEBUG": "INFO"}
-    files = unpack_bundle(pack_bundle({"n": bundle.of_host(recording, root=str(root), state=state)}))["n"]
+    made = bundle.of_host(scan(RecordedHost(recording)), recording, root=str(root), state=state)
+    files = unpack_bundle(pack_bundle({"n": made}))["n"]
     whole = b"\n".join(files.values()).decode()
     for name, secret in SECRETS.items():
         assert secret not in whole, name

@@ -23,7 +23,7 @@ from agent.checks.verdict import GateError
 from agent.cli.preflight import preflight
 from agent.cluster.nodes import NodeRecord, records_of, to_resource
 from contracts.finding import Finding, Status
-from probes.host.recording import dumps
+from probes.wire import dumps
 
 GOOD, SICK = path_of(), path_of("sick-h100-dead-hca")
 NODES = "/apis/topoflight.io/v1alpha1/nodetopologies"

@@ -167,8 +167,9 @@ def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[..., 
 SERVE = """
 import sys
 from rigs.agents import agent
+from probes.registry import ALL
 from probes.scanner import Scanner
-with Scanner() as scanner:
+with Scanner(probes=ALL) as scanner:
     scraped = agent(scanner.scan())
 scraped.get("/metrics")
 print([name for name in ("rich", "jinja2", "pynvml", "psutil") if name in sys.modules])

@@ -31,7 +31,8 @@ from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch
 from contracts import run_record
-from probes.host.recording import RecordedHost, RecordingHost, archive, dumps
+from probes.host.recording import RecordedHost, RecordingHost
+from probes.wire import archive, dumps
 
 ROOT = Path(__file__).parent.parent.parent
 SECRETS = [*FORMS.values(), S]
@@ -109,7 +110,8 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     scan(recorder)  # type: ignore[arg-type]
     recording = archive(recorder.identity(), recorder.answers, "")
     found["recording"] = dumps(recording)
-    packed = pack_bundle({"node-a": bundle.of_host(machine().content, root=str(tmp_path), state=state_folder)})
+    made = bundle.of_host(scan(machine()), machine().content, root=str(tmp_path), state=state_folder)
+    packed = pack_bundle({"node-a": made})
     found["bundle"] = json.dumps(
         {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in unpack_bundle(packed).items()}
     )

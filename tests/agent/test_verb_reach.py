@@ -21,11 +21,11 @@ PACKAGES = ("agent", "planner", "topology", "collectives", "probes", "contracts"
 LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
-    "topo": (9_000, 13_500),
-    "lint-env": (9_000, 16_100),
+    "topo": (9_000, None),
+    "lint-env": (9_000, 11_000),
     "scan": (16_000, None),
-    "recommend": (22_000, 26_700),
-    "preflight": (28_000, 39_300),
+    "recommend": (22_000, 23_300),
+    "preflight": (28_000, 35_700),
 }
 
 

@@ -40,8 +40,9 @@ from contracts.rank_state import read as read_state
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.sources import EnvironmentTextError, read_environment
-from probes.host.recording import RecordingError, load, load_all
+from probes.host.recording import load, load_all
 from probes.interfaces.read import parse_network_status
+from probes.wire import RecordingError
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_text
 from topology.formats.xml import parse as parse_xml

@@ -20,7 +20,8 @@ from machine_tree import AMAZON, INTEL, MELLANOX, NVIDIA, ROCE_HW_COUNTERS, Dev,
 from scanned import scan
 
 from probes.host.protocol import Host, Json
-from probes.host.recording import RecordingHost, archive, dumps
+from probes.host.recording import RecordingHost
+from probes.wire import archive, dumps
 
 FOLDER = Path(__file__).parent
 

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 _LOOK = """
 import json, cattrs
-from probes.interfaces import probe as interfaces
+from probes.interfaces.read import read as read_interfaces
 from probes.host.live import LiveHost
-print("FACTS " + json.dumps(cattrs.unstructure(interfaces.read(LiveHost()))))
+print("FACTS " + json.dumps(cattrs.unstructure(read_interfaces(LiveHost()))))
 """
 
 # The pod is a process in a namespace of its own, made before the host's script runs so that devices can be moved

@@ -13,9 +13,9 @@ from scanned import scan
 
 from contracts.finding import Finding, Status
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
-from probes.gpu.probe import PROBE
+from probes.gpu.probe import PROBE, nvml_bus_id
 from probes.gpu.read import cpu_list
-from probes.host.nvml import nvml_bus_id, sysfs_bus_id
+from probes.host.nvml import sysfs_bus_id
 from probes.host.recording import load
 
 MACHINES = Path(__file__).parent.parent / "machines"

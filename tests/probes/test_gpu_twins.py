@@ -13,10 +13,11 @@ from scanned import scan
 from agent.checks.view import for_next_job, look
 from agent.metrics import _link_values as link_values
 from contracts.finding import Status
+from contracts.tables import read_table
 from probes.api import Ok
+from probes.gpu import facts as gpu_facts
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE
-from probes.gpu.read import questions
 from probes.host.recording import RecordedHost
 
 MACHINES = Path(__file__).parent.parent / "machines"
@@ -182,8 +183,9 @@ def test_a_number_that_is_impossible_is_unknown_and_claims_nothing() -> None:
         if code not in unknown or len(unknown) != len({f.code for f in found}):
             wrong.append((symbol, answer, [(f.code, f.status, f.message) for f in found]))
     assert not wrong, wrong
-    assert all(set(row) <= {"codes", "range", "items", "fields", "source"} for row in questions().values())
-    assert {code for row in questions().values() for code in row.get("codes", ())} <= set(PROBE.codes)
+    questions = read_table(gpu_facts.__file__, "questions.toml")
+    assert all(set(row) <= {"codes", "range", "items", "fields", "source"} for row in questions.values())
+    assert {code for row in questions.values() for code in row.get("codes", ())} <= set(PROBE.codes)
 
 
 def test_no_remapping_pending_is_known_by_either_word() -> None:

@@ -15,6 +15,7 @@ from contracts.finding import Status
 from probes.api import UnavailableError
 from probes.interfaces import probe as interfaces
 from probes.interfaces.facts import Interface, nccl_choice
+from probes.interfaces.read import read as read_interfaces
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
 STATUS = [
@@ -98,11 +99,11 @@ def pod() -> Network:
 
 
 def look(host: DictHost) -> dict[str, Interface]:
-    return {interface.name: interface for interface in interfaces.read(host).interfaces}
+    return {interface.name: interface for interface in read_interfaces(host).interfaces}
 
 
 def found(host: DictHost) -> list[tuple[str, Status, str]]:
-    return [(f.code, f.status, f.subject) for f in interfaces.check(interfaces.read(host))]
+    return [(f.code, f.status, f.subject) for f in interfaces.check(read_interfaces(host))]
 
 
 def test_a_host_with_a_fast_card_behind_docker() -> None:
@@ -232,7 +233,7 @@ ROWS: list[tuple[Network, dict[str, Content], dict[str, str], list[tuple[str, St
 def test_what_is_wrong_with_the_interfaces() -> None:
     wrong = []
     for network, files, environment, expected, words in ROWS:
-        made = list(interfaces.check(interfaces.read(network.host(files=files, environment=environment))))
+        made = list(interfaces.check(read_interfaces(network.host(files=files, environment=environment))))
         got = [(f.code, f.status, f.subject) for f in made if expected or f.status is not INFO]
         if sorted(got) != sorted(expected) or not (not words or any(words in f.remedy for f in made)):
             wrong.append((expected, got, [f.remedy for f in made]))
@@ -270,7 +271,7 @@ def test_the_order_and_the_setting_of_nccl() -> None:
 
 def test_a_pod_is_told_by_its_network_status() -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(STATUS)})
-    facts = interfaces.read(host)
+    facts = read_interfaces(host)
     names = look(host)
     assert facts.network_status_source == "/etc/podinfo/network-status"
     assert (names["eth0"].role, names["net1"].role) == ("pod-default", "secondary")
@@ -302,7 +303,7 @@ def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod() -> None:
         ({"GLOO_SOCKET_IFNAME": "eth0"}, "gloo", False, True),
         ({}, None, True, False),
     ):
-        facts = interfaces.read(pod().host(environment=environment))
+        facts = read_interfaces(pod().host(environment=environment))
         facts = replace(facts, backend=backend, of_agent=agent)
         codes = [each.code for each in interfaces.check(facts)]
         assert ("interfaces.choice.wrong" in codes) is wrong, (environment, backend, agent, codes)
@@ -320,14 +321,14 @@ def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
 def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
     """glibc lists interfaces through netlink: where it is refused NCCL and gloo find none either."""
     with pytest.raises(UnavailableError):
-        interfaces.read(DictHost(netlink={}))
+        read_interfaces(DictHost(netlink={}))
     with pytest.raises(OSError, match="no netlink"):
-        interfaces.read(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
+        read_interfaces(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
 
 
 def test_samples_fit_their_families() -> None:
     families = {metric.name: metric for metric in interfaces.PROBE.metrics}
-    for sample in interfaces.samples(interfaces.read(pod().host())):
+    for sample in interfaces.samples(read_interfaces(pod().host())):
         assert len(sample.labels) == len(families[sample.metric].labels)
 
 
@@ -344,4 +345,4 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_json_as_network_status(value: Any) -> None:
     host = pod().host(files={"/etc/podinfo/network-status": json.dumps(value)})
-    list(interfaces.check(interfaces.read(host)))
+    list(interfaces.check(read_interfaces(host)))
