@@ -62,7 +62,7 @@ from probes.host.recording import RecordedHost, load
 from probes.interfaces.read import annotation, parse_network_status
 from probes.pci.read import parse_config
 from probes.registry import ALL, BY_NAME
-from probes.wire import OutcomeError, RecordingError, outcome_from_json, outcome_to_json
+from probes.wire import RecordingError, outcome_from_json, outcome_to_json
 from probes.worker import scan
 from topology.formats import TopologyFileError
 from topology.formats.text import parse as parse_matrix
@@ -362,7 +362,7 @@ def recording(data: bytes) -> object:
     return document({"checks": view.checks, "snapshots": view.snapshots, "topologies": view.topologies})
 
 
-@reads(b"{}", errors=(OutcomeError,), stepped=True)
+@reads(b"{}", errors=(ValueError, RecursionError), stepped=True)
 def outcome(data: bytes) -> object:
     """What the child process that asks a host sends of each probe."""
     sent = json.loads(_json(_outcomes, data))
