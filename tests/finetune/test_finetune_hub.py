@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -210,26 +211,26 @@ class Driver:
     def __exit__(self, *_):
         self.process.communicate()
 
-    def run(self, jobs, ranks=({},)):
-        """Run name -> (settings, environment) in order, in each rank; name -> code, words, run."""
-        listed = []
-        for name, (settings, env) in jobs.items():
-            config = self.home / f"{name}.yaml"
-            config.write_text(json.dumps({**JOB, "output_dir": str(self.home / "out" / name), **settings}))
-            listed.append([name, ["--config", str(config)], {"HF_TOKEN": None, **env}])
-        logs = [self.home / f"{next(iter(jobs))}-{rank}.log" for rank in range(len(ranks))]
-        told = [([[name, argv, {**env, **more}] for name, argv, env in listed], str(log))
-                for more, log in zip(ranks, logs, strict=True)]  # fmt: skip
+    def run(self, *forks):
+        """Run forks at once, each its jobs, name -> (settings, environment), in order; name -> code, words, run."""
+        told, found = [], {}
+        for jobs in forks:
+            listed = []
+            for name, (settings, env) in jobs.items():
+                config = self.home / f"{name}.yaml"
+                config.write_text(json.dumps({**JOB, "output_dir": str(self.home / "out" / name), **settings}))
+                listed.append([name, ["--config", str(config)], {"HF_TOKEN": None, **env}])
+            told.append([listed, str(self.home / f"{next(iter(jobs))}.log")])
         self.process.stdin.write(json.dumps(told) + "\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "OVER\n", (self.home / "driver").read_text()[-3000:]
-        found = {}
-        for part in re.split(r"^=== ", logs[0].read_text(), flags=re.MULTILINE)[1:]:
-            name, _, words = part.partition("\n")
-            words, _, code = words.rpartition("DONE ")
-            record = self.home / "out" / name / "run.json"
-            run = json.loads(record.read_text()) if record.exists() else None
-            found[name] = (json.loads(code), words.partition("finetune: ")[2] or words, run)
+        for _, log in told:
+            for part in re.split(r"^=== ", Path(log).read_text(), flags=re.MULTILINE)[1:]:
+                name, _, words = part.partition("\n")
+                words, _, code = words.rpartition("DONE ")
+                out = json.loads((self.home / f"{name}.yaml").read_text())["output_dir"]
+                run = json.loads((Path(out) / "run.json").read_text()) if (Path(out) / "run.json").exists() else None
+                found[name] = (json.loads(code), words.partition("finetune: ")[2] or words, run)
         return found
 
 
@@ -332,17 +333,18 @@ def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home,
     assert "HF_HUB_OFFLINE" in found["no model"][1].splitlines()[0]
 
 
-def test_two_ranks_take_the_commit_that_the_first_was_told(online, driver, hub):
+def test_two_ranks_take_the_commit_that_the_first_was_told(online, driver, home, hub):
     """FSDP over two ranks from the same hub: the loss of one rank alone, and one question for each id."""
     settings, env = GOOD["llama"]
-    settings = {**settings, "per_device_train_batch_size": None, "layout": {"dp_shard": 2, "micro_batch": 2}}
+    settings = {**settings, "per_device_train_batch_size": None, "layout": {"dp_shard": 2, "micro_batch": 2},
+                "output_dir": str(home / "out/ranks")}  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as free:
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     before = len(hub.asked)
-    found = driver.run({"ranks": (settings, env)}, [{**meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"])
-    code, words, record = found["ranks"]
-    assert code == 0, words[-3000:]
-    assert record["loss"] == pytest.approx(online["llama"][2]["loss"], rel=1e-5)
+    ranks = [{f"rank-{r}": (settings, {**env, **meet, "RANK": str(r), "LOCAL_RANK": str(r)})} for r in range(2)]
+    found = driver.run(*ranks)
+    assert [code for code, *_ in found.values()] == [0, 0], found["rank-0"][1][-3000:]
+    assert found["rank-0"][2]["loss"] == pytest.approx(online["llama"][2]["loss"], rel=1e-5)
     named = [path for path in hub.asked[before:] if path.endswith("/revision/main")]
     # whether it is there at all, the model, and the data under the old name and today's: one rank's questions
     asked = [path.removeprefix("GET /api/").removesuffix("/revision/main") for path in named]
@@ -375,9 +377,9 @@ def test_no_token_is_written_anywhere(online, home):
     assert [online[name][0] for name in TOKENS] == [2, 2, 0]
     assert "401" in online["401"][1].splitlines()[0]
     assert "gated, and the token in HF_TOKEN" in online["403"][1].splitlines()[0]
-    assert "/api/models/meta/tiny-llama" in (home / "401-0.log").read_text()  # the requests themselves are in it
+    assert "/api/models/meta/tiny-llama" in (home / "401.log").read_text()  # the requests themselves are in it
     files = [path for path in home.rglob("*") if path.is_file()]
-    assert {home / "out/opened/run.json", home / "401-0.log"} <= {*files}
+    assert {home / "out/opened/run.json", home / "401.log"} <= {*files}
     for name, token in TOKENS.items():
         assert [path for path in files if token.encode() in path.read_bytes()] == [], name
 
@@ -385,16 +387,15 @@ def test_no_token_is_written_anywhere(online, home):
 def test_a_hub_that_is_gone_or_fails_or_is_silent_ends_the_job_in_bounded_time(online, driver, hub, tmp_path):
     """What the cache holds is trained; what it does not hold is refused, naming the hub; nothing waits without end."""
     listening, mute = silent()
-    refused = []
-    with Driver(tmp_path, mute, HF_HUB_ETAG_TIMEOUT="1") as alone:
-        refused.append((alone.run({"silent": ({**QWEN, **GSM}, {})})["silent"], "cannot be reached", mute))
-        listening.close()
-        refused.append((alone.run({"gone": ({**QWEN, **GSM}, {})})["gone"], "cannot be reached", mute))
+    new = ({"model_name_or_path": "meta/unseen", **GSM}, {})
     hub.failing = 503
-    try:
-        found = driver.run({"failing": ({"model_name_or_path": "meta/unseen", **GSM}, {}), "llama-gone": GOOD["llama"]})
-    finally:
-        hub.failing = None
+    with ThreadPoolExecutor(1) as beside, Driver(tmp_path, mute, HF_HUB_ETAG_TIMEOUT="1") as alone:
+        asked = beside.submit(driver.run, {"failing": new}, {"llama-gone": GOOD["llama"]})
+        refused = [(alone.run({"silent": new})["silent"], "cannot be reached", mute)]
+        listening.close()
+        refused.append((alone.run({"gone": new})["gone"], "cannot be reached", mute))
+        found = asked.result()
+    hub.failing = None
     for (code, words, _), word, url in (*refused, (found["failing"], "answered 503", hub.url)):
         assert code == 2, words[-3000:]
         assert word in words.splitlines()[0] and url in words.splitlines()[0]
