@@ -283,7 +283,7 @@ IN_GROUP = SPOKEN.replace("[Rank {}]", "[rank{}]:[E1126 ProcessGroupNCCL.cpp:6] 
         (["\n".join(["[rank1]: ValueError: bad row, skipped", TRAINED])], "fine", "came to its end"),
         (["[rank0]: ValueError: a", "[rank9]: KeyError: 'x'"], "failed", "failed first is not known: rank 0"),
         (["\n".join([IN_GROUP.format(0, "ALLREDUCE", 9), ROOT.format(-6, 6)])], "stuck", "has not come is not known"),
-        ([ROOT.format(-15, 15)], "failed", "was told to end"),  # by whoever stopped the job
+        ([ROOT.format(-15, 15)], "failed", "received SIGTERM or SIGINT"),  # by whoever stopped the job
         ([PY_SPY], "unknown", "process 4711 is in train.py:31 load_batch"),
     ],
 )  # fmt: skip

@@ -831,7 +831,7 @@ OVER = "\n".join([
             "terminate called after throwing an instance of 'std::runtime_error'\nLast error:\n"
             "NET/IB : Got completion from peer 10.0.0.2<39138> with error 12, opcode 0, len 0, vendor err 129",
             "failed",
-            "failed: transport retry exceeded",  # the abort is what came of it
+            "failed: An RDMA transfer failed because the peer did not answer",  # the abort is what came of it
         ),
     ],
 )
