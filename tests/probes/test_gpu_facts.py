@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from gpu_machines import GB200, H100, changed, facts_of, recorded, with_facts
@@ -22,6 +23,7 @@ from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
+from topology.graph import NodeTopology
 from topology.reference import departures, reference_of
 
 # The fabric -------------------------------------------------------------------------------------------------------
@@ -319,6 +321,11 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     assert RdmaDevice(name="x", kind="hca", ports=(RdmaPort(port=1),)).bus_id is None
 
 
+@cache
+def _whole_node() -> NodeTopology:
+    return build(scan(RecordedHost(recorded(H100))))
+
+
 @each_row(
     ("model", "gpus", "sku"),
     [
@@ -331,7 +338,7 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
 )  # fmt: skip
 def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str | None) -> None:
     """GB200 is no B200, and GH200 no H200."""
-    node = build(scan(RecordedHost(recorded(H100))))
+    node = _whole_node()
     renamed = dataclasses.replace(
         node, product=None, gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
     )
