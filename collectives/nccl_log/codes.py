@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
+from collectives.nccl_log.transport import LogProblem
 from contracts.tables import read_table
 
 
@@ -34,6 +36,13 @@ class Meaning:
 
 CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in read_table(__file__, "codes.toml").items()}
 _MESSAGES = read_table(__file__, "messages.toml")
+
+
+def problem_of(code: str, detail: str = "", **more: Any) -> LogProblem:
+    """The problem that a code stands for; `more` are its other members, a severity or an action of its own too."""
+    meaning = CODES[code]
+    words = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
+    return LogProblem(code=code, **{**words, "severity": meaning.severity, **more})
 
 
 def codes_with(mark: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES
+from collectives.nccl_log.codes import problem_of
 from collectives.nccl_log.transport import LogProblem, ProofLine, rank_words
 
 MAX_TEXT_BYTES = 64 << 20
@@ -48,15 +48,6 @@ def problems_of(kind: str, text: bytes, file: str = "") -> list[LogProblem]:
     return list(readers[kind](text.decode("utf-8", "replace"), file))
 
 
-def _problem(
-    code: str, detail: str, lines: tuple[ProofLine, ...] = (), hosts: tuple[str, ...] = (), ranks: tuple[int, ...] = (),
-    count: int = 1,
-) -> LogProblem:  # fmt: skip
-    meaning = CODES[code]
-    return LogProblem(code=code, message=f"{meaning.message}: {detail}", action=meaning.action, lines=lines[:3],
-                      severity=meaning.severity, hosts=hosts, ranks=ranks, count=count)  # fmt: skip
-
-
 def _some(words: list[str]) -> str:
     rest = len(words) - _SHOWN
     return "; ".join(words[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
@@ -68,7 +59,7 @@ def _ras(text: str, file: str) -> Iterator[LogProblem]:
     try:
         report = ras.read(text.encode())
     except ras.RasError as error:
-        yield _problem("other_text", f"RAS, not understood: {error}")
+        yield problem_of("other_text", f"RAS, not understood: {error}")
         return
 
     def named(one: ras.RasRank) -> str:
@@ -94,15 +85,17 @@ def _ras(text: str, file: str) -> Iterator[LogProblem]:
         if found:
             hosts = tuple(dict.fromkeys(one.host for one in found if one.host))
             ranks = tuple(sorted({one.rank for one in found if one.rank >= 0}))
-            problem = _problem(code, _some(each), _lines(text, file, hosts), hosts, ranks, len(found))
+            problem = problem_of(
+                code, _some(each), lines=_lines(text, file, hosts), hosts=hosts, ranks=ranks, count=len(found)
+            )
             # one answer without data may also be of a rank that begins or has ended as it should
             proven = code != "ras_rank_missing" or any(one.missing != "no answer" for one in found)
             yield problem if proven else replace(problem, severity="warn")
     if late:
         behind = list(late.values()) if len(late) <= _SHOWN else [f"{rank_words(late)}: {next(iter(late.values()))}"]
-        yield _problem("ras_rank_behind", _some(behind), ranks=tuple(sorted(late)), count=len(late))
+        yield problem_of("ras_rank_behind", _some(behind), ranks=tuple(sorted(late)), count=len(late))
     if not (gone or failed or late):
-        yield _problem("other_text", f"a report of NCCL's RAS on {report.most or 'unknown'} ranks without a fault")
+        yield problem_of("other_text", f"a report of NCCL's RAS on {report.most or 'unknown'} ranks without a fault")
 
 
 def _lines(text: str, file: str, words: tuple[str, ...]) -> tuple[ProofLine, ...]:
@@ -141,11 +134,11 @@ def _ports(tool: str, ports: list[tuple[str, str, str, int]], text: str, file: s
         lines = tuple(ProofLine(line=n, text=rows[n - 1].strip()[:300], proves=name, file=file) for name, *_, n in down)
         words = [f"{name}: state {state}" + (f", physical state {physical}" if physical else "")
                  for name, state, physical, _ in down]  # fmt: skip
-        yield _problem("port_down", _some(words), lines, count=len(down))
+        yield problem_of("port_down", _some(words), lines=lines[:3], count=len(down))
     else:
-        yield _problem("other_text", f"the output of {tool}: all {len(ports)} ports are active")
+        yield problem_of("other_text", f"the output of {tool}: all {len(ports)} ports are active")
 
 
 def _kernel(text: str, file: str) -> Iterator[LogProblem]:
     del text, file  # what it says of faults is found as in every log
-    yield _problem("other_text", "the kernel's log")
+    yield problem_of("other_text", "the kernel's log")
