@@ -13,31 +13,24 @@ from dataclasses import replace
 
 from collectives.nccl_log.codes import problem_of
 from collectives.nccl_log.transport import LogProblem, ProofLine, rank_words
+from contracts.tables import read_patterns
 
 MAX_TEXT_BYTES = 64 << 20
+_KINDS = {name: re.compile(text.encode()) for name, text in read_patterns(__file__, "facts.toml", "kinds").items()}
+_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "facts.toml", "others").items()}
 _SHOWN = 8  # ranks, processes or ports that a message names
-_RAS = re.compile(rb"^(?:Communicators\.\.\.|Job summary\s*$)|^#\d+-\d+ \([0-9a-f]+\) [A-Z]+\s*$|"
-                  rb'^\s*"communicators"\s*:|\{"nccl_version".*"communicators"|PEER_DEAD', re.MULTILINE)  # fmt: skip
-_IBSTAT = re.compile(rb"^CA '[\w.-]+'\s*$", re.MULTILINE)
-_RDMA_LINK = re.compile(rb"^(?:\d+/\d+: |link )[\w.-]+/\d+:? .*\bstate [A-Z_]+", re.MULTILINE)
-_KERNEL = re.compile(rb"^(?:<\d+>)?(?:\[ *\d+\.\d{6}\]|\[\w{3} \w{3} +\d+ [\d:]{8} \d{4}\]|"
-                     rb"\w{3} +\d+ [\d:]{8} \S+ kernel:|"
-                     rb"\d{4}-\d\d-\d\dT\S+ \S+ kernel:) ", re.MULTILINE)  # fmt: skip
-_CA = re.compile(r"^CA '([\w.-]+)'")
-_FIELD = re.compile(r"^\s*(Port (\d+):|State: (.+)|Physical state: (.+)|Link layer: (.+))\s*$")
-_LINK = re.compile(r"^(?:\d+/\d+: |link )([\w.-]+/\d+):? .*?\bstate ([A-Z_]+)(?: physical_state ([A-Z_]+))?")
 
 
 def kind_of(start: bytes) -> str | None:
     """What the text is by its beginning: "RAS", "ibstat", "rdma link" or "kernel"; None where it may be a log."""
-    if _RAS.search(start):
+    if _KINDS["ras"].search(start):
         return "RAS"
-    if _IBSTAT.search(start):
+    if _KINDS["ibstat"].search(start):
         return "ibstat"
-    if _RDMA_LINK.search(start):
+    if _KINDS["rdma_link"].search(start):
         return "rdma link"
     lines = start[:65_536].count(b"\n") or 1
-    return "kernel" if b"NCCL" not in start and len(_KERNEL.findall(start[:65_536])) * 2 > lines else None
+    return "kernel" if b"NCCL" not in start and len(_KINDS["kernel"].findall(start[:65_536])) * 2 > lines else None
 
 
 def problems_of(kind: str, text: bytes, file: str = "") -> list[LogProblem]:
@@ -111,9 +104,9 @@ def _ibstat(text: str, file: str) -> Iterator[LogProblem]:
     device, port, state = "", "", ""
     ports: list[tuple[str, str, str, int]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if found := _CA.match(line):
+        if found := _TEXTS["ca"].match(line):
             device, port = found[1], ""
-        elif field := _FIELD.match(line):
+        elif field := _TEXTS["field"].match(line):
             port = field[2] or port
             state = field[3] or state
             if field[4] and port:
@@ -122,7 +115,7 @@ def _ibstat(text: str, file: str) -> Iterator[LogProblem]:
 
 
 def _rdma_link(text: str, file: str) -> Iterator[LogProblem]:
-    found = ((number, _LINK.match(line)) for number, line in enumerate(text.splitlines(), 1))
+    found = ((number, _TEXTS["link"].match(line)) for number, line in enumerate(text.splitlines(), 1))
     ports = [(m[1], m[2], m[3] or "", number) for number, m in found if m]
     yield from _ports("rdma link", ports, text, file)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contracts import bounded, codec, plain
+from contracts.tables import read_patterns
 
 RANKS_FOLDER = "ranks"  # of a run's folder
 NAME = "state_rank_{rank}.json"
@@ -94,14 +95,9 @@ def dumps(state: RankState) -> str:
 # _debug_handlers.py of 2.13, which writes "=== Rank N: ADDRESS ===" before one of the two. Only the main thread counts,
 # because it is the one that trains.
 
+_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "texts.toml", "stacks").items()}
 MOST_FRAMES = 64
 MOST_STACKS = 1 << 16
-_RANK = re.compile(r"^=== Rank (\d{1,7}): |^\[rank(\d{1,7})\]:")
-_PROCESS = re.compile(r"^Process (\d{1,9}): ")
-_PY_SPY = re.compile(r'^Thread \S{1,24} \((?:active|idle)[^)]{0,20}\)(?:: "([^"]{0,100})")?')
-_PY_SPY_FRAME = re.compile(r"^    (\S{1,200}) \(([^)]{1,300}?):(\d{1,9})\)$")
-_FAULT = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]{1,16} .{0,60}\(most recent call first\):")
-_FAULT_FRAME = re.compile(r'^  File "([^"]{1,400})", line (\d{1,9}) in (\S{1,200})')
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,19 +119,19 @@ class _StackReader:
         self.best: tuple[bool, tuple[str, ...]] = (False, ())  # the main thread so far, and whether that is certain
 
     def line(self, line: str) -> None:
-        if (rank := _RANK.match(line)) and int(rank[1] or rank[2]) != self.rank:
+        if (rank := _TEXTS["rank"].match(line)) and int(rank[1] or rank[2]) != self.rank:
             self.end_process()
             self.rank, self.pid = int(rank[1] or rank[2]), None
         text = re.sub(r"^\[rank\d{1,7}\]: ?", "", line)
-        if process := _PROCESS.match(text):
+        if process := _TEXTS["process"].match(text):
             self.end_process()
             self.pid = int(process[1])
-        elif (thread := _PY_SPY.match(text)) or _FAULT.match(text):
+        elif (thread := _TEXTS["py_spy"].match(text)) or _TEXTS["fault"].match(text):
             self.end_thread()
             self.is_main = bool(thread and thread[1] == "MainThread")
-        elif frame := _PY_SPY_FRAME.match(text):
+        elif frame := _TEXTS["py_spy_frame"].match(text):
             self.add(frame[2], frame[3], frame[1])
-        elif frame := _FAULT_FRAME.match(text):
+        elif frame := _TEXTS["fault_frame"].match(text):
             self.add(*frame.groups())
 
     def add(self, file: str, line: str, function: str) -> None:
