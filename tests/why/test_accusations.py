@@ -19,9 +19,9 @@ from agent.cli.why import why
 from agent.jobs.script import monitored
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
+from collectives.traces import states
 from collectives.traces.calls import Call, RankTrace
-from contracts import rank_state
-from contracts.rank_state import NAME, RANKS_FOLDER, Mark, RankState, dumps
+from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState, dumps
 from finetune import rank_monitor
 from planner.why import RunFacts, judge
 
@@ -182,7 +182,7 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / NAME.format(rank=0)
     path.write_text(dumps(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000)))))
-    assert [mark.calls for mark in rank_state.read(path).marks] == list(range(936, 1000))
+    assert [mark.calls for mark in states.read_state(path).marks] == list(range(936, 1000))
 
 
 def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
 def test_the_monitor_writes_what_the_reader_reads() -> None:
     """It runs where nothing of this package is, so it has names of its own."""
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
-        rank_state.RANKS_FOLDER, rank_state.NAME, rank_state.TRACE, rank_state.ASK)  # fmt: skip
+        states.RANKS_FOLDER, states.NAME, states.TRACE, states.ASK)  # fmt: skip
     # a launcher marks its processes with a variable of another name, and would overwrite the folder
     assert processes.RUN_VARIABLE not in monitored({}, Path("run"))
 

@@ -18,9 +18,9 @@ from agent.why import diagnosis as gathered
 from collectives.nccl_log.transport import Evidence
 from collectives.traces import ras, watchdog
 from collectives.traces.calls import Call, RankTrace
+from collectives.traces.states import Mark, RankState
 from collectives.traces.watchdog import LogFacts
 from contracts.finding import Finding, Status
-from contracts.rank_state import Mark, RankState
 from contracts.run_record import Measured, RunRecord
 from planner.why import Cause, RunFacts, Verdict, judge
 from probes.api import Ok
