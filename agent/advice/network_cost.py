@@ -14,10 +14,11 @@ from agent.base.inputs import RequestError
 from collectives.nccl_log.transport import Evidence
 from contracts import bounded
 from contracts.layout import LayoutError, values_of
-from contracts.yaml_text import YamlTextError, documents
+from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
+from planner.kubernetes.yaml_edit import documents
 from planner.recommend import forecast_named, plan
 from planner.why import Unknown
 from probes.api import Snapshot
