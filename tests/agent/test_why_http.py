@@ -14,7 +14,7 @@ from rigs.tables import each_row
 from starlette.testclient import TestClient
 
 from agent.cli.why import why
-from contracts.rank_state import RankState, dumps
+from collectives.traces.states import RankState, dumps
 
 MACHINE = "titan-rtx-2x-nv2"
 HEADERS = bearer()
