@@ -328,7 +328,7 @@ def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
     """Where nvidia_peermem is loaded that driver is on the node; ofedDriver and useHostMofed exclude each other."""
 
     def made(loaded: bool | None, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        facts = snapshots([MACHINES / "l40s-4x-pcie.json"])[0]
+        facts = snapshots([MACHINES / "l40s-4x-pcie.json"], ALL)[0]
         pci = facts.facts(PciFacts)
         assert pci is not None
         outcomes = {
