@@ -151,9 +151,9 @@ def answer(
     if request.machine or request.model is None:
         checks = ()
     elif checks is None:
-        from agent.checks.view import look
+        from agent.checks.host_checks import checks_of_scans
 
-        checks = look(snapshots).checks
+        checks = checks_of_scans(snapshots)
     calibration = calibrated
     try:
         if calibration is None and request.calibration is not None:

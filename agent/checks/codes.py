@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.checks.expect_checks import EXPECT_CODES
+from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.judged import RDMA_BENCH_CODES
 from agent.checks.measured import BENCH_CODES, RUN_CODES
 from planner.lint.tables import CODES as ENVIRONMENT_CODES

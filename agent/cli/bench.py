@@ -130,7 +130,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
 
 def _causes(found: Snapshot) -> list[Finding]:
     """What this host's own scan knows that keeps RDMA from running."""
-    from agent.checks.view import checks_of_snapshot
+    from agent.checks.host_checks import checks_of_snapshot
 
     return [
         c for c in checks_of_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))

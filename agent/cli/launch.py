@@ -40,9 +40,9 @@ def launch(
     required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
     from agent.advice.advise import advise, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request
+    from agent.advice.request import for_whole_run, with_rows
     from agent.base.hosts import snapshots
-    from agent.jobs.benchmark import training_request
     from agent.jobs.launch import storage_rate
     from planner.recommend import ROWS
 

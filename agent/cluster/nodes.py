@@ -24,9 +24,9 @@ from typing import Any, TypedDict, cast
 
 from agent.base import units
 from agent.base.version import VERSION
-from agent.checks.coverage import no_gpu_read
 from agent.checks.groups import worst_first
 from agent.checks.history import SCANS_TO_RAISE, Event, Kept, Seen
+from agent.checks.host_checks import no_gpu_read
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster import node_facts

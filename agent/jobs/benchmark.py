@@ -6,23 +6,18 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from agent.advice.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
-from agent.advice.request import Request
 from agent.base import units
-from agent.base.inputs import RequestError
 from agent.base.output import Progress
 from agent.base.result_store import keep_bench
 from agent.checks import judged
-from agent.jobs.hub import shape_of
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, parts, sweep
 from collectives.bench.results import BenchResult
 from collectives.bench.run import run, visible_backend
 from planner.forecast.calibration import Calibration, parse_calibration
-from planner.forecast.models import ModelError, model_named
+from planner.forecast.models import model_named
 from planner.forecast.specs import weights
 from planner.nccl_env import environment as nccl_env
 from probes.api import Snapshot
@@ -30,16 +25,6 @@ from probes.gpu.facts import GpuFacts
 from topology.build import build
 from topology.cluster import join
 from topology.paths import Due
-
-# What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
-EMBEDDED_REQUEST: dict[str, Any] = {
-    "model": EMBEDDED_MODEL,
-    "method": "lora",
-    "lora_rank": 8,
-    "saved_modules": ("embed_tokens", "lm_head"),
-    "sequence_length": 64,
-    "global_batch": 16,
-}
 
 REPLAY_TOKENS = 2048  # of the micro-batch whose activations are replayed
 MOST_DEGREE = 65536
@@ -182,28 +167,6 @@ def calibration(
 def has_gpu(found: Sequence[Snapshot]) -> bool:
     """Whether any of these hosts shows a GPU."""
     return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
-
-
-def training_request(options: Mapping[str, Any]) -> Request:
-    """The question behind `launch`: the named model, or the embedded one."""
-    names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
-             "rows")  # fmt: skip
-    request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
-    return job_request(request, options["config"], options["overrides"])
-
-
-def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
-    """The job that is to be trained: the model named, else the one that its settings name, else the embedded one."""
-    job, explicit, _ = settings(config, overrides)
-    if request.model is None:
-        name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
-        embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
-        request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
-    try:
-        shape = shape_of(request.model or "", job.model_revision)
-    except ModelError as error:
-        raise RequestError(str(error)) from None
-    return planned_for(replace(request, shape=shape), job, explicit)
 
 
 def step_shape(model: str, layout: str) -> StepShape:

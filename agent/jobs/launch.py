@@ -22,7 +22,7 @@ from agent.advice.job_settings import EMBEDDED_MODEL, left_open, settings, untra
 from agent.base import units
 from agent.base.documents import document, write_atomic
 from agent.base.inputs import RequestError
-from agent.checks.coverage import gdrdma_possible
+from agent.checks.host_checks import gdrdma_possible
 from collectives.bench import lock, processes
 from contracts import codec, run_record
 from contracts.job_config import DEFAULT_CONFIG

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.advice.advise import answer, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, settings
+from agent.advice.job_settings import EMBEDDED_MODEL, job_request, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
 from agent.base.documents import document, write_atomic
@@ -295,7 +295,7 @@ def _measure(
 def _request(options: Options) -> Request:
     """The question to the planner; a run without a named model trains the embedded job."""
     if options.train:
-        return benchmark.job_request(options.request, options.config, options.overrides)
+        return job_request(options.request, options.config, options.overrides)
     return options.request
 
 

@@ -15,7 +15,7 @@ import pytest
 from rigs.found import findings
 from rigs.tables import each_row
 
-from agent.checks.view import checks_of_snapshot
+from agent.checks.host_checks import checks_of_snapshot
 from contracts.finding import Status
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
