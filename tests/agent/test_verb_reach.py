@@ -25,7 +25,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "lint-env": (9_000, 16_100),
     "scan": (16_000, None),
     "recommend": (22_000, 25_200),
-    "preflight": (28_000, 39_100),
+    "preflight": (28_000, 33_400),
 }
 
 
