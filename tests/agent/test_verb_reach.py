@@ -22,10 +22,10 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
     "topo": (9_000, None),
-    "lint-env": (9_000, 11_000),
+    "lint-env": (9_000, 10_600),
     "scan": (16_000, None),
-    "recommend": (22_000, 23_300),
-    "preflight": (28_000, 35_700),
+    "recommend": (22_000, None),
+    "preflight": (28_000, 29_700),
 }
 
 
