@@ -16,6 +16,7 @@ from hardware.gpus import gpu_named, most_links, refuses_peers
 from hardware.units import GIGA
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
 from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
+from topology.links import nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
 from topology.plan import (
     Plan,
     has_nvlink_ring,
@@ -23,9 +24,6 @@ from topology.plan import (
     island_plan,
     links_into,
     node_plan,
-    nvlink_bytes_per_second,
-    nvlink_candidates,
-    pcie_bytes_per_second,
     rail_plan,
     usable_rate,
 )

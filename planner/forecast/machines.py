@@ -13,8 +13,8 @@ from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from topology.derive import islands, through_neighbours, with_gpus
 from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass
+from topology.links import nvlink_bytes_per_second
 from topology.paths import with_expectations
-from topology.plan import nvlink_bytes_per_second
 
 
 class MachineError(ValueError):

@@ -16,9 +16,8 @@ from topology.check import check
 from topology.derive import complete
 from topology.formats.text import parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, Pairs, PathClass, nvlinks, path_class
-from topology.links import NvLinks, PciTree
+from topology.links import NvLinks, PciTree, cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.paths import with_expectations
-from topology.plan import cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.reference import departures, recognise, reference_of
 
 A100, V100 = (8, 0), (7, 0)
