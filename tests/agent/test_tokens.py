@@ -79,14 +79,12 @@ def test_a_weak_token_file_stops_the_agent(tmp_path: Path, content: str, mode: i
     assert done.exit_code == 2 and str(path) in done.output
 
 
-@each_row(("parent", "code", "words"), [("folder", 1, "--address 192.0.2.1"), ("file", 2, "Not a directory")])
-def test_a_state_folder_that_is_named_is_made_or_refused(tmp_path: Path, parent: str, code: int, words: str) -> None:
+def test_a_state_folder_that_is_named_is_made(tmp_path: Path) -> None:
     """Before the agent listens; 192.0.2.1 is an address of no host (RFC 5737), so that the agent ends there."""
-    (tmp_path / "file").touch()
-    state = tmp_path / parent / "state"
+    state = tmp_path / "folder" / "state"
     done = topoflight("serve", "--state", state, "--address", "192.0.2.1", "--port", "0", "--host", path_of())
-    assert done.exit_code == code and words in " ".join(done.output.split()), done.output
-    assert state.is_dir() == (code == 1)
+    assert done.exit_code == 1 and "--address 192.0.2.1" in " ".join(done.output.split()), done.output
+    assert state.is_dir()
 
 
 def test_the_api_server_judges(api: ApiServer) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from api_server import write_kubeconfig
 from rich.console import Console
-from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.waiting import eventually
 
@@ -82,24 +81,6 @@ def test_terminals_that_are_not_utf_8() -> None:
     assert printable_in("✓ 한", "utf-8") == "✓ 한"
 
 
-def test_what_cannot_be_written_is_found_before_any_load(tmp_path: Path) -> None:
-    """Exit code 2, at once and by name, whatever the verb would have done for a minute."""
-    file, missing = tmp_path / "file", tmp_path / "none" / "x.json"
-    file.write_text("")
-    rows = [
-        f"bench --save {missing}", f"bench --save {tmp_path}", f"calibrate -f {missing}",
-        f"preflight --measure --report {file}/r", f"preflight --measure -o json={missing}",
-        f"preflight --save {missing}",
-        f"preflight --train --report {file}", f"launch --output {file}/out", f"compare-networks --report {file}/r",
-        f"capture -f {missing}", f"bundle -f {missing}", f"recommend --plot {missing}",
-    ]  # fmt: skip
-    found = [(words, topoflight(*words.split())) for words in rows]
-    assert not [
-        (words, done.exit_code, done.stderr) for words, done in found
-        if done.exit_code != 2 or str(tmp_path) not in done.stderr or "-- measure" in done.stderr
-    ]  # fmt: skip
-
-
 def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
     """Files, folders, what is neither, and what exists not yet."""
     file, pipe = tmp_path / "file", tmp_path / "pipe"
@@ -116,14 +97,6 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
     assert not wrong or (os.geteuid() == 0 and [path for path, _ in wrong] == [Path("/proc/nothing/x")])
     write_atomic(Path("/dev/null"), "x")
     assert Path("/dev/null").is_char_device(), "a device is written to and never replaced"
-
-
-def test_options_that_would_do_nothing_or_name_nothing() -> None:
-    """Refused before a host is scanned."""
-    rows = [("preflight --set max_steps=5", "--train"), ("preflight --train --set no_such=1", "no_such"),
-            ("preflight --train --set learning_rate", "NAME=VALUE"), ("bench --size 64MiBB", "64MiBB")]  # fmt: skip
-    found = [(words, topoflight(*words.split()), part) for words, part in rows]
-    assert not [(w, done.stderr) for w, done, part in found if done.exit_code != 2 or part not in done.stderr]
 
 
 @pytest.mark.long

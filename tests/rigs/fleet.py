@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,13 +11,34 @@ from typing import Any
 
 from rigs.recorded import H100, view
 
-from agent.cluster.nodes import FirstSeen, NodeRecord, records_of, to_resource
+from agent.checks.view import look
+from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, records_of, to_resource
+from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
         "sick-h100-dead-hca")  # fmt: skip
 RACK = 8  # nodes
 EVERY = 60  # one in so many is sick, one in three times as many silent
 FAULT_SECONDS = 5400.0  # how long ago a fault came
+
+
+def record_of(found: str | Snapshot = H100, name: str | None = None, **changed: Any) -> NodeRecord:
+    """What the agent of a machine, recorded or made from one, has published just now."""
+    (made,) = records_of(view(found) if isinstance(found, str) else look((found,)), name=name)
+    return replace(made, **{"scanned_at_seconds": time.time(), **changed})
+
+
+def fleet_of(*records: NodeRecord) -> Fleet:
+    """A cluster that has these records."""
+    held = Fleet()
+    held.set(records)
+    return held
+
+
+def through_the_api(record: NodeRecord) -> NodeRecord:
+    """A record as it is read back from the API server that it was published to."""
+    whole, status = to_resource(record)
+    return from_resource(json.loads(json.dumps({**whole, "status": status["status"]})))
 
 
 @cache
