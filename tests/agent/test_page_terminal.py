@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
-import pty
 import re
-import sys
 from pathlib import Path
 
 from rich.console import Console
-from rigs.command import topoflight
+from rigs.command import on_a_terminal, topoflight
 from rigs.recorded import NAMES, path_of, view
 from rigs.tables import each_row
 
@@ -235,29 +231,12 @@ def test_a_line_of_a_log_is_quoted_to_the_letter(tmp_path: Path) -> None:
     assert result.output.index("✗ FAIL") < result.output.index("Proof")
 
 
-def on_a_terminal(*words: str, **environment: str) -> str:
-    """What a person sees on a terminal of 80 columns."""
-    child, terminal_file = pty.fork()
-    if child == 0:
-        here = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
-        for name in {"CI", "NO_COLOR", "FORCE_COLOR"} - set(environment):  # of whoever runs the tests
-            here.pop(name, None)
-        os.execve(sys.executable, [sys.executable, "-m", "agent.cli", *words], here)  # noqa: S606
-    seen = b""
-    with contextlib.suppress(OSError):  # Linux says EIO when the other end is closed
-        while chunk := os.read(terminal_file, 65536):
-            seen += chunk
-    os.close(terminal_file)
-    os.waitpid(child, 0)
-    return seen.decode()
-
-
 def test_a_terminal_has_colours_and_sees_that_work_is_under_way() -> None:
     """A live line while layouts are forecast; with NO_COLOR the same words and no colour."""
-    live = on_a_terminal("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
+    _, live = on_a_terminal("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2")
     assert "forecasting layouts" in live
     sick = ("scan", "--host", str(SICK))
-    coloured, plain = on_a_terminal(*sick), on_a_terminal(*sick, NO_COLOR="1")
+    (_, coloured), (_, plain) = on_a_terminal(*sick), on_a_terminal(*sick, NO_COLOR="1")
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
     assert colour.search(coloured)
     assert not colour.search(plain)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
-import pty
 import re
 import shutil
 import subprocess
@@ -17,8 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from rigs.command import topoflight
+from rigs.command import on_a_terminal, process, topoflight
 from rigs.recorded import H100, path_of
+from rigs.results import benchmark, measurement
 from rigs.tables import each_row
 
 from agent.base.units import hostlist
@@ -26,7 +24,6 @@ from agent.cli import networks
 from agent.cli.main import VERBS
 from agent.jobs.networks import Bar, NetworkBars
 from agent.terminal.measured import bench
-from collectives.bench.results import BenchResult, Measurement
 
 DATA = Path(__file__).parents[2] / "agent/data/completions"
 SOUND = (H100, "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "titan-rtx-2x-nv2", "cpu-only-vm")
@@ -88,14 +85,8 @@ def test_other_verbs_on_a_healthy_thing(tmp_path: Path) -> None:
 
 def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> None:
     """As the verbs print them: every result verified, every network run and proven."""
-    measured = tuple(
-        Measurement(op=op, backend="gloo", ranks=(0, 1), hosts=("n1", "n1"), bytes=size, iteration_seconds=(0.001,) * 9,
-                    median_seconds=0.001, spread_ratio=0.04, algbw_bytes_per_second=1e9, busbw_bytes_per_second=1e9,
-                    verified=True)
-        for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)
-    )  # fmt: skip
-    result = BenchResult(measurements=measured, world_size=2, backend="gloo", hosts=("n1", "n1"), environment={},
-                         versions={}, started_at_seconds=0.0, seconds=6.0)  # fmt: skip
+    sizes = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1 << 16, 1 << 20)]
+    result = benchmark(*(measurement(op, bytes=size) for op, size in sizes))
     bars = tuple(
         Bar(network=name, status="measured", step_seconds=step, proof=(f"gloo: TCP over {name}",), carries="shaped")
         for name, step in (("eth0", 0.5), ("net1", 0.25))
@@ -119,22 +110,12 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
 def test_a_dry_run_at_a_terminal_is_told_in_ten_lines_and_in_a_pipe_is_the_document(tmp_path: Path) -> None:
     words = ["launch", "--dry-run", "--host", str(path_of()), "--global-batch", "64", "--set",
              "max_steps=100", "--set", f"output_dir={tmp_path}"]  # fmt: skip
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "agent.cli", *words]
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "80"}) as done:
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # the end of a terminal is EIO
-            while part := os.read(ours, 65536):
-                shown += part
-        assert done.stderr is not None
-        complaint = done.stderr.read().decode()
-    os.close(ours)
-    lines = shown.decode().rstrip().splitlines()
-    assert done.returncode == 0, complaint
-    assert lines[0].startswith("✓ Dry run succeeded. → ") and len(lines) <= 10, shown.decode()
-    piped = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert yaml.safe_load(piped.stdout)["layout"]["world_size"] == 8
+    code, shown = on_a_terminal(*words)
+    lines = shown.rpartition("\x1b[2K")[2].rstrip().splitlines()  # below the progress
+    assert code == 0, shown
+    assert lines[0].startswith("✓ Dry run succeeded. → ") and len(lines) <= 10, shown
+    piped = process(*words)
+    assert piped.returncode == 0 and yaml.safe_load(piped.stdout)["layout"]["world_size"] == 8, piped.stderr
 
 
 def fleet(folder: Path, faults: dict[str, list[int]], total: int) -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 from api_server import write_kubeconfig
 from rich.console import Console
 from rigs.recorded import path_of
+from rigs.results import benchmark, measurement
 from rigs.waiting import eventually
 
 from agent.base import units
@@ -26,7 +27,7 @@ from agent.checks.verdict import judge
 from agent.cli.bench import _bench_exit
 from agent.cluster.client import connect
 from agent.terminal import measured
-from collectives.bench.results import Bar, BenchResult, Measurement
+from collectives.bench.results import Bar, BenchResult
 from contracts.finding import Finding
 
 SICK = str(path_of("sick-h100-dead-hca"))
@@ -133,17 +134,12 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     assert not wrong
 
 
-ONE = Measurement(
-    op="reduce_scatter", backend="nccl", ranks=tuple(range(8)), hosts=("a",) * 8, bytes=268435456,
-    iteration_seconds=(0.001,), median_seconds=0.00123, spread_ratio=0.123, algbw_bytes_per_second=1.784e11,
-    busbw_bytes_per_second=1.784e11, verified=True,
+ONE = measurement(
+    "reduce_scatter", 1.784e11, 8, backend="nccl", bytes=268435456, median_seconds=0.00123, spread_ratio=0.123,
     bars=(Bar(name="as it should be", low=2.78e11, typical=3.32e11, high=4.24e11),),
     expected_busbw_bytes_per_second=3.32e11,
 )  # fmt: skip
-RESULT = BenchResult(
-    measurements=(ONE,), world_size=8, backend="nccl", hosts=("a",) * 8, environment={}, versions={},
-    started_at_seconds=1.0, seconds=3.0,
-)  # fmt: skip
+RESULT = benchmark(ONE)
 
 
 def drawn(result: BenchResult, width: int) -> str:
@@ -155,11 +151,11 @@ def drawn(result: BenchResult, width: int) -> str:
 def test_no_value_is_parted_from_its_unit_or_cut() -> None:
     """At every width, down to 20 columns."""
     values = ("256.0 MiB", "1.23 ms", "12.3 %", "178 GB/s")
-    wrong = [(width, value) for width in range(20, 161) for value in values if value not in drawn(RESULT, width)]
-    assert not wrong
-    assert not [w for w in range(40, 161) if "424" not in drawn(RESULT, w) or "…" in drawn(RESULT, w)]
-    assert max(len(line) for line in drawn(RESULT, 80).splitlines()) <= 80
-    assert len(drawn(RESULT, 80).splitlines()) < 12, "80 columns, the default in pipes, hold a table"
+    shown = {width: drawn(RESULT, width) for width in range(20, 161)}
+    assert not [(width, value) for width, text in shown.items() for value in values if value not in text]
+    assert not [width for width, text in shown.items() if width >= 40 and ("424" not in text or "…" in text)]
+    lines = shown[80].splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 12, "80 columns, the default in pipes, hold a table"
 
 
 def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
