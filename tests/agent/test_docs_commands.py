@@ -1,4 +1,4 @@
-"""Every command, snippet and example of the documentation is run, or, where it needs a cluster or makes load, parsed."""
+"""Every command, snippet and example of the documentation is run or, where it needs a cluster or makes load, parsed."""
 
 from __future__ import annotations
 
