@@ -27,8 +27,9 @@ from contracts import bounded, run_record
 from contracts.job_plan import JobPlan
 from contracts.plain import loads as plain
 from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
-from contracts.yaml_text import EditError, YamlTextError, documents
+from contracts.yaml_text import YamlTextError
 from planner.kubernetes.wrap import WrapError, jobs_in
+from planner.kubernetes.yaml_edit import EditError, documents
 from planner.stacks.arguments import read_command
 from probes.api import Snapshot
 

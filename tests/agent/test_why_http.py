@@ -13,7 +13,7 @@ from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 from starlette.testclient import TestClient
 
-from contracts.rank_state import RankState, dumps
+from collectives.traces.states import RankState, dumps
 
 MACHINE = "titan-rtx-2x-nv2"
 HEADERS = bearer()

@@ -30,13 +30,12 @@ from collectives.traces.calls import TraceError
 from collectives.traces.calls import read as read_trace
 from collectives.traces.ras import RasError
 from collectives.traces.ras import read as read_ras
+from collectives.traces.states import StateError, read_state
 from contracts.bounded import TooLargeError, open_regular, tar_files
 from contracts.job_config import ConfigError, read_mapping
 from contracts.job_plan import read as read_plan
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
-from contracts.rank_state import StateError
-from contracts.rank_state import read as read_state
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.sources import EnvironmentTextError, read_environment
