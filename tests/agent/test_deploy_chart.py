@@ -11,8 +11,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
-from kubectl_layer import helm
-from kustomization import LOADER, render
+from kustomization import LOADER, helm, render
 from rigs.tables import each_row
 from test_deploy_manifests import CUSTOM, OVERLAYS
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from rigs.recorded import changed, raised, snapshot, with_outcomes
+from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes, with_ports
 from rigs.tables import each_row
 
 from agent.checks import history
@@ -35,14 +35,7 @@ def tray() -> Snapshot:
 
 
 def port_down(found: Snapshot, device: str = "mlx5_2", state: str = "DOWN", downed: int = 0) -> Snapshot:
-    rdma = found.facts(RdmaFacts)
-    assert rdma is not None
-    devices = tuple(
-        replace(each, ports=tuple(replace(port, state=state, counters={"link_downed": downed}) for port in each.ports))
-        if device in ("", each.name) else each
-        for each in rdma.devices
-    )  # fmt: skip
-    return changed(found, RdmaFacts, devices=devices)
+    return with_ports(found, device, state=state, counters={"link_downed": downed})
 
 
 def at(view: View, seconds: float, name: str = "n") -> View:
@@ -127,9 +120,7 @@ def test_since_when_after_what_and_how_often(tray: Snapshot) -> None:
 
 
 def test_hardware_that_comes_and_goes_is_told_once_it_persists(tray: Snapshot) -> None:
-    rdma = tray.facts(RdmaFacts)
-    assert rdma is not None
-    without = look((changed(tray, RdmaFacts, devices=rdma.devices[1:]),))
+    without = look((changed(tray, RdmaFacts, devices=facts(RdmaFacts, tray).devices[1:]),))
     sound, kept = look((tray,)), History()
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, without, sound, without, without])]
     assert not [event for event in shown[2].events if event.kind == "changed"]
@@ -144,8 +135,7 @@ def changes_of(view: View) -> dict[str, float]:
 
 def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None:
     """Versions at the scan that shows them, hardware once it persists; nothing on a node that starts, or is sick."""
-    rdma, host = tray.facts(RdmaFacts), tray.facts(HostinfoFacts)
-    assert rdma is not None and host is not None
+    rdma = facts(RdmaFacts, tray)
     kept = History()
     one = changed(tray, HostinfoFacts, kernel="6.99.0")
     new = tuple(replace(each, firmware="99.1.1") if each.name == "mlx5_1" else each for each in rdma.devices)
@@ -171,12 +161,10 @@ def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None
     shown = [kept.seen(at(look((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
     assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
     assert "hardware" not in changes_of(shown[-1])
-    gpus = tray.facts(GpuFacts)
-    assert gpus is not None
     kept, lost = History(), changed(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
-    for start, each in ((0.0, tray), (100.0, lost), (200.0, tray)):
+    for start, found in ((0.0, tray), (100.0, lost), (200.0, tray)):
         for i in range(20):
-            view = kept.seen(at(look((each,)), STEP * (start + i)))
+            view = kept.seen(at(look((found,)), STEP * (start + i)))
     assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
 
 
@@ -203,13 +191,11 @@ def test_what_is_raised_at_once_says_why_on_its_page() -> None:
 
 def phases(tray: Snapshot) -> dict[str, View]:
     """What the agent of a tray sees, in the order of a boot."""
-    host, gpus = tray.facts(HostinfoFacts), tray.facts(GpuFacts)
-    assert host is not None and gpus is not None
     booted = changed(tray, HostinfoFacts, boot_id="the next one")
     training = [
         replace(gpu, fabric_state="in_progress", fabric_clique=None,
-                nvlinks=tuple(replace(link, active=False) for link in gpu.nvlinks))
-        for gpu in gpus.gpus
+                nvlinks=each(gpu.nvlinks, active=False))
+        for gpu in facts(GpuFacts, tray).gpus
     ]  # fmt: skip
     no_driver = with_outcomes(port_down(booted, "", "INIT"), **dict.fromkeys(("gpu", "imex"), Absent(why="no driver")))
     early = replace(changed(port_down(booted, "", "DOWN"), GpuFacts, gpus=tuple(training)), taken_at_seconds=1.0)

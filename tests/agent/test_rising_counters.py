@@ -16,7 +16,7 @@ from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}
 
 
-def snapshot(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | None = None, **other: Any) -> Snapshot:
+def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | None = None, **other: Any) -> Snapshot:
     port = RdmaPort(port=1, counters=None if link_downed is None else {"link_downed": link_downed})
     rdma = RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
     link = NvLink(link=7, active=True, errors=HEALTHY if errors is None else errors)
@@ -29,11 +29,11 @@ def snapshot(at: float, *, link_downed: int | None = 4, errors: dict[str, int] |
 
 
 def test_counters_that_stand_still_say_nothing() -> None:
-    assert rising(snapshot(0), snapshot(15)) == ()
+    assert rising(scan_at(0), scan_at(15)) == ()
 
 
 def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
-    found = rising(snapshot(0), snapshot(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
+    found = rising(scan_at(0), scan_at(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
     assert [(f.code, f.status, f.subject) for f in found] == [
         ("rdma.counters.rising", Status.FAIL, "mlx5_0:1"),
         ("gpu.nvlink.errors", Status.WARN, "GPU2"),
@@ -46,26 +46,26 @@ def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
 @each_row(
     "later",
     [
-        snapshot(15, link_downed=None, errors={}),
-        snapshot(15, link_downed=0, errors={"replay": 0, "recovery": 0}),
-        snapshot(0, link_downed=9),
-        snapshot(15, link_downed=9, errors={"replay": 9}, hostname="node1"),
-        snapshot(15, outcomes={"rdma": Failed(error="x")}),
+        scan_at(15, link_downed=None, errors={}),
+        scan_at(15, link_downed=0, errors={"replay": 0, "recovery": 0}),
+        scan_at(0, link_downed=9),
+        scan_at(15, link_downed=9, errors={"replay": 9}, hostname="node1"),
+        scan_at(15, outcomes={"rdma": Failed(error="x")}),
     ],
     ids=["unreadable", "reset", "same time", "another host", "failed"],
 )
 def test_what_cannot_be_compared_gives_no_finding(later: Snapshot) -> None:
-    assert rising(snapshot(0), later) == ()
+    assert rising(scan_at(0), later) == ()
 
 
 def test_another_driver_counts_anew() -> None:
-    assert rising(snapshot(0), snapshot(15, errors={"replay": 99}, driver="575.2")) == ()
+    assert rising(scan_at(0), scan_at(15, errors={"replay": 99}, driver="575.2")) == ()
 
 
 def gpus(**changes: Any) -> Snapshot:
     gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", **changes.pop("gpu", {}))
     facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(gpu,))
-    return snapshot(changes.pop("at", 0.0), outcomes={"gpu": Ok(facts=facts)}, **changes)
+    return scan_at(changes.pop("at", 0.0), outcomes={"gpu": Ok(facts=facts)}, **changes)
 
 
 @each_row(
@@ -143,10 +143,10 @@ def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
 def test_blackwells_counters_of_links_are_judged(name: str) -> None:
     """100,000 more in a minute is no healthy link, and one lost link is one too many."""
     errors = {"receive": 0, "recovery_failed": 0, "effective": 0, "symbol": 0}
-    found = rising(snapshot(0, errors=errors), snapshot(60, errors={**errors, name: 100_000}))
+    found = rising(scan_at(0, errors=errors), scan_at(60, errors={**errors, name: 100_000}))
     assert [(f.code, f.status) for f in found] == [("gpu.nvlink.errors", Status.WARN)]
     assert f"{name}: 0, then 100000" in found[0].evidence[0]
-    few = rising(snapshot(0, errors=errors), snapshot(60, errors={**errors, name: 2}))
+    few = rising(scan_at(0, errors=errors), scan_at(60, errors={**errors, name: 2}))
     assert len(few) == (name in ("receive", "recovery_failed"))
 
 
@@ -154,7 +154,7 @@ def test_crc_errors_count_by_their_rate() -> None:
     """DCGM's limit is a hundred a second: 1499 in 15 s are below it."""
     for rise, expected in ((1499, 0), (1500, 1)):
         errors = {**HEALTHY, "crc_flit": HEALTHY["crc_flit"] + rise}
-        assert len(rising(snapshot(0), snapshot(15, errors=errors))) == expected
+        assert len(rising(scan_at(0), scan_at(15, errors=errors))) == expected
 
 
 def test_a_gpu_that_was_lost_is_known_by_its_place() -> None:
@@ -162,5 +162,5 @@ def test_a_gpu_that_was_lost_is_known_by_its_place() -> None:
     before = gpus(gpu={"xids": ()})
     lost = Gpu(index=2, bus_id="0000:1b:00.0", error="GPU_IS_LOST", xids=(79,))
     facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(lost,))
-    (found,) = rising(before, snapshot(15, outcomes={"gpu": Ok(facts=facts)}))
+    (found,) = rising(before, scan_at(15, outcomes={"gpu": Ok(facts=facts)}))
     assert (found.code, found.subject) == ("gpu.xid.new", "GPU2")

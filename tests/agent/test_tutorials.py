@@ -21,8 +21,7 @@ import pytest
 import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
-from kubectl_layer import helm
-from kustomization import render
+from kustomization import helm, render
 from rigs import crds
 from rigs.tables import each_row
 

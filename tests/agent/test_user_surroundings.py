@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -14,9 +16,12 @@ from pathlib import Path
 
 import pytest
 from api_server import write_kubeconfig
+from click.testing import Result
 from rich.console import Console
+from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
+from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.base import units
@@ -166,7 +171,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
         cut = replace(RESULT, complete=False, stopped_by=stopped, problems=("ended",))
         assert drawn(cut, 120).startswith(first)
         assert _bench_exit(cut, well=True) == code
-    for status, stopped, code in (("pass", "SIGINT", 130), ("fail", "SIGINT", 130), ("pass", "SIGTERM", 75)):
+    for status, stopped, code in (("pass", "SIGINT", 130), ("fail", "SIGINT", 130)):
         assert judge([Finding(code="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
 
 
@@ -188,3 +193,49 @@ def test_sizes_as_people_write_them() -> None:
             "8mib": 2**23, "2T": 2 * 10**12, **dict.fromkeys(none)}  # fmt: skip
     assert {text: units.parse_size(text) for text in rows} == rows
     assert all(re.fullmatch(r"[KMGT]?i?B?", unit) for unit in units.SIZES)
+
+
+MATRIX = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\r\nGPU0\t X \tNV4\t0-31\t0\r\nGPU1\tNV4\t X \t32-63\t1\r\n"
+XML = """<system version="1"><cpu numaid="0" arch="x86_64">
+<pci busid="0000:01:00.0" class="0x030200"/><pci busid="0000:02:00.0" class="0x030200"/></cpu></system>
+"""
+SHAPES = {
+    "UTF-8": lambda text: text.encode(),
+    "UTF-8 with a mark": lambda text: text.encode("utf-8-sig"),
+    "UTF-16 with a mark": lambda text: text.encode("utf-16"),
+    "UTF-16 little-endian": lambda text: text.encode("utf-16-le"),
+    "UTF-16 big-endian": lambda text: text.encode("utf-16-be"),
+    "gzip": lambda text: gzip.compress(text.encode()),
+    "gzip of UTF-16": lambda text: gzip.compress(text.encode("utf-16")),
+}
+
+
+def topology_from(raw: bytes, tmp_path: Path) -> Result:
+    given = tmp_path / "given"
+    given.write_bytes(raw)
+    return topoflight("topo", "--from", given, "-o", "json")
+
+
+@each_row("shape", SHAPES)
+@each_row(("text", "labels"), [(MATRIX, ["NV4"]), (XML, ["PHB"])], ids=["matrix", "XML"])
+def test_the_same_text_in_other_bytes_says_the_same(shape: str, text: str, labels: list[str], tmp_path: Path) -> None:
+    result = topology_from(SHAPES[shape](text), tmp_path)
+    assert result.exit_code == 0, result.output
+    assert [pair["label"] for pair in json.loads(result.output)["pairs"]] == labels
+
+
+def test_a_matrix_in_html_is_no_xml(tmp_path: Path) -> None:
+    result = topology_from(f"<details><summary>Topology</summary>\n<pre>\n{MATRIX}</pre>\n".encode(), tmp_path)
+    assert [pair["label"] for pair in json.loads(result.output)["pairs"]] == ["NV4"]
+
+
+@each_row(
+    ("raw", "told"),
+    [
+        (gzip.compress(MATRIX.encode())[:40], "not a whole gzip file"),
+        (b'<graphs version="1"><graph id="0" pattern="4"/></graphs>', "NCCL_GRAPH_DUMP_FILE"),
+    ],
+)
+def test_what_is_no_topology_is_named(raw: bytes, told: str, tmp_path: Path) -> None:
+    result = topology_from(raw, tmp_path)
+    assert result.exit_code == 2 and told in result.output
