@@ -12,9 +12,12 @@ import click
 import pytest
 import yaml
 from api_server import ApiServer, configuration
+from httpx import Response
 from kustomization import render
 from rigs.agents import TOKEN, agent, bearer
 from rigs.agents import tokens as tokens_in
+from rigs.pods import templates
+from rigs.results import RUN
 from rigs.tables import each_row
 from starlette.testclient import TestClient
 
@@ -34,10 +37,8 @@ HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
 STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems"]
 RECORD: dict[str, Any] = {
-    "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
-    "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z", "model": {"name": "a-model-of-ours"},
+    **RUN, "model": {"name": "a-model-of-ours"}, "measured": {"step_seconds": 0.25}, "step_seconds": [0.25] * 20,
     "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
-    "measured": {"step_seconds": 0.25}, "loss": {"first": 5.0, "last": 2.0}, "step_seconds": [0.25] * 20,
 }  # fmt: skip
 
 
@@ -58,13 +59,18 @@ def http(tokens: Tokens, folder: Path) -> TestClient:
     return agent(MACHINE, folder, tokens=tokens)
 
 
+def posted(http: TestClient, **change: Any) -> Response:
+    """What the agent answers to the record, changed so."""
+    return http.post("/runs", headers=HEADERS, json={**RECORD, **change})
+
+
 def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("runs/*.json"))
 
 
 def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, folder: Path) -> None:
     """Though the next scan is an hour away; a poster's own word for who posted is not taken."""
-    answer = http.post("/runs", headers=HEADERS, json={**RECORD, "posted_by": "admin", "more": [1]})
+    answer = posted(http, posted_by="admin", more=[1])
     assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
@@ -74,8 +80,8 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
     """A job that got no answer sends again; another record of the same start replaces nothing."""
-    assert [http.post("/runs", headers=HEADERS, json=RECORD).status_code for _ in range(3)] == [201, 200, 200]
-    other = http.post("/runs", headers=HEADERS, json={**RECORD, "loss": {"last": 0.0}})
+    assert [posted(http).status_code for _ in range(3)] == [201, 200, 200]
+    other = posted(http, loss={"last": 0.0})
     assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"})
@@ -86,10 +92,7 @@ def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
     """The state folder does not grow without end."""
     for number in range(keep.STORED_RUNS + 5):
         keep.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
-    assert (
-        agent(MACHINE, folder, tokens=tokens).post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code
-        == 201
-    )
+    assert posted(agent(MACHINE, folder, tokens=tokens), host="z").status_code == 201
     assert len(kept(folder)) == keep.STORED_RUNS
 
 
@@ -109,7 +112,7 @@ def test_a_wrong_record_is_refused_and_what_is_wrong_named(
 ) -> None:
     """A problem document, and nothing is kept."""
     http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
-    answer = http.post("/runs", headers=HEADERS, json={**RECORD, **change})
+    answer = posted(http, **change)
     assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
     assert len(answer.text) < 4000
     assert kept(folder) == [] and http.get("/runs").json() == []
@@ -132,14 +135,13 @@ def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
 
 def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
     """As many steps as the recorder keeps."""
-    whole = {**RECORD, "step_seconds": [1234.567891] * STEPS}
-    assert http.post("/runs", headers=HEADERS, json=whole).status_code == 201
+    assert posted(http, step_seconds=[1234.567891] * STEPS).status_code == 201
 
 
 def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path) -> None:
     """401 before the record is looked at; 403 where nobody judges tokens."""
     assert http.post("/runs", content=b"{").status_code == 401
-    closed = agent(MACHINE, folder).post("/runs", headers=HEADERS, json=RECORD)
+    closed = posted(agent(MACHINE, folder))
     assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
     assert kept(folder) == []
 
@@ -147,12 +149,12 @@ def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path)
 def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
     """409, and what would help; 507 where the folder takes nothing more."""
     for missing in (None, tmp_path / "nowhere"):
-        answer = agent(MACHINE, missing, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD)
+        answer = posted(agent(MACHINE, missing, tokens=tokens))
         assert answer.status_code == 409 and "--state" in answer.json()["grant"]
     full = tmp_path / "full"
     full.mkdir()
     (full / "runs").write_text("a file where the folder would be")
-    assert agent(MACHINE, full, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD).status_code == 507
+    assert posted(agent(MACHINE, full, tokens=tokens)).status_code == 507
 
 
 @pytest.fixture
@@ -166,8 +168,7 @@ def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) ->
     """A right to another endpoint is none to this one; what the refusal prints names this endpoint."""
 
     def asked() -> Any:
-        http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
-        return http.post("/runs", headers=HEADERS, json=RECORD)
+        return posted(agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1))))
 
     api.allowed.add((USER, "post", "/preflight"))
     refused = asked()
@@ -202,15 +203,18 @@ def test_what_is_deployed_is_what_a_job_is_told() -> None:
     assert manifests.AGENT_AUDIENCE == AUDIENCE
 
 
+def spec(**more: Any) -> job.JobSpec:
+    return job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), **more)
+
+
 @each_row("api_name", manifests.APIS)
 def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
     """URL, token file and the volume that the file is in; none of them without the option, nor beside the gate."""
-    plain = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g")
-    assert "TOPOFLIGHT_AGENT" not in manifests.render(manifests.APIS[api_name](plain))
-    told = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g",
-                       agent=AGENT)  # fmt: skip
-    documents = list(yaml.safe_load_all(manifests.render(manifests.APIS[api_name](told))))
-    pods = list(found(documents, "containers"))
+    plain, told = (manifests.render(manifests.APIS[api_name](spec(preflight_image="g", **more)))
+                   for more in ({}, {"agent": AGENT}))  # fmt: skip
+    assert "TOPOFLIGHT_AGENT" not in plain
+    documents = list(yaml.safe_load_all(told))
+    pods = [template["spec"] for template in templates(documents)]
     assert len(pods) == (2 if api_name == "pytorchjob" else 1)
     trainer = next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
     for pod in pods:
@@ -226,23 +230,11 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
         assert environment["TOPOFLIGHT_AGENT_TOKEN_FILE"] == f"{mount['mountPath']}/{token['path']}"
 
 
-def found(node: Any, member: str) -> Iterator[Any]:
-    if isinstance(node, dict):
-        if member in node:
-            yield node
-        else:
-            for value in node.values():
-                yield from found(value, member)
-    elif isinstance(node, list):
-        for value in node:
-            yield from found(value, member)
-
-
 @each_row("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     """Before a pod starts with it."""
     with pytest.raises(job.JobError, match="agent="):
-        job.JobSpec(name="sft", image="i", nodes=1, processes_per_node=1, command=("true",), agent=url)
+        spec(agent=url)
 
 
 def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
@@ -273,5 +265,5 @@ def test_what_is_held_in_memory_is_bounded_in_bytes(
     shown = {record["host"] for record in first.json()}
     assert shown == {f"pod-{number:03d}" for number in range(keep.STORED_RUNS - 10, keep.STORED_RUNS)}
     assert first.content == second.content
-    assert http.post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
+    assert posted(http, host="z").status_code == 201
     assert "z" in {record["host"] for record in http.get("/runs").json()}
