@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 from agent_pod import OVERLAYS, agent_of
+from resident import free_port
 from rigs.agents import agent
 from rigs.recorded import NAMES, path_of, snapshot
 from rigs.tables import each_row
@@ -205,12 +206,6 @@ def held(name, *rest, **more):
     return real(name, *rest, **more)
 builtins.__import__ = held
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def connects(port: int) -> bool:
