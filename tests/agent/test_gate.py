@@ -47,7 +47,7 @@ def test_exit_codes(statuses: tuple[str, ...], required: bool, fail_on: str, cod
 
 @each_row("statuses", list(product(("pass", "info", "unknown", "warn", "fail"), repeat=2)))
 def test_an_unknown_or_a_failure_never_reads_as_pass(statuses: tuple[str, ...]) -> None:
-    """Only sets without failure and warning pass; of a stopped run none does, and what failed by then stays a failure."""
+    """Only sets without failure and warning pass; of a stopped run none, and what had failed stays a failure."""
     checks = [check(s, f"x.{i}") for i, s in enumerate(statuses)]
     for fail_on in ("fail", "warn", "unknown"):
         verdict = judge(checks, fail_on=fail_on)  # type: ignore[arg-type]

@@ -188,14 +188,6 @@ def test_an_unknown_parameter_is_refused(client: TestClient, path: str, detail: 
     assert re.search(detail, response.json()["detail"])
 
 
-def test_ranks_per_node_are_answered_for(client: TestClient) -> None:
-    """As on the command line."""
-    asked = {"machine": "p4d.24xlarge", "nodes": 4, "model": "tiny", "ranks_per_node": 1}
-    assert client.get("/recommendations", params=asked).json()["chosen"]["layout"]["world_size"] == 4
-    more = client.get("/recommendations", params={**asked, "ranks_per_node": 9})
-    assert more.status_code == 400 and "from 1 to 8" in more.json()["detail"]
-
-
 HELD = """
 import builtins, os, time
 real = builtins.__import__

@@ -162,6 +162,9 @@ def outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[dict[s
     scan(recorder)  # type: ignore[arg-type]
     recording = archive(recorder.identity(), recorder.answers, "")
     found["recording"] = dumps(recording)
+    for path in (tmp_path / "proc/self/limits", tmp_path / bundle.CHECKPOINT):
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"Data": {"PodDeviceEntries": [{"AllocResp": PLANTED}], "RegisteredDevices": {}}}))
     packed = pack_bundle({"node-a": bundle.of_host(machine().content, root=str(tmp_path), state=state_folder)})
     found["bundle"] = json.dumps(
         {k: {n: d.decode(errors="replace") for n, d in v.items()} for k, v in unpack_bundle(packed).items()}
