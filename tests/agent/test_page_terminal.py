@@ -200,7 +200,7 @@ LOG_LINES = [
     "gpu-a:100:130 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
 ]
 SICK, POD = path_of("sick-h100-dead-hca"), path_of("r760xa-2xA40-bf3")
-VERBS = (
+SHOWN = (
     ("scan", "--host", SICK),
     ("scan", "--all", "--host", POD),
     ("preflight", "-q", "--host", SICK, "--model", "Llama-3.1-8B"),
@@ -216,7 +216,7 @@ VERBS = (
 )
 
 
-@each_row("words", VERBS)
+@each_row("words", SHOWN)
 def test_every_verb_is_plain_and_fits_a_pipe(words: tuple[object, ...], tmp_path: Path) -> None:
     """Lines of 80 characters at most, no blanks at their ends, no escape codes, and counts that agree with nouns."""
     (tmp_path / ENVIRONMENT).write_text("NCCL_IB_HCA=mlx5_9\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_DISABLE=1\n")
