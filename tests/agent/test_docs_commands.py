@@ -234,7 +234,6 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not dead
 
 
-ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "docs/examples").glob("*.yaml"))}
 COMMAND = re.compile(r"(?:^ *|run: |- |-- |\$ )topoflight ((?:[a-z-]+)(?: [^|#\n`]+)?)", re.M)
 

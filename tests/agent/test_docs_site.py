@@ -64,8 +64,6 @@ def test_what_others_link_to_is_there(site: Path) -> None:
     assert set(VERBS) <= set(re.findall(r"<h2 id=\"([^\"]+)\"", texts[site / "reference/cli/index.html"]))
 
 
-ROOT = Path(__file__).parent.parent.parent
-
 PARTS = ["Meaning", "Cause", "Confirm", "Remedy", "Severity"]
 GATE = {code for code in ALL_CODES if not code.startswith("env.")}
 

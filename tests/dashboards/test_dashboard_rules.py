@@ -179,9 +179,6 @@ def test_panels_name_recordings_that_exist() -> None:
     assert told and all((ROOT / "tests" / "machines" / f"{machine}.json").exists() for machine in told)
 
 
-ROOT = Path(__file__).parent.parent.parent
-
-
 def test_making_again_gives_no_difference() -> None:
     """`python dashboards/generate.py` after a change of a source, and commit what it writes."""
     for name, text in generate.made().items():
