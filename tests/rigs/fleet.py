@@ -35,10 +35,15 @@ def fleet_of(*records: NodeRecord) -> Fleet:
     return held
 
 
+def resource_of(record: NodeRecord) -> dict[str, Any]:
+    """A record as the API server holds it."""
+    whole, status = to_resource(record)
+    return {**whole, "status": status["status"]}
+
+
 def through_the_api(record: NodeRecord) -> NodeRecord:
     """A record as it is read back from the API server that it was published to."""
-    whole, status = to_resource(record)
-    return from_resource(json.loads(json.dumps({**whole, "status": status["status"]})))
+    return from_resource(json.loads(json.dumps(resource_of(record))))
 
 
 @cache
@@ -61,7 +66,7 @@ def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[Nod
 
 def resources(nodes: int, *, sick: bool) -> list[dict[str, Any]]:
     """As the API server holds them."""
-    return [{**whole, "status": status["status"]} for whole, status in map(to_resource, records(nodes, sick=sick))]
+    return [resource_of(record) for record in records(nodes, sick=sick)]
 
 
 def labelled(nodes: int) -> list[dict[str, Any]]:
