@@ -13,7 +13,6 @@ import click
 import pytest
 import yaml
 from api_server import ApiServer, configuration
-from httpx import Response
 from kustomization import render
 from rigs.agents import TOKEN, agent, bearer
 from rigs.agents import tokens as tokens_in
@@ -63,7 +62,7 @@ def http(tokens: Tokens, folder: Path) -> TestClient:
     return agent(MACHINE, folder, tokens=tokens)
 
 
-def posted(http: TestClient, **change: Any) -> Response:
+def posted(http: TestClient, **change: Any) -> Any:
     """What the agent answers to the record, changed so."""
     return http.post("/runs", headers=HEADERS, json={**RECORD, **change})
 
@@ -264,7 +263,7 @@ WATCHDOG = (
 )
 
 
-def why_of(http: TestClient, **sources: Any) -> Response:
+def why_of(http: TestClient, **sources: Any) -> Any:
     """The answer of POST /why about these sources."""
     return http.post("/why", json=sources, headers=HEADERS)
 
