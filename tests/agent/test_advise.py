@@ -14,9 +14,8 @@ from rigs.command import topoflight
 from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row
 
-from agent.advice import job_settings
 from agent.advice.advise import advise, answer, of_cluster
-from agent.advice.request import Request, cluster_of, prices_of
+from agent.advice.request import Request, cluster_of, dataset_settings, prices_of, with_rows
 from agent.base.inputs import InputError, RequestError
 from agent.cli.recommend import recommend
 from contracts import question
@@ -168,15 +167,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def with_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more: Any) -> Request:
+def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more: Any) -> Request:
     """A request with what is known of a data set's rows."""
-    found = job_settings.named(str(data), tokenizer and str(tokenizer), model if model != "tiny-llama" else None)
-    return job_settings.with_rows(Request.of(model=model, **more), found)
+    found = dataset_settings(str(data), tokenizer and str(tokenizer), model if model != "tiny-llama" else None)
+    return with_rows(Request.of(model=model, **more), found)
 
 
 def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Path) -> None:
     """By the job's own reader and template: 180 characters more are 180 bytes more, in a fifth of the rows."""
-    request = with_rows(rows, "builtin:bytes", model="Llama-3.1-8B")
+    request = of_rows(rows, "builtin:bytes", model="Llama-3.1-8B")
     assert request.rows == 5000 and request.unmeasured == ""
     (short, many), (long, few) = request.train.length_histogram
     assert (many, few) == (4000, 1000) and long - short == 180
@@ -199,7 +198,7 @@ def test_packed_rows_take_as_many_steps_as_their_tokens_fill() -> None:
 def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
     """A tokenizer that nobody knows, or a folder that a pod has: the advice says so and counts no epochs."""
     for name, tokenizer in ((str(tmp_path / "none"), "builtin:bytes"), ("some/data", None)):
-        request = with_rows(name, tokenizer, machine="p5.48xlarge", epochs=3)
+        request = of_rows(name, tokenizer, machine="p5.48xlarge", epochs=3)
         advice = answer(request, ())
         assert request.rows is None and advice.total_seconds is None
         assert any("were not measured" in line for line in advice.unknowns), advice.unknowns
@@ -212,12 +211,12 @@ def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp
     if held is not None:
         file.write_text(held, encoding="utf-8")
     with pytest.raises(InputError, match="row"):
-        with_rows(file, "builtin:bytes")
+        of_rows(file, "builtin:bytes")
 
 
 @pytest.mark.long
 def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Path) -> None:
-    request = with_rows(rows, tmp_path / "no-tokenizer", machine="p5.48xlarge", epochs=2, global_batch=64)
+    request = of_rows(rows, tmp_path / "no-tokenizer", machine="p5.48xlarge", epochs=2, global_batch=64)
     assert request.rows == 5000 and "were not measured" in request.unmeasured
     assert answer(request, ()).total_steps == 2 * (5000 // 64)
 
@@ -230,10 +229,10 @@ def test_tokens_beyond_a_models_positions_are_said() -> None:
 
 
 def test_a_part_of_a_data_set_is_named_after_a_colon() -> None:
-    assert job_settings.named("openai/gsm8k:main", None, "Llama-3.1-8B") == {
+    assert dataset_settings("openai/gsm8k:main", None, "Llama-3.1-8B") == {
         "dataset_name": "openai/gsm8k", "dataset_config": "main",
     }  # fmt: skip
-    assert job_settings.named("openai/gsm8k", "a/b", None) == {"dataset_name": "openai/gsm8k", "tokenizer_name": "a/b"}
+    assert dataset_settings("openai/gsm8k", "a/b", None) == {"dataset_name": "openai/gsm8k", "tokenizer_name": "a/b"}
 
 
 def test_money_is_node_hours_times_the_users_price(tmp_path: Path) -> None:

@@ -17,24 +17,17 @@ from rigs.tables import each_row
 
 from agent.base import result_store
 from agent.base.exit_codes import EXIT_FAILED
-from agent.checks import judged
 from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
-from agent.checks.judged import (
-    BUSBW,
-    MNNVL,
-    NVLS,
-    checks_of_bars,
-    checks_of_writes,
-    expected_words,
-    ports_of,
-    with_bars,
-)
+from agent.checks.judged import BUSBW, MNNVL, NVLS, checks_of_bars, expected_words
 from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
 from agent.checks.verdict import GateError, judge
 from agent.cli.bench import bench
 from agent.cluster.gate import checks_of
-from agent.cluster.nodes import NodeRecord, records_of
+from agent.cluster.nodes import NodeRecord
+from agent.cluster.records import records_of
+from agent.jobs import benchmark as job_benchmark
+from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
 from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, result_from_json, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.finding import Finding
@@ -51,10 +44,10 @@ def result(
 ) -> BenchResult:  # fmt: skip
     """What a run on this machine would have left, with these bus bandwidths in GB/s."""
     found = (snapshot(machine),)
-    links = json.loads(json.dumps(judged.links_of(found, ranks)))
+    links = json.loads(json.dumps(job_benchmark.links_of(found, ranks)))
     row: dict[str, Any] = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
-    expect = judged.expected(found, ranks)
+    expect = job_benchmark.expected(found, ranks)
     world = tuple(range(len(hello)))
     made = [
         measurement(op, value * GB, len(hello), backend="nccl", hosts=tuple(r["host"] for r in hello), bytes=size,
