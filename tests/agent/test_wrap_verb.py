@@ -20,60 +20,14 @@ from agent.jobs import script_rank
 from contracts.job_config import JobConfig
 
 H100 = str(path_of())
-# As sft.py scripts of TRL are built: a YAML file and arguments over it, HF's rank variables, trainer_state.json.
-SFT = """
-import argparse, json, os, pathlib, time
-import torch, yaml
-import torch.distributed as dist
-parser = argparse.ArgumentParser()
-parser.add_argument("--config")
-parser.add_argument("--max_steps", type=int)
-given = parser.parse_args()
-said = yaml.safe_load(open(given.config))
-steps = given.max_steps or said["max_steps"]
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=said["learning_rate"])
-torch.manual_seed(rank)
-history, began = [], time.time()
-for step in range(steps):
-    rows = torch.randn(said["per_device_train_batch_size"], 4)
-    loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
-    history.append({"step": step + 1, "loss": float(loss)})
-if rank == 0:
-    out = pathlib.Path(said["output_dir"]); out.mkdir(parents=True, exist_ok=True)
-    history.append({"train_runtime": time.time() - began})
-    (out / "trainer_state.json").write_text(json.dumps({"global_step": steps, "log_history": history}))
-    (out / "seen.json").write_text(json.dumps({"world": dist.get_world_size(), "env": dict(os.environ)}))
-dist.destroy_process_group()
-"""
-SETTINGS = {"model_name_or_path": "Llama-3.1-8B", "dataset_name": "gsm8k", "per_device_train_batch_size": 2,
-            "max_steps": 3, "learning_rate": 0.1, "fsdp": "full_shard auto_wrap", "use_peft": True,
-            "gradient_checkpointing": True}  # fmt: skip
+FILE = Path(__file__).with_name("wrapped_job.yaml")
+CONFIG, _, TRL = yaml.safe_load_all(FILE.read_text(encoding="utf-8"))
+SFT, SETTINGS = CONFIG["data"]["sft.py"], yaml.safe_load(CONFIG["data"]["config.yaml"])
 
 
 def manifest(folder: Path) -> str:
-    """A PyTorchJob of two pods with its ConfigMap, as the published recipe has it; paths in the folder."""
-    pod = {
-        "containers": [{
-            "name": "pytorch", "image": "registry.example/training:1",
-            "command": ["bash", "-c", f"torchrun {folder}/config/sft.py --config {folder}/config/config.yaml"],
-            "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
-            "resources": {"limits": {"nvidia.com/gpu": "1"}},
-            "volumeMounts": [{"name": "config", "mountPath": f"{folder}/config"},
-                             {"name": "shared", "mountPath": f"{folder}/shared"}],
-        }],
-        "volumes": [{"name": "config", "configMap": {"name": "sft"}},
-                    {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
-    }  # fmt: skip
-    replica = {"replicas": 1, "template": {"spec": pod}}
-    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": "sft"},
-           "spec": {"nprocPerNode": "1", "pytorchReplicaSpecs": {"Master": replica, "Worker": replica}}}  # fmt: skip
-    data = {"sft.py": SFT, "config.yaml": yaml.safe_dump({**SETTINGS, "output_dir": f"{folder}/shared/out"})}
-    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "sft"}, "data": data}
-    return yaml.safe_dump_all([config, job], sort_keys=False)
+    """A PyTorchJob of two pods with its ConfigMap; paths in the folder."""
+    return FILE.read_text(encoding="utf-8").replace("/FOLDER", str(folder)).rpartition("---\n")[0]
 
 
 IMAGE = ("--preflight-image", "registry.example/topoflight:1", "--resource", "rdma/hca=1")
@@ -196,23 +150,6 @@ def test_the_wrapped_pods_run_as_before(tmp_path: Path, monkeypatch: pytest.Monk
     assert record["nccl"]["channels"]
 
 
-TRL = """
-from datasets import load_dataset
-from transformers import AutoTokenizer
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
-
-script, training, model = TrlParser((ScriptArguments, SFTConfig, ModelConfig)).parse_args_and_config()
-training.model_init_kwargs = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
-trainer = SFTTrainer(
-    model=model.model_name_or_path, args=training, peft_config=get_peft_config(model),
-    train_dataset=load_dataset("json", data_files=script.dataset_name, split=script.dataset_train_split),
-    processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path),
-)
-trainer.train()
-trainer.save_state()
-"""
-
-
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
@@ -240,7 +177,7 @@ def test_a_trainer_of_trl_runs_wrapped(tmp_path: Path) -> None:
         "use_cpu": True, "report_to": "none", "save_strategy": "no", "output_dir": f"{tmp_path}/shared/out",
     }  # fmt: skip
     config, job = yaml.safe_load_all(manifest(tmp_path))
-    config["data"] = {"sft.py": TRL, "config.yaml": yaml.safe_dump(settings)}
+    config["data"] = {"sft.py": TRL["data"]["sft.py"], "config.yaml": yaml.safe_dump(settings)}
     text = yaml.safe_dump_all([config, job], sort_keys=False)
     done = wrap(tmp_path / "job.yaml", text, "-o", tmp_path / "new.yaml")
     assert done.exit_code == 0, done.output
