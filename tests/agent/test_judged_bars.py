@@ -28,7 +28,7 @@ from agent.cluster.nodes import NodeRecord
 from agent.cluster.records import records_of
 from agent.jobs import benchmark as job_benchmark
 from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
-from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, result_from_json, result_to_json
+from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, read_result, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.finding import Finding
 from probes.api import Snapshot
@@ -331,7 +331,7 @@ def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) ->
     """One that measured something does, with its mark."""
     result_store.keep_bench(WHOLE, tmp_path)
     assert result_store.keep_bench(replace(CUT, measurements=()), tmp_path) is None
-    assert result_from_json(result_store.read(tmp_path / result_store.BENCH_FILE)) == WHOLE
+    assert read_result(tmp_path / result_store.BENCH_FILE) == WHOLE
     result_store.keep_bench(CUT, tmp_path)
-    assert result_from_json(result_store.read(tmp_path / result_store.BENCH_FILE)) == CUT
+    assert read_result(tmp_path / result_store.BENCH_FILE) == CUT
     assert [line.complete for line in result_store.bench_history(tmp_path)] == [False, True]
