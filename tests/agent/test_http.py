@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 from agent_pod import OVERLAYS, agent_of
+from kustomization import LOADER
 from resident import free_port
 from rigs.agents import agent
 from rigs.recorded import NAMES, path_of, snapshot
@@ -65,9 +66,9 @@ def test_every_machine_is_served(name: str) -> None:
 @each_row("endpoint", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
 def test_json_and_yaml_say_the_same(client: TestClient, endpoint: str) -> None:
     """`?format=yaml` and the Accept header give the JSON's content."""
-    plain = client.get(endpoint).json()
-    assert yaml.safe_load(client.get(endpoint, params={"format": "yaml"}).text) == plain
-    assert yaml.safe_load(client.get(endpoint, headers={"Accept": "application/yaml"}).text) == plain
+    text = client.get(endpoint, params={"format": "yaml"}).text
+    assert yaml.load(text, Loader=LOADER) == client.get(endpoint).json()
+    assert client.get(endpoint, headers={"Accept": "application/yaml"}).text == text
 
 
 def test_recommendations_as_environment_files(client: TestClient) -> None:
