@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded, codec, trl
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_config import (
     DEFAULT_CONFIG,
     MAX_FILE_BYTES,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contracts import bounded, codec
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.plain import loads as plain
 from contracts.redaction import redact, without_secrets

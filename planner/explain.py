@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.layout import Layout
 from contracts.tables import read_table
 from hardware.gpus import gpu_named

@@ -38,7 +38,7 @@ from collectives.bench.plan import write as write_plan
 from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble, plan_of
 from contracts import run_record
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
 from contracts.run_record import RunRecord, record_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded, codec
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from hardware.gpus import gpu_named

@@ -25,7 +25,7 @@ from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_
 from agent.http.cluster import nodes_document
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
-from contracts.interval import Interval
+from contracts.finding import Interval
 
 NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")
 

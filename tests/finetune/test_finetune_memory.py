@@ -12,7 +12,7 @@ import torch
 from rigs.tables import each_row
 from test_finetune_equivalence import ROOT
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_plan import NamedValue, RunForecast
 from contracts.layout import Layout
 from contracts.run_record import Measured
