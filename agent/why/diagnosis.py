@@ -551,7 +551,7 @@ def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts
     forecast = verdict.forecast
     if first is not None and first.cost is not None and not forecast:
         better = step * (1 - first.cost)
-        forecast = f"without it: {units.seconds(better)} a step in place of {units.seconds(step)}"
+        forecast = f"without it: {units.seconds(better)} a step instead of {units.seconds(step)}"
     return replace(verdict, causes=tuple(causes), forecast=forecast)
 
 

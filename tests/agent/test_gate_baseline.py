@@ -68,7 +68,7 @@ def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
     """Nothing of it is left that a check could fail on: by a recording and by a report, both ways round."""
 
     def without(tree: Tree) -> Machine:
-        machine = build.hgx_h100(tree)
+        machine = build.MACHINES["hgx-h100-8xH100-8hca"](tree)
         assert machine.nvml is not None
         for bus in buses:
             place = tree.root / tree.paths[f"0000:{bus}:00.0"].lstrip("/")

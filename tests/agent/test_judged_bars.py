@@ -114,7 +114,7 @@ def test_nvls_that_is_not_used_is_named_with_its_line() -> None:
     """NVIDIA/nccl#2140: 370 without, 480 with NVLS on 8 x H100."""
     log = fabric("NVLS multicast support is not available on dev 0", "NVLS multicast not available")
     check = checks(result(HGX, {"all_reduce": 370}, evidence=log))[NVLS, ""]
-    assert check.status == "warn" and "NVLS not used" in check.message
+    assert check.status == "warn" and "NVLS is not used" in check.message
     assert "not available on dev 0" in check.evidence[0]
     assert checks(result(HGX, {"all_reduce": 480}))[NVLS, ""].status == "pass"
 
