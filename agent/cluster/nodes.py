@@ -32,7 +32,7 @@ from agent.checks.view import View
 from agent.cluster import node_facts
 from agent.cluster.node_facts import clean
 from collectives.bench.results import BenchResult
-from contracts import codec
+from contracts import plain
 from contracts.finding import Finding, Status
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -346,7 +346,7 @@ def from_resource(item: Json) -> NodeRecord:
         ended = None  # an agent has scanned since
     verdict = (status.get("lastVerdict") if ended is not None else None) or status.get("verdict") or "unknown"
     given = {own: status[theirs] for theirs, own in _NAMES.items() if status.get(theirs) not in (None, "")}
-    record = codec.read(
+    record = plain.read(
         {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
          "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended}, NodeRecord,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from agent.base.documents import document, write_atomic
 from agent.base.inputs import RequestError
 from agent.checks.coverage import gdrdma_possible
 from collectives.bench import lock, processes
-from contracts import codec, run_record
+from contracts import plain, run_record
 from contracts.job_config import DEFAULT_CONFIG
 from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.redaction import redact
@@ -108,7 +108,7 @@ def job_plan(
 
 def run_forecast(advice: Recommendation) -> RunForecast:
     """The forecast of the chosen layout as a plan holds it; an empty one without a layout."""
-    return codec.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+    return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
