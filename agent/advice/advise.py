@@ -20,6 +20,7 @@ from agent.advice.request import (
     spans_nodes,
 )
 from agent.base.inputs import RequestError, parse_version
+from agent.base.units import seconds
 from contracts.finding import Finding
 from contracts.layout import LayoutError
 from planner import stacks
@@ -30,7 +31,6 @@ from planner.forecast.faults import ENDS, RULES, Findings
 from planner.forecast.specs import mean_length
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.environment import render_env, render_k8s, render_shell
-from planner.nccl_env.texts import Note
 from planner.recommend import recommend
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -111,10 +111,8 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     groups = [
         group for group in grouped(checks) if {check.code for check in group.checks if check.status == "fail"} - counted
     ]
-    said = tuple(
-        f"{'as it is the job ends' if ENDS & set(group.codes) else 'not in the forecast'}: {_fault(group)}"
-        for group in groups[:_FAULTS_SAID]
-    )
+    ends, left_out = "this fault ends the job", "the forecast does not count this fault"
+    said = tuple(f"{ends if ENDS & set(group.codes) else left_out}: {_fault(group)}" for group in groups[:_FAULTS_SAID])
     more = len(groups) - len(said)
     rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
     return replace(advice, unknowns=(*advice.unknowns, *said, *rest)) if advice.chosen else advice
@@ -206,7 +204,7 @@ def environment_only(request: Request, cluster: ClusterTopology, snapshots: Sequ
 
 
 def with_fsdp(advice: Recommendation) -> Recommendation:
-    """The same advice with the best FSDP layout chosen.
+    """The same advice with the best FSDP layout chosen, which says so, and each other layout compared with that one.
 
     The embedded job is small enough for any layout; it runs under FSDP because that is the job users ship, and what the
     measured all-gather and reduce-scatter stand for.
@@ -215,13 +213,18 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
     sharded = next((r for r in fitting if r.layout.family in ("FSDP", "HSDP")), None)
     if sharded is None or sharded is advice.chosen:
         return advice
-    note = Note(
-        topic="embedded job",
-        text=f"trains with {sharded.layout.family}, the layout of the shipped fine-tune, although "
-        f"{fitting[0].layout.family} would be faster for a model this small",
+    step, best = sharded.forecast.step_seconds.mid, fitting[0].forecast.step_seconds.mid
+    why = (
+        f"This small test run uses {sharded.layout.family} to show sharded traffic. Its forecast is {seconds(step)} a "
+        f"step; {fitting[0].layout.family}, which would be chosen for speed, takes {seconds(best)}."
     )
-    others = tuple(r for r in fitting if r is not sharded)
-    return replace(advice, chosen=sharded, runners_up=others, notes=(*advice.notes, note))
+
+    def beside(other: RankedLayout) -> RankedLayout:
+        more = other.forecast.step_seconds.mid / step - 1.0
+        return replace(other, why=f"{abs(more):.1%} {'slower' if more > 0 else 'faster'} than {sharded.layout.family}")
+
+    others = tuple(beside(r) for r in fitting if r is not sharded)
+    return replace(advice, chosen=replace(sharded, why=why), runners_up=others)
 
 
 def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:

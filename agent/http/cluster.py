@@ -44,7 +44,7 @@ LOOK_SECONDS = 0.05
 LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
 IDLE_SECONDS = 600.0
 PLACES_SECONDS = 600.0  # Nodes are labelled when they come
-MORE = "what this agent itself scans; in Kubernetes, agents started with --publish show every node"
+MORE = "only the nodes that this agent itself scans; on Kubernetes, agents started with --publish show every node"
 MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}  # what advice is for
 
 
@@ -73,11 +73,6 @@ class Cluster:
     def source(self) -> str:
         """Where the records come from."""
         return "kubernetes" if self.client else "hosts"
-
-    @property
-    def more(self) -> str:
-        """Where only what this agent scans is known: how to see more nodes."""
-        return "" if self.client else MORE
 
     def own(self) -> Mapping[str, NodeRecord]:
         """Records by name of what this agent itself scans, made once for each view; empty before the first scan."""

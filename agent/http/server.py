@@ -235,7 +235,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         records = await cluster.records()
         return respond(await worker.ask(
             request, "cluster_page", records=records, source=cluster.source, node=node,
-            behind=cluster.watch_error(), more=cluster.more, filters=tuple(filters.items()),
+            behind=cluster.watch_error(), filters=tuple(filters.items()),
             places=await cluster.places(),
         ))  # fmt: skip
 
@@ -248,6 +248,18 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             answer = await worker.ask(request, "what_if", view=view, fields=query)
             rendered.put(view, ("/what-if", query), answer)
         return respond(answer)
+
+    @app.get("/why", tags=["page"], response_class=HTMLResponse, responses=problems())
+    async def why_page() -> Response:
+        """How to diagnose a run that is stuck, slow or failed, and the runs recorded on this node."""
+        view = _current(state)
+
+        def drawn() -> Answer:
+            from agent.pages import render as pages
+
+            return page_of(pages.why_page(view))
+
+        return respond(await rendered.answer(view, ("/why",), drawn))
 
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
     def docs() -> Response:
