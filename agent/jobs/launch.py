@@ -23,7 +23,7 @@ from agent.base import units
 from agent.base.documents import document, write_atomic
 from agent.base.inputs import RequestError
 from agent.checks.coverage import gdrdma_possible
-from collectives.bench import lock, processes
+from collectives.bench import processes
 from contracts import plain, run_record
 from contracts.job_config import DEFAULT_CONFIG
 from contracts.job_plan import JobPlan, RunForecast, dumps
@@ -255,7 +255,7 @@ def run(
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as stopping, lock.run_folder() as temporary:
+    with log.open("wb") as stream, sigterm(stop) as stopping, processes.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
         last: deque[str] = deque(maxlen=12)

@@ -17,7 +17,7 @@ from agent.checks.expect import expectation
 from agent.jobs.benchmark import default_ranks, preflight_spec
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
-from collectives.bench.lock import BusyError
+from collectives.bench.processes import BusyError
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
