@@ -191,10 +191,6 @@ def main(arguments: Sequence[str]) -> None:
     os.execvp(arguments[1], list(arguments[1:]))  # noqa: S606 - no shell on purpose
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 # The host's lock, so that one benchmark runs at a time.
 
 FILE_NAME = "topoflight-bench.lock"
@@ -296,3 +292,7 @@ def sweep(place: Path) -> None:
             pass
         finally:
             os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
