@@ -119,9 +119,10 @@ def write(value: Any) -> Any:
 def read(data: object, kind: type[T]) -> T:
     """The record that `write` made plain. Raises MisfitError that says what does not fit."""
     try:
-        return converter().structure(data, kind)
+        found: T = converter().structure(data, kind)
     except MISFITS as error:
         raise MisfitError(f"no {kind.__name__}: {type(error).__name__}: {str(error)[:200]}") from None
+    return found
 
 
 def pick(data: object, kind: type[T]) -> T:
