@@ -29,7 +29,7 @@ from agent.pages import render as pages
 from agent.pages.charts import Shown, by_network, not_drawn, shown
 from agent.terminal.findings import findings
 from collectives.bench.results import result_from_json
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.run_record import record_of
 from planner.advice import Part
 
