@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from probes.api import Failed, Outcome, Snapshot, Source, host_name, snapshot_of
-from probes.wire import Json, OutcomeError, RecordingError, archive, outcome_from_json
+from probes.wire import Json, OutcomeError, RecordingError, archive, from_json, outcome_from_json
 
 Probes = Sequence[Source[Any]]
 
@@ -299,7 +299,7 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
             worker = worker or _Worker("")
             worker.request(**request)
             while "outcomes" in (answer := worker.answer(REPLAY_SECONDS)) and not (stop and stop.is_set()):
-                found.append(_snapshot(answer, probes))
+                found.append(from_json(answer, probes))
             if "outcomes" not in answer:
                 _replayers[os.getpid()] = worker
         except WorkerError as error:
@@ -310,14 +310,3 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
     if "error" in answer:
         raise RecordingError(answer["error"])
     return tuple(found)
-
-
-def _snapshot(answer: dict[str, Json], probes: Probes) -> Snapshot:
-    """What a recording's probes found; facts that are not of the kinds they are declared to be are a failure."""
-    outcomes: dict[str, Outcome] = {}
-    for probe in probes:
-        try:
-            outcomes[probe.name] = outcome_from_json(probe, answer["outcomes"][probe.name])
-        except OutcomeError as error:
-            outcomes[probe.name] = Failed(error=str(error))
-    return snapshot_of(answer["identity"]["hostname"], answer["identity"]["time"], outcomes)

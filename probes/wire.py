@@ -12,11 +12,12 @@ source, and `answers` by method and question. An error is an answer too: {"$errn
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from contracts.plain import strict
-from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Outcome, Source
+from probes.api import SCHEMA_VERSION, Absent, Failed, Ok, Outcome, Snapshot, Source, snapshot_of
 
 Json = Any
 """None, bool, int, float, str, or lists and string-keyed dicts of these."""
@@ -85,6 +86,23 @@ def outcome_from_json(source: Source[Any], data: Json) -> Outcome:
         raise
     except (ExceptionGroup, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise OutcomeError(f"outcome of probe {source.name!r}: {_words(error)}") from None
+
+
+def to_json(snapshot: Snapshot) -> dict[str, Json]:
+    """A snapshot for another process of this release."""
+    outcomes = {name: outcome_to_json(outcome) for name, outcome in snapshot.outcomes.items()}
+    return {"hostname": snapshot.hostname, "taken_at_seconds": snapshot.taken_at_seconds, "outcomes": outcomes}
+
+
+def from_json(data: dict[str, Json], probes: Iterable[Source[Any]]) -> Snapshot:
+    """The outcomes of these probes in such a snapshot; facts of another kind than the declared one are a failure."""
+    outcomes: dict[str, Outcome] = {}
+    for probe in (each for each in probes if each.name in data["outcomes"]):
+        try:
+            outcomes[probe.name] = outcome_from_json(probe, data["outcomes"][probe.name])
+        except OutcomeError as error:
+            outcomes[probe.name] = Failed(error=str(error))
+    return snapshot_of(data["hostname"], data["taken_at_seconds"], outcomes)
 
 
 def _words(error: BaseException) -> str:

@@ -20,10 +20,10 @@ from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from contracts.redaction import without_secrets
-from probes.api import Absent, Failed, Ok, Outcome, Snapshot, Source, UnavailableError, snapshot_of
+from probes.api import Absent, Failed, Ok, Outcome, Snapshot, Source, UnavailableError
 from probes.host.protocol import Host
 from probes.host.recording import RecordingHost, load_all
-from probes.wire import Json, OutcomeError, RecordingError, outcome_from_json, outcome_to_json
+from probes.wire import Json, RecordingError, from_json, outcome_to_json
 
 if TYPE_CHECKING:
     from probes.host.live import LiveHost
@@ -51,18 +51,14 @@ def run(read: Callable[[Host], Any], host: Host) -> Outcome:
 
 def scan(host: Host, probes: Sequence[Source[Any]]) -> Snapshot:
     """Scan a host in this process: for tests and measurements of hosts that cannot hang."""
+    return from_json(_scanned(host, [probe.name for probe in probes]), probes)
+
+
+def _scanned(host: Host, names: Sequence[str]) -> dict[str, Json]:
+    """As `wire.to_json` has it."""
+    outcomes = {name: outcome_to_json(run(reader(name), host)) for name in names}
     identity = host.identity()
-    outcomes = {probe.name: _fitting(probe, run(reader(probe.name), host)) for probe in probes}
-    return snapshot_of(identity["hostname"], identity["time"], outcomes)
-
-
-def _fitting(probe: Source[Any], outcome: Outcome) -> Outcome:
-    """The outcome, where its facts are of the kinds they are declared to be: a recording may hold anything."""
-    try:
-        outcome_from_json(probe, outcome_to_json(outcome))
-    except OutcomeError as error:
-        return Failed(error=str(error), seconds=outcome.seconds)
-    return outcome
+    return {"hostname": identity["hostname"], "taken_at_seconds": identity["time"], "outcomes": outcomes}
 
 
 def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[str, Json]]:
@@ -85,8 +81,7 @@ def _replayed(request: dict[str, Json]) -> Iterator[dict[str, Json]]:
     try:
         os.chdir(request["folder"])
         for host in load_all(request["recording"]):
-            outcomes = {name: outcome_to_json(run(reader(name), host)) for name in request["probes"]}
-            yield {"identity": host.identity(), "outcomes": outcomes}
+            yield _scanned(host, request["probes"])
     except (OSError, RecordingError) as error:
         yield {"error": str(error)}
     else:

@@ -284,11 +284,13 @@ def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
 
 def _measured(request: Mapping[str, Any], tell: Callable[..., None], stop: threading.Event) -> dict[str, Any]:
     """The result of the benchmark that is asked for, in plain values."""
+    from probes.registry import ALL
+
     due = Due(**request["due"]) if request["due"] else None
+    found = (wire.from_json(request["snapshot"], ALL),)
     spec = preflight_spec(
-        (wire.from_json(request["snapshot"]),), request["ranks"], request["budget_seconds"], force=request["force"],
-        quick=request["quick"], due=due,
-    )  # fmt: skip
+        found, request["ranks"], request["budget_seconds"], force=request["force"], quick=request["quick"], due=due
+    )
     on_event = watch(lambda words: tell(note=words))
     return result_to_json(run(replace(spec, environment=request["environment"]), on_event, stop))
 
