@@ -436,9 +436,9 @@ _OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
 
 def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
     """Of recordings, as a scan judges them."""
-    from agent.checks.view import look
+    from agent.checks.host_checks import checks_of_scans
 
-    return look(snapshots).checks
+    return checks_of_scans(snapshots)
 
 
 def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
@@ -551,7 +551,7 @@ def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts
     forecast = verdict.forecast
     if first is not None and first.cost is not None and not forecast:
         better = step * (1 - first.cost)
-        forecast = f"without it: {units.seconds(better)} a step in place of {units.seconds(step)}"
+        forecast = f"without it: {units.seconds(better)} a step instead of {units.seconds(step)}"
     return replace(verdict, causes=tuple(causes), forecast=forecast)
 
 

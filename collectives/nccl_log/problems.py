@@ -142,6 +142,13 @@ class _Findings:
                 row[0], row[1] = row[0] + total, row[1] + on
         return self._named(host.decode("utf-8", "replace") for host, (total, on) in rows.items() if total and not on)
 
+    def hosts_over(self, network: str) -> tuple[str, ...]:
+        """Hosts with channels over this network."""
+        devices = self.ledger.devices.items()
+        return self._named(
+            host.decode("utf-8", "replace") for (host, name, _), row in devices if name == network and row[0]
+        )
+
     def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
         """The lines that told these variables of the environment."""
         lines = self.ledger.variable_lines
@@ -234,6 +241,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
             detail=unsure,
             lines=found.proof("NET/Socket", "network Socket", "socket inter"),
             severity=severity,
+            hosts=found.hosts_over("Socket"),
         )
     one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
     if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
@@ -340,7 +348,10 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
     code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
     if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is told below
         usable = is_ib and any("usable" in words for words in facts.gdr_words.values())
-        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found), action=_USABLE if usable else "")
+        found.add(
+            code, detail=_part(evidence, []), lines=_channel_proof(found), hosts=found.hosts_without_gdrdma(),
+            action=_USABLE if usable else "",
+        )  # fmt: skip
         found.found.pop("gdr_refused_by_plugin", None)
     if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
         found.add("gdr_disabled_by_env", lines=found.variable_proof("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))

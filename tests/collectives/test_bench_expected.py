@@ -13,7 +13,9 @@ from rigs.tables import each_row
 
 from agent.checks import judged
 from agent.checks.expect import expectation
-from agent.jobs.benchmark import default_ranks, preflight_spec
+from agent.jobs import benchmark
+from agent.jobs.benchmark import preflight_spec
+from agent.jobs.measuring import default_ranks
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
 from collectives.bench.lock import BusyError
@@ -30,7 +32,7 @@ def host(name: str) -> tuple[Snapshot, ...]:
 
 def hello(machine: str, ranks: int, hosts: Sequence[str] = ("a",), **more: Any) -> list[Mapping[str, Any]]:
     """What the ranks say of themselves, through JSON as they do."""
-    links = json.loads(json.dumps(judged.links_of(host(machine), ranks)))
+    links = json.loads(json.dumps(benchmark.links_of(host(machine), ranks)))
     row = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": {}, **more}
     return [{**row, "host": name} for name in hosts for _ in range(ranks)]
 
@@ -39,7 +41,7 @@ def held(
     machine: str, op: str, size: int, rows: Sequence[Mapping[str, Any]], ranks: Sequence[int] | None = None
 ) -> dict[str, Bar]:
     local = sum(row["host"] == rows[0]["host"] for row in rows)
-    expect = judged.expected(host(machine), local)
+    expect = benchmark.expected(host(machine), local)
     assert expect is not None
     return {bar.name: bar for bar in expect(op, size, tuple(ranks or range(len(rows))), rows)}
 
@@ -95,7 +97,7 @@ def test_hosts_that_told_nothing_are_unknown_and_gloo_is_held_to_no_links() -> N
     assert all(bar.low is None and "not known" in bar.why[0] for bar in found.values())
     of_gloo = hello("hgx-h100-8xH100-8hca", 8, versions={"torch": "2.9"})
     assert held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, of_gloo) == {}
-    assert judged.expected(host("cpu-only-vm"), default_ranks(host("cpu-only-vm"))) is None
+    assert benchmark.expected(host("cpu-only-vm"), default_ranks(host("cpu-only-vm"))) is None
 
 
 @each_row(
@@ -127,7 +129,7 @@ def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     links = preflight_spec(found, 8, 20, force=False, backend="nccl", due=due).links
     assert links["as it should be"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)
     assert links["as it should be"]["wire"]["low"] == pytest.approx(4 * 50 * GB)
-    assert links["as it is"] == judged.links_of(found, 8)["as it is"]
+    assert links["as it is"] == benchmark.links_of(found, 8)["as it is"]
     assert due_of(None) is None
 
 
