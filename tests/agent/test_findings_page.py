@@ -35,7 +35,8 @@ def diagnoses() -> set[str]:
     places = [*(ROOT / "planner/why").glob("*.py"), *(ROOT / "agent/why").glob("*.py"), ROOT / "tests/why/test_why.py"]
     text = "".join(place.read_text(encoding="utf-8") for place in places)
     found = set(re.findall(r"\"((?:rank|ranks|call|link|all|timeout|step|model|rendezvous)\.[a-z]+)\"", text))
-    found |= set(tomllib.loads((ROOT / "planner/why/why.toml").read_text(encoding="utf-8"))["code"].values())
+    words = tomllib.loads((ROOT / "planner/why/why.toml").read_text(encoding="utf-8"))
+    found |= {*words["code"].values(), *(row["code"] for row in words["cause"].values() if "_" not in row["code"])}
     return found | set(re.findall(r"code=\"([a-z]+)\"", text))
 
 

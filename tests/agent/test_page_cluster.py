@@ -27,7 +27,7 @@ from agent.http.cluster import Watcher, nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
-from contracts.interval import Interval
+from contracts.finding import Interval
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")

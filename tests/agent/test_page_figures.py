@@ -22,7 +22,7 @@ from agent.pages import charts
 from agent.pages import render as pages
 from agent.pages.charts import Shown, by_network, not_drawn, shown
 from agent.terminal.findings import findings
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.run_record import record_of
 from planner.advice import Part
 
