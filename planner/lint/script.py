@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from contracts.finding import Finding
 
@@ -31,18 +32,28 @@ def is_judged(name: str) -> bool:
     return _JUDGED.match(name) is not None
 
 
+class Word(NamedTuple):
+    """One word of a command after expansion."""
+
+    text: str  # OPEN stands for each part that is not known
+    raw: str  # as it is written, without its quotes
+    line: int = 0
+    assumed: bool = False  # a default is in it, which the environment outside may replace
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
     """One variable as a text sets it."""
 
     name: str
-    value: str  # OPEN in it: it comes from elsewhere; `raw` shows from where
-    raw: str
-    line: int
+    value: str = ""  # OPEN in it: it comes from elsewhere; `raw` shows from where
+    raw: str = ""
+    line: int = 0
     scope: str = ""  # "" for every launch; else the launch and the condition that it belongs to, "; " between them
     exported: bool = True
     unset: bool = False
     assumed: bool = False  # a default, which the environment outside may replace
+    items: tuple[Word, ...] | None = None  # of a shell's array; `value` is then the first of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
