@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from contracts.finding import Status
@@ -159,15 +159,15 @@ def read_documents(branches: list[list[Any]]) -> tuple[Place, ...]:
             walk.visit(document, title(document), 0)
         used = {name for names in walk.taken.values() for name in names}
         for source, place in walk.found.items():
-            if walk.config_of.get(source) in used or not (place.script.assigned or place.script.inner):
+            if walk.config_of.get(source) in used or not (
+                place.script.always or place.script.ways or place.script.inner
+            ):
                 continue
             before = first.setdefault(source, Place(source) if number else place).script
             if number:
-                before.assigned += [
-                    replace(each, scope=f"branch {number + 1} of the template")
-                    for each in place.script.assigned
-                    if each not in before.assigned
-                ]
+                more = {name: each for name, each in place.script.always.items() if each != before.always.get(name)}
+                before.ways += [(f"branch {number + 1} of the template", more)] if more else []
+                before.ways += [each for each in place.script.ways if each not in before.ways]
                 before.inner += [each for each in place.script.inner if each not in before.inner]
                 before.findings += [each for each in place.script.findings if each not in before.findings]
     return tuple(first.values())
@@ -300,7 +300,7 @@ class _Walk:
                 self._add(source, name, data[reference["key"]])
                 return
         kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
-        self._at(source).assigned.append(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}", line=0))
+        self._at(source).set(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}"))
 
     def _env_from(self, entries: Any, source: str) -> None:
         for entry in entries if isinstance(entries, list) else ():
@@ -352,10 +352,10 @@ class _Walk:
         if re.search(r"\$\([A-Za-z_]", text):  # Kubernetes puts in what the container has
             found = OPEN
         raw = text.replace(OPEN, "{{...}}")
-        self._at(source).assigned.append(Assigned(name=name, value=found, raw=raw, line=0))
+        self._at(source).set(Assigned(name=name, value=found, raw=raw))
 
     def _take(self, source: str, script: Script) -> None:
-        if script.assigned or script.inner or script.unread or script.unreached:
+        if any(script.settings()) or script.inner or script.unread or script.unreached:
             self._at(source).add(script)
 
     def _at(self, source: str) -> Script:

@@ -225,7 +225,7 @@ class Expander:
             value = self.value(child)
             found += self._literal(at, child.start_byte, escape)
             if len(found) + len(value) > MOST_VALUE:
-                self._mark(node)
+                self.mark(node)
                 return OPEN
             found, at = found + value, child.end_byte
         return found + self._literal(at, end, escape)
@@ -234,13 +234,13 @@ class Expander:
         text = self.source[start:end].decode("utf-8", "replace")
         return re.sub(escape, r"\1", text) if "\\" in text else text
 
-    def _mark(self, node: Node) -> None:
+    def mark(self, node: Node) -> None:
         """Count every variable named in a text as used, whether its value is known or not."""
         self.script.used.update(USED.findall(self.text(node)))
 
     def _braced(self, node: Node) -> str:
         """`${NAME}`, an item of an array, or a default; what cuts or replaces a value is not known."""
-        self._mark(node)
+        self.mark(node)
         match = _BRACED.match(self.text(node))
         if match is None or (match[2] and match[3] != "}"):
             return OPEN

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tree_sitter import Node
 
 from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Shell
-from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Unread, Word, is_judged
+from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Settings, Unread, Word, is_judged
 from planner.lint.tables import forms, words
 
 _MOST_LAUNCHES = 200  # that get different settings
@@ -29,20 +29,16 @@ _TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]
 _NAMES = words()["shell"]
 _WRAPPERS = words()["wrappers"]
 
-Settings = Mapping[str, tuple[Assigned, ...]]
 Hidden = dict[str, tuple[Assigned, ...] | None]
 
 
 class Launch(NamedTuple):
-    """A program that is started, with the settings that it gets."""
+    """A program that is started, with the settings that it gets under each condition on which they depend."""
 
     label: str  # "the launch of line 3"
     sure: bool  # it is a launcher; else any program, which may be one
-    settings: Settings
-
-    def key(self) -> frozenset[tuple[str, str, str, bool]]:
-        """The settings, whatever their lines are."""
-        return frozenset((n, a.value, a.scope, a.unset) for n, found in self.settings.items() for a in found)
+    ways: dict[str, Settings]
+    split: int = 0  # the number of the statement, where it is followed once for each of its variables' values
 
 
 class Input(NamedTuple):
@@ -62,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Programs(Expander):
-    """Simple commands: assignments, and what a program gets. `planner.lint.shell` follows the statements around them."""
+    """Simple commands: assignments, and what a program gets. Module `shell` follows the statements around them."""
 
     def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
         given = [Assigned(name=name, value=value, raw=value, exported=False) for name, value in known.items()]
@@ -74,12 +70,12 @@ class Programs(Expander):
         self.input = Input()
         self.scope = ""
         self.view = ""  # the condition under which the command that is followed has these words
+        self.split = self.splits = 0
         self.launches: list[Launch] = []
         self.exported = {(each.name, each.line): each for each in before}  # every setting, wherever it was exported
         self.loose: dict[str, Assigned] = {}  # set and not exported
         self.runs_unknown = False  # a program whose name is not known, which may be a function
         self.started = 0  # programs, those included that get what one before them gets
-        self._seen: set[tuple[frozenset[tuple[str, str, str, bool]], bool]] = set()
         self._sets = 0  # settings in the words of commands
         self._written: dict[str, str] = {}  # files that the script itself writes
 
@@ -217,29 +213,38 @@ class Programs(Expander):
 
     # -- launches
 
-    def settings(self) -> Settings:
-        """What a program gets that is started here, of the names that lint judges."""
-        found: dict[str, tuple[Assigned, ...]] = {}
-        for name, values in self.shell.variables.items():
-            judged = is_judged(name) or name in JOB_SIZE
-            if not judged or not any(e.exported and not e.unset and e.items is None for e in values):
-                continue
-            given = [each if each.exported else replace(each, unset=True) for each in values]
-            sure = len(given) == 1 and not (self.view and given[0].scope.startswith(self.view))
-            held = [each for each in given if each.scope or not each.unset]
-            found[name] = tuple(replace(each, scope="") if sure and each.scope else each for each in held)
-        return found
+    def ways(self) -> dict[str, Settings]:
+        """What a program gets that is started here, of the names that lint judges, under each condition."""
+        values = {
+            name: found
+            for name, found in self.shell.variables.items()
+            if (is_judged(name) or name in JOB_SIZE) and any(each.exported for each in found)
+        }
+        several = dict.fromkeys(each.scope for found in values.values() if len(found) > 1 for each in found)
+        self.spend(WORK_OF_WORD * len(values) * (1 + len(several)))
+        conditions = [
+            self.view,
+            *(each for each in several if each.startswith(self.view) and each != self.view),
+        ]
+        chosen = {
+            condition: {name: one for name, found in values.items() if (one := _under(found, condition)) is not None}
+            for condition in conditions[:_MOST_LAUNCHES]
+        }
+        return {
+            condition: {n: e for n, e in found.items() if e.exported and not e.unset and e.items is None}
+            for condition, found in chosen.items()
+        }
 
     def launch(self, label: str, *, sure: bool) -> None:
         """Note that a program is started."""
         self.started += 1
-        if len(self.launches) >= _MOST_LAUNCHES:
+        launch = Launch(label, sure, self.ways(), self.split)
+        others = (each for each in self.launches if self.split and (each.label, each.split) == (label, self.split))
+        if (same := next((each for each in others if self.view not in each.ways), None)) is not None:
+            same.ways.update(launch.ways)
+        elif len(self.launches) >= _MOST_LAUNCHES:
             self.unread(0, "too many commands that start programs")
-            return
-        launch = Launch(label, sure, self.settings())
-        self.spend(WORK_OF_WORD * len(launch.settings))
-        if (key := (launch.key(), sure)) not in self._seen:
-            self._seen.add(key)
+        elif not any(contents(launch) == contents(each) and each.sure == sure for each in self.launches):
             self.launches.append(launch)
 
     def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:
@@ -446,6 +451,24 @@ class Programs(Expander):
                 self.shell.exports_all = text[0] == "-"
         if "--" in texts:
             self.give(call.words[texts.index("--") + 1 :])
+
+
+def contents(launch: Launch) -> dict[str, frozenset[tuple[str, str]]]:
+    """The values of a launch's settings, whatever their lines are."""
+    return {scope: content(way) for scope, way in launch.ways.items()}
+
+
+def content(settings: Settings) -> frozenset[tuple[str, str]]:
+    """Names and values."""
+    return frozenset((name, each.value) for name, each in settings.items())
+
+
+def _under(found: Sequence[Assigned], condition: str) -> Assigned | None:
+    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one."""
+    if len(found) == 1:
+        return found[0]
+    fitting = [each for each in found if f"{condition}; ".startswith(f"{each.scope}; ") or not each.scope]
+    return max(reversed(fitting), key=lambda each: len(each.scope), default=None)
 
 
 def number_of(call: Call) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -49,11 +50,15 @@ class Assigned:
     value: str = ""  # OPEN in it: it comes from elsewhere; `raw` shows from where
     raw: str = ""
     line: int = 0
-    scope: str = ""  # "" for every launch; else the launch and the condition that it belongs to, "; " between them
+    scope: str = ""  # of a script's variable: the conditions that it belongs to, "; " between them
     exported: bool = True
     unset: bool = False
     assumed: bool = False  # a default, which the environment outside may replace
     items: tuple[Word, ...] | None = None  # of a shell's array; `value` is then the first of them
+
+
+Settings = dict[str, Assigned]
+"""Variables by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,9 @@ class Unread:
 class Script:
     """What was read of a text."""
 
-    assigned: list[Assigned] = field(default_factory=list)
+    always: Settings = field(default_factory=dict)
+    ways: list[tuple[str, Settings]] = field(default_factory=list)  # a launch or condition, and what it changes
+    loose: Settings = field(default_factory=dict)  # variables of the shell that no program gets
     inner: list[Inner] = field(default_factory=list)
     used: set[str] = field(default_factory=set)  # variables that are expanded somewhere
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
@@ -86,9 +93,22 @@ class Script:
     unread: list[Unread] = field(default_factory=list)
     unreached: list[Unread] = field(default_factory=list)  # settings that no started program gets
 
+    def set(self, given: Assigned) -> None:
+        """Set a variable for every launch; what hands on the value that it had changes nothing."""
+        itself = given.raw.strip("\"'") in (f"${given.name}", f"${{{given.name}}}")
+        if not (itself and given.value == OPEN and given.name in self.always):
+            self.always[given.name] = given
+
+    def settings(self) -> Iterator[Settings]:
+        """Every group of settings."""
+        yield from (self.always, self.loose, *(way for _, way in self.ways))
+
     def add(self, other: Script) -> None:
         """Take in what was read of another part of the same text."""
-        self.assigned += other.assigned
+        for each in other.always.values():
+            self.set(each)
+        self.ways += other.ways
+        self.loose |= other.loose
         self.inner += other.inner
         self.used |= other.used
         self.files += other.files
@@ -109,6 +129,5 @@ class NamedEnvironment:
     used: frozenset[str] = frozenset()  # names that the script itself reads
     lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
     base: NamedEnvironment | None = None  # what holds where this environment's condition does not
-    names: tuple[str, ...] = ()  # those that this one sets itself
     also_set: frozenset[str] = frozenset()  # every name that the same text sets, under other conditions too
     findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values

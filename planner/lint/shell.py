@@ -20,8 +20,8 @@ from itertools import pairwise
 from tree_sitter import Node
 
 from planner.lint.expansion import MOST_LEVELS, MOST_VALUE, USED, WORK_OF_WORD, Shell, join, parse_lines, walk
-from planner.lint.programs import Call, Hidden, Input, Launch, Programs, name_of, number_of
-from planner.lint.script import NAMED, OPEN, Assigned, Script, Unread, Word, is_judged
+from planner.lint.programs import Call, Hidden, Input, Launch, Programs, content, name_of, number_of
+from planner.lint.script import NAMED, OPEN, Assigned, Script, Settings, Unread, Word, is_judged
 from planner.lint.tables import words
 
 _MOST_SCRIPTS = 6  # scripts in quotes in scripts
@@ -110,21 +110,20 @@ class _Reader(Programs):
         return status
 
     def finish(self) -> Script:
-        """Give each launch's settings, each with its launch where these differ; name those that no launch gets."""
+        """Give what every launch gets, and what only some get; name the settings that none gets."""
         if self._only_assigns:  # a list of variables, whether it says export or not
             for name in self.shell.variables:
                 self.export(name, 0)
         if not any(each.sure for each in self.launches) and "exit" not in self._ended:
-            self.launches.append(Launch("the end", sure=False, settings=self.settings()))
+            self.launch("the end", sure=False)
         self._follow_functions()
-        launched = _merge_launches(self.launches)
-        found = {(each.name, each.line) for each in launched}
-        self.script.assigned += launched
+        _merge_launches(self.launches, self.script)
+        found = {(each.name, each.line) for settings in self.script.settings() for each in settings.values()}
         why = "no program that is started gets it"
         gone = [each for place, each in self.exported.items() if place not in found and is_judged(each.name)]
         self.script.unreached += [Unread(name=each.name, line=each.line, why=why) for each in gone]
         exported = {name for name, _ in self.exported}
-        self.script.assigned += [each for name, each in self.loose.items() if name not in exported]
+        self.script.loose = {name: each for name, each in self.loose.items() if name not in exported}
         return self.script
 
     def _follow_functions(self) -> None:
@@ -187,8 +186,8 @@ class _Reader(Programs):
         return self._output(nodes[0]) if len(nodes) == 1 else OPEN
 
     def _output(self, node: Node) -> str:
-        """What echo, printf and cat write, where it is known; OPEN for other programs, and where the text is not known."""
-        document, target = Input(), None
+        """What echo, printf and cat write, where it is known; else OPEN."""
+        document, target = Input(), ""
         if node.type == "redirected_statement":
             document, target, node = self._document(node), self._target(node), node.child_by_field_name("body") or node
         if target or node.type not in ("command", "compound_statement"):
@@ -293,7 +292,9 @@ class _Reader(Programs):
         if len(scopes) < 2 or len(scopes) > _MOST_VIEWS:
             yield
             return
-        start, outer, view, ends = self.shell, self.scope, self.view, list[Shell | None]()
+        start, ends = self.shell, list[Shell | None]()
+        saved = outer, _, _ = self.scope, self.view, self.split
+        self.splits += 1
         for scope in scopes:
             self.shell, self._ended = start.copy(), ""
             for name in names:
@@ -301,10 +302,10 @@ class _Reader(Programs):
                 found = found or [each for each in variables[name] if not each.scope]
                 self.shell.variables[name] = tuple(found)[-1:] or variables[name][-1:]
             self.scope = scope if scope.startswith(outer) else _both(outer, scope)
-            self.view = scope and self.scope
+            self.view, self.split = scope and self.scope, self.splits
             yield
             ends.append(None if self._ended else self.shell.copy())
-        self.scope, self.view = outer, view
+        self.scope, self.view, self.split = saved
         self._resume(*ends)
 
     def _visit(self, node: Node, *, split: bool = True) -> Status:
@@ -369,24 +370,26 @@ class _Reader(Programs):
         self._resume(*ends, rest)
 
     def _case(self, node: Node) -> None:
-        """Each item whose pattern fits, or may fit. What goes on with the next item (`;&`) is not followed."""
+        """Each item whose pattern fits, or may fit."""
         of = node.child_by_field_name("value") or node
         self.assumed = False
         value = self.value(of)
         known = OPEN not in value and not self.assumed
-        rest, ends, sure = self._now(), list[Shell | None](), True  # no item before may have been taken
+        rest, ends, through = self._now(), list[Shell | None](), None
+        sure = True  # no item before may have been taken
         for item in [each for each in node.children if each.type == "case_item"]:
             patterns = item.children_by_field_name("value")
             fits = [self._fits(value if known else None, each) for each in patterns]
             taken, never = True in fits, not {True, None}.intersection(fits)
+            start = join(through, None if never or rest is None else rest if taken else rest.copy())
             sure = sure and (taken or never)
             label = "" if sure else f"case {self._title([of])} in {self._title(patterns)}"[:80]
-            start = None if never or rest is None else rest if taken else rest.copy()
-            ends.append(self._branch(start, label, [each for each in item.children if each not in patterns]))
-            rest = None if taken else rest
-            if any(each.type in (";&", ";;&") for each in item.children):
-                self.unread(self.line(item), "an item of case that goes on with the next one")
-        self._resume(*ends, rest)
+            ran = self._branch(start, label, [each for each in item.children if each not in patterns])
+            on = any(each.type in (";&", ";;&") for each in item.children)
+            through = ran.copy() if on and ran else None
+            ends += [] if on else [ran]
+            rest = None if taken and not any(each.type == ";;&" for each in item.children) else rest
+        self._resume(*ends, through, rest)
 
     def _fits(self, value: str | None, node: Node) -> bool | None:
         """Whether a pattern matches a value; None where that, or the value itself, is unknown.
@@ -544,6 +547,7 @@ class _Reader(Programs):
         return _IN_DOCUMENT.sub(put, text).replace("\\$", "$")[: 1 << 20]
 
     def _test(self, node: Node) -> Status:
+        self.mark(node)
         inside = [child for child in node.named_children if child.type != "comment"]
         return self._decided(inside[0], glob=node.children[0].type == "[[") if len(inside) == 1 else None
 
@@ -686,10 +690,6 @@ class _Reader(Programs):
 
     # -- built-ins that change the way through the script
 
-    def _return(self, call: Call) -> None:
-        if self._returns:
-            self._end("return", self._returns[-1])
-
     def _break(self, call: Call) -> None:
         """break and continue: which loop goes on, and how."""
         if self._loops:
@@ -716,36 +716,35 @@ class _Reader(Programs):
         return call.program != "false"
 
 
-def _merge_launches(launches: Sequence[Launch]) -> list[Assigned]:
-    """The settings of all launches; those of which the launches get different ones, each with its launch.
+def _merge_launches(launches: Sequence[Launch], script: Script) -> None:
+    """Note what all launches get; where they get different settings, all that each gets, under its line.
 
     A name that no launcher gets counts if a program gets it that may be one. A launch whose settings
     are a part of another's is left out.
     """
-    sure = [each for each in launches if each.sure]
-    named = {name for each in sure for name in each.settings}
-    others = [
-        each._replace(settings={name: found for name, found in each.settings.items() if name not in named})
-        for each in launches
-        if not each.sure
-    ]
-    different = {each.key(): each for each in reversed([*sure, *others])}
-    keys = [key for key in different if not any(key < other for other in different)]
-    groups = [different[key] for key in reversed(keys)]
-    ways = {
-        name: {frozenset((v.value, v.scope, v.unset) for v in each.settings.get(name, ())) for each in groups}
-        for name in {name for each in groups for name in each.settings}
-    }
-    found, labels = list[Assigned](), Counter[str]()
-    for number, each in enumerate(groups):
-        labels[each.label] += 1
-        label = each.label + (f", time {labels[each.label]}" if labels[each.label] > 1 else "")
-        for name, values in each.settings.items():
-            if len(ways[name]) == 1:
-                found += values if number == 0 else ()
-            else:
-                found += [replace(v, scope=_both(label, v.scope)) for v in values]
-    return found
+    named = {name for each in launches if each.sure for way in each.ways.values() for name in way}
+    different: dict[frozenset[frozenset[tuple[str, str]]], tuple[Launch, dict[str, Settings]]] = {}
+    for launch in sorted(launches, key=lambda each: not each.sure):
+        ways = {
+            scope: {name: each for name, each in way.items() if launch.sure or name not in named}
+            for scope, way in launch.ways.items()
+        }
+        different.setdefault(frozenset(map(content, ways.values())), (launch, ways))
+    every = [key for keys in different for key in keys]
+    found = [both for keys, both in different.items() if not all(any(key < other for other in every) for key in keys)]
+    first, *others = [content(way) for _, ways in found for way in ways.values()] or [frozenset()]
+    always = first.intersection(*others)
+    labels = Counter[str]()
+    for launch, ways in found:
+        labels[launch.label] += 1
+        label = launch.label + (f", time {labels[launch.label]}" if labels[launch.label] > 1 else "")
+        for scope, way in ways.items():
+            script.always = script.always or {name: each for name, each in way.items() if (name, each.value) in always}
+            script.ways.append((_both(label if len(found) > 1 else "", scope), way))
+    if script.ways and not script.ways[0][0]:
+        script.always = script.ways.pop(0)[1]
+    for _, way in script.ways:
+        way |= {name: replace(each, unset=True) for name, each in script.always.items() if name not in way}
 
 
 def _forget(shell: Shell, before: Shell) -> None:
@@ -788,9 +787,10 @@ _FOLLOW: Mapping[str, Callable[[_Reader, Node], Status]] = {
 
 _BUILTINS: Mapping[str, Callable[[_Reader, Call], Status]] = {
     "echo": _Reader.echo, "printf": _Reader.gets, "tee": _Reader.tee,
-    "return": _Reader._return, "eval": _Reader._eval, ".": _Reader._source, "source": _Reader._source,
+    "return": lambda reader, _: reader._end("return", reader._returns[-1]) if reader._returns else None,
+    "eval": _Reader._eval, ".": _Reader._source, "source": _Reader._source,
     "shift": _Reader.shift, "set": _Reader.options_of_shell, "break": _Reader._break, "continue": _Reader._break,
-    "exit": lambda reader, call: reader._end(call.program),
+    "exit": lambda reader, _: reader._end("exit"),
     "setenv": lambda reader, call: reader.unread(call.line, "setenv belongs to the C shell, which is not supported"),
     **dict.fromkeys((":", "true", "false"), _Reader._truth),
     **dict.fromkeys(("read", "getopts", "mapfile", "readarray", "let"), _Reader.gets),

@@ -14,7 +14,18 @@ from dataclasses import dataclass, replace
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.expansion import limit_parsing
-from planner.lint.script import JOB_SIZE, OPEN, SETS, Assigned, Inner, NamedEnvironment, Script, Unread, is_judged
+from planner.lint.script import (
+    JOB_SIZE,
+    OPEN,
+    SETS,
+    Assigned,
+    Inner,
+    NamedEnvironment,
+    Script,
+    Settings,
+    Unread,
+    is_judged,
+)
 from planner.lint.shell import directives, read_shell
 from planner.lint.tables import forms
 
@@ -112,7 +123,7 @@ def _reading(text: str, kind: str) -> Reading:
     environments = tuple(each for source, script in parts for each in _environments(source, script, title, own))
     unread = [each for _, script in parts for each in script.unread]
     if kind in _DOCUMENTS:
-        found = {each.name for _, script in parts for each in script.assigned}
+        found = {name for _, script in parts for settings in script.settings() for name in settings}
         unread = [*_unread_settings(text, found), *(each for each in unread if each.line)]
     reading = Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
@@ -221,7 +232,7 @@ def _script(text: str, kind: str) -> Script:
     before, files = list[Assigned](), list[str]()
     for number, words in directives(text):
         found = read_shell("sbatch " + words, line=number)
-        before += [replace(each, line=number, scope="") for each in found.assigned]
+        before += [replace(each, line=number) for settings in found.settings() for each in settings.values()]
         files += found.files
     script = read_shell(text, before=before)
     script.files[:0] = files
@@ -241,7 +252,7 @@ def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
         name, equals, value = entry.partition("=")
         if equals and name:
             found[name] = Assigned(name=name, value=value, raw=value, line=line)
-    return Script(assigned=list(found.values()))
+    return Script(always=found)
 
 
 def _lines(text: str, kind: str) -> Script:
@@ -261,7 +272,7 @@ def _lines(text: str, kind: str) -> Script:
             continue
         rows.append((number, bare if kind == "env" else row))
     script = _plain(rows if kind == "env" else reversed(rows))
-    script.assigned.sort(key=lambda each: each.line)
+    script.always = dict(sorted(script.always.items(), key=lambda each: each[1].line))
     script.unread = unread
     return script
 
@@ -283,7 +294,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
         for _inside, each in found:
             _shift(each, inner.line)
             parts.append((f"{source}, {where}", each))
-        if not any(each.assigned for _, each in found):
+        if not any(settings for _, each in found for settings in each.settings()):
             script.unread += _settings_inside(inner)
     return parts
 
@@ -294,7 +305,8 @@ def _shift(script: Script, first: int) -> None:
     def line(number: int) -> int:
         return number + first - 1 if first and number else 0
 
-    script.assigned[:] = [replace(each, line=line(each.line)) for each in script.assigned]
+    for settings in script.settings():
+        settings |= {name: replace(each, line=line(each.line)) for name, each in settings.items()}
     script.unread[:] = [replace(each, line=line(each.line)) for each in script.unread]
     script.unreached[:] = [replace(each, line=line(each.line)) for each in script.unreached]
 
@@ -306,71 +318,35 @@ def _settings_inside(inner: Inner) -> Iterator[Unread]:
             yield Unread(line=inner.line + number if inner.line else 0, why=f"a setting inside {inner.target}")
 
 
-def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterable[NamedEnvironment]:
-    """What holds always, then each condition or command with what it sets besides."""
-    judged = [each for each in script.assigned if is_judged(each.name) or each.name in JOB_SIZE]
-    if not any(is_judged(each.name) for each in judged):
+def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterator[NamedEnvironment]:
+    """What holds always, then each launch or condition with all that it gets."""
+    named = {name for settings in script.settings() for name in settings}
+    loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
+    if not any(map(is_judged, named)) and not loose:
         return
-    exported = {each.name for each in judged if each.exported}
-    loose = {each.name: each.raw for each in judged if not each.exported and each.name not in exported | own}
-    ordered = sorted(judged, key=lambda each: each.line)
-    scopes: dict[str, list[Assigned]] = {scope: [] for scope in ["", *(e.scope for e in ordered if e.exported)]}
-    for one in judged:
-        if one.exported:
-            scopes[one.scope].append(one)
-    found = [(name, _Scope(scopes, name)) for name in [*scopes][:_LIMIT_SCOPES]]
-    always, *others = [(name, scope) for name, scope in found if not name or scope.names]
-    plain = bool(always[1].lines or loose)
-    also_set = frozenset(each.name for each in judged if each.exported)
     base: NamedEnvironment | None = None
-    for name, scope in [*([always] if plain else ()), *others]:
-        label = name if plain or len(others) > 1 else re.sub(_OF_A_COMMAND, "", name)
-        if base and not scope.differs(base):
+    plain = bool(script.always or loose)
+    for label, way in [*([("", Settings())] if plain else ()), *script.ways[:_LIMIT_SCOPES]]:
+        found = {name: each for name, each in (script.always | way).items() if is_judged(name) or name in JOB_SIZE}
+        found = {name: each for name, each in found.items() if not each.unset}
+        known = {name: each.value for name, each in found.items() if OPEN not in each.value}
+        open_ = {name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value}
+        if (base and (known, open_) == (base.environment, base.unresolved)) or not any(
+            map(is_judged, [*found, *loose])
+        ):
             continue
+        alone = not plain and len(script.ways) == 1 and _OF_A_COMMAND.fullmatch(label)
         each = NamedEnvironment(
-            source=", ".join(filter(None, (source, label))), form=title, environment=scope.environment,
-            unresolved=scope.unresolved, unexported={} if base else loose, lines=scope.lines,
-            names=tuple(scope.names), used=own, also_set=also_set, base=base if plain else None,
-            findings=() if base else tuple(script.findings),
+            source=", ".join(filter(None, (source, "" if alone else label))), form=title, environment=known,
+            unresolved=open_, unexported={} if base else loose, used=own, base=base if plain else None,
+            lines={name: each.line for name, each in found.items()},
+            also_set=frozenset(named - {*script.loose}), findings=() if base else tuple(script.findings),
         )  # fmt: skip
         base = base or each
         yield each
 
 
-_OF_A_COMMAND = re.compile(r"\Athe (?:command|launch) of line \d+\Z")
-
-
-class _Scope:
-    """What holds for one launch or under one condition: what holds always, and the settings on the way to it."""
-
-    def __init__(self, by_scope: Mapping[str, Iterable[Assigned]], scope: str) -> None:
-        self.environment: dict[str, str] = {}
-        self.unresolved: dict[str, str] = {}
-        self.lines: dict[str, int] = {}
-        self.names: dict[str, None] = {}  # those that hold here alone
-        wider = [scope[: match.start()] for match in re.finditer("; ", scope)]
-        for each in (each for one in dict.fromkeys(["", *wider, scope]) for each in by_scope.get(one, ())):
-            self._take(each)
-            if each.scope == scope:
-                self.names[each.name] = None
-
-    def differs(self, base: NamedEnvironment) -> bool:
-        """Whether it has other settings than `base`, whatever their lines are."""
-        return (self.environment, self.unresolved) != (base.environment, base.unresolved)
-
-    def _take(self, each: Assigned) -> None:
-        """The last of several counts; what hands on the value it had changes nothing."""
-        itself = each.raw.strip("\"'") in (f"${each.name}", f"${{{each.name}}}")
-        if each.value == OPEN and itself and each.name in self.environment:
-            return
-        for mapping in (self.environment, self.unresolved, self.lines):
-            mapping.pop(each.name, None)
-        if not each.unset:
-            self.lines[each.name] = each.line
-            raw = each.raw.replace(OPEN, "...")
-            (self.unresolved if OPEN in each.value else self.environment)[each.name] = (
-                raw if OPEN in each.value else each.value
-            )
+_OF_A_COMMAND = re.compile(r"the (?:command|launch) of line \d+")
 
 
 def guess_kind(text: str, name: str = "") -> str:

@@ -39,7 +39,12 @@ def test_lint_judges_what_bash_hands_on(tmp_path: Path) -> None:
     wrong, recorded = [], list[str]()
     for row in SCRIPTS:
         text = (
-            re.sub(r"\bN\b", NAME, re.sub(r"\bA(?=[01$])", "export N=", re.sub(r"\bT\b", "torchrun t.py", row))) + "\n"
+            re.sub(
+                r"\bN\b",
+                NAME,
+                re.sub(r"\bA(?=[01$])", "export N=", re.sub(r"\bT\b", "torchrun t.py", row.removeprefix("? "))),
+            )
+            + "\n"
         )
         (tmp_path / "record").write_text("")
         subprocess.run(
@@ -53,7 +58,8 @@ def test_lint_judges_what_bash_hands_on(tmp_path: Path) -> None:
         got = {*(tmp_path / "record").read_text().split()} - {"none"}
         found = read_text(f"#!/bin/bash\n{text}", None, "a.sh").environments
         judged = {each.environment[NAME] for each in found if NAME in each.environment}
-        if judged != got:
+        named = any(NAME in each.unresolved for each in found)
+        if judged != got and not (row.startswith("? ") and judged < got and named):
             wrong.append((text, got, judged))
     assert not wrong and {"0", "1", "none"} <= set(recorded), wrong
 
@@ -134,7 +140,7 @@ def test_what_only_a_run_decides_is_checked_both_ways_and_named() -> None:
         ("[ -d x ] && O='-x NCCL_IB_TC=1'\nmpirun $O a\n", {"after &&": "1"}),
         ("if grep -q x y; then X=1; else X=2; fi\nexport NCCL_IB_TC=$X\ntorchrun a\n",
          {"if grep -q x y": "1", "else of if grep -q x y": "2"}),
-        ("export NCCL_IB_TC=1\nunset $V\nunset $W\ntorchrun a\n", {"unless line 3 unsets it": "1"}),
+        ("export NCCL_IB_TC=1\nunset $V\nunset $W\ntorchrun a\n", {"": "1"}),
         ("x=1\n[[ $x == [[:digit:]] ]] && export NCCL_IB_TC=1\ntorchrun a\n", {"after &&": "1"}),
         ("x=1\ncase $x in +([0-9])) export NCCL_IB_TC=1;; *) export NCCL_IB_TC=2;; esac\ntorchrun a\n",
          {"case $x in +([0-9])": "1", "case $x in *": "2"}),
