@@ -14,7 +14,7 @@ from contracts.finding import Finding, Status
 from contracts.redaction import redact
 from planner.lint.environment import lint
 from planner.lint.machine import machine_of, recorded_environments
-from planner.lint.tables import CODES as ENVIRONMENT_CODES
+from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import FREE_MEMORY, is_full, subject_of

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from planner.lint.script import NODES
-from planner.lint.tables import finding, settings
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
@@ -25,6 +25,7 @@ from planner.lint.values import (
     check_kind,
     check_quotes,
     check_value,
+    finding,
     fits,
     is_quoted,
     other_net,
@@ -47,6 +48,11 @@ from planner.nccl_env.names import (
 
 if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine
+
+
+def settings() -> Mapping[str, Any]:
+    """Settings that do nothing or harm, alone or together: data/settings.toml as written."""
+    return read_table(__file__, "data/settings.toml")
 
 
 _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"

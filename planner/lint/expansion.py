@@ -17,8 +17,7 @@ from itertools import pairwise
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from planner.lint.script import OPEN, Assigned, Script, Word
-from planner.lint.tables import words
+from planner.lint.script import OPEN, Assigned, Script, Word, words
 
 _BASH = Language(tree_sitter_bash.language())
 _MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic

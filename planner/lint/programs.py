@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from tree_sitter import Node
 
+from contracts.tables import read_table
 from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Shell
-from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Settings, Unread, Word, is_judged
-from planner.lint.tables import forms, words
+from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Settings, Unread, Word, is_judged, words
 
 _MOST_LAUNCHES = 200  # that get different settings
 _MOST_OPTIONS = 1 << 12  # characters of a command in which what it does not hand on is looked for
@@ -262,8 +262,9 @@ class Programs(Expander):
     def remove(self, words: Sequence[Word]) -> None:
         """Remove variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
         command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
-        names = set(re.findall(forms()["removed"]["names"], command))
-        everything = re.match(forms()["removed"]["all"], command) is not None
+        removed = read_table(__file__, "data/forms.toml")["removed"]
+        names = set(re.findall(removed["names"], command))
+        everything = re.match(removed["all"], command) is not None
         for name in list(self.shell.variables):
             if name in names or (everything and name not in command):
                 del self.shell.variables[name]

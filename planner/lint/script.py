@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
 from contracts.finding import Finding
+from contracts.tables import read_table
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*")
@@ -25,6 +26,13 @@ JOB_SIZE = (*NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "O
 _JUDGED = re.compile(
     r"[ \t]*(?:export\s+)?(?:TORCH_)?NCCL_|(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_", re.IGNORECASE
 )
+
+
+@cache
+def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
+    """Words of commands and documents: data/words.toml as written."""
+    table = read_table(__file__, "data/words.toml")
+    return {part: {name: frozenset(members) for name, members in rows.items()} for part, rows in table.items()}
 
 
 @cache

@@ -21,8 +21,7 @@ from tree_sitter import Node
 
 from planner.lint.expansion import MOST_LEVELS, MOST_VALUE, USED, WORK_OF_WORD, Shell, join, parse_lines, walk
 from planner.lint.programs import Call, Hidden, Input, Launch, Programs, content, name_of, number_of
-from planner.lint.script import NAMED, OPEN, Assigned, Script, Settings, Unread, Word, is_judged
-from planner.lint.tables import words
+from planner.lint.script import NAMED, OPEN, Assigned, Script, Settings, Unread, Word, is_judged, words
 
 _MOST_SCRIPTS = 6  # scripts in quotes in scripts
 _MOST_COMMANDS = 50_000  # that are followed, loops and calls of functions counted each time

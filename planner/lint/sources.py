@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from contracts.tables import read_table
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.expansion import limit_parsing
@@ -19,7 +20,6 @@ from planner.lint.script import (
     OPEN,
     SETS,
     Assigned,
-    Inner,
     NamedEnvironment,
     Script,
     Settings,
@@ -27,7 +27,6 @@ from planner.lint.script import (
     is_judged,
 )
 from planner.lint.shell import directives, read_shell
-from planner.lint.tables import forms
 
 FORMS: Mapping[str, str] = {
     "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
@@ -41,6 +40,7 @@ _LIMIT_LOG = 16 << 20
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
+_PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
 
 _JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
 _NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
@@ -88,31 +88,21 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
         )
     limit_parsing()
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    guessed = kind or guess_kind(text, name)
-    if guessed not in FORMS:
-        raise EnvironmentTextError(f"kind {guessed!r}: must be one of {', '.join(KINDS)}")
-    if kind is not None:
-        return _reading(text, kind)
-    by_looks = guess_kind(text)
-    try:
-        found = _reading(text, guessed)
-    except EnvironmentTextError:
-        other = _otherwise(text, by_looks) if by_looks != guessed else None
-        if other is None:
-            raise
-        return other
-    if not found.names() and by_looks != guessed:  # the file's name said something else than its text
-        return _otherwise(text, by_looks) or found
-    return found
-
-
-def _otherwise(text: str, kind: str) -> Reading | None:
-    """The text read as another kind, where that finds something."""
-    try:
-        found = _reading(text, kind)
-    except EnvironmentTextError:
-        return None
-    return found if found.names() else None
+    if kind is not None and kind not in FORMS:
+        raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
+    first: Reading | EnvironmentTextError | None = None
+    for each in [kind] if kind else dict.fromkeys((guess_kind(text, name), guess_kind(text))):
+        found: Reading | EnvironmentTextError
+        try:
+            found = _reading(text, each)
+        except EnvironmentTextError as error:
+            found = error
+        if isinstance(found, Reading) and found.names():  # where the file's name says something else, the text decides
+            return found
+        first = first or found
+    if not isinstance(first, Reading):
+        raise first or EnvironmentTextError("no kind of text")
+    return first
 
 
 def _reading(text: str, kind: str) -> Reading:
@@ -124,7 +114,10 @@ def _reading(text: str, kind: str) -> Reading:
     unread = [each for _, script in parts for each in script.unread]
     if kind in _DOCUMENTS:
         found = {name for _, script in parts for settings in script.settings() for name in settings}
-        unread = [*_unread_settings(text, found), *(each for each in unread if each.line)]
+        unread = [
+            *_unread_settings(text, found, "{name} is in a place where no variable is read"),
+            *(each for each in unread if each.line),
+        ]
     reading = Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
@@ -134,13 +127,13 @@ def _reading(text: str, kind: str) -> Reading:
     return replace(reading, unreached=tuple(each for name, each in unreached.items() if name not in judged))
 
 
-def _unread_settings(text: str, found: set[str]) -> Iterator[Unread]:
-    """Lines of a document that look as if they set a variable that was found nowhere."""
-    for number, row in enumerate(text.splitlines(), start=1):
+def _unread_settings(text: str, found: set[str], why: str, first: int = 1) -> Iterator[Unread]:
+    """Lines of a text that look as if they set a variable that was found nowhere."""
+    for number, row in enumerate(text.splitlines()):
         for match in SETS.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.match(r"\w+", match[0])
             if name and name[0] not in found:
-                yield Unread(line=number, why=f"{name[0]} is in a place where no variable is read")
+                yield Unread(line=first and first + number, why=why.format(name=name[0]))
 
 
 _USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
@@ -179,7 +172,7 @@ def why_nothing(text: str, reading: Reading) -> str:
     rows = text.splitlines()
     if reading.form != FORMS["other"] and all(rows[number - 1].lstrip().startswith("#") for number in lines):
         return f"NCCL's variables are named only in comments ({listed_lines(lines)}); it was read as: {reading.form}"
-    looks = _first(forms()["foreign"], text)
+    looks = _first(_PATTERNS["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks else ""
     return (
@@ -208,8 +201,8 @@ def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
         except DocumentError as error:
             raise EnvironmentTextError(str(error)) from None
         title, parts = form(branches[0], kind), []
-        for place in places:
-            parts += [(place.source, place.script), *_inner(place.script, place.source, depth)]
+        for place, script in places.items():
+            parts += [(place, script), *_inner(script, place, depth)]
         return title, parts
     script = _script(text, kind)
     if kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
@@ -295,7 +288,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
             _shift(each, inner.line)
             parts.append((f"{source}, {where}", each))
         if not any(settings for _, each in found for settings in each.settings()):
-            script.unread += _settings_inside(inner)
+            script.unread += _unread_settings(inner.text, set(), f"a setting inside {inner.target}", inner.line)
     return parts
 
 
@@ -309,13 +302,6 @@ def _shift(script: Script, first: int) -> None:
         settings |= {name: replace(each, line=line(each.line)) for name, each in settings.items()}
     script.unread[:] = [replace(each, line=line(each.line)) for each in script.unread]
     script.unreached[:] = [replace(each, line=line(each.line)) for each in script.unreached]
-
-
-def _settings_inside(inner: Inner) -> Iterator[Unread]:
-    """Lines of a text inside that look like settings and were not read."""
-    for number, row in enumerate(inner.text.splitlines()):
-        if SETS.search(row) and not row.lstrip().startswith("#"):
-            yield Unread(line=inner.line + number if inner.line else 0, why=f"a setting inside {inner.target}")
 
 
 def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterator[NamedEnvironment]:
@@ -353,15 +339,15 @@ def guess_kind(text: str, name: str = "") -> str:
     """What a text looks like; its file's name comes first where it tells."""
     if "\0" in text:
         return "process"
-    by_name = _first(forms()["by_name"], name)
+    by_name = _first(_PATTERNS["by_name"], name)
     if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
-    if kind := _first(forms()["surely"], text):
+    if kind := _first(_PATTERNS["surely"], text):
         return kind
-    foreign = _first(forms()["foreign"], text)
+    foreign = _first(_PATTERNS["foreign"], text)
     if foreign == "Markdown" or (foreign and not _EXPORTS.search(text)):
         return "other"
-    return _first(forms()["looks"], text) or ("shell" if _mixed(text) else "env")
+    return _first(_PATTERNS["looks"], text) or ("shell" if _mixed(text) else "env")
 
 
 _EXPORTS = re.compile(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", re.MULTILINE)
