@@ -3,7 +3,7 @@
 A script is followed in the order in which bash would run it, and never run. Where a branch is decided only at run time,
 both ways are followed, and a variable has from then on several values, each with its condition. OPEN replaces text that
 comes from a program, an argument or the environment outside. Specification: POSIX shell (XCU 2.9 commands), bash(1).
-What is not followed is in docs/decisions/0044.
+What is not followed is in docs/decisions/0041.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_PATTERN = 1 << 12  # characters of a value and of a pattern that it is com
 
 # What arithmetic changes
 _CHANGED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
-_BRACES = re.compile(r"([\w./:-]*)\{(?:(0|[1-9]\d?)\.\.(0|[1-9]\d?)|([\w./:-]+(?:,[\w./:-]+)+))\}([\w./:-]*)")
+_PATTERN = re.compile(r"[*?[]|\{.*(?:,|\.\.)")  # a word that stands for several
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*"|\\.|\$\{[^}]*\}|\$\(.*\)""", re.DOTALL)
 _IN_DOCUMENT = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d+)(?:(:?-)([^{}$]*))?\})")
 _NAMES = words()["shell"]
@@ -405,80 +405,61 @@ class _Reader(Programs):
             return None
         return fnmatchcase(value, pattern)
 
-    def _for(self, node: Node) -> None:
-        """Follow the body once for each known word; else as a loop whose rounds are not known."""
-        name, line = self.text(node.child_by_field_name("variable") or node), self.line(node)
-        body, given = node.child_by_field_name("body"), node.children_by_field_name("value")
-        words = [word for each in given for word in self._items(each)]
-        if not given and not any(child.type == "in" for child in node.children):
-            words = list(self.items("@") or (Word(OPEN, "$@"),))
-        known = node.children[0].type == "for" and not any(OPEN in word.text for word in words)
-        if body is None or not known or len(words) > _MOST_ROUNDS:
-            raw = " ".join(word.raw for word in words[:_MOST_ROUNDS])
-            self._repeat(node, [], lambda: self.assign(name, OPEN, raw, line))
-            return
-        breaks: list[Shell] = []
-        for word in words:
-            if not self._ended:
-                self.assumed = word.assumed
-                self.assign(name, word.text, word.raw, line)
-                self._resume(*self._round(body, breaks))
-        self._resume(self._now(), *breaks)
+    def _loop(self, node: Node) -> None:
+        """Follow a loop once for each word of its `for`; where these are not known, as of `while`, for two rounds.
 
-    def _items(self, node: Node) -> list[Word]:
-        """The words of a `for`: `{0..7}` and `{a,b}` become several words; the files that `*` matches are unknown."""
-        text, line = self.text(node), self.line(node)
-        if match := _BRACES.fullmatch(text):
-            first, last = int(match[2] or 0), int(match[3] or 0)
-            numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
-            inside = match[4].split(",") if match[4] else map(str, numbers)
-            return [Word(match[1] + each + match[5], text, line) for each in inside]
-        if node.type != "string" and re.search(r"[*?[]|\{.*(?:,|\.\.)", _QUOTED.sub("", text)):
-            return [Word(OPEN, text, line)]
-        return self.words(node)
-
-    def _round(self, body: Node, breaks: list[Shell]) -> list[Shell | None]:
-        """Follow a loop's body once: the shells that start the next round."""
-        self._loops.append(([], breaks))
-        self._visit(body)
-        return [self._now(), *self._loops.pop()[0]]
-
-    def _while(self, node: Node) -> None:
-        body = node.child_by_field_name("body")
-        if node.type == "while_statement":
-            condition = [child for child in node.named_children if child != body and child.type != "comment"]
-            self._repeat(node, condition)
-            return
-        head = self.source[node.start_byte : body.start_byte if body else node.end_byte].decode("utf-8", "replace")
-        changed = {match[1] or match[2] for match in _CHANGED.finditer(head)}
-        self._repeat(node, [], lambda: [self.assign(name, OPEN, "a count", self.line(node)) for name in changed])
-
-    def _repeat(self, node: Node, condition: Sequence[Node], begin: Callable[[], object] = bool) -> None:
-        """Follow a loop for two rounds; what the second one still changes becomes unknown, and a third one follows."""
-        body, until, line = node.child_by_field_name("body"), node.children[0].type == "until", self.line(node)
+        What the second of these still changes becomes unknown, and a third round follows.
+        """
+        body, line, words = node.child_by_field_name("body"), self.line(node), self._words_of_loop(node)
         ends, breaks, rest = list[Shell | None](), list[Shell](), self._now()
-        for number in range(4):
+        for number in range(4 if words is None else len(words) + 1):
             if rest is None or body is None:
                 break
             before = rest.copy()
             self.shell, self._ended = rest, ""
-            begin()
-            yes, no = self._holds(condition)
-            yes, no = (no, yes) if until else (yes, no)
+            yes, no = self._enter_loop(node, words, number)
             ends.append(no)
             if yes is None and number == 0:
                 self._skip([body], "its condition never holds")
-            if yes is None or number == 3:
+            if yes is None or (number == 3 and words is None):
                 break
             self.shell, self._ended = yes, ""
+            self._loops.append(([], breaks))
             with self._under(f"the loop of line {line}" if no is not None else ""):
-                rest = join(*self._round(body, breaks))
-            if rest is not None and number == 1:
+                self._visit(body)
+            rest = join(self._now(), *self._loops.pop()[0])
+            if rest is not None and words is None and number == 1:
                 _forget(rest, before)
         self._ended = ""
         self._resume(*ends, *breaks)
         if not any(ends) and not breaks:
             self._ended = "it comes after a loop without end"
+
+    def _words_of_loop(self, node: Node) -> list[Word] | None:
+        """The words of a `for`; None where they are not known, as `{0..7}` and the files that `*` matches."""
+        if node.type != "for_statement" or node.children[0].type != "for":
+            return None
+        given = node.children_by_field_name("value")
+        words = [word for each in given for word in self.words(each)]
+        if not given and not any(child.type == "in" for child in node.children):
+            words = list(self.items("@") or (Word(OPEN, "$@"),))
+        several = any(each.type != "string" and _PATTERN.search(_QUOTED.sub("", self.text(each))) for each in given)
+        return None if several or len(words) > _MOST_ROUNDS or any(OPEN in word.text for word in words) else words
+
+    def _enter_loop(self, node: Node, words: list[Word] | None, number: int) -> tuple[Shell | None, Shell | None]:
+        """Begin a round. Returns the shell in which it runs, and that with which the loop ends before it."""
+        body, name = node.child_by_field_name("body"), node.child_by_field_name("variable")
+        if node.type == "while_statement":
+            yes, no = self._holds([each for each in node.named_children if each != body and each.type != "comment"])
+            return (no, yes) if node.children[0].type == "until" else (yes, no)
+        if words is not None and number == len(words):
+            return None, self.shell
+        head = self.source[node.start_byte : body.start_byte if body else node.end_byte].decode("utf-8", "replace")
+        word = words[number] if words is not None else Word(OPEN, head.partition(" in ")[2].split(";")[0].strip())
+        self.assumed = word.assumed
+        for each in [self.text(name)] if name else {match[1] or match[2] for match in _CHANGED.finditer(head)}:
+            self.assign(each, word.text, word.raw, self.line(node))
+        return self.shell, None if words is not None else self.shell.copy()
 
     def _pipeline(self, node: Node) -> None:
         """Each part runs in a shell of its own and reads what the part before it writes."""
@@ -777,8 +758,8 @@ _FOLLOW: Mapping[str, Callable[[_Reader, Node], Status]] = {
     **dict.fromkeys(("program", "compound_statement", "do_group", "else_clause", "case_item"), _Reader._block),
     "command": _Reader._command, "redirected_statement": _Reader._redirected, "list": _Reader._list,
     "negated_command": _Reader._list, "pipeline": _Reader._pipeline, "if_statement": _Reader._if,
-    "case_statement": _Reader._case, "for_statement": _Reader._for, "while_statement": _Reader._while,
-    "c_style_for_statement": _Reader._while, "test_command": _Reader._test, "function_definition": _Reader._define,
+    "case_statement": _Reader._case, "for_statement": _Reader._loop, "while_statement": _Reader._loop,
+    "c_style_for_statement": _Reader._loop, "test_command": _Reader._test, "function_definition": _Reader._define,
     "variable_assignment": _Reader._assignments, "variable_assignments": _Reader._assignments,
     "declaration_command": _Reader._declaration, "unset_command": _Reader._declaration,
     "subshell": lambda reader, node: reader._apart(node.children),
