@@ -206,7 +206,6 @@ class Expander:
     def parameter(self, name: str) -> str:
         """The value of `$NAME`, `$1`, `$@` or `$#`."""
         self.spend(64)
-        self.script.used.add(name)
         given = self.items("@")
         if given is None or not re.fullmatch(r"[1-9]\d*|[@*#]", name):
             return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
@@ -224,7 +223,6 @@ class Expander:
             value = self.value(child)
             found += self._literal(at, child.start_byte, escape)
             if len(found) + len(value) > MOST_VALUE:
-                self.mark(node)
                 return OPEN
             found, at = found + value, child.end_byte
         return found + self._literal(at, end, escape)
@@ -233,13 +231,8 @@ class Expander:
         text = self.source[start:end].decode("utf-8", "replace")
         return re.sub(escape, r"\1", text) if "\\" in text else text
 
-    def mark(self, node: Node) -> None:
-        """Count every variable named in a text as used, whether its value is known or not."""
-        self.script.used.update(USED.findall(self.text(node)))
-
     def _braced(self, node: Node) -> str:
         """`${NAME}`, an item of an array, or a default; what cuts or replaces a value is not known."""
-        self.mark(node)
         match = _BRACED.match(self.text(node))
         if match is None or (match[2] and match[3] != "}"):
             return OPEN
@@ -292,7 +285,6 @@ class Expander:
         bare = text[1:-1] if node.type == "string" else text
         array = _ARRAY.fullmatch(bare)
         if array and not (node.type == "string" and "*" in bare):  # "$*" and "${NAME[*]}" are one word
-            self.script.used.add(array[1] or "@")
             items = self.items(array[1] or "@")
             if items is not None and self.spend(WORK_OF_WORD * len(items)):
                 return list(items)

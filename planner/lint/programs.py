@@ -102,7 +102,7 @@ class Programs(Expander):
         """What `NAME=value`, `NAME+=value` or `NAME=(an array)` gives; an array of which one item is set is unknown."""
         target, given = node.child_by_field_name("name") or node, node.child_by_field_name("value")
         name, line, adds = self.text(target).partition("[")[0], self.line(node), node.children[1].type == "+="
-        used, self.assumed, items = name in self.script.used, False, None
+        self.assumed, items = False, None
         if target.type != "variable_name":
             list(map(self.value, node.named_children))
             value = OPEN
@@ -115,8 +115,6 @@ class Programs(Expander):
         else:
             value = self.value(given) if given else ""
             value = ((self.parameter(name) + value) if adds else value)[:MOST_VALUE]
-        if not used:
-            self.script.used.discard(name)  # to hand on one's own value is no use of it
         raw = self.raw(given) if given else ""
         return Assigned(name=name, value=value, raw=raw, line=line, assumed=self.assumed, items=items)
 
@@ -220,11 +218,12 @@ class Programs(Expander):
             for name, found in self.shell.variables.items()
             if (is_judged(name) or name in JOB_SIZE) and any(each.exported for each in found)
         }
-        several = dict.fromkeys(each.scope for found in values.values() if len(found) > 1 for each in found)
-        self.spend(WORK_OF_WORD * len(values) * (1 + len(several)))
+        several = [each for found in values.values() if len(found) > 1 for each in found]
+        scopes = dict.fromkeys(each.scope for each in sorted(several, key=lambda each: each.line))
+        self.spend(WORK_OF_WORD * len(values) * (1 + len(scopes)))
         conditions = [
             self.view,
-            *(each for each in several if each.startswith(self.view) and each != self.view),
+            *(each for each in scopes if each.startswith(self.view) and each != self.view),
         ]
         chosen = {
             condition: {name: one for name, found in values.items() if (one := _under(found, condition)) is not None}
@@ -382,7 +381,6 @@ class Programs(Expander):
             if equals:
                 self._pair(name, tail, word.raw.partition("=")[2] if OPEN in tail else tail, line)
             elif any(each.exported for each in outer.variables.get(name, ())):
-                self.script.used.add(name)
                 self.shell.variables[name] = tuple(e for e in outer.variables[name] if e.exported or e.unset)
                 self.export(name, line)
 

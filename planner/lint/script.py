@@ -95,7 +95,6 @@ class Script:
     ways: list[tuple[str, Settings]] = field(default_factory=list)  # a launch or condition, and what it changes
     loose: Settings = field(default_factory=dict)  # variables of the shell that no program gets
     inner: list[Inner] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)  # variables that are expanded somewhere
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
@@ -118,7 +117,6 @@ class Script:
         self.ways += other.ways
         self.loose |= other.loose
         self.inner += other.inner
-        self.used |= other.used
         self.files += other.files
         self.findings += other.findings
         self.unread += other.unread

@@ -527,7 +527,6 @@ class _Reader(Programs):
         return _IN_DOCUMENT.sub(put, text).replace("\\$", "$")[: 1 << 20]
 
     def _test(self, node: Node) -> Status:
-        self.mark(node)
         inside = [child for child in node.named_children if child.type != "comment"]
         return self._decided(inside[0], glob=node.children[0].type == "[[") if len(inside) == 1 else None
 

@@ -109,7 +109,7 @@ def _reading(text: str, kind: str) -> Reading:
     if kind not in ("env", "conf", "log", "process") and len(text) > _LIMIT_SCRIPT:
         raise EnvironmentTextError(f"{len(text)} characters: more than the {_LIMIT_SCRIPT} that are read of a {kind}")
     title, parts = _read(text, kind, 0)
-    own = _own(text) if kind in _DOCUMENTS else frozenset(name for _, script in parts for name in script.used)
+    own = _own(text) if kind not in ("env", "conf", "log", "process") else frozenset[str]()
     environments = tuple(each for source, script in parts for each in _environments(source, script, title, own))
     unread = [each for _, script in parts for each in script.unread]
     if kind in _DOCUMENTS:
