@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 
 from tree_sitter import Node
 
@@ -464,8 +463,9 @@ class _Reader(Programs):
     def _pipeline(self, node: Node) -> None:
         """Each part runs in a shell of its own and reads what the part before it writes."""
         parts = [child for child in node.children if child.is_named]
-        for part, after in pairwise([*parts, None]):
-            written = Input(self._output(part), self._document(part).line or self.line(part)) if after else Input()
+        for part in parts:
+            line = self._document(part).line or self.line(part)
+            written = Input(self._output(part), line) if part != parts[-1] else Input()
             self._apart([part])
             self.input = written
 

@@ -50,8 +50,13 @@ def parse_version(text: str) -> Version:
         raise ValueError(f"NCCL version {text!r}: must look like 2.21.5") from None
     if not 1 <= len(numbers) <= 4:
         raise ValueError(f"NCCL version {text!r}: must look like 2.21.5")
-    padded = (*numbers, 0, 0)
-    return (padded[0], padded[1], padded[2])
+    return padded(numbers)
+
+
+def padded(version: Iterable[int]) -> Version:
+    """A release as a tuple of three numbers."""
+    first, second, third, *_ = (*version, 0, 0, 0)
+    return first, second, third
 
 
 def version_text(version: Version | tuple[int, ...]) -> str:
