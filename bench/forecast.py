@@ -38,9 +38,9 @@ from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.explain import over_unknown_network, sigma_of_links
+from planner.forecast.calibration import FILE as INTERVALS
+from planner.forecast.calibration import Widths, interval, key_of, kinds_of, widths
 from planner.forecast.compute import DEFAULT, Constants, gpu_rates
-from planner.forecast.intervals import FILE as INTERVALS
-from planner.forecast.intervals import Widths, interval, key_of, kinds_of, widths
 from planner.forecast.memory import DEFAULT_MEMORY, memory_parts
 from planner.forecast.specs import weights
 from planner.forecast.step_time import Job, step_parts

@@ -47,9 +47,8 @@ from collectives.bench.results import (
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError
 from collectives.nccl_log.transport import ChannelCount, Evidence
-from collectives.traces import calls, ras, watchdog
+from collectives.traces import calls, ras, states, watchdog
 from contracts import job_plan as plans
-from contracts import rank_state as states
 from contracts import run_record as records
 from contracts.job_config import ConfigError, read_config
 from contracts.layout import Layout, LayoutError, values_of
@@ -486,7 +485,7 @@ def rank_state(data: bytes) -> object:
     """A rank's own file, and the rules on it."""
     whole = {"rank": 1, "pid": 7, "phase": "data", "samples": {"data": 3}, "groups": {"0": [0, 1]}, "written": 1.5}
     raw = json.dumps(changed(whole, data[1:])).encode() if data[:1] == b"\1" else data
-    state = states.read(_scratch().file("state_rank_1.json", raw))
+    state = states.read_state(_scratch().file("state_rank_1.json", raw))
     return why.judge(why.RunFacts(states={1: state, 0: state}, world=2, now=2.0))
 
 

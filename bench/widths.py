@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.forecast.intervals import Z80, Widths, key_of
+from planner.forecast.calibration import Z80, Widths, key_of
 
 LEAST_ROWS = 20  # of a kind that gets a width of its own
 # Each source counts by the root of its rows, so that no long table speaks for all stacks; of the rows themselves so

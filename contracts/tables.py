@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ def read_table(module: str, name: str) -> dict[str, Any]:
 @cache
 def _read(file: Path) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def read_patterns(module: str, name: str, section: str) -> dict[str, str]:
+    """Read the regular expressions of one section of a TOML file; <<name>> stands for one of the file's `pieces`."""
+    table = read_table(module, name)
+    return {key: put_together(text, table.get("pieces", {})) for key, text in table[section].items()}
+
+
+def put_together(text: str, pieces: Mapping[str, str]) -> str:
+    """Return a regular expression with each <<name>> replaced by the piece of that name."""
+    return re.sub(r"<<(\w+)>>", lambda found: pieces[found[1]], text)
 
 
 def bounds(text: str) -> tuple[str, float, float | None, bool] | None:

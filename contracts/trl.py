@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,28 +31,48 @@ class ConfigError(EndedError, ValueError):
     code, status = 2, "refused"
 
 
+Allowed = tuple[list[Any], str]  # the values of an option that ask for what the job does anyway, and why only these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A mapping within the file, such as `fsdp_config`."""
+
+    members: Mapping[str, str]  # name -> the setting, or the member of the layout, that it is
+    no_effect: list[str]
+    why: str  # they have none
+    only: Mapping[str, Allowed]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionNames:
     """The tables of trl.toml."""
 
     renamed: Mapping[str, str]  # older name -> today's
     no_effect: Mapping[str, str]  # name -> why
-    only: Mapping[str, tuple[list[Any], str]]  # name -> allowed values, why
+    only: Mapping[str, Allowed]
     elsewhere: Mapping[str, str]  # another trainer's name -> ours
     other_trainers: Mapping[str, list[str]]  # trainer -> names that only its files have together
     fsdp: Mapping[str, list[str]]
     deepspeed: Mapping[str, Any]
-    parallelism: Mapping[str, str]  # member of accelerate's ParallelismConfig -> member of the layout
-    model_init: Mapping[str, str]  # member of model_init_kwargs -> setting
+    sections: Mapping[str, Section]
 
 
 @functools.cache
 def option_names() -> OptionNames:
     """Read trl.toml, once."""
+
+    def only_of(rows: list[dict[str, Any]]) -> dict[str, Allowed]:
+        return {name: (row["allowed"], row["why"]) for row in rows for name in row["names"]}
+
     data = dict(read_table(__file__, "trl.toml"))
-    no_effect = {name: row["why"] for row in data.pop("no_effect") for name in row["names"]}
-    only = {name: (row["allowed"], row["why"]) for row in data.pop("only") for name in row["names"]}
-    return OptionNames(no_effect=no_effect, only=only, **data)
+    return OptionNames(
+        no_effect={name: row["why"] for row in data.pop("no_effect") for name in row["names"]},
+        only=only_of(data.pop("only")),
+        deepspeed={**(table := data.pop("deepspeed")), "only": only_of(table["only"])},
+        sections={name: Section(**{**row, "only": only_of(row["only"])}) for name, row in data.pop("sections").items()},
+        **data,
+    )
 
 
 MOST_SHOWN = 80  # characters of a value that is refused: lists of data sets run over pages
@@ -121,17 +141,48 @@ def without_effect(name: str, value: Any, note: Note) -> bool:
         return True
     if name not in names.only:
         return False
-    allowed, why = names.only[name]
+    require(name, value, names.only[name])
+    note(f"{name}: no effect, {names.only[name][1]}")
+    return True
+
+
+def require(name: str, value: Any, only: Allowed) -> None:
+    """Refuse a value that is not one of the few that are allowed; null says nothing."""
+    allowed, why = only
     if any(isinstance(one, bool) for one in allowed):
         value = truth(value)
-    if value is not None and not any(value == one and isinstance(value, bool) == isinstance(one, bool)
-                                     for one in allowed):  # fmt: skip
-        named = " or ".join(repr(one) for one in allowed if one not in ("", {}, []))
-        shown = repr(value)
-        shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
-        raise ConfigError(f"{name}={shown}: {f'only {named}' if named else 'nothing'} is allowed: {why}")
-    note(f"{name}: no effect, {why}")
-    return True
+    if isinstance(value, dict):
+        value = {key: one for key, one in value.items() if one is not None}
+    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        return
+    *first, last = [repr(one) for one in allowed if one not in ("", {}, [])] or ["nothing"]
+    named = f"only {', '.join(first)} or {last}" if first else last if last == "nothing" else f"only {last}"
+    shown = repr(value)
+    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+    raise ConfigError(f"{name}={shown}: {named} is allowed: {why}")
+
+
+def members_of(raw: Mapping[str, Any], name: str, note: Note) -> Iterator[tuple[str, str, Any]]:
+    """Members of a mapping within the file that say something here: their whole name, their own, their value.
+
+    Those without effect are noted; unknown ones, and values that the job does not have, are refused.
+    """
+    found, section = raw.get(name), option_names().sections[name]
+    if found is None:
+        return
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={found!r}: must be a mapping, or a file of one that is there")
+    for key, value in found.items():
+        own = str(key).removeprefix(f"{name}_").removeprefix("fsdp_")  # as accelerate's own file spells them
+        where = f"{name}.{own}"
+        if own in section.members:
+            yield where, own, value
+        elif own in section.only:
+            require(where, value, section.only[own])
+        elif own not in section.no_effect:
+            raise ConfigError(f"unknown setting {where!r}{hint(own, [*section.members, *section.no_effect])}")
+        else:
+            note(f"{where}: no effect, {section.why}")
 
 
 def precision(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
@@ -166,12 +217,10 @@ def checkpointing(raw: Mapping[str, Any], layout: dict[str, Any]) -> None:
 
 def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     """`fsdp` and `fsdp_config` as members of the layout."""
-    value, inside = raw.get("fsdp"), raw.get("fsdp_config")
+    value = raw.get("fsdp")
     words = _fsdp_words(value)
-    if inside is not None and not isinstance(inside, dict):
-        raise ConfigError(f"fsdp_config={inside!r}: must be a mapping, or a file of one that is there")
-    options = {str(key).removeprefix("fsdp_"): each for key, each in (inside or {}).items()}
-    strategy = options.get("sharding_strategy")
+    options = {own: (where, each) for where, own, each in members_of(raw, "fsdp_config", note)}
+    _, strategy = options.get("sharding_strategy", ("", None))
     if strategy is not None and truth(value) is not False:
         allowed = option_names().fsdp["strategies"]
         strategy = dict(enumerate(allowed, 1)).get(strategy, strategy)
@@ -180,9 +229,9 @@ def fsdp(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
         words = [*(words or []), strategy.lower()]
     if words is not None:
         _sharded(words, layout, note, "fsdp" if value is not None else "fsdp_config.sharding_strategy")
-    for name, each in options.items():
-        _fsdp_member(name, each, layout, note)
-    if (words is not None or options) and layout.get("sharding") == "zero3":
+    for name, (where, each) in options.items():
+        _fsdp_member(name, where, each, layout, note)
+    if (words is not None or raw.get("fsdp_config")) and layout.get("sharding") == "zero3":
         # accelerate's defaults, where neither a word nor a member says otherwise: the plan may not choose here
         layout.setdefault("reshard_after_forward", True)
         layout.setdefault("offload", "none")
@@ -232,14 +281,8 @@ def _only_data_parallel(layout: dict[str, Any]) -> None:
         layout.setdefault("dp_replicate", 1)
 
 
-def _fsdp_member(name: str, value: Any, layout: dict[str, Any], note: Note) -> None:
-    where, known = f"fsdp_config.{name}", option_names().fsdp
-    if name in known["no_effect"]:
-        note(f"{where}: no effect with fully_shard")
-    elif name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
-        if truth(value):
-            raise ConfigError(f"{where}={value!r}: only false is allowed: the job runs on GPUs and CPUs")
-    elif name == "reshard_after_forward" and isinstance(truth(value), str):  # accelerate's FSDP1 names its strategy so
+def _fsdp_member(name: str, where: str, value: Any, layout: dict[str, Any], note: Note) -> None:
+    if name == "reshard_after_forward" and isinstance(truth(value), str):  # accelerate's FSDP1 names its strategy so
         _sharded(_fsdp_words(value) or [], layout, note, where)
     elif name in ("reshard_after_forward", "cpu_offload", "offload_params"):
         value = flag(where, value)
@@ -247,156 +290,87 @@ def _fsdp_member(name: str, value: Any, layout: dict[str, Any], note: Note) -> N
             put(layout, name, value, where)
         elif value is not None and not (value is False and layout.get("offload") == "all"):  # "offload" among the words
             put(layout, "offload", "all" if value else "none", where)
-    elif name not in known["members"]:
-        raise ConfigError(f"unknown setting {where!r}{hint(name, [*known['members'], *known['no_effect']])}")
 
 
 def deepspeed(raw: Mapping[str, Any], values: dict[str, Any], layout: dict[str, Any], note: Note) -> None:
     """A DeepSpeed configuration as members of the layout: the job shards as its ZeRO stage does, by fully_shard."""
-    config = raw.get("deepspeed")
+    config, table = raw.get("deepspeed"), option_names().deepspeed
     if config in (None, "", {}):
         return
     if not isinstance(config, dict):
         raise ConfigError(f"deepspeed={config!r}: must be a mapping, or a JSON file that is there")
-    where = "deepspeed"
-    zero = config.get("zero_optimization") or {}
-    if not isinstance(zero, dict):
-        raise ConfigError(f"{where}.zero_optimization={zero!r}: must be a mapping")
-    stage = zero.get("stage", 0)
-    if stage not in (0, 2, 3) or isinstance(stage, bool):
-        raise ConfigError(f"{where}.zero_optimization.stage={stage!r}: allowed are 0, 2 and 3: fully_shard, which the "
-                          "job runs in its place, always shards gradients too")  # fmt: skip
-    put(layout, "sharding", "zero3" if stage else "ddp", f"{where}.zero_optimization.stage")
+    for name, only in table["only"].items():
+        require(f"deepspeed.{name}", _at(config, name), only)
+    stage, where = _at(config, "zero_optimization.stage") or 0, "deepspeed.zero_optimization"
+    put(layout, "sharding", "zero3" if stage else "ddp", f"{where}.stage")
     if stage:
-        put(layout, "reshard_after_forward", stage == 3, f"{where}.zero_optimization.stage")
+        put(layout, "reshard_after_forward", stage == 3, f"{where}.stage")
     _only_data_parallel(layout)
-    _deepspeed_offload(zero, layout, f"{where}.zero_optimization")
-    for name, member in (("train_micro_batch_size_per_gpu", "micro_batch"),
-                         ("gradient_accumulation_steps", "gradient_accumulation")):  # fmt: skip
-        if config.get(name, "auto") != "auto":
-            put(layout, member, config[name], f"{where}.{name}")
-    if config.get("train_batch_size", "auto") != "auto":
-        raise ConfigError(f"{where}.train_batch_size={config['train_batch_size']!r}: only 'auto' is allowed: "
-                          "per_device_train_batch_size and gradient_accumulation_steps say it")  # fmt: skip
-    if _enabled(config, "fp16"):
-        raise ConfigError(f"{where}.fp16: not supported, allowed are bf16 and fp32; set bf16: true")
-    if _enabled(config, "bf16"):
-        put(layout, "precision", "bf16", f"{where}.bf16")
-    clipping = config.get("gradient_clipping", "auto")
-    if clipping != "auto":
-        if raw.get("max_grad_norm", clipping) != clipping:
-            raise ConfigError(f"{where}.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
-        values["max_grad_norm"] = clipping
-    _deepspeed_optimizer(config, where)
-    _deepspeed_scheduler(config, raw, values, where, note)
-    _deepspeed_alone({**config, **{f"zero_optimization.{name}": value for name, value in zero.items()}}, where)
-    passed = sorted(set(config) - set(option_names().deepspeed["sections"]))
-    note(f"{where}: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
-         + (f"; no effect: {', '.join(passed)} (DeepSpeed's own buffers and logs)" if passed else ""))  # fmt: skip
-
-
-def _deepspeed_alone(config: Mapping[str, Any], where: str) -> None:
-    for name, nothing in option_names().deepspeed["alone"].items():
-        value = config.get(name)
-        plain = {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else value
-        if plain is not None and plain not in nothing:
-            raise ConfigError(f"{where}.{name}={value!r}: only {nothing[-1]!r} is allowed: torch's fully_shard, "
-                              "which runs in place of ZeRO, has nothing of it")  # fmt: skip
-
-
-def _enabled(config: Mapping[str, Any], name: str) -> bool:
-    section = config.get(name)
-    return isinstance(section, dict) and section.get("enabled") is True
-
-
-def _deepspeed_offload(zero: Mapping[str, Any], layout: dict[str, Any], where: str) -> None:
-    devices = {}
-    for name in ("offload_optimizer", "offload_param"):
-        section = zero.get(name) or {}
-        device = section.get("device", "none") if isinstance(section, dict) else section
-        if device not in ("cpu", "none", None):
-            raise ConfigError(f"{where}.{name}.device={device!r}: allowed are cpu and none")
-        devices[name] = device == "cpu"
-    if len(set(devices.values())) > 1:
+    offloads = {
+        _at(config, f"zero_optimization.{name}.device") == "cpu" for name in ("offload_optimizer", "offload_param")
+    }
+    if len(offloads) > 1:
         raise ConfigError(
             f"{where}: offload_optimizer and offload_param must both be on the cpu, or neither: fully_shard moves "
             "weights and optimizer together"
         )
-    if all(devices.values()):
+    if True in offloads:
         put(layout, "offload", "all", f"{where}.offload_param")
     else:
         layout.setdefault("offload", "none")
+    for name, member in table["members"].items():
+        if config.get(name, "auto") != "auto":
+            put(layout, member, config[name], f"deepspeed.{name}")
+    if _at(config, "bf16.enabled") is True:
+        put(layout, "precision", "bf16", "deepspeed.bf16")
+    clipping = config.get("gradient_clipping", "auto")
+    if clipping != "auto":
+        if raw.get("max_grad_norm", clipping) != clipping:
+            raise ConfigError(f"deepspeed.gradient_clipping={clipping!r}: max_grad_norm says {raw['max_grad_norm']!r}")
+        values["max_grad_norm"] = clipping
+    _automatic(config, "optimizer", ("Adam", "AdamW"), "learning_rate, adam_beta1, weight_decay ... decide")
+    schedules = table["schedules"]
+    if kind := _automatic(config, "scheduler", tuple(schedules), "learning_rate and warmup_steps decide"):
+        schedule = schedules[kind]
+        if raw.get("lr_scheduler_type", schedule) != schedule:
+            raise ConfigError(f"deepspeed.scheduler={kind}: is {schedule}, and lr_scheduler_type says "
+                              f"{raw['lr_scheduler_type']!r}")  # fmt: skip
+        values["lr_scheduler_type"] = schedule
+        note(f"deepspeed.scheduler: {kind} is lr_scheduler_type: {schedule}, with a linear warm-up")
+    passed = sorted(set(config) - set(table["sections"]))
+    note(f"deepspeed: ZeRO stage {stage} is run by torch's {'fully_shard' if stage else 'DDP'}, without DeepSpeed"
+         + (f"; no effect: {', '.join(passed)} (DeepSpeed's own buffers and logs)" if passed else ""))  # fmt: skip
 
 
-def _section(config: Mapping[str, Any], name: str) -> tuple[Any, bool]:
-    """The type that a section names, and whether it leaves every parameter to the file's own settings."""
-    section = config.get(name)
-    kind = section.get("type") if isinstance(section, dict) else section
-    parameters = (section.get("params") if isinstance(section, dict) else None) or {}
-    return kind, isinstance(parameters, dict) and all(value == "auto" for value in parameters.values())
+def _at(config: Any, name: str) -> Any:
+    """The value at "zero_optimization.stage"; None where it is missing, and what stands in place of a mapping."""
+    for word in name.split("."):
+        config = config.get(word) if isinstance(config, dict) else config
+    return config
 
 
-def _deepspeed_optimizer(config: Mapping[str, Any], where: str) -> None:
-    kind, automatic = _section(config, "optimizer")
-    if kind is not None and (kind not in ("Adam", "AdamW") or not automatic):
-        raise ConfigError(f"{where}.optimizer: only AdamW with each parameter 'auto' is allowed: learning_rate, "
-                          "adam_beta1, weight_decay ... decide")  # fmt: skip
-
-
-def _deepspeed_scheduler(
-    config: Mapping[str, Any], raw: Mapping[str, Any], values: dict[str, Any], where: str, note: Note
-) -> None:
-    kind, automatic = _section(config, "scheduler")
-    schedules = option_names().deepspeed["schedules"]
-    if kind is None:
-        return
-    if kind not in schedules or not automatic:
-        raise ConfigError(f"{where}.scheduler: only {' or '.join(schedules)} with each parameter 'auto' is allowed: "
-                          "learning_rate and warmup_steps decide")  # fmt: skip
-    schedule = schedules[kind]
-    if raw.get("lr_scheduler_type", schedule) != schedule:
-        raise ConfigError(f"{where}.scheduler={kind}: is {schedule}, and lr_scheduler_type says "
-                          f"{raw['lr_scheduler_type']!r}")  # fmt: skip
-    values["lr_scheduler_type"] = schedule
-    note(f"{where}.scheduler: {kind} is lr_scheduler_type: {schedule}, with a linear warm-up")
+def _automatic(config: Mapping[str, Any], section: str, kinds: tuple[str, ...], why: str) -> str | None:
+    """The kind that a section names, whose parameters must be left to the file's own settings; None: no section."""
+    kind, parameters = _at(config, f"{section}.type"), _at(config, f"{section}.params")
+    own = isinstance(parameters, dict) and any(value != "auto" for value in parameters.values())
+    if kind is not None and (kind not in kinds or own):
+        raise ConfigError(
+            f"deepspeed.{section}: only {' or '.join(kinds)} with each parameter 'auto' is allowed: {why}"
+        )
+    return kind  # type: ignore[no-any-return]
 
 
 def parallelism(raw: Mapping[str, Any], layout: dict[str, Any], note: Note) -> None:
     """accelerate's ParallelismConfig."""
-    config = raw.get("parallelism_config")
-    if config is None:
-        return
-    if not isinstance(config, dict):
-        raise ConfigError(f"parallelism_config={config!r}: must be a mapping")
-    members = option_names().parallelism
-    for key, value in config.items():
-        name = str(key).removeprefix("parallelism_config_")
-        if name in members:
-            put(layout, members[name], value, f"parallelism_config.{name}")
-        elif name in ("sp_size",) and value not in (None, 1):
-            raise ConfigError(f"parallelism_config.{name}={value!r}: only 1 is allowed; cp_size splits the sequence")
-        elif name in ("sp_size", "sp_backend", "cp_backend", "cp_handler", "sp_handler", "tp_handler"):
-            note(f"parallelism_config.{name}: no effect")
-        else:
-            raise ConfigError(f"unknown setting 'parallelism_config.{name}'{hint(name, members)}")
+    for where, own, value in members_of(raw, "parallelism_config", note):
+        put(layout, option_names().sections["parallelism_config"].members[own], value, where)
 
 
 def model_words(raw: dict[str, Any], note: Note) -> dict[str, Any]:
     """The file with `model_init_kwargs` as settings of their own."""
-    config = raw.get("model_init_kwargs")
     rest = {key: value for key, value in raw.items() if key != "model_init_kwargs"}
-    if config is None:
-        return rest
-    if not isinstance(config, dict):
-        raise ConfigError(f"model_init_kwargs={config!r}: must be a mapping")
-    settings = option_names().model_init
-    for name, value in config.items():
-        if name in ("use_cache", "low_cpu_mem_usage", "device_map", "use_safetensors"):
-            note(f"model_init_kwargs.{name}: no effect, the layout says where weights are")
-        elif name == "trust_remote_code":
-            without_effect(name, value, note)
-        elif name not in settings:
-            raise ConfigError(f"unknown setting 'model_init_kwargs.{name}'{hint(str(name), settings)}")
-        elif rest.setdefault(settings[name], value) != value:
-            raise ConfigError(f"model_init_kwargs.{name}={value!r}: {settings[name]} says another")
+    for where, own, value in members_of(raw, "model_init_kwargs", note):
+        setting = option_names().sections["model_init_kwargs"].members[own]
+        if rest.setdefault(setting, value) != value:
+            raise ConfigError(f"{where}={value!r}: {setting} says another")
     return rest

@@ -7,7 +7,7 @@ A file of some hundred bytes is written every few seconds; the recorder is dumpe
 STALL_SECONDS, or when `topoflight why --watch` asks.
 
 This file also runs in Python environments that have nothing of Topoflight (autostart/sitecustomize.py), so it needs the
-standard library alone. What it writes, contracts/rank_state.py reads.
+standard library alone. What it writes, collectives/traces/states.py reads.
 
     from finetune import rank_monitor
     rank_monitor.start(Path("run"))        # after init_process_group

@@ -12,8 +12,8 @@ from contracts.tables import read_table
 from hardware.gpus import gpu_named
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part
+from planner.forecast.calibration import SIGMA_LINK_ASSUMED, base_sigma, bytes_that_fit, interval, memory_interval
 from planner.forecast.compute import gpu_rates
-from planner.forecast.intervals import SIGMA_LINK_ASSUMED, base_sigma, bytes_that_fit, interval, memory_interval
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights

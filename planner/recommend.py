@@ -16,11 +16,10 @@ from hardware.machines import catalogue
 from hardware.units import GIB
 from planner.advice import RankedLayout, Recommendation, Rejected
 from planner.explain import forecast_of, helps_most, why_not
-from planner.forecast.calibration import Calibration, apply_calibration, check_device, with_links
+from planner.forecast.calibration import Calibration, apply_calibration, bytes_that_fit, check_device, with_links
 from planner.forecast.compute import CPU, DEFAULT, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine
 from planner.forecast.faults import Findings, apart, as_is, counted, repaired, repaired_links, slowed
-from planner.forecast.intervals import bytes_that_fit
 from planner.forecast.links import Links, Speed, links_of
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import (

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.units import GIB
 from planner.advice import Rejected
+from planner.forecast.calibration import SIGMA_LINK_ASSUMED, bytes_that_fit, widths
 from planner.forecast.engine import Question, uneven_stages
-from planner.forecast.intervals import SIGMA_LINK_ASSUMED, bytes_that_fit, widths
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.step_time import Job, StepParts, step_parts
 from planner.rules import RULES_OF_DEGREES, first_broken

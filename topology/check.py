@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
-from hardware.gpus import without_gdr
-from hardware.links import most_links
+from hardware.gpus import most_links, without_gdr
 from hardware.tables import is_of
 from probes.texts import codes_of, finding
 from topology.graph import UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from contracts.interval import Interval
-from hardware.gpus import refuses_peers
-from hardware.links import most_links
+from hardware.gpus import most_links, refuses_peers
 from hardware.units import GIGA
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
 from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hardware.links import link_named, most_links, nvlink
+from hardware.gpus import link_named, most_links, nvlink
 from hardware.units import GIGA
 from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pair, Pairs, Rail
 

@@ -14,10 +14,11 @@ from agent.base.inputs import RequestError
 from collectives.nccl_log.transport import Evidence
 from contracts import bounded
 from contracts.layout import LayoutError, values_of
-from contracts.yaml_text import YamlTextError, documents
+from contracts.yaml_text import YamlTextError
 from hardware.units import GIGA
 from planner.forecast import machines
 from planner.kubernetes.manifests import attached
+from planner.kubernetes.yaml_edit import documents
 from planner.recommend import forecast_named, plan
 from planner.why import Unknown
 from probes.api import Snapshot
@@ -30,7 +31,7 @@ class NetworkCost:
     """What a job pays for a slower network; empty where it cannot be forecast, with the options that it needs."""
 
     price: str = ""  # "TCP over eth0 (8.4G) instead of RDMA over net1: 2.5 x, +1 h 55 min"
-    forecast: str = ""  # "with RDMA over net1: 12 s a step in place of 30 s"
+    forecast: str = ""  # "with RDMA over net1: 12 s a step instead of 30 s"
     change: tuple[str, ...] = ()  # settings that are advised for RDMA
     unknown: tuple[Unknown, ...] = ()
 
@@ -69,11 +70,11 @@ def cost_of_sockets(
     words = f"TCP over {found.socket_interface or 'sockets'} ({rate}) instead of {rdma}: {before / after:.1f} x"
     advised = advise.environment_only(replace(request, network=None), cluster, snapshots).settings
     change = tuple(f"{one.name}={one.value}" for one in advised if one.name.startswith("NCCL_"))
-    step = f"{units.seconds(after)} a step in place of {units.seconds(before)}"
+    step = f"{units.seconds(after)} a step instead of {units.seconds(before)}"
     if steps:
         extra = (before - after) * steps
         words += f", +{units.duration(extra)}{price_of_time(request, len(cluster.nodes), extra)}"
-        step += f", {units.duration(after * steps)} in place of {units.duration(before * steps)}"
+        step += f", {units.duration(after * steps)} instead of {units.duration(before * steps)}"
     unknown = () if over else (hint,)
     return NetworkCost(price=words, forecast=f"with {rdma}: {step}", change=change, unknown=unknown)
 

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import POD_ROLES, advise, in_pods
-from agent.advice.job_settings import planned_for
+from agent.advice.job_settings import planned_for, shape_of
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import InputError, RequestError
 from agent.checks.codes import ALL_CODES
 from agent.checks.lint import lint_text
 from agent.checks.verdict import GateError, select
-from agent.jobs.hub import shape_of
 from contracts import bounded
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
-from contracts.yaml_text import EditError, YamlTextError, documents
+from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.job import JobError, check_limit
 from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
+from planner.kubernetes.yaml_edit import EditError, documents
 from planner.lint.documents import DocumentError, missing_sources
 from planner.lint.machine import machine_of
 from planner.lint.sources import guess_kind

@@ -20,7 +20,7 @@ from collectives.nccl_log import evidence
 from collectives.nccl_log.other_texts import kind_of
 from collectives.nccl_log.reader import LogFileError, Unpacked
 from collectives.nccl_log.transport import Evidence, LogProblem
-from collectives.traces import calls, ras, stacks, watchdog
+from collectives.traces import calls, ras, states, watchdog
 from contracts import bounded, run_record
 from contracts.finding import Finding
 from contracts.redaction import without_secrets
@@ -207,7 +207,7 @@ def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, .
     unranked: dict[str, tuple[str, ...]] = {}
     for log in (one for source in logs for one in _files(source)):
         named = _OF_RANK.search(log.name)
-        for stack in stacks.read(_lines((str(log),)), rank=int(named[1]) if named else None):
+        for stack in states.read_stacks(_lines((str(log),)), rank=int(named[1]) if named else None):
             rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
             if rank is not None:
                 found[rank] = stack.frames
@@ -436,9 +436,9 @@ _OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
 
 def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
     """Of recordings, as a scan judges them."""
-    from agent.checks.view import look
+    from agent.checks.host_checks import checks_of_scans
 
-    return look(snapshots).checks
+    return checks_of_scans(snapshots)
 
 
 def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
@@ -551,7 +551,7 @@ def costed(verdict: Verdict, record: RunRecord, request: Request, seen: RunFacts
     forecast = verdict.forecast
     if first is not None and first.cost is not None and not forecast:
         better = step * (1 - first.cost)
-        forecast = f"without it: {units.seconds(better)} a step in place of {units.seconds(step)}"
+        forecast = f"without it: {units.seconds(better)} a step instead of {units.seconds(step)}"
     return replace(verdict, causes=tuple(causes), forecast=forecast)
 
 

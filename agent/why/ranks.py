@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from collectives.traces import calls
-from contracts import rank_state, run_record
-from contracts.rank_state import NAME, RankState
+from collectives.traces.states import ASK, NAME, RANKS_FOLDER, RankState, StateError, read_state
+from contracts import run_record
 from planner import why
 from planner.why import RunFacts, Verdict
 from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS
@@ -33,8 +33,8 @@ def states_of(folder: Path) -> tuple[dict[int, RankState], list[str]]:
     wrong = []
     for path in sorted(folder.glob("state_rank_*.json"))[:_MOST_FILES]:
         try:
-            state = rank_state.read(path)
-        except rank_state.StateError as error:
+            state = read_state(path)
+        except StateError as error:
             wrong.append(str(error))
             continue
         found[state.rank] = state
@@ -66,7 +66,7 @@ def processes(states: Mapping[int, RankState], proc: Path = Path("/proc")) -> di
 
 def of_run(folder: Path, *, now: float | None = None) -> tuple[RunFacts, list[str]]:
     """What a run's folder holds of its ranks, and what could not be read."""
-    ranks = folder / rank_state.RANKS_FOLDER if (folder / rank_state.RANKS_FOLDER).is_dir() else folder
+    ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     states, wrong = states_of(ranks)
     traces, bad = calls.read_files(sorted(ranks.glob("*trace_rank_*"))[:_MOST_FILES])
     newest_state = max(states.values(), key=lambda state: state.written, default=None)
@@ -122,7 +122,7 @@ def judge_folder(folder: Path, limit: float = BUSY_SECONDS) -> tuple[Verdict, Ru
 def request_dumps(folder: Path) -> bool:
     """Have every rank of a run dump its calls at its next look. False: the request could not be written."""
     try:
-        (folder / rank_state.RANKS_FOLDER / rank_state.ASK).touch()
+        (folder / RANKS_FOLDER / ASK).touch()
     except OSError:
         return False
     return True

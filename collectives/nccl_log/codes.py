@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
-from contracts.tables import read_table
+from collectives.nccl_log.transport import LogProblem
+from contracts.tables import put_together, read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,13 @@ class Meaning:
 
 CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in read_table(__file__, "codes.toml").items()}
 _MESSAGES = read_table(__file__, "messages.toml")
+
+
+def problem_of(code: str, detail: str = "", **more: Any) -> LogProblem:
+    """The problem that a code stands for; `more` are its other members, a severity or an action of its own too."""
+    meaning = CODES[code]
+    words = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
+    return LogProblem(code=code, **{**words, "severity": meaning.severity, **more})
 
 
 def codes_with(mark: str) -> tuple[str, ...]:
@@ -70,7 +79,7 @@ def _read_signs() -> tuple[Sign, ...]:
     signs = []
     for row in _MESSAGES["messages"]["rows"]:
         texts = row["text"] if isinstance(row["text"], list) else [row["text"]]
-        pattern = re.sub(r"<<(\w+)>>", lambda name: pieces[name[1]], row.get("pattern", ""))
+        pattern = put_together(row.get("pattern", ""), pieces)
         signs += [
             Sign(one.encode(), row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
             for one in texts

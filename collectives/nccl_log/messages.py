@@ -13,66 +13,16 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from typing import TypeVar
 
+from contracts.tables import read_patterns
 from hardware.tables import is_of, pattern
 
 MAX_VALUES = 512
 MAX_PLACES = 4_096
 
-# The literal macro names are what TensorFlow's build of NCCL prints.
-_BUILD = rb"(?:\+(?:(?:cuda|hip|rocm)[\d.]*\d|cudaCUDA_MAJOR\.CUDA_MINOR))?"
-_VERSION = re.compile(rb"\bNCCL version (?:: )?v?(\d+\.\d+(?:\.\d+)?(?:[a-z]+\d*)?(?:-\d+)?" + _BUILD + rb")")
-_RCCL_VERSION = re.compile(rb"RCCL version ?:? ?v?(\d+\.\d+(?:\.\d+)?" + _BUILD + rb")")
-_VLLM_VERSION = re.compile(rb"vLLM is using nccl==(\d+\.\d+\.\d+)")
-# What may stand behind a message: the wrapping of a log collector, a table, a page, or Ray's count of repetitions.
-_END = rb"(?=\s*(?:$|[\"'`|<\\]|\[repeated ))"
-_NETWORK = re.compile(rb"Using (?:internal N|n)etwork ([A-Za-z][\w .+-]{0,40}?)" + _END)
-_ASSIGNED = re.compile(rb"Assigned NET plugin ([A-Za-z][\w .+-]{0,40}?) to comm")
-_NODES = re.compile(rb"nRanks (\d{1,7}) nNodes (\d{1,6}) localRanks (\d{1,5})")
-_RANKS = re.compile(rb"rank \d+ n[rR]anks (\d{1,7})\b")
-_ENVIRONMENT = re.compile(
-    rb"\b([A-Z][A-Z0-9]*_[A-Z0-9_]{1,60}) set (?:by environment )?to ([^\s\"\\|<`][^\"\\|<`]*?)\.?" + _END
-)
-_IB_USING = re.compile(rb"NET/\w+ : Using(.*?)(?:; ?OOB ([^\s:]+):|$)")
-_PORT = re.compile(
-    rb"(?:\[(\d{1,4})\])?[={ ]*\[?\d{0,4}\]? ?([A-Za-z][\w.+-]*:\d+[\w:.]*)/(IB|RoCE|Ethernet|Eth|iWARP)\b"
-)
-_SOCKETS = re.compile(rb"\[\d+\]([^\s:\[\]]+):")
-_GDR_HCA = re.compile(
-    rb"NET/([\w ]+?) ?: GPU Direct RDMA (?:\(\w+\) )?([Ee]nabled|[Dd]isabled) for HCA (\d+) '?([^\s']*)"
-)
-_GDR_HCA_24 = re.compile(rb"GPU Direct RDMA (Disabled) for HCA (\d+)")
-_GDR_PATH = re.compile(
-    rb"GPU Direct RDMA (Enabled|Disabled) for .*?\(distance (\d+) (?:<=|>=|>|<) (\d+)\)(?:, read ([01]))?"
-)
-_BOOTSTRAP = re.compile(rb"(?:Bootstrap ?|^NET ): Using (?:interface |\[0\])?([^\s:\[\]]+):")
-_PROVIDER = re.compile(rb"(?:Selected [Pp]rovider is|Setting provider_filter to) ([\w;-]+)")
 FABRIC = "fabric: "  # start of the facts that tell how NCCL uses NVSwitch; in no proof of a transport
-_NVLS_CHANNELS = re.compile(rb"(\d{1,5}) nvls channels")
-_NO_MNNVL = re.compile(rb"nNodes \d+ .*MNNVL 0\b")
-# "MNNVL 1 cliqueId 0 cliqueSize 8 cliqueRank 0" (2.21 on), "... localRank 0 MNNVL 1"; the fabric that a GPU tells of:
-# "MNNVL busId 0x... fabric UUID 0.0 cliqueId 0x0 state 3 healthMask 0x0" (state 3: NVML's COMPLETED).
-_MNNVL = re.compile(rb"MNNVL ([01])(?: cliqueId|\b)")
-_CLIQUE = re.compile(rb"MNNVL 1 cliqueId \w+ cliqueSize (\d{1,5})")
-_FABRIC = re.compile(rb"MNNVL busId \S+ fabric UUID (?!0+\.0+ )\S+ cliqueId \S+ state 3\b")
-_PLACE = re.compile(rb"(\d{1,7})\[([0-9a-f]{1,12})\] -> (\d{1,7})\[([0-9a-f]{1,12})\]")
-
-_TEST_GPU = re.compile(rb" device +\d+ \[[\w:.]+\] +(?:NVIDIA )?(\w[\w -]{1,48})")
-
-
-_SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")
-
 END = "the end of the job"
-# What a test, a trainer or a launcher prints at its end, and only there.
-_FINISHED = re.compile(
-    rb"# Avg bus bandwidth|'train_runtime':|^Training completed\b|exits successfully|Trainer\.fit` stopped|"
-    rb"Job 'raysubmit_\w+' succeeded|^Successfully completed\.$|"
-    rb"(?:[Ee]xit code: |exited with code )0\b"
-)
-
-# nccl-tests' own list: "#  Rank  0 Group  0 Pid   4068 on   node-1 device  0 [0x0f] NVIDIA H100".
-_TEST_RANK = re.compile(rb"Rank +(\d{1,6}) +(?:Group +\d+ +)?Pid +\d+ on +(\S{1,128}) device ")
-
-
+_TEXTS = {name: re.compile(text.encode()) for name, text in read_patterns(__file__, "facts.toml", "facts").items()}
+_SPARK_PORT = re.compile(r"roce(?:P2)?p1s0f[01]")
 _Name = TypeVar("_Name")
 _Value = TypeVar("_Value")
 
@@ -172,7 +122,7 @@ class Facts:
         """Ranks and devices, as channel lines show them: "8[0]" (device of NVML, 2.18 on) or "8[1b000]" (bus)."""
         found: set[tuple[int, bytes]] = set()
         for place in self._places:
-            if match := _PLACE.search(place):
+            if match := _TEXTS["place"].search(place):
                 found.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
         return found
 
@@ -246,7 +196,11 @@ class Facts:
         self.variable = ""
         if b"CCL version" in message or b"nccl==" in message:
             self._version(message, facts)
-        if b" Pid " in message and (match := _TEST_RANK.search(message)) and len(self.test_ranks) < MAX_VALUES * 8:
+        if (
+            b" Pid " in message
+            and (match := _TEXTS["test_rank"].search(message))
+            and len(self.test_ranks) < MAX_VALUES * 8
+        ):
             self.test_ranks[int(match[1])] = match[2]
         # libraries of ROCm
         self.rccl |= b"librccl" in message or b"rocm_smi_lib" in message or b"ROCr version" in message
@@ -256,7 +210,7 @@ class Facts:
             self._network(message, host, facts)
         if (
             (b"Bootstrap" in message or message.startswith(b"NET : "))
-            and (match := _BOOTSTRAP.search(message))
+            and (match := _TEXTS["bootstrap"].search(message))
             and len(self.bootstrap) < 64
         ):
             self.bootstrap[match[1].decode("utf-8", "replace")] = None
@@ -273,7 +227,7 @@ class Facts:
             self.nvlink = True
         if b"NVIDIA" in message or b"Tesla" in message or b"GeForce" in message or b" Pid " in message:
             self._gpus(message, facts)
-        if _FINISHED.search(message):
+        if _TEXTS["finished"].search(message):
             self.finished += 1
             facts.append(END)
         return facts
@@ -285,22 +239,22 @@ class Facts:
         elif b"NVLS comm 0x" in message or b"Connected NVLS tree" in message:
             self.nvls_made += 1
             facts.append(f"{FABRIC}NVLS in use")
-        if match := _NVLS_CHANNELS.search(message):
+        if match := _TEXTS["nvls_channels"].search(message):
             facts.append(f"{FABRIC}{'no' if match[1] == b'0' else 'some'} NVLS channels")
-        if match := _MNNVL.search(message):
+        if match := _TEXTS["mnnvl"].search(message):
             self.mnnvl = bool(self.mnnvl) or match[1] == b"1"
             if match[1] == b"1":
                 facts.append(f"{FABRIC}MNNVL of a communicator")
-            elif self.nodes > 1 and _NO_MNNVL.search(message):
+            elif self.nodes > 1 and _TEXTS["no_mnnvl"].search(message):
                 facts.append(f"{FABRIC}MNNVL off")
-        if match := _CLIQUE.search(message):
+        if match := _TEXTS["clique"].search(message):
             self.mnnvl_clique = max(self.mnnvl_clique, int(match[1]))
-        if _FABRIC.search(message):
+        if _TEXTS["fabric"].search(message):
             self.mnnvl_fabric = True
             facts.append(f"{FABRIC}NVLink reaches over nodes")
 
     def _gpus(self, message: bytes, facts: list[str]) -> None:
-        match = _gpu_name().search(message) or _TEST_GPU.search(message)
+        match = _gpu_name().search(message) or _TEXTS["test_gpu"].search(message)
         if match and len(self.gpus) < 64:
             name = b" ".join(match[1].split()).decode("utf-8", "replace")
             if name not in self.gpus:
@@ -309,50 +263,52 @@ class Facts:
 
     def take_wrapped(self, message: bytes, host: bytes) -> None:
         """A message joined with the line after it: only what cannot be told from half of it."""
-        if _NODES.search(message):
+        if _TEXTS["nodes"].search(message):
             self._ranks(message, [])
-        elif b"NET/" in message and (match := _IB_USING.search(message)) and _PORT.search(match[1]):
+        elif b"NET/" in message and (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
             self._ports(match, host)
-        elif (match := _VERSION.search(message)) and b"+" in match[1]:
+        elif (match := _TEXTS["version"].search(message)) and b"+" in match[1]:
             self.versions[match[1].decode()] += 1
 
     def _version(self, message: bytes, facts: list[str]) -> None:
-        if match := _RCCL_VERSION.search(message):
+        if match := _TEXTS["rccl_version"].search(message):
             self.rccl_version = self.rccl_version or match[1].decode()
             facts.append("RCCL version")
-        elif (match := _VERSION.search(message) or _VLLM_VERSION.search(message)) and len(self.versions) < 64:
+        elif (match := _TEXTS["version"].search(message) or _TEXTS["vllm_version"].search(message)) and len(
+            self.versions
+        ) < 64:
             self.versions[match[1].decode()] += 1
             facts.append("NCCL version")
 
     def _environment(self, message: bytes) -> None:
-        match = _ENVIRONMENT.search(message)
+        match = _TEXTS["environment"].search(message)
         if match and (match[1].decode() in self.environment or len(self.environment) < MAX_VALUES):
             self.variable = match[1].decode()
             self.environment[self.variable] = match[2][:200].decode("utf-8", "replace")
 
     def _network(self, message: bytes, host: bytes, facts: list[str]) -> None:
-        if match := _NETWORK.search(message):
+        if match := _TEXTS["network"].search(message):
             name = match[1].decode()
             if name in self.networks or len(self.networks) < 64:
                 self.networks[name] += 1
                 facts.append(f"network {name} selected")
-        elif (match := _ASSIGNED.search(message)) and len(self.assigned) < 64:
+        elif (match := _TEXTS["assigned"].search(message)) and len(self.assigned) < 64:
             self.assigned[match[1].decode()] += 1
         elif b"NET/IB : No device found" in message:
             self.no_ib_device += 1
             facts.append("no RDMA device")
         elif b"NET/Socket : Using" in message:
-            for name in _SOCKETS.findall(message[:2000]):
+            for name in _TEXTS["sockets"].findall(message[:2000]):
                 if len(self.sockets) < 64:
                     self.sockets[name.decode("utf-8", "replace")] = None
             facts.append("socket interfaces")
         elif b"NET/Socket : " in message and b" interfaces found" in message:  # 2.3 and 2.4
             facts.append("socket interfaces")
             self.sockets.setdefault(next(iter(self.bootstrap), "unknown"), None)
-        elif (match := _IB_USING.search(message)) and _PORT.search(match[1]):
+        elif (match := _TEXTS["ib_using"].search(message)) and _TEXTS["port"].search(match[1]):
             self._ports(match, host)
             facts.append("RDMA devices in use")
-        elif (match := _PROVIDER.search(message)) and len(self.providers) < 64:
+        elif (match := _TEXTS["provider"].search(message)) and len(self.providers) < 64:
             self.providers[match[1].decode()] += 1
             facts.append(f"libfabric provider {match[1].decode()}")
 
@@ -364,7 +320,7 @@ class Facts:
         if match[2]:
             self.whole_lists.add(host)
         position = -1
-        for index, port, layer in _PORT.findall(match[1]):
+        for index, port, layer in _TEXTS["port"].findall(match[1]):
             position = int(index) if index else position + 1
             kind = "IB" if layer == b"IB" else "RoCE"
             if len(row) < 128:
@@ -372,12 +328,12 @@ class Facts:
                 self.port_of_index.setdefault(position, set()).add(kind)
 
     def _ranks(self, message: bytes, facts: list[str]) -> None:
-        if match := _NODES.search(message):
+        if match := _TEXTS["nodes"].search(message):
             self.ranks = max(self.ranks, int(match[1]))
             self.nodes = max(self.nodes, int(match[2]))
             self.local_ranks = max(self.local_ranks, int(match[3]))
             facts.append("nodes of the communicator")
-        elif match := _RANKS.search(message):
+        elif match := _TEXTS["ranks"].search(message):
             self.ranks = max(self.ranks, int(match[1]))
 
     def _add_gdr_word(self, host: str, *words: str) -> None:
@@ -385,14 +341,14 @@ class Facts:
             self.gdr_words.setdefault(host, set()).update(words)
 
     def _gdr(self, message: bytes, host: str, facts: list[str]) -> None:
-        if match := _GDR_HCA.search(message):
+        if match := _TEXTS["gdr_hca"].search(message):
             enabled = match[2].lower() == b"enabled"
             if match[1] != b"Socket":
                 self._add_gdr_word(host, "usable" if enabled else "refused")
             if len(self.gdr_hca) < 64:
                 self.gdr_hca[(match[1].decode(), enabled)] += 1
             facts.append(f"GPUDirect RDMA {'possible on' if enabled else 'refused by'} a device")
-        elif match := _GDR_PATH.search(message):
+        elif match := _TEXTS["gdr_path"].search(message):
             key = (match[1] == b"Enabled", int(match[2][:4]), int(match[3][:4]))
             self._add_gdr_word(host, "near" if key[0] else "far")
             self.gdr_read_allowed |= key[0] and match[4] == b"1"
@@ -400,7 +356,7 @@ class Facts:
                 self.gdr_paths[key] += 1
             if not key[0]:
                 facts.append("GPUDirect RDMA too far")
-        elif _GDR_HCA_24.search(message):
+        elif _TEXTS["gdr_hca_24"].search(message):
             self.gdr_hca[("IB", False)] += 1
             self._add_gdr_word(host, "refused")
             facts.append("GPUDirect RDMA refused by a device")

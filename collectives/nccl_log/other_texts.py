@@ -11,33 +11,26 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES
+from collectives.nccl_log.codes import problem_of
 from collectives.nccl_log.transport import LogProblem, ProofLine, rank_words
+from contracts.tables import read_patterns
 
 MAX_TEXT_BYTES = 64 << 20
+_KINDS = {name: re.compile(text.encode()) for name, text in read_patterns(__file__, "facts.toml", "kinds").items()}
+_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "facts.toml", "others").items()}
 _SHOWN = 8  # ranks, processes or ports that a message names
-_RAS = re.compile(rb"^(?:Communicators\.\.\.|Job summary\s*$)|^#\d+-\d+ \([0-9a-f]+\) [A-Z]+\s*$|"
-                  rb'^\s*"communicators"\s*:|\{"nccl_version".*"communicators"|PEER_DEAD', re.MULTILINE)  # fmt: skip
-_IBSTAT = re.compile(rb"^CA '[\w.-]+'\s*$", re.MULTILINE)
-_RDMA_LINK = re.compile(rb"^(?:\d+/\d+: |link )[\w.-]+/\d+:? .*\bstate [A-Z_]+", re.MULTILINE)
-_KERNEL = re.compile(rb"^(?:<\d+>)?(?:\[ *\d+\.\d{6}\]|\[\w{3} \w{3} +\d+ [\d:]{8} \d{4}\]|"
-                     rb"\w{3} +\d+ [\d:]{8} \S+ kernel:|"
-                     rb"\d{4}-\d\d-\d\dT\S+ \S+ kernel:) ", re.MULTILINE)  # fmt: skip
-_CA = re.compile(r"^CA '([\w.-]+)'")
-_FIELD = re.compile(r"^\s*(Port (\d+):|State: (.+)|Physical state: (.+)|Link layer: (.+))\s*$")
-_LINK = re.compile(r"^(?:\d+/\d+: |link )([\w.-]+/\d+):? .*?\bstate ([A-Z_]+)(?: physical_state ([A-Z_]+))?")
 
 
 def kind_of(start: bytes) -> str | None:
     """What the text is by its beginning: "RAS", "ibstat", "rdma link" or "kernel"; None where it may be a log."""
-    if _RAS.search(start):
+    if _KINDS["ras"].search(start):
         return "RAS"
-    if _IBSTAT.search(start):
+    if _KINDS["ibstat"].search(start):
         return "ibstat"
-    if _RDMA_LINK.search(start):
+    if _KINDS["rdma_link"].search(start):
         return "rdma link"
     lines = start[:65_536].count(b"\n") or 1
-    return "kernel" if b"NCCL" not in start and len(_KERNEL.findall(start[:65_536])) * 2 > lines else None
+    return "kernel" if b"NCCL" not in start and len(_KINDS["kernel"].findall(start[:65_536])) * 2 > lines else None
 
 
 def problems_of(kind: str, text: bytes, file: str = "") -> list[LogProblem]:
@@ -46,15 +39,6 @@ def problems_of(kind: str, text: bytes, file: str = "") -> list[LogProblem]:
         "RAS": _ras, "ibstat": _ibstat, "rdma link": _rdma_link, "kernel": _kernel
     }  # fmt: skip
     return list(readers[kind](text.decode("utf-8", "replace"), file))
-
-
-def _problem(
-    code: str, detail: str, lines: tuple[ProofLine, ...] = (), hosts: tuple[str, ...] = (), ranks: tuple[int, ...] = (),
-    count: int = 1,
-) -> LogProblem:  # fmt: skip
-    meaning = CODES[code]
-    return LogProblem(code=code, message=f"{meaning.message}: {detail}", action=meaning.action, lines=lines[:3],
-                      severity=meaning.severity, hosts=hosts, ranks=ranks, count=count)  # fmt: skip
 
 
 def _some(words: list[str]) -> str:
@@ -68,7 +52,7 @@ def _ras(text: str, file: str) -> Iterator[LogProblem]:
     try:
         report = ras.read(text.encode())
     except ras.RasError as error:
-        yield _problem("other_text", f"RAS, not understood: {error}")
+        yield problem_of("other_text", f"RAS, not understood: {error}")
         return
 
     def named(one: ras.RasRank) -> str:
@@ -94,15 +78,17 @@ def _ras(text: str, file: str) -> Iterator[LogProblem]:
         if found:
             hosts = tuple(dict.fromkeys(one.host for one in found if one.host))
             ranks = tuple(sorted({one.rank for one in found if one.rank >= 0}))
-            problem = _problem(code, _some(each), _lines(text, file, hosts), hosts, ranks, len(found))
+            problem = problem_of(
+                code, _some(each), lines=_lines(text, file, hosts), hosts=hosts, ranks=ranks, count=len(found)
+            )
             # one answer without data may also be of a rank that begins or has ended as it should
             proven = code != "ras_rank_missing" or any(one.missing != "no answer" for one in found)
             yield problem if proven else replace(problem, severity="warn")
     if late:
         behind = list(late.values()) if len(late) <= _SHOWN else [f"{rank_words(late)}: {next(iter(late.values()))}"]
-        yield _problem("ras_rank_behind", _some(behind), ranks=tuple(sorted(late)), count=len(late))
+        yield problem_of("ras_rank_behind", _some(behind), ranks=tuple(sorted(late)), count=len(late))
     if not (gone or failed or late):
-        yield _problem("other_text", f"a report of NCCL's RAS on {report.most or 'unknown'} ranks without a fault")
+        yield problem_of("other_text", f"a report of NCCL's RAS on {report.most or 'unknown'} ranks without a fault")
 
 
 def _lines(text: str, file: str, words: tuple[str, ...]) -> tuple[ProofLine, ...]:
@@ -118,9 +104,9 @@ def _ibstat(text: str, file: str) -> Iterator[LogProblem]:
     device, port, state = "", "", ""
     ports: list[tuple[str, str, str, int]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if found := _CA.match(line):
+        if found := _TEXTS["ca"].match(line):
             device, port = found[1], ""
-        elif field := _FIELD.match(line):
+        elif field := _TEXTS["field"].match(line):
             port = field[2] or port
             state = field[3] or state
             if field[4] and port:
@@ -129,7 +115,7 @@ def _ibstat(text: str, file: str) -> Iterator[LogProblem]:
 
 
 def _rdma_link(text: str, file: str) -> Iterator[LogProblem]:
-    found = ((number, _LINK.match(line)) for number, line in enumerate(text.splitlines(), 1))
+    found = ((number, _TEXTS["link"].match(line)) for number, line in enumerate(text.splitlines(), 1))
     ports = [(m[1], m[2], m[3] or "", number) for number, m in found if m]
     yield from _ports("rdma link", ports, text, file)
 
@@ -141,11 +127,11 @@ def _ports(tool: str, ports: list[tuple[str, str, str, int]], text: str, file: s
         lines = tuple(ProofLine(line=n, text=rows[n - 1].strip()[:300], proves=name, file=file) for name, *_, n in down)
         words = [f"{name}: state {state}" + (f", physical state {physical}" if physical else "")
                  for name, state, physical, _ in down]  # fmt: skip
-        yield _problem("port_down", _some(words), lines, count=len(down))
+        yield problem_of("port_down", _some(words), lines=lines[:3], count=len(down))
     else:
-        yield _problem("other_text", f"the output of {tool}: all {len(ports)} ports are active")
+        yield problem_of("other_text", f"the output of {tool}: all {len(ports)} ports are active")
 
 
 def _kernel(text: str, file: str) -> Iterator[LogProblem]:
     del text, file  # what it says of faults is found as in every log
-    yield _problem("other_text", "the kernel's log")
+    yield problem_of("other_text", "the kernel's log")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with
+from collectives.nccl_log.codes import CODES, WORDS_OF, codes_with, problem_of
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_before_ampere, gpus_on_pcie, gpus_without_gdr
 from collectives.nccl_log.transport import Evidence, LogProblem, ProofLine, RunEvidence, by_severity, rank_words
@@ -104,7 +104,6 @@ class _Findings:
         """Add a problem once: on `hosts`, else where its messages, or the lines that prove it, were written."""
         if code in self.found:
             return
-        meaning = CODES[code]
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         writers = self.ledger.code_writers.get(code, {}) if not hosts else {}
         hosts = hosts or self._named(writer.host.decode("utf-8", "replace") for writer in writers if writer.host)
@@ -114,16 +113,11 @@ class _Findings:
             if writers
             else tuple(sorted({rank for host in hosts for rank in self.ledger.ranks_on(host.encode())}))
         )
-        self.found[code] = LogProblem(
-            code=code,
-            message=f"{meaning.message}{': ' + detail if detail else ''}",
-            action=action or meaning.action,
-            severity=severity or meaning.severity,
-            lines=self._of_hosts(proof, hosts),
-            count=count or self.ledger.codes[code] or 1,
-            hosts=tuple(hosts),
-            ranks=ranks,
-        )
+        own = {name: value for name, value in (("severity", severity), ("action", action)) if value}
+        self.found[code] = problem_of(
+            code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
+            hosts=tuple(hosts), ranks=ranks, **own,
+        )  # fmt: skip
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
         """The hosts by their whole names, each once."""
@@ -147,6 +141,13 @@ class _Findings:
                 row = rows.setdefault(host, [0, 0])
                 row[0], row[1] = row[0] + total, row[1] + on
         return self._named(host.decode("utf-8", "replace") for host, (total, on) in rows.items() if total and not on)
+
+    def hosts_over(self, network: str) -> tuple[str, ...]:
+        """Hosts with channels over this network."""
+        devices = self.ledger.devices.items()
+        return self._named(
+            host.decode("utf-8", "replace") for (host, name, _), row in devices if name == network and row[0]
+        )
 
     def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
         """The lines that told these variables of the environment."""
@@ -176,11 +177,7 @@ def find(
 
 def several_runs(rows: tuple[RunEvidence, ...]) -> LogProblem:
     """The note that says so, with the line that each run begins with."""
-    meaning = CODES["several_runs"]
-    return LogProblem(
-        code="several_runs", message=f"{meaning.message}: {len(rows)}", action=meaning.action,
-        severity=meaning.severity, lines=tuple(row.first for row in rows[:3]), count=len(rows),
-    )  # fmt: skip
+    return problem_of("several_runs", str(len(rows)), lines=tuple(row.first for row in rows[:3]), count=len(rows))
 
 
 def _add_code(found: _Findings, code: str) -> None:
@@ -244,6 +241,7 @@ def _network(found: _Findings, ledger: Ledger, evidence: Evidence) -> None:
             detail=unsure,
             lines=found.proof("NET/Socket", "network Socket", "socket inter"),
             severity=severity,
+            hosts=found.hosts_over("Socket"),
         )
     one_node = facts.nodes == 1 or facts.test_on_one_host or facts.all_on_one_host()
     if facts.no_ib_device and not one_node and (inter in (None, "Socket", "unknown")):
@@ -350,7 +348,10 @@ def _gdr_off(found: _Findings, evidence: Evidence, facts: Facts, carried: list[s
     code = "ib_without_gdrdma" if is_ib else _without_gdrdma(inter, carried, facts.provider)
     if evidence.gdrdma_fraction is not None:  # else no channel was seen, and what refused it is told below
         usable = is_ib and any("usable" in words for words in facts.gdr_words.values())
-        found.add(code, detail=_part(evidence, []), lines=_channel_proof(found), action=_USABLE if usable else "")
+        found.add(
+            code, detail=_part(evidence, []), lines=_channel_proof(found), hosts=found.hosts_without_gdrdma(),
+            action=_USABLE if usable else "",
+        )  # fmt: skip
         found.found.pop("gdr_refused_by_plugin", None)
     if env.get("NCCL_NET_GDR_LEVEL") in ("LOC", "0") or env.get("NCCL_IB_CUDA_SUPPORT") == "0":
         found.add("gdr_disabled_by_env", lines=found.variable_proof("NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT"))

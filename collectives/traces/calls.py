@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from collectives.traces.states import TRACE
 from contracts import bounded, plain
-from contracts.rank_state import TRACE
 
 MOST_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
 MOST_CALLS = 20_000  # kept of one rank, the newest

@@ -17,7 +17,9 @@ from itertools import islice
 from typing import Any
 
 from contracts import plain
+from contracts.tables import read_patterns
 
+_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "texts.toml", "ras").items()}
 MOST_BYTES = 256 << 20  # JSON takes some 600 bytes a rank and communicator
 MOST_RANKS = 1 << 20
 PORT = 28028
@@ -71,20 +73,14 @@ def read(raw: bytes) -> RasReport:
         return RasReport(dead=tuple(_events(text)))
     if "NCCL DIAG" in text or "=== RAS Diagnostics ===" in text:
         raise RasError("this is its diagnostics: give them with --diag")
-    if not _SAID.search(text):
+    if not _TEXTS["said"].search(text):
         raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")
     return _text(text)
 
 
-_SAID = re.compile(r"Communicators\.\.\.|Job summary|considered dead|RAS Monitor Mode|PEER_DEAD|^Group +Comms +Nodes|"
-                   r"^#\d{1,7}-\d{1,7} \([0-9a-f]{1,16}\) \w", re.MULTILINE)  # fmt: skip
-# 2.28.7 to 2.28.9 leave out the comma before the state of a missing rank (client_support.cc, jsonWriteMissingRank)
-_NO_COMMA = re.compile(r'("nvml_dev": -?\d{1,9})(?=\s{1,40}"status")')
-
-
 def _json(text: str) -> RasReport:
     try:
-        found = plain.loads(_NO_COMMA.sub(r"\1,", text[: text.rindex("}") + 1]))
+        found = plain.loads(_TEXTS["no_comma"].sub(r"\1,", text[: text.rindex("}") + 1]))
     except (plain.PlainError, ValueError) as error:
         raise RasError(f"no answer of NCCL's RAS: {error}") from None
     rows = found.get("communicators") if isinstance(found, dict) else None
@@ -104,13 +100,9 @@ def _json(text: str) -> RasReport:
     return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most)
 
 
-# `ncclras -m -f json` since 2.29: an object for each event, one after the other
-_EVENT = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\}")
-
-
 def _events(text: str) -> Iterator[RasRank]:
     """Processes that the monitor has declared dead."""
-    for found in islice(_EVENT.finditer(text), MOST_RANKS):
+    for found in islice(_TEXTS["event"].finditer(text), MOST_RANKS):
         with suppress(plain.PlainError):
             event = plain.loads(found[0])
             peer = event.get("peer")
@@ -153,19 +145,6 @@ def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
 
 # Text -----------------------------------------------------------------------------------------------------------------
 
-_GROUP = re.compile(r"^\s*(\d{1,7})\s+(\d{1,7})\s+(\d{1,7})\s+[\d-]{1,15}\s+(\d{1,7})\s+(\d{1,7})\s+[A-Z]+\s+[A-Z]+")
-_HEAD = re.compile(r"^#(\d{1,7})-\d{1,7} \(([0-9a-f]{1,16})\) (\w+)")
-_KIND = re.compile(r"Communicator ranks have different (?:(\w{1,30}) operation|collective operation) counts")
-_COUNT = re.compile(r"^\s+(\d{1,7}) ranks have (?:launched up to operation (\d{1,18})|not launched any operations)")
-_ONE = re.compile(
-    r"^\s+Rank (\d{1,7})(?: has (?:launched up to operation (\d{1,18})|(not) launched any operations))?"
-    r"(?: (?:reported|has status) [\w ]{1,60})? -- "
-    r"(?:GPUs? ([\d,]{1,80})[^ ]*(?: \([^)]{0,80}\))? managed by process (\d{1,9}) on node (\S{1,80}))?"
-)  # fmt: skip
-# within a list, or in an event of `ncclras -m` since 2.29
-_PROCESS = re.compile(r"(?:^\s+|(PEER_DEAD: ))Process (\d{1,9}) on node (\S{1,80}) managing GPUs? ([\d,]{1,80})")
-_MISSING = re.compile(r"^\s+The missing ranks?: ([\d, ]{1,4000})")
-
 
 class _Text:
     """What has been read of the text so far."""
@@ -181,15 +160,15 @@ class _Text:
         self.total = 0
 
     def line(self, line: str) -> None:
-        if not self.comm and (row := _GROUP.match(line)) and self.section == "":
+        if not self.comm and (row := _TEXTS["group"].match(line)) and self.section == "":
             self.sizes[int(row[1])] = int(row[4])
             self.total += int(row[2])
-        elif head := _HEAD.match(line):
+        elif head := _TEXTS["head"].match(line):
             self.comm, self.section, self.kind, self.count = head[2], head[3], "all", None
             self.comms.setdefault(head[2], RasComm(id=head[2], size=self.sizes.get(int(head[1]), 0)))
         elif line.rstrip() in ("INCOMPLETE", "DEAD", "TIMEOUT"):
             self.comm, self.section = "", line.strip()
-        elif (process := _PROCESS.search(line)) and (process[1] or not self.comm):
+        elif (process := _TEXTS["process"].search(line)) and (process[1] or not self.comm):
             words = "dead" if process[1] or self.section == "DEAD" else "no answer"
             gpu = int(process[4].split(",")[0] or 0)
             self.dead.append(RasRank(rank=-1, host=process[3], pid=int(process[2]), gpu=gpu, missing=words))
@@ -198,16 +177,16 @@ class _Text:
 
     def within(self, line: str) -> None:
         ranks = self.ranks.setdefault(self.comm, {})
-        if kind := _KIND.search(line):
+        if kind := _TEXTS["kind"].search(line):
             self.kind, self.count = kind[1] or "all", None
-        elif count := _COUNT.match(line):
+        elif count := _TEXTS["count"].match(line):
             self.count = int(count[2] or 0)
             self.spread.setdefault(self.comm, {}).setdefault(self.kind, {})[self.count] = int(count[1])
-        elif missing := _MISSING.match(line):
+        elif missing := _TEXTS["missing"].match(line):
             for word in missing[1].split(","):
                 if word.strip().isdecimal():
                     ranks[int(word)] = RasRank(rank=int(word), missing="no answer")
-        elif one := _ONE.match(line):
+        elif one := _TEXTS["one"].match(line):
             self.one(one, ranks)
 
     def one(self, one: re.Match[str], ranks: dict[int, RasRank]) -> None:

@@ -13,57 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
+from contracts.tables import read_patterns, read_table
 
-_RANK = re.compile(r"\[rank(\d{1,7})\]:")
-_GROUP = re.compile(r"\[PG (?:ID \d{1,6} PG GUID )?([^\]( ]{1,80}?) ?(?:\(([^)\]]{0,80})\))? Rank (\d{1,7})\]")
-_WORK = re.compile(
-    r"Rank (\d{1,7})\] (?:Watchdog caught collective operation timeout: |Work )"
-    r"WorkNCCL\((?:SeqNum=(\d{1,18}), )?OpType=(\w{1,40})(?:, NumelIn=(\d{1,18}), NumelOut=(\d{1,18}))?"
-)
-_STATUS = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18})\b")
-_DONE = re.compile(r"[Ll]ast completed (?:NCCL )?work: (-?\d{1,18})\b")
-_AT = re.compile(r"(?:at work(?: sequence id)?|at NCCL work): (\d{1,18})")
-_ERROR = re.compile(r"\[rank(\d{1,7})\]: ((?:\w{1,80}\.){0,8}[A-Z]\w{0,80}(?:Error|Exception))(?:: (.{0,300})|\s*$)")
-_PRINT = re.compile(
-    r"Rank (\d{1,7}) is running (?:inconsistent )?collective: CollectiveFingerPrint\("
-    r"(?:SequenceNumber=(\d{1,18}),? ?)?OpType=(\w{1,40})(?:, TensorShape=\[([\d, ]{0,200})\])?"
-    r"(?:, TensorDtypes=(\w{1,20}))?"
-)
-_BARRIER = re.compile(r"Ranks? ([\d, ]{1,2000}) failed to pass monitoredBarrier in (\d{1,12}) ms")
-# distributed_c10d.py, _store_based_barrier: 1.8 to 2.13 write it as a status, and in the error of a timeout
-_JOINS = re.compile(
-    r"(Timed out|Waiting).{0,40} in (?:a )?store based barrier.{0,60}?rank:? (\d{1,7}),(?: for)? key: (\S{1,200}) "
-    r"\(world_size=(\d{1,7}), (?:num_workers_joined|worker_count)=(\d{1,7})"
-)
-_JOINED = re.compile(r"Completed store-based barrier for key:\s?(\S{1,200}) with")
-_NCCL2 = re.compile(r"\[TC\].{0,200}(?:Operation timed out after \d|due to timeout)")
-_HUNG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds")
-_LEFT = re.compile(r"workMetaList_\.size\(\)=(\d{1,9})")
-_PEER = re.compile(  # NCCL's words, and gloo's
-    r"losed by remote peer (\S{1,253}?)<\d{1,5}>|losed by peer \[(?:::ffff:)?([0-9a-fA-F.:]{2,45})\]:\d{1,5}|"
-    r"Call to (?:recv from|send to) (\S{1,253}?)<\d{1,5}> failed ?: (?:Connection reset|Broken pipe)"
-)
-# TCPStore.cpp, socket.cpp and reducer.cpp of torch/csrc/distributed/c10d, releases 1.13 to 2.13
-_CLIENTS = re.compile(r"waiting for clients\. (\d{1,7})/(\d{1,7}) clients joined")
-_UNRESOLVED = re.compile(r"network addresses of \(([^,()]{1,253}), \d{1,5}\) cannot be retrieved|"
-                         r"gaierror: .{0,40}(?:not known|failure in name resolution)")  # fmt: skip
-_TAKEN = re.compile(r"EADDRINUSE|server socket has failed to .{1,300}ddress already in use|"
-                    r"RuntimeError: Address already in use")  # fmt: skip
-_ENDPOINT = re.compile(r"bind to \[?([^\s\]]{1,253})\]?:(\d{1,5})|port: (\d{1,5})")
-_UNREACHED = re.compile(
-    r"client socket has timed out after .{1,30} trying to connect to \(([^,()]{1,253}), (\d{1,5})\)"
-)
-_PARAMETERS = re.compile(r"ank (\d{1,7}) has (\d{1,9}) params, while rank (\d{1,7}) has inconsistent (\d{1,9}) params")
-_SHAPE = re.compile(
-    r"\[(?:Rank )?(\d{1,7})\]: (params\[\d{1,9}\]) in this process with (sizes|strides) (\[[\d, ]{0,200}\])"
-)
+_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "texts.toml", "watchdog").items()}
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
 _CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longer than the call expects
-_NEEDLES = ("Watchdog caught", "ast enqueued", "is running", "watchdog got stuck", "workMetaList_", "losed by",
-            "WorkNCCL(", "monitoredBarrier", "]: ", "tore based barrier", "tore-based barrier", "[TC]", "Call to ",
-            "clients joined", "cannot be retrieved", "gaierror", "ddress already in use", "EADDRINUSE",
-            "client socket has timed out", "inconsistent", "params[", "Init COMPLETE", _CUT_SHORT)  # fmt: skip
+_NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
 MOST = 1 << 16  # ranks, or calls, that are kept
 
 
@@ -130,8 +86,8 @@ class _Reader:
         self.before: tuple[int, str, int] | None = None  # rank, group, own rank of the line before: a line may be torn
 
     def line(self, line: str) -> None:
-        named, group = _RANK.search(line), _GROUP.search(line)
-        if error := _ERROR.search(line):
+        named, group = _TEXTS["rank"].search(line), _TEXTS["group"].search(line)
+        if error := _TEXTS["error"].search(line):
             self.report.errors.setdefault(int(error[1]), f"{error[2]}: {error[3]}" if error[3] else error[2])
         here = None
         if group:
@@ -140,26 +96,26 @@ class _Reader:
             self.own[rank, name] = here[2]
             if group[2] == "default_pg" or (not group[2] and name == "0"):
                 self.default.add(name)
-        if work := _WORK.search(line):
+        if work := _TEXTS["work"].search(line):
             self.work(work, here, named)
-        elif here and (status := _STATUS.search(line)):
+        elif here and (status := _TEXTS["status"].search(line)):
             key = here[0], here[1]
             self.enqueued[key] = max(int(status[1]), self.enqueued.get(key, 0))  # -1: none yet
-            at, done = _AT.search(line), _DONE.search(line)
+            at, done = _TEXTS["at"].search(line), _TEXTS["done"].search(line)
             if at:
                 self.at.setdefault((here[0], int(at[1])), here[1])
             elif done and 0 <= int(done[1]) < int(status[1]):  # its calls end in their order: it is in the next
                 self.at.setdefault((here[0], int(done[1]) + 1), here[1])
         elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
             self.clash(line)
-        elif missed := _BARRIER.search(line):
+        elif missed := _TEXTS["barrier"].search(line):
             words = f"did not come to the barrier within {int(missed[2]) / 1000:g} s"
             self.report.late.update({int(one): words for one in missed[1].split(",") if one.strip().isdecimal()})
-        elif found := _JOINS.search(line):
+        elif found := _TEXTS["joins"].search(line):
             join = self.report.joins.setdefault(found[3], Join(world=int(found[4])))
             join.joined, join.over = max(join.joined, int(found[5])), join.over or found[1] == "Timed out"
             join.ranks.add(int(found[2]))
-        elif found := _JOINED.search(line):
+        elif found := _TEXTS["joined"].search(line):
             self.report.joins.pop(found[1], None)
         if _CUT_SHORT in line:
             self.report.cut_short = self.report.cut_short or line[:300]
@@ -176,34 +132,34 @@ class _Reader:
         """Lines on ranks that do not meet, and on models that differ; the rank that writes one only waits."""
         met = self.report.rendezvous or Rendezvous()
         before = met.joined, met.unresolved, met.unreached, met.taken
-        if clients := _CLIENTS.search(line):
+        if clients := _TEXTS["clients"].search(line):
             met.joined, met.world = max(int(clients[1]), met.joined or 0), int(clients[2])
-        elif name := _UNRESOLVED.search(line):
+        elif name := _TEXTS["unresolved"].search(line):
             met.unresolved = met.unresolved or name[1] or "of a host"
-        elif _TAKEN.search(line):
-            at = _ENDPOINT.search(line)
+        elif _TEXTS["taken"].search(line):
+            at = _TEXTS["endpoint"].search(line)
             met.taken = met.taken or (f"port {at[2] or at[3]}" if at else "the port")
-        elif host := _UNREACHED.search(line):
+        elif host := _TEXTS["unreached"].search(line):
             met.unreached = f"{host[1]}:{host[2]}"
         if before != (met.joined, met.unresolved, met.unreached, met.taken):
             met.lines = (*met.lines, line.strip()[:300])[:4]
             self.report.rendezvous = met
-        if counts := _PARAMETERS.search(line):
+        if counts := _TEXTS["parameters"].search(line):
             for rank, count in ((counts[1], counts[2]), (counts[3], counts[4])):
                 self.report.models[int(rank)] = f"{count} parameters"
-        elif shape := _SHAPE.search(line):
+        elif shape := _TEXTS["shape"].search(line):
             self.report.models[int(shape[1])] = f"{shape[2]} of {shape[3]} {shape[4]}"
             self.report.models.setdefault(0, f"{shape[2]} of other {shape[3]}")
 
     def others(self, line: str, rank: int) -> None:
         """Lines on a watchdog that hangs itself, and on a peer that is gone."""
-        if "[TC]" in line and _NCCL2.search(line):
+        if "[TC]" in line and _TEXTS["nccl2"].search(line):
             self.report.errors.setdefault(rank, "NCCL operation timed out")
-        if hung := _HUNG.search(line):
+        if hung := _TEXTS["hung"].search(line):
             self.report.hung[rank] = f"stood still for {hung[1]} s"
-        if (left := _LEFT.search(line)) and int(left[1]) == 0:
+        if (left := _TEXTS["left"].search(line)) and int(left[1]) == 0:
             self.report.idle.add(rank)
-        if peer := _PEER.search(line):
+        if peer := _TEXTS["peer"].search(line):
             self.report.lost.setdefault(rank, peer[1] or peer[2] or peer[3])
 
     def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
@@ -219,7 +175,7 @@ class _Reader:
             )
 
     def clash(self, line: str) -> None:
-        for found in _PRINT.finditer(line):
+        for found in _TEXTS["print"].finditer(line):
             sizes = tuple(int(n) for n in (found[4] or "").replace(",", " ").split())
             self.report.clash[int(found[1])] = Call(
                 group="", number=int(found[2] or 0), op=found[3].lower(), dtypes=(found[5],) if found[5] else (),
@@ -290,7 +246,8 @@ def _unfolded(lines: Iterable[str]) -> Iterator[str]:
 def _joined(parts: list[str]) -> str:
     """A page folds between words, a terminal within them."""
     words, letters = " ".join(parts), "".join(parts)
-    exact = any(one.search(letters) and not one.search(words) for one in (_WORK, _STATUS, _HUNG))
+    kinds = [_TEXTS[name] for name in ("work", "status", "hung")]
+    exact = any(one.search(letters) and not one.search(words) for one in kinds)
     return letters if exact else words
 
 
@@ -298,7 +255,7 @@ def read(lines: Iterable[str]) -> LogFacts:
     """What the lines say, nothing where no rank spoke."""
     reader = _Reader()
     for line in _unfolded(lines):
-        if any(needle in line for needle in _NEEDLES) or "[PG " in line:
+        if any(needle in line for needle in _NEEDLES):
             reader.line(line)
         else:
             reader.before = None

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from contracts.yaml_text import documents, extended
 from planner.kubernetes.job import RESERVED_ENVIRONMENT, family, quantity
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, Document
+from planner.kubernetes.yaml_edit import documents, extended
 from planner.nccl_env.texts import PodNeed, Setting
 
 PREFIX = "topoflight.io"  # of annotations
@@ -173,7 +173,7 @@ def others_in(manifest: list[Any]) -> list[str]:
 def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[str]]:
     """The manifest with its jobs' additions, in the order of `jobs_in`, and notes on what was left as the user has it.
 
-    Raises WrapError, and EditError of contracts.yaml_text where the text takes no more lines.
+    Raises WrapError, and EditError of planner.kubernetes.yaml_edit where the text takes no more lines.
     """
     manifest = documents(text)
     notes: list[str] = []

@@ -10,7 +10,7 @@ import shlex
 from typing import Any
 
 from contracts.layout import ROPE_TYPES, TRAINED, WHOLE_ROPE, Layout, most_ranks
-from planner.advice import ExportRequest, Formats, refuse
+from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
 from planner.forecast.engine import Fsdp, Share
 from planner.forecast.models import hub_id
 from planner.forecast.specs import ModelSpec, TrainSpec, attention_columns, mlp_width, weights
@@ -139,48 +139,23 @@ ENGINE = Topoflight(
     splits_heads=True,
 )
 
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout) if f.default is not dataclasses.MISSING}
-# Said by names of their own in the job's YAML.
-_NAMED = {"micro_batch", "gradient_accumulation", "fused_cross_entropy", "compile"}
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Layout)}
+# Said by names of their own in the job's YAML, or by how many ranks are started.
+_NAMED = ("micro_batch", "gradient_accumulation", "fused_cross_entropy", "compile", "world_size")
 
 
 def finetune_yaml(request: ExportRequest) -> str:
     """The job's YAML; data set and output folder are the user's to set."""
-    layout, train = request.layout, request.train
+    layout, train, name = request.layout, request.train, request.model.name
     broken = (
         engine_lacks(ENGINE, request.model, train, layout, has_gpu=request.on_gpu),
         method_lacks(ENGINE, train, layout, has_gpu=request.on_gpu),
     )
     refuse("the fine-tune job", {reason: True for reason in broken if reason})
-    name = request.model.name
-    data: dict[str, Any] = {"model_name_or_path": "random:tiny-llama" if name == "tiny-llama" else hub_id(name) or name}
-    if train.method in ("lora", "qlora"):
-        data |= {"use_peft": True, "lora_r": train.lora_rank, "lora_target_modules": list(train.lora_targets)}
-        if train.saved_modules:
-            data["lora_modules_to_save"] = list(train.saved_modules)
-    if train.method == "qlora":
-        data["load_in_4bit"] = True
-    data |= {"max_length": train.sequence_length, "packing": train.packing}
-    if train.steps is not None:
-        data["max_steps"] = train.steps
-    data |= {
-        "per_device_train_batch_size": layout.micro_batch,
-        "gradient_accumulation_steps": layout.gradient_accumulation,
-        "attn_implementation": {"flash": "flash_attention_2"}.get(train.attention, train.attention),
-        "fused_cross_entropy": layout.fused_cross_entropy,
-        "compile": layout.compile,
-    }
-    values = dataclasses.asdict(layout)
-    changed = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in values.items()
-        if key not in _NAMED and key != "world_size" and value != _DEFAULTS.get(key)
-    }
-    changed |= {"precision": layout.precision, "sharding": layout.sharding, "dp_shard": layout.dp_shard}
-    data["layout"] = changed
-    import yaml
-
-    return yaml.safe_dump(data, sort_keys=False)
+    members = {n: v for n, v in dataclasses.asdict(layout).items() if n not in _NAMED and v != _DEFAULTS[n]}
+    members |= {"precision": layout.precision, "sharding": layout.sharding, "dp_shard": layout.dp_shard}
+    hub = "random:tiny-llama" if name == "tiny-llama" else hub_id(name) or name
+    return yaml_from_template("finetune.yaml", request, model_name=hub, members=members)
 
 
 def torchrun_line(request: ExportRequest) -> str:

@@ -17,20 +17,22 @@ from statistics import NormalDist, mean, median, median_low, stdev
 from typing import Any, NamedTuple
 
 from collectives.traces.calls import RankTrace
-from contracts.rank_state import Mark, RankState
-from planner.why.activity import Activity, activity, cause_of
+from collectives.traces.states import Mark, RankState
 from planner.why.facts import (
     ACTIONS,
     DOING,
     EXPLAINS,
     LONG_PHASES,
     LONGER,
+    Activity,
     Cause,
     RunFacts,
     Verdict,
+    activity,
+    cause_of,
     open_verdict,
     verdict_of,
-)  # fmt: skip
+)
 from planner.why.stuck import network
 
 # NCCL's own diagnostics name a rank that is more than 30 % off the median (docs/userguide, troubleshooting/diagnostics)

@@ -7,35 +7,33 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from planner.why.activity import (
+from planner.why.calls import mismatch, signature
+from planner.why.facts import (
+    ACTIONS,
     ENDED,
+    LONG_PHASES,
     LOST_PEER,
+    MOST_RANKS,
+    SILENT_RUN_SECONDS,
+    STALL_SECONDS,
+    TIMED_OUT,
     Activity,
+    Cause,
+    RunFacts,
+    Unknown,
+    Verdict,
     activity,
     are_alike,
     cause_of,
     first_to_end,
     headline,
     lost_a_peer,
-    outlived,
-    timeout_too_short,
-)  # fmt: skip
-from planner.why.calls import mismatch, signature
-from planner.why.facts import (
-    ACTIONS,
-    LONG_PHASES,
-    MOST_RANKS,
-    SILENT_RUN_SECONDS,
-    STALL_SECONDS,
-    TIMED_OUT,
-    Cause,
-    RunFacts,
-    Unknown,
-    Verdict,
     open_verdict,
+    outlived,
     ranks_of,
+    timeout_too_short,
     verdict_of,
-)  # fmt: skip
+)
 from planner.why.stuck import sizes_met
 
 _EVERY_LOG = "topoflight why LOG_OF_EVERY_RANK, or --run DIR"

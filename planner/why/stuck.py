@@ -6,29 +6,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from collectives.traces.calls import RankTrace
-from planner.why.activity import (
+from planner.why.calls import BlockedCalls, describe, find_blocked
+from planner.why.facts import (
     ENDED,
+    EXPLAINS,
+    LONGER,
+    STALL_SECONDS,
     Activity,
+    Cause,
+    RunFacts,
+    Verdict,
     activity,
     cause_of,
     first_to_end,
     lost_a_peer,
+    open_verdict,
     outlived,
+    ranks_of,
     since_wait_began,
     timeout_too_short,
-)  # fmt: skip
-from planner.why.calls import BlockedCalls, describe, find_blocked
-from planner.why.facts import (
-    EXPLAINS,
-    LONGER,
-    STALL_SECONDS,
-    Cause,
-    RunFacts,
-    Verdict,
-    open_verdict,
-    ranks_of,
     verdict_of,
-)  # fmt: skip
+)
 
 
 def stuck(facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> Verdict | None:

@@ -21,7 +21,8 @@ from rigs.tables import each_row
 from agent.checks.baseline import read, regressions
 from agent.checks.verdict import GateError
 from agent.cli.preflight import preflight
-from agent.cluster.nodes import NodeRecord, records_of, to_resource
+from agent.cluster.nodes import NodeRecord
+from agent.cluster.records import records_of, to_resource
 from contracts.finding import Finding, Status
 from probes.host.recording import dumps
 
@@ -68,7 +69,7 @@ def test_a_device_that_left_the_bus_is_worse_than_the_baseline(
     """Nothing of it is left that a check could fail on: by a recording and by a report, both ways round."""
 
     def without(tree: Tree) -> Machine:
-        machine = build.hgx_h100(tree)
+        machine = build.MACHINES["hgx-h100-8xH100-8hca"](tree)
         assert machine.nvml is not None
         for bus in buses:
             place = tree.root / tree.paths[f"0000:{bus}:00.0"].lstrip("/")

@@ -13,7 +13,8 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]  # a busy machine runs 30 cases at its own pace
+# a busy machine runs 30 cases at its own pace
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800), pytest.mark.usefixtures("forked_ranks")]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LAYOUTS = yaml.safe_load((HERE / "layouts.yaml").read_text())

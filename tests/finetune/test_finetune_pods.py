@@ -15,7 +15,8 @@ from rigs.waiting import eventually
 
 from finetune import pod
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_ranks")]
+PYTHON = sys.executable  # which starts torchrun and its ranks, where a pod of `forked_ranks` has them forked
 ROOT = Path(__file__).parents[2]
 # A rank without torch: it tells that it runs, and ends as its file says.
 RANK = """
@@ -60,13 +61,13 @@ class Rig:
         self.pods = {}
         self.started = 0
 
-    def start(self, index, before=(), **environment):
+    def start(self, index, before=(), python=None, **environment):
         """A pod of this index, as the job's controller makes it; its log."""
         self.started += 1
         log = self.folder / f"pod-{index}-{self.started}.log"
         given = {"nodes": 2, "ranks": 1, **self.options}
         options = [f"--{name}" if value is None else f"--{name}={value}" for name, value in given.items()]
-        command = [sys.executable, "-m", "finetune.pod", *options, f"--meet=127.0.0.1:{self.port}"]
+        command = [python or sys.executable, "-m", "finetune.pod", *options, f"--meet=127.0.0.1:{self.port}"]
         env = {**os.environ, "JOB_COMPLETION_INDEX": str(index), "PYTHONPATH": str(ROOT)}
         env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
         with log.open("wb") as stream:
@@ -247,7 +248,7 @@ def test_under_an_operator_pods_meet_in_torchrun(scripted, tmp_path):
 def test_under_an_operator_torchrun_is_started_once(scripted, tmp_path, code, wanted):
     """The job's own exit code, or SIGTERM's with time to save; the operator restarts pods and counts."""
     job = scripted(nodes=1, once=None)
-    log = job.start(0, TOPOFLIGHT_RESTARTS="2")
+    log = job.start(0, python=PYTHON, TOPOFLIGHT_RESTARTS="2")
     eventually(lambda: job.ups(0) == 1, "the rank is up", 300)
     (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
     if code in (None, "done"):

@@ -32,7 +32,7 @@ from planner.stacks.topoflight import ENGINE
 
 WHOLE = os.environ.get("TOPOFLIGHT_TRACE") == "all"
 LIMIT = 14400 if WHOLE else 1800
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(LIMIT)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(LIMIT), pytest.mark.usefixtures("forked_ranks")]
 MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B")
 WORLDS = (8, 16, 64, 512)
 METHODS = ("full", "lora", "qlora")

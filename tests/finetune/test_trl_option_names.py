@@ -17,16 +17,27 @@ def test_every_row_of_the_option_tables_is_sound():
     tables = (names.renamed, names.no_effect, names.only, trl.IN_LAYOUT, dict.fromkeys(settings))
     found = Counter(name for table in tables for name in table)
     wrong += [f"{name}: in {count} tables" for name, count in found.items() if count > 1]
-    for name, here in (*names.renamed.items(), *names.elsewhere.items(), *names.model_init.items()):
+    for name, here in (
+        *names.renamed.items(),
+        *names.elsewhere.items(),
+        *names.sections["model_init_kwargs"].members.items(),
+    ):
         if here not in known_settings():
             wrong.append(f"{name} = {here}: no setting of that name")
-    for name, member in (*trl.IN_LAYOUT.items(), *names.parallelism.items()):
+    for name, member in (
+        *trl.IN_LAYOUT.items(),
+        *names.deepspeed["members"].items(),
+        *names.sections["parallelism_config"].members.items(),
+        *names.sections["fsdp_config"].members.items(),
+    ):
         if member not in members:
             wrong.append(f"{name} = {member}: no member of the layout")
     wrong += [f"{kind} = {name}" for kind, name in names.deepspeed["schedules"].items() if name not in schedules]
     wrong += [f"{name}: no reason" for name, why in names.no_effect.items() if len(why.split()) < 2]
     wrong += [f"{name}: no reason" for name, (_, why) in names.only.items() if len(why.split()) < 2]
-    wrong += [f"{name} is both" for name in {*names.fsdp["members"]} & {*names.fsdp["no_effect"]}]
+    for each in names.sections.values():
+        found = Counter((*each.members, *each.no_effect, *each.only))
+        wrong += [f"{name}: in {count} tables" for name, count in found.items() if count > 1]
     assert wrong == []
 
 

@@ -15,8 +15,7 @@ import pytest
 from pydantic import TypeAdapter
 from rigs.tables import each_row
 
-from hardware.gpus import gpu_named, gpus, model_of, on_grace, refuses_peers, soldered, without_gdr
-from hardware.links import links, nvlink
+from hardware.gpus import gpu_named, gpus, links, model_of, nvlink, on_grace, refuses_peers, soldered, without_gdr
 from hardware.machines import machines as rows
 from hardware.nics import fastest, is_efa, is_virtual, models, nics
 from planner.forecast import machines

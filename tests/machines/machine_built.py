@@ -15,7 +15,6 @@ from probes.host.live import LiveHost
 from probes.host.nvml import failure
 from probes.host.protocol import GpuHandle, Json
 
-IPC_LOCK_ONLY = 0x4000
 CONTAINER_CAPS = 0x00000000A80425FB  # the container engines' default set
 ALL_CAPS = 0x000001FFFFFFFFFF
 
@@ -55,13 +54,10 @@ class Machine:
     capabilities: int = ALL_CAPS
     uid: int = 0
     shm: tuple[int, int] = (512 << 30, 512 << 30)
-    environment: dict[str, str] = field(default_factory=dict)
     peermem: str | None = "550.90.07"
     driver_proc: str | None = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.90.07  Release Build"
     cmdline: str = "BOOT_IMAGE=/boot/vmlinuz root=/dev/sda2 ro iommu=pt"
     container: str | None = None  # "kubernetes"
-    rdma_shared: bool = True
-    unusable: tuple[str, ...] = ()
     kernel_log: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     port_links: dict[str, dict[str, Json]] = field(default_factory=dict)  # interface -> what its driver answers
@@ -84,16 +80,16 @@ class BuiltHost(LiveHost):
         return limits[name.lower()]
 
     def environment(self) -> dict[str, str]:
-        """What the machine's pod sets."""
-        return dict(self.machine.environment)
+        """Nothing of NCCL is set."""
+        return {}
 
     def statvfs(self, path: str) -> tuple[int, int]:
         """Only /dev/shm is asked for."""
         return self.machine.shm
 
     def usable(self, path: str) -> bool:
-        """Device nodes open, but for those the machine names."""
-        return path not in self.machine.unusable and self.exists(path)
+        """Device nodes open."""
+        return self.exists(path)
 
     def identity(self) -> dict[str, Json]:
         """A fixed time: rebuilding changes nothing."""
@@ -139,7 +135,7 @@ class BuiltHost(LiveHost):
         except FileNotFoundError:
             raise OSError(errno.EPROTONOSUPPORT, os.strerror(errno.EPROTONOSUPPORT)) from None
         if what == "system":
-            return ({"netns_mode": int(self.machine.rdma_shared)},)
+            return ({"netns_mode": 1},)
         read = self.read_text
         devices = [
             {

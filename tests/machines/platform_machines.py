@@ -6,23 +6,20 @@ the rules of the environment look at: DMI, GPUs, NICs with their GIDs, interface
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import build
 import yaml
 from build import CPUS, LOOPBACK, SPR, answers, guid, hca
-from machine_built import CONTAINER_CAPS, BuiltHost, Cpu, Machine, write_host
-from machine_nvml import BOARDS, H100, Board, NvmlGpu, fabric
-from machine_tree import AMAZON, MELLANOX, NVIDIA, Dev, Netdev, Rdma, Tree, port, switch
+from machine_built import CONTAINER_CAPS, Cpu, Machine
+from machine_nvml import BOARDS, Board, NvmlGpu, fabric
+from machine_tree import AMAZON, NVIDIA, Dev, Netdev, Rdma, Tree, switch
 
 from probes.api import Snapshot
-from probes.host.protocol import Host
 from probes.scan import scan
 
 AMD, CRAY, GOOGLE = 0x1002, 0x17DB, 0x1AE0
@@ -190,56 +187,11 @@ NODES: dict[str, Node] = {
 }
 
 
-def _pod(tree: Tree, kind: str) -> Machine:
-    """The pod of r760xa with a network of another kind."""
-    machine = build.r760xa(tree)
-    for net in machine.netdevs:
-        if net.name == "net1":
-            net.kind = kind
-    return machine
-
-
-def sriov_pod(tree: Tree) -> Machine:
-    """A pod with eight virtual functions; the physical ones are on the bus, and belong to the host."""
-    nets = [LOOPBACK, Netdev(name="eth0", index=2, mtu=1400, kind="veth", link=37, addresses=("10.128.2.17/23",))]
-    gpus, entries = [], ['{"name":"ovn-kubernetes","interface":"eth0","ips":["10.128.2.17"],"default":true}']
-    for i in range(8):
-        bus = f"{0x10 + 8 * i:02x}"
-        net = Netdev(name=f"net{i + 1}", index=3 + i, mtu=9000, speed=400000, addresses=(f"192.168.{i + 1}.5/24",))
-        gids = (
-            (mapped(f"192.168.{i + 1}.5"), "IB/RoCE v1", net.name),
-            (mapped(f"192.168.{i + 1}.5"), "RoCE v2", net.name),
-        )
-        card = Rdma(name=f"mlx5_{10 + i}", link_layer="Ethernet", hca_type="MT4126", guid=guid(i), gids=gids)
-        physical = Dev(
-            bus_id=f"0000:{bus}:00.0", class_code=0x020000, vendor=MELLANOX, device=0x1021, driver="mlx5_core"
-        )
-        function = hca(f"0000:{bus}:00.2", card, device=0x101E, net=net)
-        function.physfn = physical.bus_id
-        gpu = Dev(bus_id=f"0000:{0x11 + 8 * i:02x}:00.0", class_code=0x030200, vendor=NVIDIA, device=0x2330,
-                  driver="nvidia", config=False)  # fmt: skip
-        tree.pci(
-            f"pci0000:{0x0C + 8 * i:02x}", int(i >= 4), port(f"0000:{0x0D + 8 * i:02x}:00.0", physical, function, gpu)
-        )
-        gpus.append(NvmlGpu(board=H100, bus_id=gpu.bus_id, numa=int(i >= 4), switches=("",)))
-        nets.append(net)
-        entries.append(f'{{"name":"default/sriov-{i}","interface":"net{i + 1}","ips":["192.168.{i + 1}.5"]}}')
-    tree.netdev(nets[1])
-    status = "[" + ",".join(entries) + "]"
-    return Machine(
-        hostname="trainer-0", source="OpenShift SR-IOV network operator, one virtual function a network",
-        product="PowerEdge XE9680", vendor="Dell Inc.", cpu=SPR, nvml=answers(gpus, SPR), netdevs=tuple(nets),
-        default_route=2, container="kubernetes", capabilities=CONTAINER_CAPS, shm=(16 << 30, 16 << 30),
-        files={"/etc/podinfo/network-status": status},
-    )  # fmt: skip
-
-
 MACHINES: dict[str, Callable[[Tree], Machine]] = {
     **{name: describe(node) for name, node in NODES.items()},
-    "openshift-macvlan": build.r760xa,
-    "openshift-ipvlan": lambda tree: _pod(tree, "ipvlan"),
-    "sriov-pod": sriov_pod,
-    "gb200-nvl72-tray": build.gb200,
+    "openshift-macvlan": build.MACHINES["r760xa-2xA40-bf3"],
+    "openshift-ipvlan": build.MACHINES["r760xa-ipvlan"],
+    **{name: build.MACHINES[name] for name in ("sriov-pod", "gb200-nvl72-tray")},
 }
 
 
@@ -251,12 +203,8 @@ def snapshot(name: str) -> Snapshot:
 
 def snapshot_of(made: Callable[[Tree], Machine]) -> Snapshot:
     """A machine of a test's own."""
-    memory = "/dev/shm"  # thousands of small files
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        tree = Tree(Path(folder))
-        machine = made(tree)
-        write_host(tree, machine)
-        return scan(cast("Host", BuiltHost(Path(folder), machine)))
+    with build.built(made) as (host, _):
+        return scan(host)
 
 
 __all__ = ["MACHINES", "NODES", "Nics", "Node", "describe", "snapshot", "snapshot_of"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.forecast.intervals import widths
+from planner.forecast.calibration import widths
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "measurements" / "forecast.md"

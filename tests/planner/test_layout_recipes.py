@@ -18,7 +18,7 @@ from rigs.tables import each_row
 
 from contracts.layout import Layout
 from planner.forecast import machines
-from planner.forecast.intervals import widths
+from planner.forecast.calibration import widths
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_named, plan, search_planned

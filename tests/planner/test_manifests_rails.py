@@ -275,28 +275,8 @@ def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
 @pytest.fixture(scope="module")
 def four_rails(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recording of a node of four L40S, each with a RoCE port beside it, and Ethernet besides."""
-
-    def rails(tree: Any) -> Any:
-        nets = [build.Netdev(name="eno1", index=2, speed=25000, mac="b8:3f:d2:00:00:0f", addresses=("10.10.4.11/22",))]
-        gpus = []
-        for i, bus in enumerate((0x20, 0x40, 0xA0, 0xC0)):
-            net = build.Netdev(name=f"ens{i}f0np0", index=3 + i, mtu=9000, speed=200000, mac=f"b8:3f:d2:00:00:0{i}",
-                              addresses=(f"192.168.{3 * i}.11/24",))  # fmt: skip
-            card = build.Rdma(
-                name=f"mlx5_{i}", link_layer="Ethernet", rate="200 Gb/sec (4X HDR)", guid=build.guid(80 + i)
-            )
-            beside = build.hca(f"0000:{bus + 5:02x}:00.0", card, net=net)
-            gpu = build.gpu(f"0000:{bus + 3:02x}:00.0", 0x26B9, generation=4)
-            tree.pci(f"pci0000:{bus:02x}", int(i > 1), build.switch(bus, gpu, beside, generation=4))
-            gpus.append(build.NvmlGpu(board=build.L40S, bus_id=f"0000:{bus + 3:02x}:00.0", numa=int(i > 1)))
-            nets.append(net)
-        return build.Machine(
-            hostname="rails-01", source="Built for a test.", product="four rails", vendor="Supermicro", cpu=build.GENOA,
-            nvml=build.answers(gpus, build.GENOA), netdevs=(build.LOOPBACK, *nets), default_route=2,
-        )  # fmt: skip
-
     path = tmp_path_factory.mktemp("rails") / "rails-01.json"
-    path.write_text(build.dumps(build.record(rails)), encoding="utf-8")
+    path.write_text(build.dumps(build.record(build.MACHINES["four-rails"])), encoding="utf-8")
     return path
 
 

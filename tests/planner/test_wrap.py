@@ -12,8 +12,8 @@ import yaml
 from rigs.tables import each_row
 
 from contracts.job_config import parse_config
-from contracts.yaml_text import EditError, documents, extended
 from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
+from planner.kubernetes.yaml_edit import EditError, documents, extended
 from planner.nccl_env.texts import PodNeed, Reason, Setting
 from planner.stacks.arguments import as_run, read_command
 

@@ -1,152 +1,84 @@
-"""What the gpu probe concludes, on recorded machines and on single facts."""
+"""What the gpu probe concludes: of single facts (gpu_findings.yaml), GPUs beside each other, and recorded machines."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from gpu_machines import H100, changed, facts_of, gpu_with, recorded, rows, with_facts
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.tables import each_row
 
+from agent.checks.view import for_next_job, look
+from agent.metrics import _link_values as link_values
 from contracts.finding import Finding, Status
-from probes.gpu.facts import Gpu, GpuFacts, GpuPair, GpuProcess, NvLink
+from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.probe import PROBE
-from probes.gpu.read import cpu_list
+from probes.gpu.read import cpu_list, questions
 from probes.host.nvml import nvml_bus_id, sysfs_bus_id
-from probes.host.recording import load
+from probes.host.recording import RecordedHost
 from probes.scan import scan
 
-MACHINES = Path(__file__).parent.parent / "machines"
 HEALTHY = Gpu(index=0, bus_id="0000:1b:00.0", name="NVIDIA A100-SXM4-40GB", memory_bytes=40 << 30)
+ALIKE = Gpu(
+    index=0, bus_id=None, name="NVIDIA H100 80GB HBM3", memory_bytes=80 << 30, sm_clock_max_hertz=1.98e9,
+    power_limit_default_watts=700.0, pcie_generation_max=5, pcie_width_max=16, bar1_bytes=128 << 30,
+)  # fmt: skip
 
 
-def _check(*gpus: Gpu, **facts: Any) -> list[Finding]:
-    found = GpuFacts(**{"driver_version": "550", "cuda_version": "12.4", "gpus": gpus, **facts})
+def check(*gpus: Gpu, **facts: Any) -> list[Finding]:
+    """What is found of the GPUs, numbered in their order."""
+    numbered = tuple(dataclasses.replace(gpu, index=n) for n, gpu in enumerate(gpus))
+    found = GpuFacts(**{"driver_version": "550", "cuda_version": "12.4", "gpus": numbered, **facts})
     return list(PROBE.check(found))
 
 
-def _links(active: int, of: int) -> dict[str, Any]:
-    return {"nvlinks_known": True, "nvlinks": tuple(NvLink(link=n, active=n < active) for n in range(of))}
+def links(active: int, of: int, kind: str | None = None) -> dict[str, Any]:
+    every = (NvLink(link=n, active=n < active, remote_kind=kind if n < active else None) for n in range(of))
+    return {"nvlinks_known": True, "nvlinks": tuple(every)}
 
 
-@each_row(
-    ("changes", "code", "severity"),
-    [
-        ({"pcie_width": 8, "pcie_width_max": 16}, "gpu.pcie.width", "fail"),
-        ({"pcie_generation": 1, "pcie_generation_max": 4, "utilization_ratio": 0.9}, "gpu.pcie.generation", "fail"),
-        ({"ecc_uncorrected": 1}, "gpu.ecc.uncorrected", "fail"),
-        ({"remapping_failed": True}, "gpu.memory.remap_failed", "fail"),
-        ({"remapped_rows_uncorrectable": 513}, "gpu.memory.remap_failed", "fail"),
-        ({"remapping_pending": True}, "gpu.memory.remap_pending", "warn"),
-        ({"retired_pages": 3}, "gpu.memory.retired", "info"),
-        ({"temperature_celsius": 84.0}, "gpu.thermal.hot", "warn"),
-        ({"temperature_celsius": 80.0, "temperature_slowdown_celsius": 79.0}, "gpu.thermal.hot", "warn"),
-        ({"throttle_reasons": ("hw_slowdown",)}, "gpu.clocks.slowdown", "fail"),
-        ({"throttle_reasons": ("sw_thermal",)}, "gpu.thermal.throttling", "warn"),
-        ({"throttle_reasons": ("hw_power_brake", "hw_slowdown")}, "gpu.power.brake", "fail"),
-        ({"throttle_reasons": ("hw_slowdown", "hw_thermal")}, "gpu.thermal.throttling", "fail"),
-        (
-            {
-                "sm_clock_hertz": 1050e6,
-                "sm_clock_max_hertz": 1980e6,
-                "utilization_ratio": 1.0,
-                "throttle_reasons": ("sw_thermal",),
-            },
-            "gpu.thermal.throttling",
-            "fail",
-        ),
-        ({"throttle_reasons": ("sw_power_cap",)}, "gpu.power.capped", "info"),
-        ({"power_limit_watts": 340.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "warn"),
-        ({"power_limit_watts": 280.0, "power_limit_default_watts": 400.0}, "gpu.power.limit", "fail"),
-        ({"mig_enabled": True}, "gpu.mig.enabled", "fail"),
-        ({"compute_mode": "prohibited"}, "gpu.device.mode", "fail"),
-        ({"compute_mode": "exclusive_process"}, "gpu.device.mode", "info"),
-        ({"fabric_state": "in_progress"}, "gpu.fabric.incomplete", "fail"),
-        ({"fabric_state": "completed", "fabric_degraded": True}, "gpu.fabric.degraded", "fail"),
-        ({"bar1_bytes": 256 << 20}, "gpu.bar1.small", "info"),
-        ({"persistence_mode": False}, "gpu.persistence.off", "info"),
-        ({"processes": (GpuProcess(pid=7, memory_bytes=None),)}, "gpu.process.running", "info"),
-        ({"error": "GPU_IS_LOST (nvmlDeviceGetHandleByIndex)"}, "gpu.device.lost", "fail"),
-        ({"error": "RESET_REQUIRED (nvmlDeviceGetHandleByIndex)"}, "gpu.device.lost", "fail"),
-        ({"error": "NO_PERMISSION (nvmlDeviceGetHandleByIndex)"}, "gpu.device.denied", "unknown"),
-        ({"error": "TIMEOUT (nvmlDeviceGetHandleByIndex)"}, "gpu.device.unread", "unknown"),
-        ({"recovery_action": "gpu_reset"}, "gpu.device.recovery", "fail"),
-        ({"recovery_action": "action_9"}, "gpu.device.recovery", "fail"),
-        ({"fabric_state": "completed", "fabric_faults": ("route_unhealthy",)}, "gpu.fabric.unhealthy", "fail"),
-        ({"fabric_state": "completed", "fabric_summary": "limited_capacity"}, "gpu.fabric.unhealthy", "warn"),
-        ({"fabric_state": "completed", "fabric_summary": "unhealthy"}, "gpu.fabric.unhealthy", "fail"),
-        ({"fabric_state": "completed", "fabric_status": "UNKNOWN"}, "gpu.fabric.incomplete", "fail"),
-        ({"ecc_enabled": False, "ecc_pending": False}, "gpu.ecc.off", "warn"),
-        ({"ecc_enabled": False, "ecc_pending": False, "ecc_default": False}, "gpu.ecc.off", "info"),
-        ({"ecc_enabled": True, "ecc_pending": False}, "gpu.ecc.off", "info"),
-        ({"ecc_uncorrected_lifetime": 2}, "gpu.ecc.lifetime", "info"),
-        ({"sram_threshold_exceeded": True}, "gpu.ecc.sram", "fail"),
-        ({"sram_uncorrected": 1}, "gpu.ecc.sram", "fail"),
-        ({"remap_banks_exhausted": 1}, "gpu.memory.remap_exhausted", "warn"),
-        ({"name": "NVIDIA GB200", "c2c_enabled": False}, "gpu.c2c.off", "warn"),
-        ({"memory_used_bytes": 39 << 30, "utilization_ratio": 0.0}, "gpu.memory.held", "fail"),
-        ({"memory_used_bytes": 20 << 30, "utilization_ratio": 0.0}, "gpu.memory.held", "warn"),
-        ({"memory_used_bytes": 39 << 30}, "gpu.memory.held", "fail"),
-        ({"memory_used_bytes": 20 << 30}, "gpu.memory.held", "warn"),
-        ({"mig_enabled": False, "mig_pending": True}, "gpu.mig.enabled", "warn"),
-        ({"virtualization": "vgpu"}, "gpu.device.vgpu", "info"),
-        ({"memory_used_bytes": 39 << 30, "utilization_ratio": 0.9}, "gpu.memory.held", "info"),
-        (
-            {"sm_clock_hertz": 345e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 1.0, "throttle_reasons": ()},
-            "gpu.clocks.low",
-            "fail",
-        ),
-        ({"xids": (74, 74)}, "gpu.xid.hardware", "warn"),
-        ({"xid_events": (79,)}, "gpu.xid.hardware", "warn"),
-        ({"xids": (39,)}, "gpu.xid.driver", "info"),
-        ({"xids": (13, 31)}, "gpu.xid.application", "info"),
-        (
-            {
-                "name": "NVIDIA A30",
-                "nvlinks_known": True,
-                "nvlinks": (NvLink(link=2, active=True, errors={"replay": 5, "recovery": 0}),),
-            },
-            "gpu.nvlink.errors",
-            "info",
-        ),
-    ],
-)
+@each_row(("changes", "code", "severity"), partial(rows, "one_fault"))
 def test_one_fault_is_one_finding(changes: dict[str, Any], code: str, severity: str) -> None:
     """Exactly the code that belongs to it, with evidence, and a remedy unless it is a note."""
-    found = _check(dataclasses.replace(HEALTHY, **changes))
+    found = check(gpu_with(HEALTHY, changes))
     assert [(f.code, f.status) for f in found] == [(code, severity)]
     assert found[0].evidence
     assert found[0].remedy or found[0].status is Status.INFO
     assert code in PROBE.codes
 
 
-@each_row(
-    "changes",
-    [
-        {"pcie_generation": 1, "pcie_generation_max": 5, "utilization_ratio": 0.0},
-        {"pcie_generation": 1, "pcie_generation_max": 5},
-        {"temperature_celsius": 83.0, "temperature_slowdown_celsius": 90.0},
-        {"throttle_reasons": ("applications_clocks",)},
-        {"power_limit_watts": 400.0, "power_limit_default_watts": 400.0},
-        {"fabric_state": "not_supported"},
-        {"remapped_rows_uncorrectable": 512},
-        {"pcie_generation": 1, "pcie_generation_max": 5, "utilization_ratio": 0.1},
-        {"fabric_state": "completed", "fabric_faults": (), "fabric_summary": "healthy"},
-        {"recovery_action": "none"},
-        {"ecc_enabled": True, "ecc_pending": True},
-        {"memory_used_bytes": 1 << 30, "utilization_ratio": 0.0},
-        {"name": "NVIDIA H100 80GB HBM3", "c2c_enabled": False},
-        {"sm_clock_hertz": 345e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 0.0, "throttle_reasons": ()},
-        {"sm_clock_hertz": 1755e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 1.0, "throttle_reasons": ()},
-        {"sm_clock_hertz": 345e6, "sm_clock_max_hertz": 1980e6, "utilization_ratio": 1.0},
-        {},
-    ],
-)
+@each_row("changes", partial(rows, "usual"))
 def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None:
     """An idle GPU's slow PCIe link above all."""
-    assert _check(dataclasses.replace(HEALTHY, **changes)) == []
+    assert check(gpu_with(HEALTHY, changes)) == []
+
+
+@each_row(("changes", "has", "lacks", "severity"), partial(rows, "sentences"))
+def test_sentences_say_what_is_so_and_remedies_lift_what_they_name(
+    changes: dict[str, Any], has: str, lacks: str, severity: str
+) -> None:
+    worst = next(f for f in check(gpu_with(ALIKE, changes)) if f.code != "gpu.power.capped")
+    text = f"{worst.message} {worst.remedy}"
+    assert has in text and lacks.lower() not in text.lower() and worst.status == severity, text
+
+
+def test_confidential_computing_is_told() -> None:
+    (secret,) = check(ALIKE, confidential=True)
+    assert (secret.code, secret.status) == ("gpu.device.confidential", Status.WARN)
+
+
+@each_row(("changes", "count", "code", "severity", "words"), partial(rows, "twins"))
+def test_one_gpu_unlike_its_twins_is_named_with_its_cost(
+    changes: dict[str, Any], count: int, code: str, severity: str, words: str
+) -> None:
+    found = check(ALIKE, gpu_with(ALIKE, changes), *[ALIKE] * (count - 2))
+    found = [f for f in found if f.status is not Status.INFO]
+    subject = "" if "different" in words else "GPU1"
+    assert [(f.code, f.status, f.subject) for f in found] == ([(code, severity, subject)] if code else [])
+    assert all(words in f.message and f.remedy for f in found), found
 
 
 @each_row(
@@ -162,44 +94,57 @@ def test_what_is_usual_or_unknown_is_no_finding(changes: dict[str, Any]) -> None
 def test_gpus_of_one_host_belong_into_one_clique(second: str | None, state: str, expected: list[str]) -> None:
     """A GPU whose fabric is not there is in no clique, and another finding's business."""
     first = dataclasses.replace(HEALTHY, fabric_state="completed", fabric_clique="aa/1")
-    other = dataclasses.replace(HEALTHY, index=1, fabric_state=state, fabric_clique=second)
-    assert [finding.code for finding in _check(first, other)] == expected
+    other = dataclasses.replace(HEALTHY, fabric_state=state, fabric_clique=second)
+    assert [finding.code for finding in check(first, other)] == expected
 
 
-def test_a_gpu_is_compared_with_its_twins_only() -> None:
+def test_links_are_compared_with_those_of_twins_only() -> None:
     """Boards with different numbers of links may share a host; the same board may not differ."""
-    full = dataclasses.replace(HEALTHY, **_links(12, 12))
-    short = dataclasses.replace(HEALTHY, index=1, **_links(8, 12))
-    found = _check(full, short)
+    full = dataclasses.replace(HEALTHY, **links(12, 12))
+    short = dataclasses.replace(HEALTHY, **links(8, 12))
+    found = check(full, short)
     assert [(f.code, f.subject) for f in found] == [("gpu.nvlink.missing", "GPU1")]
     assert "8, 9, 10, 11" in found[0].evidence[0]
     for kind, manager in (("gpu", False), ("nvswitch", True), (None, True)):  # a switch needs its fabric manager
         wired = tuple(dataclasses.replace(link, remote_kind=kind) for link in short.nvlinks)
-        told = _check(full, dataclasses.replace(short, nvlinks=wired))[0]
+        told = check(full, dataclasses.replace(short, nvlinks=wired))[0]
         assert ("fabric manager" in told.remedy) is manager, told
     other = dataclasses.replace(short, name="NVIDIA A30")
-    assert [f.code for f in _check(full, other)] == ["gpu.device.mixed", "gpu.nvlink.missing"]
+    assert [f.code for f in check(full, other)] == ["gpu.device.mixed", "gpu.nvlink.missing"]
 
 
-@each_row(
-    ("name", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", ["gpu.nvlink.none"]),
-        ("NVIDIA H200", ["gpu.nvlink.none"]),
-        ("NVIDIA GB200", ["gpu.nvlink.none"]),
-        ("NVIDIA A100-SXM4-80GB", ["gpu.nvlink.none"]),
-        ("NVIDIA H100 PCIe", []),
-        ("NVIDIA H200 NVL", []),
-        ("NVIDIA A40", []),
-        ("NVIDIA L40S", []),
-    ],
-)
-def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, expected: list[str]) -> None:
-    """A PCIe card may go without a bridge."""
-    pair = [dataclasses.replace(HEALTHY, index=i, name=name, **_links(0, 4)) for i in range(2)]
-    assert [f.code for f in _check(*pair)] == expected
-    unknown = [dataclasses.replace(gpu, nvlinks=(), nvlinks_known=False) for gpu in pair]
-    assert _check(*unknown) == []
+@each_row(("name", "is_fault"), partial(rows, "soldered"))
+def test_no_link_at_all_is_a_fault_only_where_links_are_soldered_on(name: str, is_fault: bool) -> None:
+    gpu = dataclasses.replace(HEALTHY, name=name, **links(0, 4))
+    assert [f.code for f in check(gpu, gpu)] == ["gpu.nvlink.none"] * is_fault
+    unknown = dataclasses.replace(gpu, nvlinks=(), nvlinks_known=False)
+    assert check(unknown, unknown) == []
+
+
+@each_row(("name", "active", "listed", "kind", "severities"), partial(rows, "links"))
+def test_links_that_all_gpus_lack_count_by_their_share(
+    name: str, active: int, listed: int, kind: str | None, severities: list[str]
+) -> None:
+    found = check(*[Gpu(index=0, bus_id=None, name=name, **links(active, listed, kind))] * 4)
+    assert [f.status for f in found] == severities
+    assert not {f.code for f in found} - {"gpu.nvlink.missing"}
+
+
+def test_missing_links_are_told_with_their_cost() -> None:
+    (found,) = check(dataclasses.replace(ALIKE, **links(16, 18, "nvswitch")))
+    assert found.message == (
+        "GPU0 has 16 of 18 NVLinks active. Collectives on this node run at about 89 % of the normal NVLink bandwidth."
+    )
+    assert found.remedy.startswith("Reset the GPU (`nvidia-smi -r -i 0`); if the links stay down,")
+
+
+@each_row(("name", "status", "severity", "acs"), partial(rows, "p2p"))
+def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(
+    name: str, status: str, severity: str, acs: bool
+) -> None:
+    gpu = Gpu(index=0, bus_id=None, name=name)
+    (found,) = check(gpu, gpu, pairs=(GpuPair(a=0, b=1, ancestor="PIX", p2p_read=status),))
+    assert (found.code, found.status, "ACS" in found.remedy) == ("gpu.p2p.refused", severity, acs)
 
 
 def test_refused_p2p_is_one_finding_a_reason() -> None:
@@ -207,23 +152,85 @@ def test_refused_p2p_is_one_finding_a_reason() -> None:
     ends = [(a, b) for a in range(8) for b in range(a + 1, 8)]
     for ancestor, severity in (("PIX", "fail"), ("SYS", "warn")):  # across the CPU NCCL goes by itself
         pairs = tuple(GpuPair(a=a, b=b, p2p_read="chipset_not_supported", ancestor=ancestor) for a, b in ends)
-        found = _check(pairs=pairs)
+        found = check(pairs=pairs)
         assert [(f.code, f.status) for f in found] == [("gpu.p2p.refused", severity)]
     assert "and 24 more pairs" in found[0].message
-    by_design = _check(pairs=(GpuPair(a=0, b=1, p2p_read="gpu_not_supported"), GpuPair(a=0, b=2, p2p_read=None)))
+    by_design = check(pairs=(GpuPair(a=0, b=1, p2p_read="gpu_not_supported"), GpuPair(a=0, b=2, p2p_read=None)))
     assert [f.status for f in by_design] == ["info"]
+
+
+@each_row(("value", "wanted"), partial(rows, "visible"))
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(value: str | None, wanted: list[str] | None) -> None:
+    gpus = [dataclasses.replace(ALIKE, uuid=f"GPU-{n}aaa") for n in range(8)]
+    found = [f for f in check(*gpus, visible=value) if f.code == "gpu.device.hidden"]
+    assert [f.status for f in found] == (wanted[:1] if wanted else [])
+    assert all(wanted and wanted[1] in f.message for f in found), found
+
+
+@each_row(("question", "answer", "code"), partial(rows, "impossible"))
+def test_a_number_that_is_impossible_is_unknown_and_claims_nothing(question: str, answer: Any, code: str) -> None:
+    found = list(PROBE.check(facts_of(changed(gpu3=(question, answer)))))
+    unknown = {f.code for f in found if f.status is Status.UNKNOWN}
+    assert code in unknown and unknown == {f.code for f in found}, found
+
+
+def test_the_table_of_questions_is_whole() -> None:
+    assert all(set(row) <= {"codes", "range", "items", "fields", "source"} for row in questions().values())
+    assert {code for row in questions().values() for code in row.get("codes", ())} <= set(PROBE.codes)
+
+
+@each_row(
+    ("remapped", "field", "pending"), [([0, 0, 0, 0], None, False), ([0, 1, 1, 0], None, True), ([0, 1, 0, 0], 1, True)]
+)
+def test_no_remapping_pending_is_known_by_either_word(remapped: list[int], field: int | None, pending: bool) -> None:
+    content = changed(gpu0=("nvmlDeviceGetRemappedRows", remapped))
+    content["answers"]["nvml"]["nvmlDeviceGetFieldValues"]["gpu0,230,306,307,91"] = [0, None, field, 18]
+    assert facts_of(content).gpus[0].remapping_pending is pending
 
 
 def test_a_lost_gpu_is_placed_by_what_is_left_on_the_bus() -> None:
     """It does not tell its address itself; the kernel's log does, in the driver's words."""
-    facts = scan(load(MACHINES / "sick-h100-gpu-lost.json")).facts(GpuFacts)
-    assert facts is not None
+    facts = facts_of(scan(RecordedHost(recorded("sick-h100-gpu-lost"))))
     lost = facts.gpus[5]
     assert (lost.bus_id, lost.xids) == ("0000:c3:00.0", (79,))
     finding = next(iter(PROBE.check(facts)))
     assert "0000:c3:00.0" in finding.message
     assert "Xid 79" in finding.evidence[0]
     assert [gpu.xids for gpu in facts.gpus if gpu is not lost] == [()] * 7
+
+
+@each_row(
+    ("share", "busy", "scanned", "gate"),
+    [(0.93, 0.9, "info", "fail"), (0.5, 0.9, "info", "info"), (0.93, 0, "fail", "fail")],
+)
+def test_full_memory_fails_the_next_job_whoever_holds_it(share: float, busy: float, scanned: str, gate: str) -> None:
+    snapshot = scan(RecordedHost(recorded(H100)))
+    facts = facts_of(snapshot)
+    held = {"memory_used_bytes": int(share * (facts.gpus[2].memory_bytes or 0)), "utilization_ratio": busy}
+    gpus = (*facts.gpus[:2], gpu_with(facts.gpus[2], held), *facts.gpus[3:])
+    now = with_facts(snapshot, gpu=dataclasses.replace(facts, gpus=gpus))
+    checks = look((now,)).checks
+    found = [{c.status for c in each if c.code == "gpu.memory.held" and c.subject == "GPU2"}
+             for each in (checks, for_next_job(checks, (now,)))]  # fmt: skip
+    assert found == [{scanned}, {gate}]
+
+
+def test_a_gpu_or_a_driver_that_does_not_answer_has_no_links_and_no_sample_of_them() -> None:
+    """Neither "SYS" nor 0 NVLinks nor a bandwidth: of a board that may have NVLink PCIe alone tells nothing."""
+    whole = scan(RecordedHost(recorded(H100)))
+    facts = facts_of(whole)
+    lost = dataclasses.replace(facts.gpus[5], error="GPU_IS_LOST (nvmlDeviceGetName)", nvlinks=(), nvlinks_known=False)
+    none: dict[str, Any] = {"driver_version": None, "cuda_version": None, "gpus": (), "pairs": (), "pci_gpus": 8}
+    for what, other, known, name in (
+        ("one is lost", dataclasses.replace(facts, gpus=(*facts.gpus[:5], lost, *facts.gpus[6:])), 21, "GPU5"),
+        ("no driver", dataclasses.replace(facts, driver_error="LIB_RM_VERSION_MISMATCH", **none), 0, ""),
+    ):
+        (node,) = look((with_facts(whole, gpu=other),)).topologies
+        gpus = {gpu.name for gpu in node.gpus}
+        unknown = [pair for pair in node.pairs if {pair.a, pair.b} <= gpus and pair.label == "N/A"]
+        assert len(unknown) == 28 - known and all(name in (pair.a, pair.b) or not name for pair in unknown), what
+        samples = {name: values for name, values in link_values(node) if name.startswith("gpu_link_")}
+        assert {len(values) for values in samples.values()} == {2 * known}, (what, samples)
 
 
 def test_samples_carry_the_labels_of_dcgm_exporter_and_leave_out_the_unknown() -> None:

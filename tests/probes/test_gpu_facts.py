@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from typing import Any
 
+from gpu_machines import GB200, H100, changed, facts_of, recorded, with_facts
 from rigs.found import findings
 from rigs.tables import each_row
 
-from contracts.finding import Status
-from probes.api import Ok, Snapshot
+from contracts.finding import Finding, Status
 from probes.gpu import health as xid
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.gpu.health import xids_of
 from probes.gpu.probe import PROBE
 from probes.gpu.read import fabric_degraded, fabric_faults, xid_of_line
-from probes.host.recording import RecordedHost, load
-from probes.pci.facts import PciDevice, PciFacts
-from probes.pci.probe import check as pci_check
+from probes.host.recording import RecordedHost
+from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
+from topology.graph import NodeTopology
 from topology.reference import departures, reference_of
-
-MACHINES = Path(__file__).parent.parent / "machines"
-H100 = "hgx-h100-8xH100-8hca"
-GB200 = "gb200-nvl72-tray"
-
-
-def _content(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
-    return content
-
-
-def _gpus(content: dict[str, Any]) -> GpuFacts:
-    facts = scan(RecordedHost(content), (PROBE,)).facts(GpuFacts)
-    assert facts is not None
-    return facts
-
 
 # The fabric -------------------------------------------------------------------------------------------------------
 
 # nvml.h, NVML_GPU_FABRIC_HEALTH_MASK_*: every field at its value that is well.
+FABRIC = "nvmlDeviceGetGpuFabricInfoV"
 WELL = 2 << 0 | 2 << 2 | 2 << 4 | 2 << 6 | 1 << 8 | 1 << 12 | 1 << 14
 FAULTS = [
     (0, 1, 2, None), (2, 1, 2, "route_recovery"), (4, 1, 2, "route_unhealthy"), (6, 1, 2, "access_timeout_recovery"),
@@ -69,10 +53,7 @@ def test_each_field_of_the_fabrics_health_is_a_finding_of_its_own(
     shift: int, bad: int, good: int, name: str | None
 ) -> None:
     """Through the answer of the driver, on one GPU of four."""
-    content = _content(GB200)
-    answer = content["answers"]["nvml"]["nvmlDeviceGetGpuFabricInfoV"]["gpu1"]
-    answer["healthMask"] = WELL & ~(good << shift) | bad << shift
-    facts = _gpus(content)
+    facts = facts_of(changed(GB200, gpu1=(FABRIC, {"healthMask": WELL & ~(good << shift) | bad << shift})))
     assert facts.gpus[1].fabric_faults == ((name,) if name else ())
     found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
     assert [(f.code, f.subject) for f in found] == [("gpu.fabric.unhealthy" if name else "gpu.fabric.degraded", "GPU1")]
@@ -81,11 +62,7 @@ def test_each_field_of_the_fabrics_health_is_a_finding_of_its_own(
 @each_row(("status", "word"), [(0, None), (999, "UNKNOWN"), (10, "TIMEOUT"), (4242, "CODE_4242")])
 def test_a_fabric_probe_that_ended_with_an_error_has_not_taken_the_gpu_in(status: int, word: str | None) -> None:
     """The status counts where the state is completed, and there only."""
-    content = _content(GB200)
-    answers = content["answers"]["nvml"]["nvmlDeviceGetGpuFabricInfoV"]
-    answers["gpu0"]["status"] = status
-    answers["gpu1"] |= {"status": status, "state": 0}
-    facts = _gpus(content)
+    facts = facts_of(changed(GB200, gpu0=(FABRIC, {"status": status}), gpu1=(FABRIC, {"status": status, "state": 0})))
     assert (facts.gpus[0].fabric_status, facts.gpus[1].fabric_status) == (word, None)
     assert (facts.gpus[0].fabric_clique is None) == bool(word)
     codes = [f.code for f in PROBE.check(facts) if f.subject == "GPU0"]
@@ -96,9 +73,7 @@ def test_the_fabrics_summary_comes_with_the_newer_structure(scanner_of: Callable
     """Through the driver library: version 3 where the driver knows it, else version 2 without the summary."""
     with scanner_of(GB200) as scanner:
         assert scanner.scan().facts(GpuFacts).gpus[0].fabric_summary is None  # type: ignore[union-attr]
-    content = _content(GB200)
-    content["answers"]["nvml"]["nvmlDeviceGetGpuFabricInfoV"]["gpu0"]["healthSummary"] = 2
-    facts = _gpus(content)
+    facts = facts_of(changed(GB200, gpu0=(FABRIC, {"healthSummary": 2})))
     assert [gpu.fabric_summary for gpu in facts.gpus] == ["unhealthy", None, None, None]
     assert [f.code for f in PROBE.check(facts)] == ["gpu.fabric.unhealthy"]
 
@@ -154,9 +129,9 @@ def test_every_form_of_the_drivers_line_is_read(line: str, told: tuple[str, int]
 )
 def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: int, told: list[str]) -> None:
     """After Xid 79 the kernel may take the device off the bus: then neither NVML nor sysfs names it."""
-    content = _content(H100)
+    content = changed(H100)
     content["answers"]["kernel_log"]["NVRM: Xid"] = [f"[8.1] NVRM: Xid (PCI:{place}): {number}, words of the driver"]
-    facts = _gpus(content)
+    facts = facts_of(content)
     found = [f for f in PROBE.check(facts) if f.code == "gpu.device.missing"]
     assert [(f.subject, f.status) for f in found] == [(subject, Status.FAIL) for subject in told]
     assert all(f"Xid {number}" in f.message and place in f.evidence[0] for f in found)
@@ -165,27 +140,23 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     assert "gpu.device.missing" not in {f.code for f in gone}
 
 
-def test_xids_come_as_nvml_events_where_no_log_is_readable(scanner_of: Callable[..., Scanner]) -> None:
+def test_xids_come_as_nvml_events_where_no_log_is_readable() -> None:
     """The driver reports each once; what came since the first scan is kept."""
-    content = _content(H100)
+    content = changed(H100)
     events = content["answers"]["nvml"]["nvmlEventSetWait"]["8"]
     events["xids"] = [[3, 79], [5, 31], [3, 79]]
     del content["answers"]["kernel_log"]
-    facts = _gpus(content)
+    facts = facts_of(content)
     assert [gpu.xids for gpu in facts.gpus] == [None] * 8
     assert (facts.gpus[3].xid_events, facts.gpus[5].xid_events, facts.gpus[0].xid_events) == ((79, 79), (31,), ())
     found = [(f.code, f.subject) for f in PROBE.check(facts)]
     assert found == [("gpu.xid.hardware", "GPU3"), ("gpu.xid.application", "GPU5")]
 
 
-def test_events_pass_through_the_driver_library_and_are_kept(
-    scanner_of: Callable[..., Scanner], tmp_path: Path
-) -> None:
+def test_events_pass_through_the_driver_library_and_are_kept(scanner_of: Callable[..., Scanner]) -> None:
     """Taken out of the driver's queue once, told in every scan after; a GPU that cannot be watched is unknown."""
-    with scanner_of(H100, inject="nvmlDeviceRegisterEvents@gpu6=not_supported") as scanner:
-        profile = tmp_path / "profile"
-        lines = [line for line in profile.read_text().splitlines() if not line.startswith("nvmlEventSetWait")]
-        profile.write_text("\n".join([*lines, "nvmlEventSetWait\t\t3 79 5 31", ""]))
+    queue = {"nvmlEventSetWait": {"8": {"watched": [*range(8)], "xids": [[3, 79], [5, 31]]}}}
+    with scanner_of(H100, inject="nvmlDeviceRegisterEvents@gpu6=not_supported", nvml=queue) as scanner:
         first, second = scanner.scan().facts(GpuFacts), scanner.scan().facts(GpuFacts)
     assert first is not None and second is not None
     expected = [(), (), (), (79,), (), (31,), None, ()]
@@ -204,7 +175,7 @@ def test_an_xid_that_stands_in_the_log_and_came_as_an_event_counts_once() -> Non
 
 
 @each_row(
-    ("symbol", "change", "code"),
+    ("question", "change", "code"),
     [
         ("nvmlDeviceGetSramEccErrorStatus", {"bThresholdExceeded": 1}, "gpu.ecc.sram"),
         ("nvmlDeviceGetSramEccErrorStatus", {"volatileUncParity": 1}, "gpu.ecc.sram"),
@@ -218,15 +189,9 @@ def test_an_xid_that_stands_in_the_log_and_came_as_an_event_counts_once() -> Non
         ("nvmlDeviceGetFieldValues,230,306,307,91", [0, 0, 1, 18], "gpu.memory.remap_pending"),
     ],
 )  # fmt: skip
-def test_errors_that_nvml_tells_in_other_places_are_read(symbol: str, change: Any, code: str) -> None:
+def test_errors_that_nvml_tells_in_other_places_are_read(question: str, change: Any, code: str) -> None:
     """One finding of that GPU, and nothing else."""
-    content = _content(H100)
-    symbol, _, arguments = symbol.partition(",")
-    answers = content["answers"]["nvml"][symbol]
-    key = f"gpu3,{arguments}" if arguments else "gpu3"
-    assert key in answers, sorted(answers)[:3]
-    answers[key] = {**answers[key], **change} if isinstance(change, dict) else change
-    assert [(f.code, f.subject) for f in PROBE.check(_gpus(content))] == [(code, "GPU3")]
+    assert [(f.code, f.subject) for f in PROBE.check(facts_of(changed(gpu3=(question, change))))] == [(code, "GPU3")]
 
 
 def test_a_field_with_an_error_of_its_own_is_unread_and_the_others_stand(scanner_of: Callable[..., Scanner]) -> None:
@@ -234,9 +199,8 @@ def test_a_field_with_an_error_of_its_own_is_unread_and_the_others_stand(scanner
     with scanner_of(GB200) as scanner:
         facts = scanner.scan().facts(GpuFacts)
     assert facts is not None and not facts.gpus[0].unread
-    content = _content(GB200)
-    content["answers"]["nvml"]["nvmlDeviceGetFieldValues"]["gpu1,230,306,307,91"] = ["TIMEOUT", None, None, 18]
-    gpu = _gpus(content).gpus[1]
+    refused = ("nvmlDeviceGetFieldValues,230,306,307,91", ["TIMEOUT", None, None, 18])
+    gpu = facts_of(changed(GB200, gpu1=refused)).gpus[1]
     assert (gpu.recovery_action, gpu.unread) == (None, ("nvmlDeviceGetFieldValues(230) = TIMEOUT",))
 
 
@@ -247,7 +211,7 @@ def test_a_field_with_an_error_of_its_own_is_unread_and_the_others_stand(scanner
 )  # fmt: skip
 def test_c2c_is_known_by_its_links_or_by_its_mode(links: int | None, enabled: int | None, c2c: bool | None) -> None:
     """Field 170 is not of every driver."""
-    content = _content(GB200)
+    content = changed(GB200)
     nvml = content["answers"]["nvml"]
     nvml["nvmlDeviceGetFieldValues"]["gpu0,170"] = [links]
     mode = {"$nvml": "NOT_SUPPORTED"} if enabled is None else {"isC2cEnabled": enabled}
@@ -261,73 +225,55 @@ def test_c2c_is_known_by_its_links_or_by_its_mode(links: int | None, enabled: in
 # Sentences --------------------------------------------------------------------------------------------------------
 
 
-def _mesh() -> GpuFacts:
-    """DGX-1 (V100): a hybrid cube mesh, 16 of 28 pairs with NVLinks, no P2P across the sockets otherwise."""
+def _mesh(*, apart: str, joined: str = "ok") -> list[Finding]:
+    """DGX-1 (V100): a hybrid cube mesh, 16 of 28 pairs with NVLinks; what P2P answers of those and of the others."""
     near = {0: (1, 2, 3, 4), 1: (0, 2, 3, 5), 2: (0, 1, 3, 6), 3: (0, 1, 2, 7)}
     near |= {gpu + 4: (*(4 + peer for peer in near[gpu][:3]), gpu) for gpu in range(4)}
     bus = [f"0000:{6 + n:02x}:00.0" for n in range(8)]
-
-    def links(gpu: int) -> tuple[NvLink, ...]:
-        ends = (NvLink(link=n, active=True, remote_kind="gpu", remote_bus_id=bus[p]) for n, p in enumerate(near[gpu]))
-        return tuple(ends)
-
-    gpus = tuple(Gpu(index=n, bus_id=bus[n], name="Tesla V100-SXM2-16GB", nvlinks=links(n), nvlinks_known=True)
-                 for n in range(8))  # fmt: skip
+    gpus = tuple(
+        Gpu(index=n, bus_id=bus[n], name="Tesla V100-SXM2-16GB", nvlinks_known=True, nvlinks=tuple(
+            NvLink(link=at, active=True, remote_kind="gpu", remote_bus_id=bus[peer])
+            for at, peer in enumerate(near[n])))
+        for n in range(8)
+    )  # fmt: skip
     pairs = tuple(
-        GpuPair(a=a, b=b, ancestor="SYS", p2p_read="ok" if b in near[a] else "topology_not_supported",
+        GpuPair(a=a, b=b, ancestor="SYS", p2p_read=joined if b in near[a] else apart,
                 p2p_nvlink="ok" if b in near[a] else "not_supported")
         for a in range(8) for b in range(a + 1, 8)
     )  # fmt: skip
-    return GpuFacts(driver_version="535", cuda_version="12.2", gpus=gpus, pairs=pairs)
+    return list(PROBE.check(GpuFacts(driver_version="535", cuda_version="12.2", gpus=gpus, pairs=pairs)))
 
 
 @each_row("reason", ["topology_not_supported", "chipset_not_supported", "not_supported"])
 def test_pairs_that_a_mesh_does_not_join_are_a_note_without_advice(reason: str) -> None:
     """12 of 28 on a DGX-1: no IOMMU would change that."""
-    facts = _mesh()
-    pairs = tuple(p if p.p2p_read == "ok" else dataclasses.replace(p, p2p_read=reason) for p in facts.pairs)
-    found = list(PROBE.check(dataclasses.replace(facts, pairs=pairs)))
+    found = _mesh(apart=reason)
     assert [(f.code, f.status, f.remedy) for f in found] == [("gpu.p2p.refused", Status.INFO, "")]
     assert "mesh" in found[0].message and "host memory" not in found[0].message
 
 
 def test_p2p_that_is_switched_off_is_a_fault_on_a_mesh_too() -> None:
     """A setting of the driver, and not of IOMMU or ACS."""
-    facts = _mesh()
-    pairs = tuple(dataclasses.replace(p, p2p_read="disabled_by_regkey") for p in facts.pairs)
-    found = list(PROBE.check(dataclasses.replace(facts, pairs=pairs)))
+    found = _mesh(apart="disabled_by_regkey", joined="disabled_by_regkey")
     assert {f.code for f in found} == {"gpu.p2p.refused"}
     assert {f.status for f in found} == {Status.FAIL, Status.WARN}, "joined by NVLink, and through the CPU"
     assert not any("IOMMU" in f.remedy for f in found)
 
 
-@each_row("code", ["pci.link.width", "gpu.pcie.width"])
-def test_a_narrow_link_is_as_severe_by_sysfs_as_by_nvml(code: str) -> None:
-    """x8 of x16, once by each."""
-    if code == "gpu.pcie.width":
-        gpu = Gpu(index=0, bus_id="0000:1b:00.0", pcie_width=8, pcie_width_max=16)
-        found = list(PROBE.check(GpuFacts(driver_version="1", cuda_version=None, gpus=(gpu,))))
-    else:
-        device = PciDevice(bus_id="0000:1b:00.0", class_code=0x030200, vendor_id=0x10DE, device_id=0x2330,
-                           driver="nvidia", link_width=8, link_width_max=16)  # fmt: skip
-        found = [f for f in pci_check(PciFacts(devices=(device,), hypervisor="kvm")) if f.code == code]
-    assert [(f.code, f.status) for f in found] == [(code, Status.FAIL)]
-
-
 @each_row("text", ["", "0\n", "255\n", "Unknown\n"])
 def test_a_width_that_sysfs_does_not_tell_is_judged_by_nvml(text: str) -> None:
     """The file is there and says nothing, as in some virtual machines."""
-    content = _content(H100)
-    bus_id = _gpus(content).gpus[0].bus_id
+    content = changed(H100)
+    bus_id = facts_of(content).gpus[0].bus_id
     content["answers"]["read_text"][f"/sys/bus/pci/devices/{bus_id}/current_link_width"] = text
     content["answers"]["nvml"]["nvmlDeviceGetCurrPcieLinkWidth"]["gpu0"] = 8
-    assert [f.code for f in PROBE.check(_gpus(content))] == ["gpu.pcie.width"]
+    assert [f.code for f in PROBE.check(facts_of(content))] == ["gpu.pcie.width"]
 
 
 def test_a_gpu_that_nvml_lists_has_its_driver() -> None:
     """Whatever a part of sysfs shows; one that NVML does not list may have none."""
-    content = _content(H100)
-    bus = [gpu.bus_id for gpu in _gpus(content).gpus]
+    content = changed(H100)
+    bus = [gpu.bus_id for gpu in facts_of(content).gpus]
     for bus_id in bus:
         content["answers"]["resolve"].pop(f"/sys/bus/pci/devices/{bus_id}/driver")
     assert [f for f in findings(scan(RecordedHost(content))) if f.code == "pci.device.no_driver"] == []
@@ -345,7 +291,7 @@ def test_a_gpu_that_nvml_lists_has_its_driver() -> None:
 
 def test_no_rdma_device_is_never_said_beside_one() -> None:
     """Eight ACTIVE mlx5 ports that sysfs does not place on the bus, as a mounted part of /sys shows them."""
-    snapshot = scan(load(MACHINES / f"{H100}.json"))
+    snapshot = scan(RecordedHost(recorded(H100)))
     rdma = snapshot.facts(RdmaFacts)
     pci = snapshot.facts(PciFacts)
     assert rdma is not None and pci is not None
@@ -353,7 +299,9 @@ def test_no_rdma_device_is_never_said_beside_one() -> None:
         dataclasses.replace(d, bus_id=None, numa_node=None, driver=None, kind="other") for d in rdma.devices
     )
     blind = tuple(dataclasses.replace(d, rdma=False) if d.rdma else d for d in pci.devices)
-    seen = _with(snapshot, rdma=dataclasses.replace(rdma, devices=devices), pci=dataclasses.replace(pci, devices=blind))
+    seen = with_facts(
+        snapshot, rdma=dataclasses.replace(rdma, devices=devices), pci=dataclasses.replace(pci, devices=blind)
+    )
     node = build(seen)
     assert not [words for words in departures(node) if "RDMA" in words], departures(node)
     said = [f for f in findings(seen) if "no RDMA device" in f.message]
@@ -362,19 +310,20 @@ def test_no_rdma_device_is_never_said_beside_one() -> None:
     assert {f.status for f in unknown} == {Status.UNKNOWN}
 
 
-def _with(snapshot: Snapshot, **facts: Any) -> Snapshot:
-    return dataclasses.replace(snapshot, outcomes={**snapshot.outcomes, **{k: Ok(facts=v) for k, v in facts.items()}})
-
-
 def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     """hca_type MT4129 is a ConnectX-7 on any bus."""
-    content = _content(H100)
+    content = changed(H100)
     for question in [q for q in content["answers"]["resolve"] if q.startswith("/sys/class/infiniband/")]:
         del content["answers"]["resolve"][question]
     rdma = scan(RecordedHost(content)).facts(RdmaFacts)
     assert rdma is not None
     assert {device.kind for device in rdma.devices if device.model and "ConnectX" in device.model} == {"hca"}
     assert RdmaDevice(name="x", kind="hca", ports=(RdmaPort(port=1),)).bus_id is None
+
+
+@cache
+def _whole_node() -> NodeTopology:
+    return build(scan(RecordedHost(recorded(H100))))
 
 
 @each_row(
@@ -389,7 +338,7 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
 )  # fmt: skip
 def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str | None) -> None:
     """GB200 is no B200, and GH200 no H200."""
-    node = build(scan(load(MACHINES / f"{H100}.json")))
+    node = _whole_node()
     renamed = dataclasses.replace(
         node, product=None, gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
     )

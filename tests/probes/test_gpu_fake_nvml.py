@@ -8,27 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_machines import H100, facts_of, recorded
 from rigs.found import findings
 
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok
 from probes.gpu.facts import GpuFacts
-from probes.host.recording import RecordedHost, load
+from probes.host.recording import RecordedHost
 from probes.registry import BY_NAME
 from probes.scan import scan
 from probes.scanner import Scanner
 
-MACHINES = Path(__file__).parent.parent / "machines"
-H100 = "hgx-h100-8xH100-8hca"
-
 
 def _facts(scanner: Scanner) -> GpuFacts:
     with scanner:
-        outcome = scanner.scan().outcomes["gpu"]
-    assert isinstance(outcome, Ok), outcome
-    facts = outcome.facts
-    assert isinstance(facts, GpuFacts)
-    return facts
+        return facts_of(scanner.scan())
 
 
 def _without_xids(facts: GpuFacts) -> GpuFacts:
@@ -50,10 +44,9 @@ def test_the_same_facts_through_the_driver_library_as_from_the_recording(
     name: str, scanner_of: Callable[..., Scanner]
 ) -> None:
     """Every symbol, structure and error code passes through ctypes unharmed."""
-    recorded = scan(load(MACHINES / f"{name}.json")).facts(GpuFacts)
-    assert recorded is not None
-    assert recorded.gpus
-    assert _without_xids(_facts(scanner_of(name))) == _without_xids(recorded)
+    replayed = facts_of(recorded(name))
+    assert replayed.gpus
+    assert _without_xids(_facts(scanner_of(name))) == _without_xids(replayed)
 
 
 def test_an_h100_host_reads_as_its_data_sheet_says(scanner_of: Callable[..., Scanner]) -> None:
@@ -86,35 +79,9 @@ def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Cal
     assert [(f.code, f.subject) for f in findings(snapshot)] == [("gpu.device.lost", "GPU5")]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("inject", "words"),
-    [
-        ("nvmlInit=hang", "no answer after"),
-        ("nvmlInit=crash", "SIGSEGV"),
-        ("nvmlDeviceGetCount=hang", "no answer after"),
-        ("nvmlDeviceGetCount=garbage", "not a number of GPUs"),
-    ],
-)
-def test_a_hang_crash_or_nonsense_costs_only_the_gpu_probe(
-    inject: str, words: str, scanner_of: Callable[..., Scanner]
-) -> None:
-    """The scan ends though the call does not, says what happened, and the probes after it still answer."""
-    gpu = BY_NAME["gpu"]
-    gpu = dataclasses.replace(gpu, timeout_seconds=3.0) if "hang" in inject else gpu
-    with scanner_of(H100, inject=inject, probes=(gpu, BY_NAME["hostinfo"])) as scanner:
-        snapshot = scanner.scan()
-    outcome = snapshot.outcomes["gpu"]
-    assert isinstance(outcome, Failed)
-    assert words in outcome.error
-    assert isinstance(snapshot.outcomes["hostinfo"], Ok)
-    assert next(f.code for f in findings(snapshot)) == "gpu.probe.failed"
-
-
 def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(scanner_of: Callable[..., Scanner], tmp_path: Path) -> None:
     """A driver that fills a structure with rubbish must not spread it."""
-    recorded = scan(load(MACHINES / f"{H100}.json")).facts(GpuFacts)
-    assert recorded is not None
+    replayed = facts_of(recorded())
     failures, spread = tmp_path / "failures", []
     failures.write_text("")
     with scanner_of(H100, inject=f"@{failures}") as scanner:
@@ -122,7 +89,7 @@ def test_nonsense_in_one_answer_leaves_the_other_gpus_alone(scanner_of: Callable
                        "MigMode", "TopologyCommonAncestor", "ComputeRunningProcesses", "UtilizationRates"):  # fmt: skip
             failures.write_text(f"nvmlDeviceGet{symbol}@gpu4=garbage")
             facts = scanner.scan().facts(GpuFacts)
-            if facts is None or facts == recorded or _others(facts, 4) != _others(recorded, 4):
+            if facts is None or facts == replayed or _others(facts, 4) != _others(replayed, 4):
                 spread.append((symbol, facts))
     assert not spread
 
@@ -136,7 +103,9 @@ def test_text_that_the_library_prints_does_not_reach_the_answer(scanner_of: Call
 @pytest.mark.parametrize(
     ("inject", "words", "call"),
     [
+        ("nvmlInit=hang", "no answer after", "nvmlInit"),
         ("nvmlInit=crash", "SIGSEGV", "nvmlInit"),
+        ("nvmlDeviceGetCount=hang", "no answer after", "nvmlDeviceGetCount"),
         ("nvmlDeviceGetHandleByIndex@gpu2=hang", "no answer after", "nvmlDeviceGetHandleByIndex of GPU2"),
         ("nvmlDeviceGetName@gpu3=crash", "SIGSEGV", "nvmlDeviceGetName of GPU3"),
         ("nvmlDeviceGetNvLinkState@gpu1=hang", "no answer after", "nvmlDeviceGetNvLinkState of GPU1"),
@@ -156,6 +125,15 @@ def test_a_call_that_hangs_or_crashes_fails_the_probe_by_its_name_and_is_repeate
         assert isinstance(outcome, Failed)
         assert words in outcome.error and f"in {call};" in outcome.error and "10 minutes" in outcome.error
         assert isinstance(snapshot.outcomes["hostinfo"], Ok)
+        assert next(f.code for f in findings(snapshot)) == "gpu.probe.failed"
+
+
+def test_a_count_that_is_nonsense_costs_only_the_gpu_probe(scanner_of: Callable[..., Scanner]) -> None:
+    with scanner_of(H100, inject="nvmlDeviceGetCount=garbage", probes=(BY_NAME["gpu"], BY_NAME["hostinfo"])) as scanner:
+        snapshot = scanner.scan()
+    outcome = snapshot.outcomes["gpu"]
+    assert isinstance(outcome, Failed) and "not a number of GPUs" in outcome.error
+    assert isinstance(snapshot.outcomes["hostinfo"], Ok)
 
 
 def test_the_next_scan_works_after_a_crash(scanner_of: Callable[..., Scanner], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +180,10 @@ def test_a_gpu_that_fails_between_two_scans_is_seen_and_so_is_its_return(
 
 @pytest.mark.parametrize(("count", "missing"), [(7, ["0000:df:00.0"]), (0, None)])
 def test_fewer_gpus_than_the_bus_has_is_a_failed_check(
-    count: int, missing: list[str] | None, scanner_of: Callable[..., Scanner], tmp_path: Path
+    count: int, missing: list[str] | None, scanner_of: Callable[..., Scanner]
 ) -> None:
     """Through the driver's library: it counts 7, or 0, where the nvidia driver holds 8 of the bus."""
-    scanner = scanner_of(H100)
-    profile = tmp_path / "profile"
-    lines = [line for line in profile.read_text(encoding="utf-8").splitlines() if "nvmlDeviceGetCount" not in line]
-    profile.write_text("\n".join([*lines, f"nvmlDeviceGetCount\t\t{count}", ""]), encoding="utf-8")
-    with scanner:
+    with scanner_of(H100, nvml={"nvmlDeviceGetCount": {"": count}}) as scanner:
         snapshot = scanner.scan()
     (finding,) = [f for f in findings(snapshot) if f.code == "gpu.device.missing"]
     assert finding.status is Status.FAIL
@@ -222,10 +196,7 @@ def test_two_gpus_of_eight_given_to_a_container_are_no_fault(
     scanner_of: Callable[..., Scanner], tmp_path: Path
 ) -> None:
     """The device plugin's container: sysfs shows eight, /dev and NVML two; the six others are told and not judged."""
-    scanner, root = scanner_of(H100), tmp_path / "root"
-    profile = tmp_path / "profile"
-    lines = [line for line in profile.read_text(encoding="utf-8").splitlines() if "nvmlDeviceGetCount" not in line]
-    profile.write_text("\n".join([*lines, "nvmlDeviceGetCount\t\t2", ""]), encoding="utf-8")
+    scanner, root = scanner_of(H100, nvml={"nvmlDeviceGetCount": {"": 2}}), tmp_path / "root"
     (root / "etc").mkdir(exist_ok=True)
     (root / "etc/hosts").write_text("# Kubernetes-managed hosts file.\n", encoding="utf-8")
     (root / "dev").mkdir(exist_ok=True)

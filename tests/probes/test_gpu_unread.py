@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from functools import cache
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_machines import H100, TITAN, facts_of, recorded
 from rigs.found import findings
 from rigs.tables import each_row
 
-from agent.checks.view import checks_of_snapshot
+from agent.checks.host_checks import checks_of_snapshot
 from contracts.finding import Status
-from probes.api import Ok, Snapshot
-from probes.gpu.facts import Gpu, GpuFacts
+from probes.api import Snapshot
+from probes.gpu.facts import Gpu
 from probes.gpu.probe import IDENTITY, PROBE
 from probes.gpu.probe import codes_of_question as codes_of
 from probes.gpu.read import LOST
@@ -32,8 +32,6 @@ from topology.build import build
 from topology.check import check as topology_check
 from topology.graph import NodeTopology
 
-MACHINES = Path(__file__).parent.parent / "machines"
-H100 = "hgx-h100-8xH100-8hca"
 SICK = 2
 """The GPU that fails."""
 
@@ -70,31 +68,16 @@ class FailingHost(RecordedHost):
 
 
 @cache
-def _content(name: str = H100) -> dict[str, Json]:
-    """A recording, which no test changes."""
-    content: dict[str, Json] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
-    return content
-
-
-def _facts(snapshot: Snapshot) -> GpuFacts:
-    outcome = snapshot.outcomes["gpu"]
-    assert isinstance(outcome, Ok), outcome
-    facts = outcome.facts
-    assert isinstance(facts, GpuFacts)
-    return facts
-
-
-@cache
 def _symbols() -> list[str]:
     """Every function that is asked of one GPU, on a machine that answers each."""
-    host = FailingHost(_content(), "", "UNKNOWN")
+    host = FailingHost(recorded(), "", "UNKNOWN")
     scan(host, (PROBE,))
     return sorted(name for name in host.asked - {"nvmlDeviceGetCount", XIDS} if not name.startswith("nvmlSystem"))
 
 
 @cache
 def _healthy() -> Snapshot:
-    return scan(RecordedHost(_content()))
+    return scan(RecordedHost(recorded()))
 
 
 def test_the_list_of_functions_is_the_probes_own() -> None:
@@ -108,9 +91,9 @@ def test_the_list_of_functions_is_the_probes_own() -> None:
 @each_row("symbol", _symbols)
 def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str) -> None:
     """Nothing else of this GPU or the others is lost, nothing is claimed, and its check is no pass."""
-    healthy = _facts(_healthy())
-    snapshot = scan(FailingHost(_content(), symbol, SAYS_NOTHING), (PROBE, BY_NAME["pci"], BY_NAME["hostinfo"]))
-    facts = _facts(snapshot)
+    healthy = facts_of(_healthy())
+    snapshot = scan(FailingHost(recorded(), symbol, SAYS_NOTHING), (PROBE, BY_NAME["pci"], BY_NAME["hostinfo"]))
+    facts = facts_of(snapshot)
     assert [gpu for gpu in facts.gpus if gpu.index != SICK] == [gpu for gpu in healthy.gpus if gpu.index != SICK]
     assert all(gpu.error is None for gpu in facts.gpus)
     checked = tuple(PROBE.check(facts))
@@ -141,8 +124,8 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
 )  # fmt: skip
 def test_a_field_that_is_refused_with_all_others_leaves_its_own_check_unknown(number: int, codes: set[str]) -> None:
     """One call asks several fields: each has checks of its own, none of which may pass unread."""
-    snapshot = scan(FailingHost(_content(), "nvmlDeviceGetFieldValues", "TIMEOUT"), (PROBE, BY_NAME["pci"]))
-    unread = _facts(snapshot).gpus[SICK].unread
+    snapshot = scan(FailingHost(recorded(), "nvmlDeviceGetFieldValues", "TIMEOUT"), (PROBE, BY_NAME["pci"]))
+    unread = facts_of(snapshot).gpus[SICK].unread
     mine = [q for q in unread if q.startswith(f"nvmlDeviceGetFieldValues({number}")]
     assert mine and set().union(*map(codes_of, mine)) == codes, unread
     status = {check.code: check.status for check in checks_of_snapshot(snapshot)}
@@ -191,9 +174,9 @@ OTHERS = sorted(ERROR_CODES.keys() - ANSWERS - LOST)
 )  # fmt: skip
 def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(symbol: str, name: str) -> None:
     """All of nvmlReturn_t for one function of one of two GPUs, and some for each; nightly all for each."""
-    content = _content("titan-rtx-2x-nv2")
-    healthy = {f.code for f in PROBE.check(_facts(scan(RecordedHost(content), (PROBE,))))}
-    facts = _facts(scan(FailingHost(content, symbol, name, gpu=1), (PROBE,)))
+    content = recorded(TITAN)
+    healthy = {f.code for f in PROBE.check(facts_of(scan(RecordedHost(content), (PROBE,))))}
+    facts = facts_of(scan(FailingHost(content, symbol, name, gpu=1), (PROBE,)))
     found = {f.code: f for f in PROBE.check(facts) if f.code not in healthy}
     assert {f.status for f in found.values()} <= {Status.UNKNOWN, Status.INFO}, found
     assert facts.gpus[0].unread == () and facts.gpus[1].error is None
@@ -206,7 +189,7 @@ def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(symb
 def test_what_a_board_or_a_driver_does_not_support_is_no_finding(symbol: str) -> None:
     """NOT_SUPPORTED is an answer, and so is a function that an older driver (R470) lacks."""
     for name in ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND"):
-        facts = _facts(scan(FailingHost(_content(), symbol, name), (PROBE,)))
+        facts = facts_of(scan(FailingHost(recorded(), symbol, name), (PROBE,)))
         if (symbol, name) == ("nvmlDeviceGetNvLinkState", "FUNCTION_NOT_FOUND"):
             continue  # every driver has it
         assert not facts.gpus[SICK].unread, name
@@ -218,7 +201,7 @@ def test_what_a_board_or_a_driver_does_not_support_is_no_finding(symbol: str) ->
 @each_row("symbol", _symbols)
 def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, name: str) -> None:
     """But one link, or one pair, that answers so is no proof: the other functions would say so too."""
-    facts = _facts(scan(FailingHost(_content(), symbol, name), (PROBE,)))
+    facts = facts_of(scan(FailingHost(recorded(), symbol, name), (PROBE,)))
     of_links = "NvLink" in symbol or symbol in ("nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor")
     assert (facts.gpus[SICK].error is not None) == (not of_links)
     found = [f.code for f in PROBE.check(facts) if f.status is Status.FAIL]
@@ -242,8 +225,8 @@ def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, nam
 )
 def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: str, code: str, severity: str) -> None:
     """A job that device cgroups limit to some GPUs may not use the others: they are well, as far as anyone knows."""
-    snapshot = scan(FailingHost(_content(), HANDLE, name))
-    facts = _facts(snapshot)
+    snapshot = scan(FailingHost(recorded(), HANDLE, name))
+    facts = facts_of(snapshot)
     found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
     assert [(f.code, f.status, f.subject) for f in found] == [(code, severity, f"GPU{SICK}")]
     assert HANDLE in found[0].evidence[0]
@@ -259,8 +242,8 @@ def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: st
 @each_row("link", [0, 7, 17])
 def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int) -> None:
     """17 of 18 are up, of the last nothing is known: neither a failure nor a pass."""
-    snapshot = scan(FailingHost(_content(), "nvmlDeviceGetNvLinkState", name, link=link))
-    facts = _facts(snapshot)
+    snapshot = scan(FailingHost(recorded(), "nvmlDeviceGetNvLinkState", name, link=link))
+    facts = facts_of(snapshot)
     states = {one.link: one.active for one in facts.gpus[SICK].nvlinks}
     assert states == {n: None if n == link else True for n in range(18)}
     assert [f.code for f in PROBE.check(facts) if f.status is Status.FAIL] == []
@@ -272,11 +255,11 @@ def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int
 
 
 @each_row("symbol", ["nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType"])
-@each_row("machine", [H100, "polaris-4xA100-nv4", "titan-rtx-2x-nv2"])
+@each_row("machine", [H100, "polaris-4xA100-nv4", TITAN])
 def test_links_that_one_end_tells_are_links_though_the_other_end_is_silent(machine: str, symbol: str) -> None:
     """Direct links are counted at the end that is known; through a switch the far end is not needed."""
-    healthy = build(scan(RecordedHost(_content(machine))))
-    node = build(scan(FailingHost(_content(machine), symbol, "UNKNOWN", gpu=1)))
+    healthy = build(scan(RecordedHost(recorded(machine))))
+    node = build(scan(FailingHost(recorded(machine), symbol, "UNKNOWN", gpu=1)))
     known = {(pair.a, pair.b): pair.label for pair in healthy.pairs}
     for pair in node.pairs:
         if "GPU1" in (pair.a, pair.b):
@@ -285,9 +268,9 @@ def test_links_that_one_end_tells_are_links_though_the_other_end_is_silent(machi
 
 def test_a_count_that_fails_is_taken_from_the_bus() -> None:
     """The GPUs answer all the same."""
-    host = FailingHost(_content(), "nvmlDeviceGetCount", "TIMEOUT", gpu=None)
-    facts = _facts(scan(host, (PROBE,)))
-    assert [gpu.uuid for gpu in facts.gpus] == [gpu.uuid for gpu in _facts(_healthy()).gpus]
+    host = FailingHost(recorded(), "nvmlDeviceGetCount", "TIMEOUT", gpu=None)
+    facts = facts_of(scan(host, (PROBE,)))
+    assert [gpu.uuid for gpu in facts.gpus] == [gpu.uuid for gpu in facts_of(_healthy()).gpus]
     found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
     assert [(f.code, f.status) for f in found] == [("gpu.driver.unusable", "unknown")]
     assert found[0].evidence == ("nvmlDeviceGetCount = TIMEOUT",)
@@ -314,17 +297,17 @@ def test_who_failed_is_kept_in_a_recording(scanner_of: Callable[..., Scanner]) -
     with scanner_of(H100, inject=f"{HANDLE}@gpu2=no_permission") as scanner:
         live, content = scanner.capture()
     again = scan(RecordedHost(content), (PROBE,))
-    assert _facts(again).gpus[2].error == _facts(live).gpus[2].error == f"NO_PERMISSION ({HANDLE})"
+    assert facts_of(again).gpus[2].error == facts_of(live).gpus[2].error == f"NO_PERMISSION ({HANDLE})"
 
 
 def test_an_older_recording_of_a_refused_handle_still_says_so() -> None:
     """It holds the refusal as the answer to the first question, and no other answer of that GPU."""
-    content = copy.deepcopy(_content())
+    content = copy.deepcopy(recorded())
     for answers in content["answers"]["nvml"].values():
         for question in [q for q in answers if q.split(",")[0] == f"gpu{SICK}"]:
             del answers[question]
     content["answers"]["nvml"]["nvmlDeviceGetPciInfo"][f"gpu{SICK}"] = {"$nvml": "NO_PERMISSION"}
-    facts = _facts(scan(RecordedHost(content), (PROBE,)))
+    facts = facts_of(scan(RecordedHost(content), (PROBE,)))
     assert [f.code for f in PROBE.check(facts)] == ["gpu.device.denied"]
 
 
@@ -333,9 +316,9 @@ def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of: Callable[..
     failures = tmp_path / "failures"
     failures.write_text("nvmlDeviceGetTemperature=code:1")
     with scanner_of(H100, inject=f"@{failures}") as scanner:
-        first = _facts(scanner.scan())
+        first = facts_of(scanner.scan())
         failures.write_text("")
-        second = _facts(scanner.scan())
+        second = facts_of(scanner.scan())
     assert any("UNINITIALIZED" in question for gpu in first.gpus for question in gpu.unread)
     assert not any(gpu.unread for gpu in second.gpus)
 

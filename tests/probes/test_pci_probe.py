@@ -144,6 +144,7 @@ ROWS: list[tuple[str, Machine, dict[str, Any], dict[str, tuple[Status, str]]]] =
     # what, machine, further files (of an open driver on bare metal) and identity, code -> severity, subject
     ("sound", switch(), {}, {}),
     ("a GPU at x4", switch(width=4), {}, {"pci.link.width": (FAIL, "0000:18:00.0")}),
+    ("a GPU at x8", switch(width=8), {}, {"pci.link.width": (FAIL, "0000:18:00.0")}),
     ("an idle GPU at low speed", switch(speed="2.5 GT/s PCIe"), {}, {}),
     ("a slot with eight lanes", below_a_port(GPU, lanes=8, width=8), {}, {}),
     ("a NIC at half its speed", below_a_port(NIC, speed="16.0 GT/s PCIe"), {},

@@ -1,4 +1,4 @@
-"""Who is accused and who is not: clocks, margins, limits of time, ends without a word, logs of ranks that never met."""
+"""Who is accused and who is not: clocks, margins, limits of time, ends without a word; scripts need no change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from agent.cli.why import why
 from agent.jobs.script import monitored
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
+from collectives.traces import states
 from collectives.traces.calls import Call, RankTrace
-from collectives.traces.stacks import read as read_stacks
-from contracts import rank_state
-from contracts.rank_state import NAME, RANKS_FOLDER, Mark, RankState, dumps
+from collectives.traces.states import NAME, RANKS_FOLDER, Mark, RankState, dumps
 from finetune import rank_monitor
 from planner.why import RunFacts, judge
 
@@ -88,9 +87,8 @@ def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
     facts = RunFacts(traces={r: traced(r, n) for r, n in newest.items()}, states=states, world=4, now=START + 56,
                      ages={0: 0.0, 1: 8.0, 2: 0.0, 3: 8.0})  # fmt: skip
     assert judge(facts).state == "fine"
-    assert (
-        judge(replace(facts, ages={})).state == "stuck"
-    )  # as new: these two are still in a call that all have entered
+    as_new = judge(replace(facts, ages={}))
+    assert as_new.state == "stuck", "these two are still in a call that all have entered"
 
 
 def looked_at(compute: int, collective: int, host: str, calls: int = 1000) -> RankState:
@@ -119,23 +117,13 @@ def test_a_late_rank_is_named_only_beyond_the_sampling_error(
     assert words in found.line + " ".join(row for cause in found.causes for row in cause.evidence)
 
 
-@each_row(
-    ("state", "silence", "verdict"),
-    [
-        ({}, 400.0, "failed"), ({}, 20.0, "fine"), ({}, None, "fine"), ({"ended": True}, 400.0, "fine"),
-    ],
-)  # fmt: skip
-def test_ranks_that_all_ended_without_a_word_have_failed(
-    state: dict[str, Any], silence: float | None, verdict: str
-) -> None:
-    states = {r: RankState(rank=r, host=f"h{r}", written=START, phase="compute", **state) for r in range(2)}
-    found = judge(RunFacts(states=states, silence=silence, world=2, now=START))
-    assert (found.state, found.ranks) == (verdict, ()), found.line
-    assert verdict == "fine" or "without a final state" in found.line
-
-
 def ended(rank: int, error: str | None = None, ago: float = 70.0) -> RankState:
     return RankState(rank=rank, host=f"h{rank}", written=START - ago, ended=True, error=error)
+
+
+def silent(ended: bool = False) -> list[RankState]:
+    """Two ranks whose states are as old as each other."""
+    return [RankState(rank=r, host=f"h{r}", written=START, phase="compute", ended=ended) for r in range(2)]
 
 
 def alive(rank: int, phase: str = "compute", ago: float = 3.0, of: float = 60.0) -> RankState:
@@ -149,6 +137,10 @@ LOST = "RuntimeError: [pair.cc:598] Connection closed by peer [10.0.0.9]:28048"
 @each_row(
     ("states", "more", "state", "named", "words"),
     [
+        (silent(), {"silence": 400.0}, "failed", (), "without a final state"),
+        (silent(), {"silence": 20.0}, "fine", (), "no fault found"),
+        (silent(), {"silence": None}, "fine", (), "no fault found"),
+        (silent(ended=True), {"silence": 400.0}, "fine", (), "no fault found"),
         ([alive(0), ended(1), ended(2)], {}, "fine", (), "no fault found"),  # rank 0 uploads when the others are done
         ([alive(0, "collective", of=2.0), ended(1, ago=1.0)], {}, "fine", (), "no fault found"),  # they just end
         ([alive(0, "collective"), ended(1, ago=62.0)], {}, "failed", (1,), "rank 1 on h1 has ended by itself"),
@@ -190,7 +182,7 @@ def test_a_process_is_gone_only_by_the_table_that_numbers_it(tmp_path: Path) -> 
 def test_only_the_newest_marks_of_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / NAME.format(rank=0)
     path.write_text(dumps(RankState(rank=0, marks=tuple(Mark(calls=n) for n in range(1000)))))
-    assert [mark.calls for mark in rank_state.read(path).marks] == list(range(936, 1000))
+    assert [mark.calls for mark in states.read_state(path).marks] == list(range(936, 1000))
 
 
 def test_a_clock_that_is_ahead_is_no_silence(tmp_path: Path) -> None:
@@ -215,113 +207,10 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
         assert refused.exit_code == 2 and "cannot be combined" in refused.output, (words, refused.output)
 
 
-DIFFERS = (
-    "[rank{0}]: RuntimeError: DDP expects same model across all ranks, but Rank {0} has {1} params, while rank {2} has "
-    "inconsistent {3} params."
-)
-SHAPE = "[rank1]: RuntimeError: [1]: params[0] in this process with sizes [6, 4] appears not to match sizes of the "
-SOCKET = "[E socket.cpp:957] [c10d] The client socket has timed out after 60s while trying to connect to (n0, 29500)."
-JOINED = (
-    "[rank0]: torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 3/4 clients joined."
-)
-IN_USE = "[W socket.cpp:464] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use)."
-GAI = "[W socket.cpp:755] [c10d] The IPv4 network addresses of (m-0, 29500) cannot be retrieved (gai error: -2 - Name)."
-SPOKEN = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType={}, NumelIn={}, NumelOut=1,"
-
-
-@each_row(
-    ("lines", "code", "named", "words"),
-    [
-        ([JOINED],
-         "rendezvous_timeout", (), "3 of 4 ranks have joined"),
-        ([SOCKET], "rendezvous_timeout", (), "n0:29500 could not be reached"),
-        ([GAI], "rendezvous.name", (), "the name m-0 could not be resolved"),
-        ([IN_USE], "port_in_use", (), "port 29500"),
-        ([DIFFERS.format(0, 2, 1, 4), DIFFERS.format(1, 4, 0, 2),
-          DIFFERS.format(2, 2, 1, 4)], "model.differs", (1,), "rank 1 has another model"),
-        ([SHAPE + "same param in process 0."], "model.differs", (1,), "params[0] of sizes [6, 4]"),
-        ([SPOKEN.format(0, "ALLREDUCE", 100), SPOKEN.format(1, "ALLREDUCE", 200)], "call.size", (), "disagree"),
-        ([SPOKEN.format(0, "ALLREDUCE", 100), SPOKEN.format(1, "BROADCAST", 100)], "call.other", (), "disagree"),
-        (["[rank3]: ValueError: Caught ValueError in DataLoader worker process 0."], "rank.gone", (3,), "ValueError"),
-    ],
-)  # fmt: skip
-def test_logs_name_who_is_missing_and_never_who_wrote(
-    tmp_path: Path, lines: list[str], code: str, named: tuple[int, ...], words: str
-) -> None:
-    (tmp_path / "job.log").write_text("\n".join(lines))
-    found = diagnosis.answer(diagnosis.WhySources(logs=(str(tmp_path / "job.log"),)))
-    assert (found.causes[0].code, found.ranks) == (code, named), found.line
-    assert words in found.line
-
-
-PY_SPY = """Process 4711: python train.py
-Python v3.11.4 (/usr/bin/python3.11)
-
-Thread 4712 (idle): "Thread-1"
-    wait (threading.py:320)
-Thread 4711 (active+gil): "MainThread"
-    load_batch (/job/train.py:31)
-    <module> (/job/train.py:90)
-"""
-MET = "n0:1:2 [0] NCCL INFO comm 0x5 rank 0 nranks 2 cudaDev 0 busId 100 commId 0x1 - Init COMPLETE"
-TRAINED = "{'train_runtime': 1234.5, 'train_loss': 1.2, 'epoch': 3.0}"
-ROOT = """Root Cause (first observed failure):
-[0]:
-  host      : n1
-  rank      : 0 (local_rank: 0)
-  exitcode  : {0} (pid: 14750)
-  traceback : Signal {1} received by PID 14750"""
-IN_GROUP = SPOKEN.replace("[Rank {}]", "[rank{}]:[E1126 ProcessGroupNCCL.cpp:6] [PG 0 (default_pg) Rank 0]")
-
-
-@each_row(
-    ("texts", "state", "words"),
-    [
-        (["\n".join([GAI, MET, "step 1 loss 2"])], "unknown", "nothing was read"),  # an attempt; then they met
-        (["\n".join([GAI, TRAINED])], "fine", "came to its end"),
-        (["\n".join([IN_USE, TRAINED])], "fine", "came to its end"),
-        (["\n".join(["[rank1]: ValueError: bad row, skipped", TRAINED])], "fine", "came to its end"),
-        (["[rank0]: ValueError: a", "[rank9]: KeyError: 'x'"], "failed", "failed first is not known: rank 0"),
-        (["\n".join([IN_GROUP.format(0, "ALLREDUCE", 9), ROOT.format(-6, 6)])], "stuck", "has not come is not known"),
-        ([ROOT.format(-15, 15)], "failed", "was told to end"),  # by whoever stopped the job
-        ([PY_SPY], "unknown", "process 4711 is in train.py:31 load_batch"),
-    ],
-)  # fmt: skip
-def test_logs_that_accuse_nobody(tmp_path: Path, texts: list[str], state: str, words: str) -> None:
-    logs = [tmp_path / f"node-{number}.log" for number in range(len(texts))]
-    for log, text in zip(logs, texts, strict=True):
-        log.write_text(text)
-    found = diagnosis.answer(diagnosis.WhySources(logs=tuple(map(str, logs))))
-    assert (found.state, found.ranks) == (state, ()), found.line
-    assert words in found.line
-
-
-FAULT = """Thread 0x00007efff9b326c0 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
-
-Thread 0x00007efffa895b80 (most recent call first):
-  File "/job/train.py", line 31 in load_batch
-  File "/job/train.py", line 90 in <module>
-"""
-
-
-def test_stacks_of_three_tools_are_read_and_one_look_accuses_nobody(tmp_path: Path) -> None:
-    frames = ("train.py:31 load_batch", "train.py:90 <module>")
-    (one,) = read_stacks(PY_SPY.splitlines())
-    assert (one.pid, one.rank, one.frames) == (4711, None, frames)
-    (two,) = read_stacks(FAULT.splitlines(), rank=3)
-    assert (two.rank, two.frames) == (3, frames)
-    debug = f"=== Rank 0: http://n:1 ===\n{FAULT}=== Rank 1: http://n:2 ===\n{PY_SPY}"
-    assert [(each.rank, each.frames) for each in read_stacks(debug.splitlines())] == [(0, frames), (1, frames)]
-    (tmp_path / "stacks").write_text(debug)
-    found = diagnosis.answer(diagnosis.WhySources(logs=(str(tmp_path / "stacks"),)))
-    assert (found.state, found.ranks) == ("unknown", ()) and "load_batch" in found.line
-
-
 def test_the_monitor_writes_what_the_reader_reads() -> None:
     """It runs where nothing of this package is, so it has names of its own."""
     assert (rank_monitor.RANKS_FOLDER, rank_monitor.STATE, rank_monitor.TRACE, rank_monitor.ASK) == (
-        rank_state.RANKS_FOLDER, rank_state.NAME, rank_state.TRACE, rank_state.ASK)  # fmt: skip
+        states.RANKS_FOLDER, states.NAME, states.TRACE, states.ASK)  # fmt: skip
     # a launcher marks its processes with a variable of another name, and would overwrite the folder
     assert processes.RUN_VARIABLE not in monitored({}, Path("run"))
 

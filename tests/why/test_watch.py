@@ -9,8 +9,8 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from agent.cli.why import why
+from collectives.traces.states import NAME, RANKS_FOLDER, RankState, dumps
 from contracts import run_record
-from contracts.rank_state import NAME, RANKS_FOLDER, RankState, dumps
 from contracts.run_record import RunRecord
 
 

@@ -12,8 +12,15 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes longer than all of this
 FORKED = ("torch.distributed.run", "finetune.train")
+SCRIPTS = ("/equivalence_ranks.py", "/fake_ranks.py")
 NAMESPACES = ("net", "mnt", "uts")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def is_forked(words):
+    """Whether these are torchrun, the job, or a script of tests/finetune that forks ranks of the job."""
+    name, *more = words or [""]
+    return more[0] in FORKED if name == "-m" and more else name.endswith(SCRIPTS)
 
 
 def become(real, name, words):
@@ -23,7 +30,7 @@ def become(real, name, words):
 
 def main(real, place, name, words):
     """Ask for a fork, and wait for its end."""
-    if words[:1] != ["-m"] or words[1:2] == [] or words[1] not in FORKED:
+    if not is_forked(words):
         become(real, name, words)
     sys.path.insert(0, HERE)
     from show import show

@@ -23,7 +23,7 @@ import threading
 import traceback
 
 import faults
-from client import NAMESPACES
+from client import NAMESPACES, SCRIPTS
 from show import show
 
 CLONE_FLAGS = {"net": 0x40000000, "mnt": 0x00020000, "uts": 0x04000000}  # linux/sched.h
@@ -213,7 +213,7 @@ def serve(place, owner):
             if key.fileobj is door:
                 line, _ = door.accept()
                 request, files = take(line)
-                if "finetune.train" in request["argv"]:
+                if "finetune.train" in request["argv"] or request["argv"][1].endswith(SCRIPTS):
                     preload_job()
                 pid = start(request, files, clients)
                 for descriptor in files:

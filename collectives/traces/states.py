@@ -1,15 +1,19 @@
-"""Where one rank stands: the small file that each rank of a run keeps beside its work, and `topoflight why` reads.
+"""Where each rank stands: the small file that it keeps beside its work, and Python stacks in texts.
 
-Written every few seconds by a thread that only looks (finetune.rank_monitor); plain JSON, so that any job may write it.
+The file is written every few seconds by a thread that only looks (finetune.rank_monitor); plain JSON, so that any job
+may write it. `topoflight why` reads both.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contracts import bounded, codec, plain
+from contracts.tables import read_patterns
 
 RANKS_FOLDER = "ranks"  # of a run's folder
 NAME = "state_rank_{rank}.json"
@@ -68,7 +72,7 @@ class RankState:
     error: str | None = None  # the exception that ended it
 
 
-def read(path: Path) -> RankState:
+def read_state(path: Path) -> RankState:
     """The state in a file. Raises StateError."""
     try:
         found = plain.loads(bounded.read_text(path, MOST_BYTES), unknown_numbers=True)
@@ -83,3 +87,75 @@ def read(path: Path) -> RankState:
 def dumps(state: RankState) -> str:
     """The document."""
     return json.dumps(codec.write(state))
+
+
+# Python stacks of ranks in texts: `py-spy dump`, faulthandler, and the dumps of torch.distributed.debug.
+#
+# Specification: py-spy 0.4 (src/dump.rs), Python's Lib/test/test_faulthandler.py, and torch/distributed/debug/
+# _debug_handlers.py of 2.13, which writes "=== Rank N: ADDRESS ===" before one of the two. Only the main thread counts,
+# because it is the one that trains.
+
+_TEXTS = {name: re.compile(text) for name, text in read_patterns(__file__, "texts.toml", "stacks").items()}
+MOST_FRAMES = 64
+MOST_STACKS = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Stack:
+    """The main thread of one process."""
+
+    rank: int | None = None  # where the text names it
+    pid: int | None = None
+    frames: tuple[str, ...] = ()  # innermost first: "train.py:31 step"
+
+
+class _StackReader:
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self.pid: int | None = None
+        self.found: list[Stack] = []
+        self.frames: list[tuple[str, str]] = []  # (frame, its function) of the thread that is read
+        self.is_main = False
+        self.best: tuple[bool, tuple[str, ...]] = (False, ())  # the main thread so far, and whether that is certain
+
+    def line(self, line: str) -> None:
+        if (rank := _TEXTS["rank"].match(line)) and int(rank[1] or rank[2]) != self.rank:
+            self.end_process()
+            self.rank, self.pid = int(rank[1] or rank[2]), None
+        text = re.sub(r"^\[rank\d{1,7}\]: ?", "", line)
+        if process := _TEXTS["process"].match(text):
+            self.end_process()
+            self.pid = int(process[1])
+        elif (thread := _TEXTS["py_spy"].match(text)) or _TEXTS["fault"].match(text):
+            self.end_thread()
+            self.is_main = bool(thread and thread[1] == "MainThread")
+        elif frame := _TEXTS["py_spy_frame"].match(text):
+            self.add(frame[2], frame[3], frame[1])
+        elif frame := _TEXTS["fault_frame"].match(text):
+            self.add(*frame.groups())
+
+    def add(self, file: str, line: str, function: str) -> None:
+        if len(self.frames) < MOST_FRAMES:
+            self.frames.append((f"{file.rpartition('/')[2]}:{line} {function}", function))
+
+    def end_thread(self) -> None:
+        # the thread that runs the script's module is the main one; else it is the last that faulthandler lists
+        is_main = self.is_main or any(function == "<module>" for _, function in self.frames)
+        if self.frames and (is_main or not self.best[0]):
+            self.best = is_main, tuple(frame for frame, _ in self.frames)
+        self.frames, self.is_main = [], False
+
+    def end_process(self) -> None:
+        self.end_thread()
+        if self.best[1] and len(self.found) < MOST_STACKS:
+            self.found.append(Stack(rank=self.rank, pid=self.pid, frames=self.best[1]))
+        self.best, self.pid = (False, ()), None
+
+
+def read_stacks(lines: Iterable[str], *, rank: int | None = None) -> list[Stack]:
+    """The main threads in a text; `rank` is whose text it is, where its file's name tells. Empty: it has none."""
+    reader = _StackReader(rank)
+    for line in lines:
+        reader.line(line.rstrip()[:1000])
+    reader.end_process()
+    return reader.found

@@ -1,0 +1,79 @@
+"""What the tests of the gpu probe share: recordings to change, the facts that are read of them, rows of tables."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from probes.api import Ok, Snapshot
+from probes.gpu.facts import Gpu, GpuFacts, GpuProcess, NvLink
+from probes.gpu.probe import PROBE
+from probes.host.recording import RecordedHost
+from probes.scan import scan
+
+MACHINES = Path(__file__).parent.parent / "machines"
+H100, GB200, TITAN = "hgx-h100-8xH100-8hca", "gb200-nvl72-tray", "titan-rtx-2x-nv2"
+
+
+@cache
+def recorded(name: str = H100) -> dict[str, Any]:
+    """A recording, which no test changes."""
+    content: dict[str, Any] = json.loads((MACHINES / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def changed(name: str = H100, **answers: Any) -> dict[str, Any]:
+    """A copy of it; `answers` of GPUs ("gpu3") replace those of one NVML function.
+
+    The function's name may go on with arguments: {"gpu3": ("nvmlDeviceGetTotalEccErrors,1,0", 7)}. A dictionary
+    replaces members of the recorded answer.
+    """
+    content = copy.deepcopy(recorded(name))
+    for gpu, (question, answer) in answers.items():
+        symbol, _, arguments = question.partition(",")
+        known = content["answers"]["nvml"][symbol]
+        key = f"{gpu},{arguments}" if arguments else next(key for key in known if key.split(",")[0] == gpu)
+        assert key in known, sorted(known)[:3]
+        known[key] = {**known[key], **answer} if isinstance(answer, dict) else answer
+    return content
+
+
+def facts_of(found: Snapshot | dict[str, Any]) -> GpuFacts:
+    """The GPUs of a snapshot, or of a recording's content."""
+    snapshot = scan(RecordedHost(found), (PROBE,)) if isinstance(found, dict) else found
+    outcome = snapshot.outcomes["gpu"]
+    assert isinstance(outcome, Ok), outcome
+    facts = outcome.facts
+    assert isinstance(facts, GpuFacts)
+    return facts
+
+
+def with_facts(snapshot: Snapshot, **facts: Any) -> Snapshot:
+    """The snapshot with other facts of these probes."""
+    outcomes = {**snapshot.outcomes, **{name: Ok(facts=each) for name, each in facts.items()}}
+    return dataclasses.replace(snapshot, outcomes=outcomes)
+
+
+def gpu_with(gpu: Gpu, changes: dict[str, Any]) -> Gpu:
+    """The GPU with members as a table writes them."""
+    made = {"nvlinks": NvLink, "processes": lambda pid: GpuProcess(pid=pid, memory_bytes=None)}
+    words: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name in made:
+            words[name] = tuple(made[name](**row) for row in value)
+        else:
+            words[name] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(gpu, **words)
+
+
+def rows(name: str) -> list[Any]:
+    """A table of gpu_findings.yaml."""
+    tables = yaml.safe_load(Path(__file__).with_name("gpu_findings.yaml").read_text(encoding="utf-8"))
+    found: list[Any] = tables[name]
+    return found

@@ -1,0 +1,62 @@
+"""What logs alone prove, by why_logs.yaml; stacks of three tools; and RAS's answers that were saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rigs.tables import each_row
+
+from agent.why import diagnosis
+from collectives.traces.states import read_stacks
+
+ROWS = yaml.safe_load(Path(__file__).with_name("why_logs.yaml").read_text(encoding="utf-8"))
+
+
+@each_row("row", ROWS, ids=lambda row: row["what"])
+def test_a_log_accuses_whom_it_proves_and_nobody_else(tmp_path: Path, row: dict[str, Any]) -> None:
+    text = row.get("text", row.get("diagnostics"))
+    logs = []
+    for number, each in enumerate(text if isinstance(text, list) else [text]):
+        logs.append(tmp_path / f"node-{number}.log")
+        logs[-1].write_text(each, encoding="utf-8")
+    paths = tuple(map(str, logs))
+    of_diagnostics = "diagnostics" in row
+    found = diagnosis.answer(diagnosis.WhySources(**{"diagnostics" if of_diagnostics else "logs": paths}))
+    state, ranks, codes, words = row["gives"]
+    assert (found.state, [*found.ranks], [cause.code for cause in found.causes]) == (state, ranks, codes.split())
+    assert words in found.line
+    assert not of_diagnostics or any("1 checks passed" in source for source in found.sources)
+
+
+PY_SPY, DEBUG = (row["text"] for row in ROWS[-2:])
+
+
+def test_stacks_of_three_tools_are_read() -> None:
+    frames = ("train.py:31 load_batch", "train.py:90 <module>")
+    (one,) = read_stacks(PY_SPY.splitlines())
+    assert (one.pid, one.rank, one.frames) == (4711, None, frames)
+    fault = DEBUG.partition("===\n")[2].partition("=== Rank 1")[0]
+    (two,) = read_stacks(fault.splitlines(), rank=3)
+    assert (two.rank, two.frames) == (3, frames)
+    assert [(each.rank, each.frames) for each in read_stacks(DEBUG.splitlines())] == [(0, frames), (1, frames)]
+
+
+def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:
+    """Given as a log it says the same as with --ras; a log with other lines stays a log, and diagnostics are no RAS."""
+    table = "Communicators... (0.00s)\n    0         1         2         1         2         1   RUNNING  INCOMPLETE\n"
+    text = (f"{table}INCOMPLETE\n  Missing communicator data from 1 job process\n"
+            "  Process 60004 on node n2 managing GPU 0\n\n#0-0 (b33) INCOMPLETE\n  The missing rank: 1\n")  # fmt: skip
+    path = tmp_path / "ras.txt"
+
+    def verdict(text: str, kind: str) -> Any:
+        path.write_text(text, encoding="utf-8")
+        return diagnosis.answer(diagnosis.WhySources(**{kind: (str(path),)}))
+
+    asked = verdict(text, "ras")
+    assert verdict(text, "logs") == asked and asked.unknown
+    assert verdict(f"{text}n1:1:2 [0] NCCL INFO Using network Socket\n", "logs") != asked
+    with pytest.raises(diagnosis.WhyError, match="--diag"):
+        verdict("=== RAS Diagnostics ===\n[OK]   ECC: no uncorrected volatile errors across 8 ranks\n", "ras")
