@@ -263,8 +263,11 @@ def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) ->
         stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
         meant = " or ".join(close)
         return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=meant)
-    own = "/own" if name in case.own else "/own_value" if _OWN_VALUE.fullmatch(value.strip()) else ""
-    return finding(f"env.name.unknown{own}", name, value, reader=reader)
+    if name in case.own:
+        return finding("env.name.unknown/own", name, value, reader=reader)
+    if _OWN_VALUE.fullmatch(value.strip()):
+        return finding("env.name.unknown/own_value", name, value, reader=reader)
+    return finding("env.name.unknown", name, value, reader=reader)
 
 
 def _without_doubles(found: list[Finding]) -> Iterator[Finding]:
