@@ -133,7 +133,7 @@ def _unread_settings(text: str, found: set[str], why: str, first: int = 1) -> It
         for match in SETS.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.match(r"\w+", match[0])
             if name and name[0] not in found:
-                yield Unread(line=first and first + number, why=why.format(name=name[0]))
+                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]))
 
 
 _USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
@@ -191,8 +191,8 @@ def listed_lines(lines: Iterable[int]) -> str:
 _Parts = list[tuple[str, Script]]
 
 
-def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
-    """The form in words, and each place's script."""
+def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts]:
+    """The form in words, and each place's script. `first` is the number of the text's first line; 0: unknown."""
     title = FORMS[kind]
     if kind in _DOCUMENTS:
         try:
@@ -204,14 +204,14 @@ def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
         for place, script in places.items():
             parts += [(place, script), *_inner(script, place, depth)]
         return title, parts
-    script = _script(text, kind)
+    script = _script(text, kind, first)
     if kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
         title = "Slurm batch script"
     source = {"process": "process", "log": "log"}.get(kind, title)
     return title, [(source, script), *_inner(script, title, depth)]
 
 
-def _script(text: str, kind: str) -> Script:
+def _script(text: str, kind: str, first: int) -> Script:
     if kind == "process":
         return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) finds the first of two
     if kind == "log":
@@ -221,13 +221,13 @@ def _script(text: str, kind: str) -> Script:
     if kind == "other":
         return Script()
     if kind in ("env", "conf"):
-        return _lines(text, kind)
+        return _lines(text, kind, first)
     before, files = list[Assigned](), list[str]()
     for number, words in directives(text):
-        found = read_shell("sbatch " + words, line=number)
-        before += [replace(each, line=number) for settings in found.settings() for each in settings.values()]
+        found = read_shell("sbatch " + words, line=first and first + number - 1)
+        before += [each for settings in found.settings() for each in settings.values()]
         files += found.files
-    script = read_shell(text, before=before)
+    script = read_shell(text, line=first, before=before)
     script.files[:0] = files
     return script
 
@@ -248,14 +248,14 @@ def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
     return Script(always=found)
 
 
-def _lines(text: str, kind: str) -> Script:
+def _lines(text: str, kind: str, first: int) -> Script:
     """An env file (no quoting, no export: the value is all that follows the first `=`), or nccl.conf.
 
     docker takes the last of two. NCCL trims nothing, reads `#` only in the first column, and takes the first of two.
     """
     rows, unread = list[tuple[int, str]](), list[Unread]()
-    for number, row in enumerate(text.splitlines(), start=1):
-        bare = row.lstrip()
+    for at, row in enumerate(text.splitlines()):
+        number, bare = first and first + at, row.lstrip()
         if not bare or (bare.startswith("#") and (kind == "env" or row.startswith("#"))):
             continue
         name = bare.partition("=")[0]
@@ -283,25 +283,11 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
         where = f"line {inner.line}" if where == "option.json" else where
         found: _Parts = []
         with contextlib.suppress(EnvironmentTextError):  # its lines are named below
-            found = _read(inner.text, "other" if kind == "log" else kind, depth + 1)[1]
-        for _inside, each in found:
-            _shift(each, inner.line)
-            parts.append((f"{source}, {where}", each))
+            found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
+        parts += [(f"{source}, {where}", each) for _, each in found]
         if not any(settings for _, each in found for settings in each.settings()):
             script.unread += _unread_settings(inner.text, set(), f"a setting inside {inner.target}", inner.line)
     return parts
-
-
-def _shift(script: Script, first: int) -> None:
-    """Count the lines of a text inside from the first of the whole text; they are unknown where that line is."""
-
-    def line(number: int) -> int:
-        return number + first - 1 if first and number else 0
-
-    for settings in script.settings():
-        settings |= {name: replace(each, line=line(each.line)) for name, each in settings.items()}
-    script.unread[:] = [replace(each, line=line(each.line)) for each in script.unread]
-    script.unreached[:] = [replace(each, line=line(each.line)) for each in script.unreached]
 
 
 def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterator[NamedEnvironment]:
