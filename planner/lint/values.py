@@ -383,36 +383,33 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    known = _ALGORITHMS if name == "NCCL_ALGO" else _PROTOCOLS
+    """NCCL_ALGO and NCCL_PROTO, for every collective or for some.
+
+    All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).
+    """
+    words = _ALGORITHMS if name == "NCCL_ALGO" else _PROTOCOLS
+    known, functions = ({each.lower() for each in table} for table in (words, _FUNCTIONS))
     strict = version is None or version >= (2, 24, 0)
     status = Status.FAIL if strict and version is not None else Status.WARN
-    unknown: list[str] = []
+    unknown, gathers = list[str](), True
     for part in value.split(";"):
         head, colon, tail = part.partition(":")
-        if colon and head.lower() not in {function.lower() for function in _FUNCTIONS}:
-            unknown.append(head)
-        tokens = (tail if colon else head).removeprefix("^").split(",")
-        unknown += [token for token in tokens if token and token.lower() not in {each.lower() for each in known}]
+        tokens = tail if colon else head
+        named = [token for token in tokens.removeprefix("^").split(",") if token]
+        unknown += [head] if colon and head.lower() not in functions else []
+        unknown += [token for token in named if token.lower() not in known]
+        if not colon or head.lower() in ("allgather", "reducescatter"):
+            able = {"ring", "pat", "nvls", "collnetdirect"}
+            taken = able & {token.lower() for token in named}
+            gathers = bool(able - taken if tokens.startswith("^") else taken)
     if unknown:
         what = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
-        wrong, words = ", ".join(map(repr, unknown)), ", ".join(known)
-        yield finding("env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=what, words=words)
-    elif name == "NCCL_ALGO" and strict and not _gathers(value):
+        wrong = ", ".join(map(repr, unknown))
+        yield finding(
+            "env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=what, words=", ".join(words)
+        )
+    elif name == "NCCL_ALGO" and strict and not gathers:
         yield finding("env.value.token/no_ring", name, value, status=status)
-
-
-def _gathers(value: str) -> bool:
-    """Whether all-gather keeps an algorithm it can use: Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc)."""
-    able = {"ring", "pat", "nvls", "collnetdirect"}
-    allowed: bool = True
-    for part in value.lower().split(";"):
-        head, colon, tail = part.partition(":")
-        if colon and head not in ("allgather", "reducescatter"):
-            continue
-        tokens = tail if colon else head
-        named = {token for token in tokens.removeprefix("^").split(",") if token}
-        allowed = bool(able - named) if tokens.startswith("^") else bool(able & named)
-    return allowed
 
 
 def _list(name: str, value: str) -> Iterator[Finding]:
