@@ -76,6 +76,7 @@ class Programs(Expander):
         self.loose: dict[str, Assigned] = {}  # set and not exported
         self.runs_unknown = False  # a program whose name is not known, which may be a function
         self.started = 0  # programs, those included that get what one before them gets
+        self._seen: set[tuple[frozenset[tuple[str, frozenset[tuple[str, str]]]], bool]] = set()
         self._sets = 0  # settings in the words of commands
         self._written: dict[str, str] = {}  # files that the script itself writes
 
@@ -235,15 +236,18 @@ class Programs(Expander):
         }
 
     def launch(self, label: str, *, sure: bool) -> None:
-        """Note that a program is started."""
+        """Note that a program is started, unless another one got the same."""
         self.started += 1
         launch = Launch(label, sure, self.ways(), self.split)
         others = (each for each in self.launches if self.split and (each.label, each.split) == (label, self.split))
         if (same := next((each for each in others if self.view not in each.ways), None)) is not None:
             same.ways.update(launch.ways)
-        elif len(self.launches) >= _MOST_LAUNCHES:
+            return
+        key = frozenset((scope, content(way)) for scope, way in launch.ways.items()), sure
+        if len(self.launches) >= _MOST_LAUNCHES:
             self.unread(0, "too many commands that start programs")
-        elif not any(contents(launch) == contents(each) and each.sure == sure for each in self.launches):
+        elif key not in self._seen:
+            self._seen.add(key)
             self.launches.append(launch)
 
     def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:
@@ -450,11 +454,6 @@ class Programs(Expander):
                 self.shell.exports_all = text[0] == "-"
         if "--" in texts:
             self.give(call.words[texts.index("--") + 1 :])
-
-
-def contents(launch: Launch) -> dict[str, frozenset[tuple[str, str]]]:
-    """The values of a launch's settings, whatever their lines are."""
-    return {scope: content(way) for scope, way in launch.ways.items()}
 
 
 def content(settings: Settings) -> frozenset[tuple[str, str]]:

@@ -129,7 +129,6 @@ class NamedEnvironment:
 
     source: str  # "env file", "nccl.conf", "TrainJob/sft trainer", "shell script, if [ ... ]", "log"
     environment: dict[str, str]
-    form: str = ""
     unresolved: dict[str, str] = field(default_factory=dict)  # set from elsewhere: name to how it is written
     unexported: dict[str, str] = field(default_factory=dict)  # shell variables that no program sees
     used: frozenset[str] = frozenset()  # names that the script itself reads

@@ -110,7 +110,7 @@ def _reading(text: str, kind: str) -> Reading:
         raise EnvironmentTextError(f"{len(text)} characters: more than the {_LIMIT_SCRIPT} that are read of a {kind}")
     title, parts = _read(text, kind, 0)
     own = _own(text) if kind not in ("env", "conf", "log", "process") else frozenset[str]()
-    environments = tuple(each for source, script in parts for each in _environments(source, script, title, own))
+    environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
     if kind in _DOCUMENTS:
         found = {name for _, script in parts for settings in script.settings() for name in settings}
@@ -290,7 +290,7 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
     return parts
 
 
-def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterator[NamedEnvironment]:
+def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[NamedEnvironment]:
     """What holds always, then each launch or condition with all that it gets."""
     named = {name for settings in script.settings() for name in settings}
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
@@ -309,7 +309,7 @@ def _environments(source: str, script: Script, title: str, own: frozenset[str]) 
             continue
         alone = not plain and len(script.ways) == 1 and _OF_A_COMMAND.fullmatch(label)
         each = NamedEnvironment(
-            source=", ".join(filter(None, (source, "" if alone else label))), form=title, environment=known,
+            source=", ".join(filter(None, (source, "" if alone else label))), environment=known,
             unresolved=open_, unexported={} if base else loose, used=own, base=base if plain else None,
             lines={name: each.line for name, each in found.items()},
             also_set=frozenset(named - {*script.loose}), findings=() if base else tuple(script.findings),
