@@ -72,16 +72,12 @@ class Reading:
         return tuple(sorted(found))
 
 
-def read_environment(text: str, kind: str | None = None, name: str = "") -> tuple[NamedEnvironment, ...]:
-    """Every environment in a text; without `kind` it is recognised by its looks and its file's name.
-
-    Only variables that concern communication are kept: the rest may hold secrets.
-    """
-    return read_text(text, kind, name).environments
-
-
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
-    """The same with the form it was read as. Raises EnvironmentTextError."""
+    """Every environment in a text, and the form it was read as. Raises EnvironmentTextError.
+
+    Without `kind` the form is recognised by its looks and its file's name. Only variables that concern communication
+    are kept: the rest may hold secrets.
+    """
     if len(text) > (_LIMIT_LOG if (kind or guess_kind(text[:_LIMIT_SCRIPT], name)) == "log" else _LIMIT_CHARACTERS):
         raise EnvironmentTextError(
             f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
