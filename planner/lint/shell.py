@@ -3,7 +3,7 @@
 A script is followed in the order in which bash would run it, and never run. Where a branch is decided only at run time,
 both ways are followed, and a variable has from then on several values, each with its condition. OPEN replaces text that
 comes from a program, an argument or the environment outside. Specification: POSIX shell (XCU 2.9 commands), bash(1).
-What is not followed is in docs/decisions/0041.
+What is not followed is in docs/decisions/0039.
 """
 
 from __future__ import annotations
