@@ -27,7 +27,7 @@ from agent.cli.main import VERBS, cli
 from agent.http.server import create
 from agent.http.state import State
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.tables import CODES as ENV_CODES
+from planner.lint.values import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")

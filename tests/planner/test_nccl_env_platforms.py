@@ -196,7 +196,7 @@ def pages() -> dict[str, str]:
     lines = []
     for row in platforms().rows:
         named = {recipe.source.name: recipe.source.date for recipe in row.recipes}
-        named |= {source.name: source.date for source in row.more}
+        named |= {source.name: source.date for recipe in row.recipes for source in recipe.more}
         sources |= named
         numbers = "".join(f" [{list(sources).index(name) + 1}]" for name in named)
         parts = [f"- **{row.name}**{numbers} ({_facts(row)})"]
