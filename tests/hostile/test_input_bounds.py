@@ -248,7 +248,7 @@ inputs = [("topo_xml", XML), ("nccl_log", b"NCCL" * (4 << 20)), ("nccl_log", b"\
 for name in ("job_config", "manifest"):
     inputs += [(name, b"\\1" + bomb + tail) for bomb in (lists, merges) for tail in (
         b"current-context: *a9\\n", b"env: [{{name: NCCL_DEBUG, value: *a9}}]\\n", b"learning_rate: *a9\\n")]
-for name in ("recording", "baseline", "snapshot", "run", "calibration", "model_config", "bench_result"):
+for name in ("recording", "baseline", "outcome", "run", "calibration", "model_config", "bench_result"):
     inputs += [(name, b"\\1\\0" + b"[" * 1_000_000), (name, b"\\1\\0" + b"[0," * 300_000 + b"0")]
 inputs.append(("recording", b"\\1\\0" + gzip.compress(b"0" * (256 << 20))))
 for name, data in inputs:
