@@ -12,7 +12,7 @@ from agent.base import result_store as keep
 from agent.base.exit_codes import EXIT_FAILED
 from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
 from agent.checks.verdict import judge
-from collectives.bench.results import BenchResult, Measurement, result_from_json
+from collectives.bench.results import BenchResult, Measurement, read_result
 
 ONE = Measurement(
     op="all_gather", backend="gloo", ranks=(0, 1), hosts=("a", "a"), bytes=65536, iteration_seconds=(0.001,),
@@ -56,7 +56,7 @@ def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) ->
     """One that measured something does, with its mark."""
     keep.keep_bench(WHOLE, tmp_path)
     assert keep.keep_bench(replace(CUT, measurements=()), tmp_path) is None
-    assert result_from_json(keep.read(tmp_path / keep.BENCH_FILE)) == WHOLE
+    assert read_result(tmp_path / keep.BENCH_FILE) == WHOLE
     keep.keep_bench(CUT, tmp_path)
-    assert result_from_json(keep.read(tmp_path / keep.BENCH_FILE)) == CUT
+    assert read_result(tmp_path / keep.BENCH_FILE) == CUT
     assert [line.complete for line in result_store.bench_history(tmp_path)] == [False, True]
