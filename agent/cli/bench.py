@@ -157,7 +157,7 @@ def calibrate(
 ) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.base.hosts import snapshots
-    from agent.jobs.measuring import calibration, default_ranks, has_gpu
+    from agent.jobs.child import calibration, default_ranks, has_gpu
 
     found_hosts = snapshots(())
     copies = ranks or default_ranks(found_hosts)
@@ -166,7 +166,7 @@ def calibrate(
     try:
         found = calibration(
             model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
-            ranks=copies, method=method, gpu=has_gpu(found_hosts), progress=progress,
+            ranks=copies, method=method, gpu=has_gpu(found_hosts),
         )  # fmt: skip
     finally:
         progress.done()

@@ -55,7 +55,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.base.hosts import snapshots
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
-    from agent.jobs.launch import sigterm
+    from agent.jobs.child import sigterm
     from agent.jobs.namespaces import HOSTS
     from contracts.run_record import read
 
@@ -106,7 +106,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
     from agent.base.inputs import RequestError
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
-    from agent.jobs.launch import transport
+    from agent.jobs.planned import transport
     from planner.kubernetes.manifests import render as render_documents
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}

@@ -1,14 +1,12 @@
 """Benchmarks of this host: what is measured for the preflight and for the verb bench, and what it is held against.
 
-As a program it is the child of agent.jobs.measuring.
+As a program it is a child of agent.jobs.child.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +17,9 @@ import cattrs
 
 from agent.base import units
 from agent.checks.judged import BARS, IS, JUDGED_OPS, judged_bytes
-from agent.jobs.measuring import PASSED_ON, QUICK_SECONDS, default_ranks
+from agent.jobs.child import QUICK_SECONDS, answer, default_ranks
 from collectives.bench import processes
-from collectives.bench.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
-from collectives.bench.lock import BusyError
+from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SearchPlan, SpecError, StepShape, parts, sweep
 from collectives.bench.results import Bar, result_to_json
 from collectives.bench.run import run, visible_backend
@@ -278,45 +275,21 @@ def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
     return replace(spec, cases=(*parts(shape), *(Case(op=op, bytes=size) for op in spec.ops for size in sizes)))
 
 
-# The child of agent.jobs.measuring.
+# The child of agent.jobs.child.
 
 
-def _measured(request: Mapping[str, Any], tell: Callable[..., None], stop: threading.Event) -> dict[str, Any]:
-    """The result of the benchmark that is asked for, in plain values."""
+def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> dict[str, Any]:
+    """The result of the benchmark or the calibration that is asked for, in plain values."""
+    if request.pop("task") == "calibrate":
+        return calibrate(CalibrationRequest(**request), stop=stop)
     due = Due(**request["due"]) if request["due"] else None
     spec = preflight_spec(
         (wire.from_json(request["snapshot"]),), request["ranks"], request["budget_seconds"], force=request["force"],
         quick=request["quick"], due=due,
     )  # fmt: skip
-    on_event = watch(lambda words: tell(note=words))
-    return result_to_json(run(replace(spec, environment=request["environment"]), on_event, stop))
-
-
-def main(parent: int) -> None:
-    """Answer the request on standard input as agent.jobs.measuring says, and end with the process `parent`."""
-    processes.die_with_parent(parent)
-    stop = threading.Event()
-    for number in PASSED_ON:
-        signal.signal(number, lambda *_: stop.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # what a library prints is no answer
-
-        def tell(**words: object) -> None:
-            answers.write(json.dumps(words) + "\n")
-            answers.flush()
-
-        request = json.load(sys.stdin)
-        try:
-            if request.pop("task") == "measure":
-                tell(answer=_measured(request, tell, stop))
-            else:
-                tell(answer=calibrate(CalibrationRequest(**request), stop=stop))
-        except BusyError as error:
-            tell(busy=str(error))
-        except CalibrationFailedError as error:
-            tell(error=str(error))
+    return result_to_json(run(replace(spec, environment=request["environment"]), watch(note), stop))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    processes.die_with_parent(int(sys.argv[1]))
+    answer(_work)

@@ -14,7 +14,7 @@ from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import Client, path_of
 from agent.jobs import submission
-from agent.jobs.launch import job_plan, to_save
+from agent.jobs.planned import job_plan, to_save
 from contracts.job_plan import JobPlan, dumps
 from planner.advice import Recommendation
 from planner.forecast.memory import save_seconds

@@ -29,8 +29,8 @@ from agent.base.documents import write_atomic
 from agent.base.inputs import InputError
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
-from agent.jobs.launch import job_plan
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
+from agent.jobs.planned import job_plan
 from collectives.bench import lock, watch
 from collectives.bench.calibrate import CalibrationRequest, slowest
 from collectives.bench.plan import BenchSpec, Case

@@ -19,7 +19,8 @@ from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
-from agent.jobs.launch import Launched, job_plan, record_of, train
+from agent.jobs.launch import Launched, record_of, train
+from agent.jobs.planned import job_plan
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 

@@ -5,7 +5,7 @@ from rigs.tables import each_row
 
 from agent.advice.advise import answer
 from agent.advice.request import Request
-from agent.jobs.launch import gdrdma, job_plan
+from agent.jobs.planned import gdrdma, job_plan
 from contracts.job_plan import dumps, read
 from finetune import channels
 from topology.build import build

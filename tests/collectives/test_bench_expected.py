@@ -16,7 +16,7 @@ from agent.checks import judged
 from agent.checks.expect import expectation
 from agent.jobs import benchmark
 from agent.jobs.benchmark import preflight_spec
-from agent.jobs.measuring import default_ranks
+from agent.jobs.child import default_ranks
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
 from collectives.bench.lock import BusyError

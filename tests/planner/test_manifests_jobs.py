@@ -20,7 +20,7 @@ from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from agent.jobs import cluster_job
-from agent.jobs.launch import job_plan
+from agent.jobs.planned import job_plan
 from finetune import pod
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
