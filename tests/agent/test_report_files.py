@@ -12,7 +12,7 @@ from junitparser import JUnitXml
 from agent.base.documents import write_atomic
 from agent.checks.verdict import judge
 from agent.jobs.preflight import Report, junit
-from agent.pages import render as pages
+from agent.pages.report import report_page
 from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot
 
@@ -55,7 +55,7 @@ def test_hostile_text_stays_text() -> None:
     """A log line quoted as evidence can neither break the XML nor run in the page."""
     whole = report(*CHECKS)
     ElementTree.fromstring(junit(whole))  # noqa: S314 - our own output
-    html = pages.report_page(whole)
+    html = report_page(whole)
     assert "<script>alert" not in html
     assert "&lt;script&gt;" in html
     for word in ("http://", "https://", "src=", "@import", "url("):
