@@ -37,7 +37,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     from agent.base.result_store import keep_bench
     from agent.checks.baseline import against_baseline
     from agent.checks.baseline import read as read_baseline
-    from agent.checks.judged import checks_of_bars
+    from agent.checks.measured import checks_of_bars
     from agent.jobs.benchmark import replay_spec, spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
@@ -81,7 +81,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     """Write to the other host, or be written to; gives the exit code."""
     from agent.base.hosts import snapshots
     from agent.checks.baseline import read as read_baseline
-    from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
+    from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
     from collectives.bench import lock, perftest
 

@@ -117,8 +117,8 @@ def _say_forecast(advice: Recommendation) -> None:
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
     """Print the job in `form` ("brief": what it is), or create it where that is None."""
+    from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
-    from agent.jobs.planned import grace_notice
     from planner.kubernetes.job import SAVE_SECONDS, storage_rate
     from planner.kubernetes.manifests import render as render_documents
 
@@ -268,8 +268,8 @@ def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: 
 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:
+    from agent.advice.job_settings import job_plan
     from agent.jobs import launch as launcher
-    from agent.jobs.planned import job_plan
     from contracts import codec
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
@@ -379,9 +379,9 @@ def _launch_script(
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
+    from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice
     from agent.base.result_store import store_run
     from agent.jobs import launch as launcher
-    from agent.jobs.planned import GRACE_SECONDS, grace, grace_notice
     from agent.terminal import measured
     from planner.kubernetes.job import storage_rate
 

@@ -24,10 +24,9 @@ from typing import Any
 import click
 
 from agent.base import units
-from agent.base.documents import write_atomic
-from agent.base.output import Progress
+from agent.base.output import Progress, write_atomic
 from agent.base.result_store import keep_bench
-from agent.checks.judged import JUDGED_OPS
+from agent.checks.measured import JUDGED_OPS
 from collectives.bench.results import BenchResult, result_from_json
 from contracts import run_record
 from contracts.job_plan import JobPlan, dumps

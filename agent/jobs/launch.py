@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.base.documents import write_atomic
+from agent.advice.job_settings import GRACE_SECONDS, grace, job_plan
+from agent.base.output import write_atomic
 from agent.jobs.child import answer, sigterm
-from agent.jobs.planned import GRACE_SECONDS, grace, job_plan
 from collectives.bench import lock, processes
 from contracts import run_record
 from contracts.job_plan import dumps

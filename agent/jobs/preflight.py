@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.advice.advise import answer, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, job_request, settings
+from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
-from agent.base.documents import document, write_atomic
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
-from agent.base.output import Progress
+from agent.base.output import Progress, document, write_atomic
 from agent.base.version import VERSION
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
@@ -32,7 +31,6 @@ from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import child
 from agent.jobs.child import ChildError
-from agent.jobs.planned import grace, job_plan
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.plain import printable

@@ -22,7 +22,7 @@ from agent.checks import history
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster.gate import Places
-from agent.cluster.records import records_of
+from agent.cluster.publish import records_of
 from agent.pages import nodes as page_nodes
 from agent.pages.report import digest, environment, rendered, rows
 from contracts import question

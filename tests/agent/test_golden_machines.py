@@ -12,7 +12,7 @@ from rigs.tables import each_row
 from agent import metrics
 from agent.advice.advise import for_view
 from agent.advice.request import Request
-from agent.base.documents import document
+from agent.base.output import document
 
 SOUND = {
     **{name: H100 for name in NAMES if name.startswith("sick-h100")},

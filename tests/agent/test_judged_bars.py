@@ -14,12 +14,11 @@ from rigs.tables import each_row
 
 from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
-from agent.checks.judged import BUSBW, MNNVL, NVLS, checks_of_bars, expected_words
-from agent.checks.measured import with_bench
+from agent.checks.measured import BUSBW, MNNVL, NVLS, checks_of_bars, expected_words, with_bench
 from agent.checks.verdict import GateError
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource
-from agent.cluster.records import records_of, to_resource
+from agent.cluster.publish import records_of, to_resource
 from agent.jobs import benchmark
 from collectives.bench.results import Bar, BenchResult, Measurement, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine

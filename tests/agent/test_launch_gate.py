@@ -14,13 +14,12 @@ from rigs.recorded import snapshot, view
 from rigs.tables import each_row
 
 from agent.advice.advise import advise
-from agent.advice.job_settings import EMBEDDED_MODEL, job_request, untrainable
+from agent.advice.job_settings import EMBEDDED_MODEL, job_plan, job_request, untrainable
 from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
 from agent.jobs.launch import Launched, record_of, train
-from agent.jobs.planned import job_plan
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config
 

@@ -4,8 +4,8 @@ from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 
 from agent.advice.advise import answer
+from agent.advice.job_settings import gdrdma, job_plan
 from agent.advice.request import Request
-from agent.jobs.planned import gdrdma, job_plan
 from contracts.job_plan import dumps, read
 from finetune import channels
 from topology.build import build

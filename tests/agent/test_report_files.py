@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from junitparser import JUnitXml
 
-from agent.base.documents import write_atomic
+from agent.base.output import write_atomic
 from agent.checks.verdict import judge
 from agent.jobs.preflight import Report, junit
 from agent.pages.report import report_page
