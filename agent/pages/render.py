@@ -14,8 +14,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from agent.advice.advise import EXPORTS
-from agent.advice.whatif import FORM
+from agent.advice.advise import EXPORTS, FORM
 from agent.base import units
 from agent.base.version import VERSION
 from agent.checks import history

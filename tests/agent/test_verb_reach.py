@@ -25,7 +25,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "lint-env": (9_000, 16_100),
     "scan": (16_000, None),
     "recommend": (22_000, 25_000),
-    "preflight": (28_000, 31_100),
+    "preflight": (28_000, 31_300),
 }
 
 
