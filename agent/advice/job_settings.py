@@ -25,10 +25,9 @@ from agent.base import units
 from agent.base.inputs import RequestError
 from agent.base.output import document
 from agent.checks.host_checks import gdrdma_possible
-from contracts import bounded, codec
+from contracts import bounded, plain
 from contracts.job_config import DEFAULT_CONFIG, ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, RunForecast, dumps
-from contracts.plain import loads as plain
 from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import Recommendation
@@ -228,7 +227,7 @@ def _cached(name: str, revision: str, environment: Mapping[str, str]) -> Any:
     folder = cache / f"models--{name.replace('/', '--')}"
     try:
         commit = revision if _COMMIT.fullmatch(revision) else bounded.read_text(folder / "refs" / revision, 256).strip()
-        return plain(bounded.read(folder / "snapshots" / commit / "config.json", _MOST_BYTES))
+        return plain.loads(bounded.read(folder / "snapshots" / commit / "config.json", _MOST_BYTES))
     except (OSError, ValueError):
         return None
 
@@ -254,7 +253,7 @@ def _fetched(name: str, revision: str, environment: Mapping[str, str]) -> Any:
         body = answer.read(_MOST_BYTES + 1)
     if len(body) > _MOST_BYTES:
         raise ValueError("config.json is larger than 1 MiB, which none is")
-    return plain(body)
+    return plain.loads(body)
 
 
 def _token(environment: Mapping[str, str]) -> str:
@@ -293,7 +292,7 @@ def job_plan(
 
 def run_forecast(advice: Recommendation) -> RunForecast:
     """The forecast of the chosen layout as a plan holds it; an empty one without a layout."""
-    return codec.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+    return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:

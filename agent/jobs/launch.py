@@ -22,7 +22,7 @@ from typing import Any
 from agent.advice.job_settings import GRACE_SECONDS, grace, job_plan
 from agent.base.output import write_atomic
 from agent.jobs.child import answer, sigterm
-from collectives.bench import lock, processes
+from collectives.bench import processes
 from contracts import run_record
 from contracts.job_plan import dumps
 from contracts.redaction import redact
@@ -153,7 +153,7 @@ def run(
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as stopping, lock.run_folder() as temporary:
+    with log.open("wb") as stream, sigterm(stop) as stopping, processes.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
         last: deque[str] = deque(maxlen=12)
