@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from jinja2 import Environment
 from markupsafe import Markup
 
 from agent.advice.advise import EXPORTS, FORM
@@ -23,7 +24,7 @@ from agent.checks.view import View
 from agent.cluster.gate import Places
 from agent.cluster.publish import records_of
 from agent.pages import nodes as page_nodes
-from agent.pages.report import digest, environment, rendered, rows
+from agent.pages.report import digest, make_environment, rendered, rows
 from contracts import question
 from contracts.tables import read_table
 from planner.advice import Recommendation
@@ -134,14 +135,15 @@ def _page(name: str, view: View, *, asked: Mapping[str, str] | None = None, **mo
 
 
 def _rendered(name: str, **values: Any) -> str:
-    _draw_with_own()
-    return rendered(name, **values)
+    return rendered(name, _environment(), **values)
 
 
 @cache
-def _draw_with_own() -> None:
-    """Let the templates use what only the agent's pages need."""
-    environment().globals.update(
+def _environment() -> Environment:
+    """The templates with what only the agent's pages need."""
+    made = make_environment()
+    made.globals.update(
         field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.changed,
         exports=EXPORTS,
     )  # fmt: skip
+    return made

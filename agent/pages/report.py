@@ -90,8 +90,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
 
 
-@cache
-def environment() -> Environment:
+def make_environment() -> Environment:
     """The templates with what every page and the report draw with."""
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -135,7 +134,7 @@ def environment() -> Environment:
 def report_page(report: Report) -> str:
     """The report as one self-contained HTML file."""
     shown = rows(report.nodes, report.checks, report.started_at_seconds)
-    return rendered("report", report=report, rows=shown, style_hash=digest("style.css"))
+    return rendered("report", _environment(), report=report, rows=shown, style_hash=digest("style.css"))
 
 
 def when(seconds: float) -> str:
@@ -143,9 +142,12 @@ def when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def rendered(name: str, **values: Any) -> str:
+_environment = cache(make_environment)
+
+
+def rendered(name: str, environment: Environment, **values: Any) -> str:
     """One page from its template."""
-    template = environment().get_template(f"{name}.html.j2")
+    template = environment.get_template(f"{name}.html.j2")
     return template.render(style=asset("style.css"), script=asset("page.js"), **values)
 
 

@@ -26,6 +26,7 @@ from agent.http.cluster import Watcher, nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
+from agent.pages.report import report_page
 from contracts.finding import Interval
 
 ROOT = Path(__file__).parent.parent.parent
