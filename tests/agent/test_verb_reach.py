@@ -22,10 +22,10 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "evidence": (5_500, None),
     "explain": (9_000, None),
     "topo": (9_000, None),
-    "lint-env": (9_000, 10_600),
+    "lint-env": (9_000, 10_100),
     "scan": (16_000, None),
     "recommend": (22_000, None),
-    "preflight": (28_000, 29_700),
+    "preflight": (28_000, None),
 }
 
 
