@@ -64,15 +64,8 @@ def _suite() -> str:
 def _engine(program: str, *words: str, check: bool, timeout: float) -> subprocess.CompletedProcess[str]:
     place = ("--root", str(HOME / "storage"), "--runroot", str(HOME / "run"))
     environment = {**os.environ, "CONTAINERS_CONF": str(HOME / "containers.conf")}
-    done = subprocess.run(
-        [program, *place, *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=ROOT,
-    )
+    done = subprocess.run([program, *place, *words], env=environment, capture_output=True, text=True, timeout=timeout,
+                          check=False, cwd=ROOT)  # fmt: skip
     assert not check or done.returncode == 0, f"{program} {' '.join(words)}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
     return done
 
