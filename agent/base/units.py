@@ -37,14 +37,10 @@ def tally(counts: Mapping[str, int]) -> str:
     )
 
 
-def rest(word: str, counts: Mapping[str, int], named: str = "") -> str:
-    """The tally without what a verdict of that word says by itself; `named` is where a reader finds the unknowns."""
-    others = {status: number for status, number in counts.items() if status != word or word == "pass"}
-    unknown = others.get("unknown", 0)
-    if word != "pass" or not unknown:
-        return tally(others)
-    where = f", named {named}" if named else ""
-    return "; ".join(filter(None, (f"{count(unknown, 'check')} unknown{where}", tally({**others, "unknown": 0}))))
+def rest(word: str, counts: Mapping[str, int]) -> str:
+    """The tally without what a verdict of that word says by itself: its own count, or of a pass the unknown checks."""
+    said = "unknown" if word == "pass" else word
+    return tally({status: number for status, number in counts.items() if status != said})
 
 
 def need(name: str, value: str) -> str:

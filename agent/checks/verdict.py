@@ -92,7 +92,7 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     if required_unknown:
         return verdict("unknown", EXIT_UNKNOWN, f"required but not measured: {_unmeasured(required_unknown)}")
     if pending:
-        return verdict("unknown", EXIT_UNKNOWN, f"not yet seen twice: {', '.join(pending)}")
+        return verdict("unknown", EXIT_UNKNOWN, f"seen once, not confirmed by a second scan yet: {', '.join(pending)}")
     if fail_on == "unknown" and results[Status.UNKNOWN]:
         unknown = len({check.code for check in results[Status.UNKNOWN]})
         why = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"
@@ -102,11 +102,12 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
         return verdict("warn", code, prefix + _with_places(units.count(each["warn"], "warning"), results[Status.WARN]))
     if not results[Status.PASS] and not results[Status.INFO]:  # no check, no node, or only unknowns
         return verdict("unknown", EXIT_UNKNOWN, "nothing was measured")
-    return verdict("pass", EXIT_PASS, prefix + ("healthy as far as seen" if each["unknown"] else "healthy"))
+    left = f"; {units.count(each['unknown'], 'check')} could not run" if each["unknown"] else ""
+    return verdict("pass", EXIT_PASS, f"{prefix}no problems found{left}")
 
 
 def unjudged(checks: Iterable[Finding]) -> str:
-    """Words where hosts were judged and no GPU of them was: a pass there is none of a GPU node. Empty elsewhere."""
+    """Return a warning where hosts were checked without their GPUs, whose pass says nothing of a GPU node; else ""."""
     known: dict[str, bool] = {}
     for check in checks:
         if check.code.startswith("gpu.") and not check.code.endswith(".probe.failed") and check.node:
@@ -115,9 +116,9 @@ def unjudged(checks: Iterable[Finding]) -> str:
     if not without:
         return ""
     if len(without) == len(known):
-        return "no GPU was judged"
+        return "no GPU was checked"
     more = f" and {len(without) - 4} more" if len(without) > 4 else ""
-    return f"no GPU was judged on {', '.join(without[:4])}{more}"
+    return f"no GPU was checked on {', '.join(without[:4])}{more}"
 
 
 def _unmeasured(checks: Sequence[Finding]) -> str:

@@ -173,7 +173,7 @@ def show(out: Console, whole: Report, *, verbose: bool = False, everything: bool
     from agent.terminal.topology import node
 
     one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
-    hosts.opening(out, whole.verdict, whole.checks, at=one, seconds=whole.seconds)
+    hosts.opening(out, whole.verdict, whole.checks, at=one)
     if not verbose:
         hosts.hosts_in_brief(out, whole.snapshots, whole.topologies, whole.checks)
         hosts.sound_nodes(out, [(record.name, _kind(record)) for record in whole.nodes], whole.checks)

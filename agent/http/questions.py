@@ -31,6 +31,7 @@ from agent.http.worker import Answer, ProblemError, document, page_of
 from contracts import question
 from contracts.tables import bounds
 from planner.advice import Recommendation
+from planner.sweep import FrontierPoint
 
 FRONTIER_NODES = (1, 2, 4, 8)
 
@@ -102,10 +103,21 @@ def what_if(known: Known, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     try:
         wanted = read_form(form)
         advice = advise.for_view(view, wanted)
-        points = whatif.frontier_of(wanted, FRONTIER_NODES) if wanted.machine else ()
+        points = _frontier(wanted, advice) if wanted.machine else ()
         return page_of(pages.what_if_page(view, form, advice, "", points=points))
     except RequestError as error:
         return page_of(pages.what_if_page(view, form, None, str(error)), 400)
+
+
+def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, ...]:
+    """Other numbers of nodes, by the batch of the recommended layout wherever it is large enough for their ranks."""
+    here = wanted.nodes or 1
+    counts = sorted({*FRONTIER_NODES, here})
+    if advice.chosen is not None:
+        shape = advice.chosen.layout
+        if shape.world_size // here * counts[-1] <= shape.global_batch:
+            wanted = wanted.changed(global_batch=shape.global_batch)
+    return whatif.frontier_of(wanted, counts)
 
 
 def nodes(known: Known, *, source: str, form: str, behind: str | None) -> Answer:
@@ -120,7 +132,7 @@ def topology(known: Known, *, form: str) -> Answer:
 
 
 def cluster_page(
-    known: Known, *, source: str, behind: str | None, more: str, places: Places, filters: tuple[tuple[str, Any], ...],
+    known: Known, *, source: str, behind: str | None, places: Places, filters: tuple[tuple[str, Any], ...],
     node: str | None = None,
 ) -> Answer:  # fmt: skip
     """Every node that publishes, for people, or one of them by name. ProblemError where there is none of that name."""
@@ -133,9 +145,7 @@ def cluster_page(
         if record is None:
             raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
         return page_of(pages.published_page(fleet, record, source=source))
-    return page_of(
-        pages.fleet_page(fleet, source=source, behind=behind, more=more, places=places, asked=Asked(**dict(filters)))
-    )
+    return page_of(pages.fleet_page(fleet, source=source, behind=behind, places=places, asked=Asked(**dict(filters))))
 
 
 def why(known: Known, *, body: bytes) -> Answer:  # noqa: ARG001 - of what was posted alone

@@ -23,7 +23,6 @@ from starlette.routing import Route
 from agent import metrics
 from agent.advice import advise, whatif
 from agent.advice.request import Request as Question
-from agent.base import counters
 from agent.base.inputs import RequestError
 from agent.base.version import VERSION
 from agent.checks.groups import worst_first
@@ -45,7 +44,7 @@ from agent.http.answers import (
     respond,
     texts,
 )
-from agent.http.cluster import Cluster, nodes_document
+from agent.http.cluster import Cluster, nodes_document, samples
 from agent.http.state import State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, document, page_of
 from collectives.bench.results import BenchResult
@@ -119,7 +118,7 @@ def create(
     if hosts is not None:
         app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
     rendered = Rendered()
-    _health(app, state, lambda: counters.samples(publisher.tally if publisher else None, cluster.tally))
+    _health(app, state, lambda: samples(publisher.tally if publisher else None, cluster.tally))
     _pages(app, state, cluster, worker, rendered)
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)
@@ -235,7 +234,7 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
         records = await cluster.records()
         return respond(await worker.ask(
             request, "cluster_page", records=records, source=cluster.source, node=node,
-            behind=cluster.watch_error(), more=cluster.more, filters=tuple(filters.items()),
+            behind=cluster.watch_error(), filters=tuple(filters.items()),
             places=await cluster.places(),
         ))  # fmt: skip
 
@@ -248,6 +247,18 @@ def _pages(app: FastAPI, state: State, cluster: Cluster, worker: Worker, rendere
             answer = await worker.ask(request, "what_if", view=view, fields=query)
             rendered.put(view, ("/what-if", query), answer)
         return respond(answer)
+
+    @app.get("/why", tags=["page"], response_class=HTMLResponse, responses=problems())
+    async def why_page() -> Response:
+        """How to diagnose a run that is stuck, slow or failed, and the runs recorded on this node."""
+        view = _current(state)
+
+        def drawn() -> Answer:
+            from agent.pages import render as pages
+
+            return page_of(pages.why_page(view))
+
+        return respond(await rendered.answer(view, ("/why",), drawn))
 
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
     def docs() -> Response:

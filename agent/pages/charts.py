@@ -18,7 +18,7 @@ from contracts.interval import Interval
 from contracts.run_record import RunRecord
 from planner.advice import Part
 
-SHADES = 10  # classes p0 to p9 of the style sheet
+SHADES = 14  # classes p0 to p13 of the style sheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,11 +266,6 @@ def not_drawn(found: Iterable[Shown]) -> tuple[str, ...]:
         if len(names) == 1:
             rows.append(f"{job}: all runs took one network, {min(names)}; a comparison needs two")
     return tuple(rows)
-
-
-def side_by_side(found: Iterable[Shown]) -> Markup:
-    """The same as figures; empty where there is nothing to compare."""
-    return Markup().join(runs(bars.title, bars.runs) for bars in by_network(found))
 
 
 SHOWN_BARS = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from urllib.parse import quote, urlencode
 
 from agent.base import units
@@ -26,8 +26,6 @@ from topology.reference import departures
 
 ORDER = ("fail", "unknown", "warn", "pass")
 ROWS = 100  # of one page of the table
-MOST_ODD = 16  # groups of each family; the table names the nodes of the others
-SMALL_CELLS = 1000  # nodes from which on the cells of the map are small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +42,8 @@ class Row:
     rdma: str
     memlock: str
     version: str
-    age: str  # since its scan
-    since: str  # when the oldest of its findings began; empty where that is not known
+    age: float | None  # seconds since its scan; None: never scanned
+    since: float  # Unix seconds at which the oldest of its findings began; 0 where that is not known
     link: str = ""  # to its own page
     kind: str = "unknown"
     place: str = ""
@@ -82,9 +80,21 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
         name=record.name, word="unknown" if record.silent(now) else record.verdict,
         worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=gpu_text(record),
         links=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
-        version=version, since=clock(since) if since else "",
-        age=units.ago(record.age_seconds(now)) if record.scanned_at_seconds > 0 else "never",
+        version=version, since=since, age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
     )  # fmt: skip
+
+
+def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
+    """The lines of a table, in the order of the rows: one for each failed node, and one for each group of equal nodes.
+
+    Equal nodes have the same findings and the same hardware and versions; name, place and times may differ.
+    """
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        same = replace(row, name="", link="", place="", age=0.0, since=0.0, worst=None)
+        key = (row.name,) if row.word == "fail" else (row.worst and row.worst.message, *astuple(same))
+        found.setdefault(key, []).append(row)
+    return tuple(map(tuple, found.values()))
 
 
 def gpu_text(record: NodeRecord) -> str:
@@ -111,15 +121,15 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
 
 
 def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
-    """What a person wants to see first of a machine: as the terminal shows it, and what was measured."""
+    """The first facts to read of a machine: as the terminal shows them, and the newest measurement."""
     yield from machine(snapshot, node)
     found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
     best = max(found, key=lambda m: m.bytes, default=None)
-    rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "nothing"
+    rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
-    yield "recognised as", node.sku or "no machine of the reference table"
+    yield "recognised as", node.sku or "not in the reference table"
     for text in departures(node):
-        yield "departs from it", text
+        yield "differs from the reference", text
 
 
 # The page of the whole cluster.
@@ -159,7 +169,8 @@ class Console:
     verdict: Verdict
     checks: tuple[Finding, ...]
     rows: tuple[Row, ...]  # all nodes
-    matching: tuple[Row, ...]  # those that were asked for
+    matching: int  # nodes that were asked for
+    lines: tuple[tuple[Row, ...], ...]  # of the table of these nodes
     counts: dict[str, int]
     faults: tuple[tuple[Group, str], ...]  # each with the time of the oldest
     places: Places
@@ -168,28 +179,20 @@ class Console:
     choices: dict[str, list[str]] = field(default_factory=dict)
 
     @property
-    def shown(self) -> tuple[Row, ...]:
-        """The rows of the page that was asked for."""
-        return self.matching[ROWS * (self.asked.page - 1) : ROWS * self.asked.page]
+    def shown(self) -> tuple[tuple[Row, ...], ...]:
+        """The lines of the page that was asked for."""
+        return self.lines[ROWS * (self.asked.page - 1) : ROWS * self.asked.page]
 
     @property
     def pages(self) -> int:
         """How many pages there are."""
-        return max(1, -(-len(self.matching) // ROWS))
+        return max(1, -(-len(self.lines) // ROWS))
 
     @property
-    def said(self) -> str:
-        """Beside the verdict: of how many nodes the tally below it is, and how many findings the list below has."""
-        if not self.rows:
-            return self.verdict.why
-        bad, found = sum(row.word != "pass" for row in self.rows), units.count(len(self.faults), "finding")
-        whole = units.count(len(self.rows), "node")
-        return f"{bad} of {whole}, {found}" if bad else f"all of {whole}, {found}" if self.faults else f"all of {whole}"
-
-    @property
-    def small(self) -> bool:
-        """Whether the map has too many cells for their marks."""
-        return len(self.rows) >= SMALL_CELLS
+    def summary(self) -> str:
+        """Beside the verdict: "64 nodes: 1 failed, 1 unknown, 62 passed; 2 findings"."""
+        found = f"; {units.count(len(self.faults), 'finding')}" if self.faults else ""
+        return f"{units.count(len(self.rows), 'node')}: {units.tally(self.counts) or 'none published yet'}{found}"
 
 
 def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
@@ -202,9 +205,10 @@ def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
         )
         for row in rows(records, checks, now)
     )
+    matching = [row for row in every if asked.matches(row)]
     return Console(
-        asked=asked, verdict=judge(checks), checks=checks, rows=every,
-        matching=tuple(row for row in every if asked.matches(row)), counts=dict(Counter(row.word for row in every)),
+        asked=asked, verdict=judge(checks), checks=checks, rows=every, matching=len(matching), lines=lines(matching),
+        counts=dict(Counter(row.word for row in every)),
         faults=tuple(_faults(records, checks)), places=places, map=_map(every, places),
         families=_families(fleet, records, now),
         choices={

@@ -24,16 +24,17 @@ from agent.advice.advise import EXPORTS
 from agent.advice.whatif import FORM
 from agent.base import units
 from agent.base.tables import GLYPHS
+from agent.base.version import VERSION
 from agent.checks import history
 from agent.checks.explain import UnknownCodeError, section
 from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster.gate import Places
-from agent.cluster.nodes import records_of
+from agent.cluster.records import records_of
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
-from agent.terminal.advice import as_it_is, parts_grid, summary
+from agent.terminal.advice import OPTIONS, as_it_is, parts_grid, summary
 from agent.terminal.hosts import outcome_lines
 from agent.terminal.measured import results_grid
 from collectives.bench.results import BenchResult
@@ -43,7 +44,7 @@ from contracts.tables import read_table
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast import machines, models
 from planner.nccl_env.environment import render_k8s, render_shell
-from planner.sweep import FrontierPoint, frontier_svg
+from planner.sweep import FrontierPoint, panels_svg, series
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.pci.facts import PciFacts
 from topology import svg
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from agent.cluster.nodes import Fleet, NodeRecord
     from agent.jobs.preflight import Report
 
-_COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg")
+_COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg", "topoflight")
 
 
 def explained(code: str) -> Markup:
@@ -81,11 +82,11 @@ def headline(group: Group) -> Markup:
     message = group.message if group.alike else group.message.split(";")[0]
     first = group.checks[0].subject
     if first and (len(group.subjects) == 1 or not group.alike):
-        return told(first, message)
+        return with_subject(first, message)
     return inline(sentence(message))
 
 
-def told(subject: str, message: str) -> Markup:
+def with_subject(subject: str, message: str) -> Markup:
     """A message behind its subject, where it does not begin with it."""
     if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
         return inline(sentence(message))
@@ -117,6 +118,7 @@ def _environment() -> Environment:
         interval=units.interval, kind=_kind, when=when,
         glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
         headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
+        ago=units.ago, hostlist=units.hostlist, clock=history.clock, lines=page_nodes.lines,
         shell_lines=render_shell, k8s_lines=render_k8s,
     )  # fmt: skip
     made.globals.update(
@@ -128,11 +130,12 @@ def _environment() -> Environment:
         columns=columns,
         classes=CLASSES,
         pairs_of=Pairs,
-        about=told,
+        about=with_subject,
         glance=page_nodes.glance,
         charts=charts,
         layouts=_layouts,
         summary=summary,
+        OPTIONS=OPTIONS,
         parts_grid=parts_grid,
         results_grid=results_grid,
         as_it_is=as_it_is,
@@ -165,15 +168,13 @@ def cluster_page(view: View, advice: Recommendation | None, why_not: str, *, tro
 
 
 def fleet_page(
-    fleet: Fleet, *, source: str, behind: str | None, more: str = "", places: Places | None = None,
+    fleet: Fleet, *, source: str, behind: str | None, places: Places | None = None,
     asked: page_nodes.Asked | None = None,
 ) -> str:  # fmt: skip
-    """The page of every node that publishes, from the records alone; `more` says how to see more nodes."""
+    """The page of every node that publishes, from the records alone."""
     now = time.time()
     shown = page_nodes.console(fleet, places or Places(), asked or page_nodes.Asked(), now)
-    return _rendered(
-        "fleet", c=shown, source=source, most_odd=page_nodes.MOST_ODD, behind=behind, more=more, made_at=now
-    )  # fmt: skip
+    return _rendered("fleet", c=shown, source=source, behind=behind, made_at=now, version=VERSION)
 
 
 def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
@@ -181,7 +182,7 @@ def published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
     now = time.time()
     snapshot, node = fleet.snapshot(record), fleet.topology(record)
     topologies = () if node is None else (node,)
-    checks = tuple(check for check in page_nodes.checks_of_records(fleet, now, (record.name,)))
+    checks = page_nodes.checks_of_records(fleet, now, (record.name,))
     view = View(
         snapshots=(snapshot,), topologies=topologies, cluster=join(topologies), checks=checks, verdict=judge(checks),
         made_at_seconds=record.scanned_at_seconds,
@@ -196,11 +197,16 @@ def what_if_page(
 ) -> str:  # fmt: skip
     """The form and, where it was answered, layouts side by side and the frontier; without a question, examples."""
     given = {name: asked[name] for name in FORM if asked.get(name)}
-    drawn = Markup(frontier_svg(points, "Time and cost by nodes")) if points else ""  # noqa: S704 - escaped there
+    drawn = Markup("".join(panels_svg(points))) if points else ""  # noqa: S704 - escaped there
     return _page(
         "what_if", view, asked=given, query=given, advice=advice, error=error, examples=examples, points=points,
-        drawn=drawn,
+        drawn=drawn, series=series(points),
     )  # fmt: skip
+
+
+def why_page(view: View) -> str:
+    """How to diagnose a run, and the runs recorded on this node."""
+    return _rendered("why", view=view)
 
 
 def examples() -> list[dict[str, str]]:

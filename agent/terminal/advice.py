@@ -14,7 +14,8 @@ from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
-MORE = "reasons, other layouts, what a pod needs: --explain; use it: -o env, -o k8s"
+MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
+NOTHING_TO_SET = "nothing: NCCL detects what this machine has"
 
 
 def recommendation(out: Console, advice: Recommendation, *, brief: bool = False, explain: bool = False) -> None:
@@ -32,7 +33,7 @@ def recommendation(out: Console, advice: Recommendation, *, brief: bool = False,
             indented(out, escape(setting.reason.rule), 4)
             indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
     else:
-        out.print("set nothing: NCCL finds by itself what this machine has")
+        out.print(f"set {NOTHING_TO_SET}")
     for note in advice.notes:
         point(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
@@ -51,10 +52,10 @@ def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
     else:
         count = len(advice.settings)
         sentence = f"set {count} variable{'' if count == 1 else 's'}" if count else "nothing to set"
-        out.print(f"Environment: ✓ {sentence} → for a layout, its speed, memory and cost give --model")
+        out.print(f"Environment: ✓ {sentence} → add --model for a layout, its speed and cost")
     shown = [f"{setting.name}={shlex.quote(setting.value)}" for setting in advice.settings]
     more = len(shown) - FIRST_SETTINGS
-    words = " ".join(shown[:FIRST_SETTINGS]) or "nothing: NCCL finds by itself what this machine has"
+    words = " ".join(shown[:FIRST_SETTINGS]) or NOTHING_TO_SET
     rows.append(("set", words + (f" and {more} more (-o env)" if more > 0 else "")))
     pairs(out, rows)
     _remarks(out, advice)
@@ -63,6 +64,8 @@ def in_brief(out: Console, advice: Recommendation, where: str = MORE) -> None:
 
 def _title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
     name = advice.model.name if advice.model else "the model"
+    if chosen.why:
+        point(out, "!", escape(chosen.why))
     out.print(f"[bold]Layout[/bold] for {escape(name)}: [green]✓[/green] {layout_title(chosen.layout)}")
 
 
@@ -125,11 +128,14 @@ def layout(out: Console, advice: Recommendation) -> None:
 
 
 FIRST_ROWS = ("speed", "time", "cost", "memory")
-_LENGTH = "--steps, --tokens, --epochs or --hours"  # options that give the length of the run
+OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
 
 
-def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str]]:
-    """What one asks first: speed, time, cost, memory; then what the batch and the sharding of the layout mean."""
+def summary(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> list[tuple[str, str]]:
+    """Speed, time, cost and memory, then the batch and the sharding of the layout in words.
+
+    `options` name what the user adds to get run time and cost: the length of the run, and the price.
+    """
     forecast, device = chosen.forecast, device_of(advice)
     mfu = f", MFU {forecast.mfu:.0%}" if forecast.mfu is not None else ""
     speed = f"{forecast.tokens_per_second:,.0f} tokens/s, {forecast.tokens_per_second_per_rank:,.0f} per {device}{mfu}"
@@ -139,14 +145,14 @@ def summary(advice: Recommendation, chosen: RankedLayout) -> list[tuple[str, str
         low, mid, high = (units.duration(value) for value in (whole.low, whole.mid, whole.high))
         lines.append(("time", f"{mid} ({low} to {high}) for {advice.total_steps:,} steps"))
     else:
-        lines.append(("time", f"not estimated. Add {_LENGTH}."))
+        lines.append(("time", f"not estimated. Add {options[0]}."))
     if advice.total_cost is not None:
         cost = advice.total_cost
         range_ = f"({cost.low:,.2f} to {cost.high:,.2f})"
         lines.append(("cost", f"{cost.mid:,.2f} {range_} at {advice.node_hour_price:,.2f} a node-hour"))
     else:
-        missing = ["--price"] if advice.node_hour_price is None else []
-        missing += [_LENGTH] if advice.total_seconds is None else []
+        missing = [options[1]] if advice.node_hour_price is None else []
+        missing += [options[0]] if advice.total_seconds is None else []
         lines.append(("cost", f"not estimated. Add {' and '.join(missing)}."))
     held = f" of {units.size(forecast.capacity_bytes)}" if forecast.capacity_bytes else ""
     lines.append(("memory", f"{units.interval(forecast.memory_bytes, 'B')}{held} per {device}"))
@@ -183,21 +189,22 @@ def sharding_words(shape: Layout) -> str:
 
 
 def as_it_is(advice: Recommendation) -> tuple[str, ...]:
-    """What these nodes lose against sound ones: "as it is 3.0 times slower: +3 h 20 min", and by which findings."""
+    """Return what these nodes lose against healthy ones, in time and by which findings; empty for healthy nodes."""
     chosen, sound = advice.chosen, advice.sound
     if chosen is None or not advice.slowed:
         return ()
     if sound is None:
-        return ("as it is; what sound nodes do is not known: no rate of their RDMA can be read", *advice.slowed)
+        unknown = "The rate of the RDMA network cannot be read, so there is no forecast for these nodes without faults."
+        return (unknown, *advice.slowed)
     rate = sound.forecast.tokens_per_second
     times = rate / chosen.forecast.tokens_per_second
-    words = f"as it is {slower(times)} than sound nodes"
+    words = f"With their faults these nodes are {slower(times)} than healthy nodes"
     if advice.total_seconds is not None and times >= _SAME:
         words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
-    words += f"; repaired {sound.layout.family} takes {units.seconds(sound.forecast.step_seconds.mid)} a step"
+    words += f". On healthy nodes {sound.layout.family} takes {units.seconds(sound.forecast.step_seconds.mid)} a step"
     if advice.sound_here is not None and advice.sound_here.layout != chosen.layout:
-        words += f", here {slower(rate / advice.sound_here.forecast.tokens_per_second)}"
-    return (words, *advice.slowed)
+        words += f"; that layout is {slower(rate / advice.sound_here.forecast.tokens_per_second)} on these nodes"
+    return (f"{words}.", *advice.slowed)
 
 
 _SAME = 1.01

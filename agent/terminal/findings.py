@@ -40,7 +40,7 @@ def unknowns(out: Console, groups: Sequence[Group]) -> None:
     """Checks that were not measured, by name under what kept them from it."""
     if groups:
         number = units.count(len({group.id for group in groups}), "check")
-        out.print(f"{mark('unknown')} {number}, neither passed nor failed")
+        out.print(f"{mark('unknown')} {number} could not run")
     from agent.checks.groups import reasons
 
     for why, codes in reasons(groups).items():
@@ -111,7 +111,7 @@ def _each(out: Console, group: Group, *, named: bool, subjects: bool) -> None:
 
 def verdict(out: Console, judged: Verdict, seconds: float) -> None:
     """The last line."""
-    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check, "above"))))
+    summary = "; ".join(filter(None, (judged.why, units.rest(judged.word, judged.by_check))))
     out.print(f"\n{mark(judged.word)} {escape(summary)} in {units.seconds(seconds)}")
 
 

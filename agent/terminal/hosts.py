@@ -38,7 +38,7 @@ def scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
         out.print("\n[bold]Findings[/bold]")
         findings(out, [check for check in view.checks if check.node == snapshot.hostname], everything=everything)
     if view.verdict.word in ("fail", "warn"):
-        out.print("[dim]scan only tells; `topoflight preflight` turns this into an exit code[/dim]")
+        out.print("[dim]scan always exits with 0; `topoflight preflight` turns this verdict into an exit code[/dim]")
 
 
 def hosts_in_brief(
@@ -137,13 +137,11 @@ def _cpus(text: str) -> str:
     return f"{','.join(parts[:3])} … {parts[-1]} ({total} CPUs)"
 
 
-TODO = {"pass": "Nothing to do.", "unknown": "See below why, and measure again."}
+TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measure again."}
 
 
-def opening(
-    out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "", seconds: float | None = None
-) -> None:
-    """The verdict, what it rests on, and what to do first."""
+def opening(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "") -> None:
+    """The verdict, its reason, and what to do first."""
     bad = [group for group in by_weight(checks) if group.status in ("fail", "warn")]
     first = next((group for group in bad if group.status == judged.word), None)
     line, todo = judged.why, TODO.get(judged.word, "")
@@ -153,9 +151,7 @@ def opening(
     elif judged.word == "unknown":
         required = (group for group in grouped(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
-    took = f" in {units.seconds(seconds)}" if seconds is not None else ""
-    line = f"{at}: {line}{took}" if at else line + took
-    headline(out, judged.word, line, todo)
+    headline(out, judged.word, f"{at}: {line}" if at else line, todo)
 
 
 def by_weight(checks: Iterable[Finding]) -> list[Group]:

@@ -23,7 +23,8 @@ from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, judge
 from agent.checks.view import look
 from agent.cluster.gate import checks_of as gate_of_nodes
-from agent.cluster.nodes import Fleet, records_of
+from agent.cluster.nodes import Fleet
+from agent.cluster.records import records_of
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State
@@ -328,14 +329,14 @@ def test_a_pass_without_a_gpu_says_so_in_its_first_line(form: str) -> None:
     result = preflight("cpu-only-vm", "-o", form)
     assert result.exit_code == 0
     first = next(line for line in result.stdout.splitlines() if line.strip())
-    assert "no GPU was judged" in first
-    assert "no GPU was judged" not in preflight(H100, "-o", form).stdout
+    assert "no GPU was checked" in first
+    assert "no GPU was checked" not in preflight(H100, "-o", form).stdout
 
 
 def test_a_pass_without_a_gpu_says_so_in_json_junit_and_over_several_hosts() -> None:
     """The verdict's own words, the name of the suites; of several hosts which."""
     said = json.loads(preflight("cpu-only-vm", "-o", "json").stdout)["verdict"]["why"]
-    assert said.startswith("no GPU was judged; ")
-    assert "no GPU was judged" in preflight("cpu-only-vm", "-o", "junit").stdout.splitlines()[1]
+    assert said.startswith("no GPU was checked; ")
+    assert "no GPU was checked" in preflight("cpu-only-vm", "-o", "junit").stdout.splitlines()[1]
     both = look((snapshot(), snapshot("cpu-only-vm")))
-    assert both.verdict.why.startswith("no GPU was judged on vm; ")
+    assert both.verdict.why.startswith("no GPU was checked on vm; ")

@@ -8,8 +8,8 @@ import pytest
 from rigs.tables import each_row
 
 from agent.checks.groups import worst_first
+from agent.checks.host_checks import with_passes
 from agent.checks.verdict import GateError, judge, select
-from agent.checks.view import with_passes
 from contracts.finding import Finding, Status
 
 
@@ -112,8 +112,8 @@ def on(status: str, code: str, subject: str = "", node: str = "n") -> Finding:
         ([on("fail", "env.name.unknown", name) for name in ("NCCL_X", "NCCL_Y")], "1 check failed, in 2 places"),
         ([on("warn", "gpu.thermal.hot", gpu) for gpu in ("GPU1", "GPU2")], "1 warning, on 2 devices"),
         ([on("warn", "gpu.thermal.hot", "GPU1, GPU2")], "1 warning"),
-        ([on("pass", "a.b"), on("unknown", "a.c")], "healthy as far as seen"),
-        ([on("pass", "a.b"), on("info", "a.c")], "healthy"),
+        ([on("pass", "a.b"), on("unknown", "a.c")], "no problems found; 1 check could not run"),
+        ([on("pass", "a.b"), on("info", "a.c")], "no problems found"),
         ([on("unknown", "a.c")], "nothing was measured"),
         ([], "nothing was measured"),
     ],

@@ -18,15 +18,18 @@ from rigs.waiting import eventually
 from agent.base import units
 from agent.base.recordings import distinct_names
 from agent.checks.verdict import judge
-from agent.cluster.client import Client, Watcher, path_of
+from agent.cluster.client import Client, path_of
 from agent.cluster.gate import Places, places_by
 from agent.cluster.gate import checks_of as gate_of_nodes
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, to_resource
-from agent.http.cluster import nodes_document
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
+from agent.cluster.records import records_of, to_resource
+from agent.http.cluster import Watcher, nodes_document
+from agent.jobs.preflight import Report
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
 from contracts.interval import Interval
 
+ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")
 
 
@@ -52,7 +55,11 @@ def shown(held: Fleet, *, places: Places | None = None, **asked: Any) -> page_no
 
 def names_in(html: str) -> list[str]:
     table = html.split('<table class="nodes fleet">')[1].split("</table>")[0]
-    return re.findall(r'<th scope="row"><a href="[^"]*">([^<]+)', table)
+    return re.findall(r'<a href="cluster\?node=[^"]*">([^<]+)', table)
+
+
+def lines_in(html: str) -> int:
+    return html.split('<table class="nodes fleet">')[1].split("</table>")[0].count("<tr>") - 1
 
 
 def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
@@ -78,13 +85,33 @@ def test_the_head_counts_what_the_tally_and_the_list_below_it_count(nodes: int, 
     held = Fleet()
     held.replace(resources(nodes, sick=sick))
     html, seen = page(held), shown(held)
-    bad = sum(int(told) for told in re.findall(r'class="(?:fail|unknown|warn)" href="[^"]*">[^<]*: (\d+) node', html))
-    said = re.search(
-        r'class="verdict v-\w+"><strong>[^<]*</strong> <span>(\d+|all) of (\d+) nodes?(?:, (\d+) f)?', html
-    )
-    assert said and int(said[2]) == nodes == len(seen.rows)
-    assert (said[1], int(said[3] or 0)) == (str(bad) if sick else "all", len(seen.faults))
-    assert bool(bad) == sick
+    tally = dict(re.findall(r'class="(fail|unknown|warn)" href="[^"]*">[^<]*: (\d+) node', html))
+    said = re.search(r'class="verdict v-\w+"><strong>[^<]*</strong> <span>([^<]*)</span>', html)
+    whole = units.count(nodes, "node")
+    words = [f"{tally[key]} {word}" for key, word in (("fail", "failed"), ("unknown", "unknown")) if key in tally]
+    words += [f"{seen.counts['pass']} passed"] if "pass" in seen.counts else []
+    found = f"; {units.count(len(seen.faults), 'finding')}" if sick else ""
+    assert said and said[1] == f"{whole}: {', '.join(words)}{found}"
+    assert sick == bool(tally.get("fail")) and nodes == len(seen.rows)
+
+
+@each_row("nodes", [64, 400])
+def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
+    """Each failed node has its line; of the others those with the same findings, hardware and versions are one."""
+    held = Fleet()
+    held.replace(resources(nodes, sick=True))
+    html, seen = page(held), shown(held)
+    bad = seen.counts["fail"] + seen.counts["unknown"]
+    assert lines_in(html) <= bad + 1 and html.count("no finding") == 1
+    first, last = names_in(html)[: seen.counts["fail"]], names_in(html)[-1]
+    assert [row.word for row in seen.rows if row.name in first] == ["fail"] * seen.counts["fail"]
+    assert f"<summary>{nodes - bad} equal nodes</summary>" in html and last not in first
+    assert len(seen.lines) == len({row.name for mine in seen.lines for row in mine[:1]}) and seen.matching == nodes
+    report = Report(checks=seen.checks, verdict=seen.verdict, nodes=tuple(held.records()))
+    assert f"<summary>{nodes - bad} equal nodes</summary>" in pages.report_page(report)
+    driver = record(NAMES[0], name="other", links="NV4")
+    held.put({**to_resource(driver)[0], "status": to_resource(driver)[1]["status"]})
+    assert page(held).count("no finding") == 2
 
 
 def test_a_node_whose_agent_has_never_written_is_unknown() -> None:
@@ -178,9 +205,10 @@ def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
     """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
-    many = [record(NAMES[0])] * page_nodes.ROWS
+    many = [record(NAMES[0])] * page_nodes.ROWS  # each with links of its own, so that no two share a line
     held = published(
-        *(replace(one, name=f"node-{n:04}") for n, one in enumerate(many)), record(NAMES[2], name="zz-sick")
+        *(replace(one, name=f"node-{n:04}", links=f"NV{n}") for n, one in enumerate(many)),
+        record(NAMES[2], name="zz-sick"),
     )
     html = page(held)
     rows = names_in(html)
@@ -202,8 +230,12 @@ def test_names_of_strangers_stay_text() -> None:
 
 
 def test_nothing_published_is_said() -> None:
-    """An empty cluster is a sentence, not an empty table."""
-    assert "No agent publishes a node yet." in page(Fleet())
+    """An empty cluster says how to deploy the agent, in the commands of the documentation."""
+    html = page(Fleet())
+    assert "<form" not in html and "0 nodes: none published yet" in html
+    deploy = html.split('<pre id="deploy">')[1].split("</pre>")[0].splitlines()
+    documented = (ROOT / "docs" / "how-to" / "deploy-kubernetes.md").read_text() + (ROOT / "README.md").read_text()
+    assert len(deploy) == 3 and all(f"$ {line}\n" in documented for line in (x.strip() for x in deploy)), deploy
 
 
 def test_recordings_of_one_host_name_get_the_names_of_their_files() -> None:
@@ -223,8 +255,7 @@ def test_ages_and_counts_are_said_as_people_say_them() -> None:
     counts = {"pass": 120, "fail": 0, "warn": 1, "unknown": 2, "info": 3}
     assert units.tally(counts) == "1 warning, 2 unknown, 120 passed"
     assert units.rest("fail", {"fail": 1, "warn": 2, "pass": 3}) == "2 warnings, 3 passed"
-    assert units.rest("pass", {"unknown": 1, "pass": 3}, "below") == "1 check unknown, named below; 3 passed"
-    assert units.rest("pass", {"unknown": 2, "pass": 0}) == "2 checks unknown"
+    assert units.rest("pass", {"unknown": 1, "pass": 3}) == "3 passed" and units.rest("pass", {"unknown": 2}) == ""
     assert (units.bits(5e10), units.bits(4.5e11)) == ("400 Gb/s", "3.6 Tb/s")
 
 
@@ -245,7 +276,7 @@ def test_the_console_filters() -> None:
     )
 
     def names(**asked: Any) -> list[str]:
-        return [row.name for row in shown(held, places=places, **asked).shown]
+        return [row.name for mine in shown(held, places=places, **asked).shown for row in mine]
 
     assert names(search="MEMLOCK") == names(fault="limits.memlock.low") == ["hgx-h100-sick-memlock"]
     assert names(verdict="pass") == ["hgx-h100-01"]

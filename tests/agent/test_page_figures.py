@@ -20,7 +20,7 @@ from agent.http.questions import read_form
 from agent.jobs.preflight import Report
 from agent.pages import charts
 from agent.pages import render as pages
-from agent.pages.charts import Shown, by_network, not_drawn, shown, side_by_side
+from agent.pages.charts import Shown, by_network, not_drawn, shown
 from agent.terminal.findings import findings
 from contracts.interval import Interval
 from contracts.run_record import record_of
@@ -111,13 +111,15 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
         == {
             "sick-h100-rdma-off": f"✗ FAIL 1 check failed, on 10 devices; 1 warning, {count['unknown']} unknown, ",
             "sick-h100-thermal": f"✗ FAIL 3 checks failed; 1 warning, {count['unknown']} unknown, ",
-            H100: f"✓ pass healthy as far as seen; {count['unknown']} checks unknown, named below; ",
+            H100: f"✓ pass no problems found; {count['unknown']} checks could not run; ",
         }[name]
         + f"{count['pass']} passed"
     )
     assert "not a pass" not in html
     opened = re.search(r'<details id="unknowns"( open)?>', html)
-    assert opened and bool(opened[1]) == (seen.verdict.word == "pass")  # "named below" is to be seen without a click
+    assert opened and bool(opened[1]) == (
+        seen.verdict.word == "pass"
+    )  # those that could not run are seen without a click
     boxes = re.findall(r'<li class="finding f-(?:fail|warn)">.*?</li>\n(?=<li class="finding|</ol>)', html, re.DOTALL)
     if name == "sick-h100-thermal":
         assert len(boxes) == 2
@@ -171,7 +173,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     number = view.verdict.by_check
     assert view.verdict.why == "2 checks failed, on 2 nodes"
     assert f"<summary>{number['pass']} checks passed</summary>" in html
-    assert f"<summary>{number['unknown']} checks unknown" in html
+    assert f"<summary>{number['unknown']} checks could not run" in html
     for node in ("l40s-01", "l40s-sick-x4"):
         assert f"<li>{node}: GPU2 has no NIC on its own NUMA node" in html
     out = Console(file=io.StringIO(), width=200)
@@ -216,10 +218,11 @@ def test_runs_are_compared_by_the_network_they_logged() -> None:
     )
     rdma, tcp = "RDMA (NET/IB/GDRDMA)", "TCP over the default network (NET/Socket)"
     assert [one.transport for one in found] == [rdma, tcp, tcp, "RDMA (NET/IB)"]
-    figure = side_by_side(found)
+    (bars,) = by_network(found)
+    figure = charts.runs(bars.title, bars.runs)
     assert figure.count('scope="row"') == 2
     assert "(3.00 x)" in figure
-    assert side_by_side(found[1:3]) == ""
+    assert by_network(found[1:3]) == ()
 
 
 def test_a_short_run_does_not_stand_for_its_network() -> None:
@@ -265,7 +268,7 @@ def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal()
         ("TCP over net1 (NET/Socket)", 6, "1.5 s a step (1.50 x)"),
         ("RDMA (NET/IB/GDRDMA)", 4, "1 s a step"),
     ]
-    assert widths(side_by_side(found), "p0") == [1000.0, 500.0, 333.3]
+    assert widths(charts.runs(bars.title, bars.runs), "p0") == [1000.0, 500.0, 333.3]
 
 
 def test_the_interface_that_gloo_took_counts_and_not_the_one_that_was_asked_for() -> None:

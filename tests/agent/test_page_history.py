@@ -49,7 +49,7 @@ def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
         keep.keep_bench(result, tmp_path)
     view = State(lambda: (snapshot("r760xa-2xA40-bf3"),), interval_seconds=60, folder=tmp_path).refresh()
     html = pages.node_page(view, for_view(view, Request()), "", trouble=None)
-    figures = html.split("Benchmarks of before")[1].split("</details>")[0]
+    figures = html.split("Earlier benchmarks")[1].split("</details>")[0]
     assert figures.count("<caption>") == 2  # all_gather, reduce_scatter
     assert figures.count("(0.50 x)") == 4  # as the bar's words and as text, for each of the two
     assert "8 gloo ranks" not in figures.split("<details")[0]

@@ -59,7 +59,7 @@ def test_ten_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, wor
         assert lines[0].startswith("Layout for Qwen2.5-0.5B: ✓ ")
         assert [line.split()[0] for line in lines[1:5]] == ["speed", "time", "cost", "memory"]
     else:
-        assert re.match(r"Environment: ✓ (set \d+ variable|nothing to set).* → for a layout", lines[0])
+        assert re.match(r"Environment: ✓ (set \d+ variable|nothing to set).* → add --model for a layout", lines[0])
 
 
 def test_what_time_and_cost_still_need_is_named_and_what_was_given_is_not() -> None:

@@ -13,6 +13,7 @@ from rigs.recorded import path_of, snapshot
 from rigs.tables import each_row
 from starlette.testclient import TestClient
 
+from agent.cli.why import why
 from collectives.traces.states import RankState, dumps
 
 MACHINE = "titan-rtx-2x-nv2"
@@ -44,6 +45,17 @@ def stalled() -> tuple[list[Any], dict[str, Any]]:
 @pytest.fixture
 def http(tmp_path: Path) -> TestClient:
     return agent(MACHINE, tokens=tokens(tmp_path))
+
+
+def test_a_browser_gets_a_page_that_says_how_to_diagnose_a_run(http: TestClient) -> None:
+    """Without a token; every option that the page shows is one of the command."""
+    answer = http.get("/why", headers={"Accept": "text/html,*/*;q=0.8"})
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    shown = answer.text.split('<pre id="why">')[1].split("</pre>")[0].splitlines()
+    known = {name for option in why.params for name in option.opts}
+    assert len(shown) == 4 and all(line.startswith("topoflight why ") for line in shown)
+    assert {word for line in shown for word in line.split() if word.startswith("--")} <= known
+    assert "Runs on this node" in answer.text and 'href="why"' in http.get("/").text
 
 
 def test_posted_sources_are_judged_as_files_are(http: TestClient, tmp_path: Path) -> None:

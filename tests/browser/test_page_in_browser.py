@@ -25,6 +25,8 @@ from rigs.logs import read
 from rigs.recorded import NAMES, path_of, snapshot, view
 from rigs.tables import each_row
 
+from agent.advice.advise import for_view
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.hosts import snapshots
 from agent.cluster.gate import places_by
@@ -102,13 +104,97 @@ def test_dark_pages_have_contrast_too(chromium: Tabs, axe: str, machines: dict[s
         clean(tab, machines[name])
 
 
-@each_row("name", ["sick-h100-rdma-off", "aws-p4d-8xA100-4efa"])
-def test_narrow_screens_scroll_one_way_only(chromium: Tabs, machines: dict[str, str], name: str) -> None:
-    """Wide drawings and tables scroll inside themselves."""
-    with chromium.tab(width=360, height=740) as tab:
-        for endpoint in ("", "what-if?model=Llama-3.1-8B&machine=p5.48xlarge&nodes=2", "docs"):
-            tab.go(machines[name] + endpoint)
-            assert tab.run("document.scrollingElement.scrollWidth") <= 360, endpoint
+QUESTION = "what-if?model=Llama-3.1-8B&method=full&machine=p5.48xlarge&nodes=2"
+WIDER = """w => [...document.querySelectorAll('main *, header *')].filter(e => !e.closest('.scroll, .skip')
+  && e.getBoundingClientRect().right > w + 1).slice(0, 3).map(e => e.tagName + '.' + e.className)"""
+
+
+def every_page(
+    machines: dict[str, str], agent: Callable[..., tuple[str, State]], console: Callable[[int], str], folder: Path
+) -> dict[str, str]:
+    """The address of every page with healthy, failing, empty and large data, each table and figure among them."""
+    paths = (
+        "",
+        "cluster",
+        "what-if",
+        QUESTION,
+        f"{QUESTION}&steps=2000&price=98.32&network=100G",
+        "why",
+        "docs",
+        "what-if?model=Llama-3.1-70B&method=full&machine=4xl40s",
+        "what-if?model=Llama-3.1-8B&nodes=0",
+    )
+    names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
+    pages_of = {f"{name} /{path}": machines[name] + path for name in names for path in paths}
+    (folder / "runs").mkdir()
+    for path in (MEASURED / "runs").glob("*.json"):
+        shutil.copy(path, folder / "runs" / path.name)
+    shutil.copy(MEASURED / "bench.json", folder)
+    address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=folder)
+    several, _ = agent(lambda: tuple(map(snapshot, names)))
+    view = state.refresh()
+    held = Fleet()
+    held.replace(resources(64, sick=True))
+    reports = {
+        "report": Report(
+            snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict,
+            run=view.runs[0], runs=view.runs, bench=view.bench,
+            recommendation=for_view(view, Request.of(model="Llama-3.1-8B")),
+        ),
+        "report of nodes": Report(checks=view.checks, verdict=view.verdict, nodes=tuple(held.records())),
+    }  # fmt: skip
+    files = {name: report_page(report) for name, report in reports.items()} | {
+        "empty cluster": pages.fleet_page(Fleet(), source="kubernetes", behind=None),
+        "published": pages.published_page(held, held.records()[20], source="kubernetes"),
+    }
+    for name, text in files.items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+        pages_of[name] = (folder / f"{name}.html").as_uri()
+    return pages_of | {"runs": address, "why of runs": address + "why", "several": several, "fleet": console(64)}
+
+
+def test_no_page_is_wider_than_a_phone(
+    chromium: Tabs, machines: dict[str, str], agent: Callable[..., tuple[str, State]], console: Callable[[int], str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Wide drawings and tables scroll inside themselves, or become narrow."""
+    wide = []
+    with chromium.tab(width=390, height=740) as tab:
+        for name, address in every_page(machines, agent, console, tmp_path).items():
+            tab.go(address)
+            if tab.run("document.scrollingElement.scrollWidth") > 390:
+                wide.append((name, tab.page.evaluate(WIDER, 390)))
+    assert not wide, wide
+
+
+OVERLAPS = """[...document.querySelectorAll('.chart')].flatMap(chart => {
+  const boxes = [...chart.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+  const frame = chart.getBoundingClientRect();
+  const out = boxes.filter(([, b]) => b.left < frame.left || b.right > frame.right || b.bottom > frame.bottom);
+  return out.map(([t]) => t).concat(boxes.flatMap(([t, a], i) => boxes.slice(i + 1).filter(([, b]) =>
+    a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom).map(([u]) => t + ' over ' + u)));
+})"""
+
+
+def test_the_charts_have_axes_and_the_colours_of_the_page(chromium: Tabs, machines: dict[str, str]) -> None:
+    """Run time and cost over nodes, narrow and wide, light and dark: ticks, no label over another, points all over."""
+    for width, dark in ((390, True), (1440, False), (1440, True)):
+        with chromium.tab(width=width, dark=dark) as tab:
+            tab.go(machines["cpu-only-vm"] + QUESTION + "&steps=2000&price=98.32&network=25G")
+            assert tab.run("[...document.querySelectorAll('.chart .title')].map(t => t.textContent)") == [
+                "Run time (minutes)", "Cost (in the currency of the price)",
+            ]  # fmt: skip
+            assert tab.run(OVERLAPS) == []
+            card = tab.run("getComputedStyle(document.querySelector('.layout')).backgroundColor")
+            assert tab.run("getComputedStyle(document.querySelector('.chart')).backgroundColor") == card
+            ticks = tab.run("[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.tick').length)")
+            assert all(count >= 4 + 3 for count in ticks), ticks
+            filled = tab.run(
+                "[...document.querySelectorAll('.chart')].map(c => { const y = [...c.querySelectorAll('.line line')]"
+                ".map(e => e.getBoundingClientRect()); const frame = c.getBoundingClientRect();"
+                "return (Math.max(...y.map(b => b.bottom)) - Math.min(...y.map(b => b.top))) / frame.height; })"
+            )
+            assert all(share > 0.4 for share in filled), filled
 
 
 def large() -> NodeTopology:

@@ -24,7 +24,7 @@
     } catch (error) { say("The browser did not allow copying: select the text instead."); }
   });
 
-  const results = document.getElementById("results") !== null; // a console keeps its form while people type
+  const results = document.querySelector("form.ask") !== null; // this form stays while people type
   const parts = results ? ["header", "#results"] : ["header", "main"];
   const renew = async () => {
     const asked = location.href;
