@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from fuzz_targets import targets
+from rigs.command import process, python
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
@@ -37,7 +38,7 @@ from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
-from planner.lint.sources import EnvironmentTextError, read_environment
+from planner.lint.sources import EnvironmentTextError, read_text
 from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
@@ -70,8 +71,8 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
     ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),
-    ("environment", text(read_environment), EnvironmentTextError, (b"#" * (9 * MIB),)),
-    ("manifest", text(lambda raw: read_environment(raw, "yaml")), EnvironmentTextError, (
+    ("environment", text(read_text), EnvironmentTextError, (b"#" * (9 * MIB),)),
+    ("manifest", text(lambda raw: read_text(raw, "yaml").environments), EnvironmentTextError, (
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
         b"a: &a {k: v}\nb:\n  <<: [" + b"*a, " * 100 + b"]",
     )),
@@ -108,7 +109,7 @@ def test_too_much_is_refused_by_name(
 @pytest.mark.long
 def test_a_pickle_costs_bounded_time_and_memory() -> None:
     """Whatever stands in it: one byte may make a dict, and asks for 600 MiB in a file of 8 MB."""
-    code = """
+    python("""
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
 from collectives.traces.calls import PickleError, unpickle
@@ -123,9 +124,7 @@ for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_0
         assert grown < 300, grown
     else:
         raise AssertionError(raw[:9])
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+""")
 
 
 def tar_of(name: bytes, kind: bytes, size: int, content: bytes) -> bytes:
@@ -213,13 +212,10 @@ for row in json.loads(sys.stdin.read()):
     print("" if fine else f"{row}: {done.exit_code} {said[-300:]}", flush=True)
 print("end")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, input=json.dumps(rows), capture_output=True,
-                          text=True, timeout=600, check=False)  # fmt: skip
-    assert done.returncode == 0 and done.stdout.split() == ["end"], done.stdout + done.stderr[-2000:]
+    assert python(code, given=json.dumps(rows)).stdout.split() == ["end"]
     with pytest.raises(OSError, match="regular files"):
         open_regular(pipe)
-    given = subprocess.run([sys.executable, "-m", "agent.cli", "lint-env", "-"], cwd=ROOT, input="NCCL_DEBUG=INFO\n",
-                           capture_output=True, text=True, check=False)  # fmt: skip
+    given = process("lint-env", "-", given="NCCL_DEBUG=INFO\n")
     assert given.returncode in (0, 3), given.stdout + given.stderr
 
 
