@@ -216,7 +216,7 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
     step, best = sharded.forecast.step_seconds.mid, fitting[0].forecast.step_seconds.mid
     why = (
         f"This small test run uses {sharded.layout.family} to show sharded traffic. Its forecast is {seconds(step)} a "
-        f"step; {fitting[0].layout.family}, which would be chosen for speed, takes {seconds(best)}."
+        f"step; {fitting[0].layout.family}, the recommended layout, takes {seconds(best)}."
     )
 
     def beside(other: RankedLayout) -> RankedLayout:

@@ -79,7 +79,7 @@ def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() 
     out = console()
     topology.node(out, view("sick-h100-rdma-off").topologies[0], brief=True)
     text = text_of(out)
-    for words in ("recognised as: HGX H100/H200", "! departs from it: no RDMA adapter",
+    for words in ("recognised as: HGX H100/H200", "! differs from the reference: no RDMA adapter",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
     assert text.count("expected ") == 2 and "rail" not in text

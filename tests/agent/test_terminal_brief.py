@@ -103,7 +103,7 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,
                         steps=10, node_hour_price=None, bars=bars)  # fmt: skip
     for draw, first in (
-        (lambda out: bench(out, result), "✓ Measured: every result verified → keep it as the bar: --save FILE"),
+        (lambda out: bench(out, result), "✓ Measured: every result verified → save a baseline with --save FILE"),
         (lambda out: networks.show(out, found), "✓ net1 is the fastest (eth0 2 x as long) → "),
     ):
         out = Console(width=80, file=io.StringIO(), color_system=None)
