@@ -74,6 +74,18 @@ def test_what_is_unknown_is_named_and_what_passed_is_counted() -> None:
     assert f"{len(unknown)} checks could not run; {seen.verdict.by_check['pass']} passed" in text
 
 
+def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones() -> None:
+    """Unknown is no pass, neither beside a failed node nor beside a good one."""
+    out = console()
+    checks = [
+        Finding(code="a.b", node="n2", status=Status.UNKNOWN, required=True, message="silent"),
+        Finding(code="a.c", node="n3", status=Status.UNKNOWN, message="not measured"),
+        Finding(code="a.b", node="n4", status=Status.FAIL, message="lost"),
+    ]
+    hosts.sound_nodes(out, [(f"n{n}", "8 x H100; RDMA 8/8 active") for n in range(1, 5)], checks)
+    assert "2 nodes, 8 x H100; RDMA 8/8 active: n1, n3" in text_of(out)
+
+
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
     """One expectation for each scope, not one for each rail and operation."""
     out = console()
