@@ -1,32 +1,49 @@
-"""What the fine-tune job's settings (the YAML of --config, then --set) and the rows of its data set say to the planner.
+"""What the fine-tune job's settings (the YAML of --config, then --set) say to the planner, and its model's shape.
 
-Specification: docs/reference/finetune-job.md, the names of contracts.job_config. The job itself judges the values.
+Specification: docs/reference/finetune-job.md, the names of contracts.job_config. The job itself judges the values. The
+shape of a model that is no known name is read from config.json of the hub that the job will ask, or from its cache:
+HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and HF_HOME as huggingface_hub reads them, and its cache's folders;
+`GET {endpoint}/{id}/resolve/{revision}/config.json`. Weights are never fetched. A known name is not asked for unless
+HF_ENDPOINT names a hub: what stands there under that name is what the job will load.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
-from agent.advice.request import Request, rows_of
-from agent.base.inputs import InputError, RequestError
+from agent.advice.request import Request
+from agent.base.inputs import RequestError
 from contracts import bounded
 from contracts.job_config import ConfigError, JobConfig, parse_config, read_file, with_overrides
 from contracts.job_plan import JobPlan, dumps
+from contracts.plain import loads as plain
 from planner.advice import Recommendation
-from planner.forecast.models import hub_id
-from planner.forecast.specs import TrainSpec
+from planner.forecast.models import ModelError, hub_id, model_from_config, model_named
+from planner.forecast.specs import ModelSpec, TrainSpec
 
 # The job's own default (contracts/default.yaml): a Llama small enough for any host, on data that the job makes.
 EMBEDDED_MODEL = "tiny-llama"
 
 RANDOM = "random:"  # weights of a shape alone
+
+# What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
+EMBEDDED_REQUEST: dict[str, Any] = {
+    "model": EMBEDDED_MODEL,
+    "method": "lora",
+    "lora_rank": 8,
+    "saved_modules": ("embed_tokens", "lm_head"),
+    "sequence_length": 64,
+    "global_batch": 16,
+}
 
 
 def explicit_settings(config: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
@@ -131,92 +148,108 @@ def untrainable(advice: Recommendation, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-# The rows of the data set are counted, and measured with the model's tokenizer, in a child process: this process must
-# not load transformers. Where the data or the tokenizer is not available, the rows are unknown and the advice says why.
-
-TIMEOUT_SECONDS = 120.0  # a data set may first have to be fetched
-EPOCHS = 3.0  # the job's own default (contracts/default.yaml)
-FILES = (".jsonl", ".json", ".parquet", ".csv")  # as finetune.rows reads them
-WRONG_DATA = 3  # the exit code of finetune.rows where the rows themselves are at fault, and no tokenizer or hub
-_NAMES = (
-    "dataset_name", "dataset_revision", "dataset_config", "dataset_train_split", "dataset_text_field", "dataset_rows",
-    "tokenizer_name", "tokenizer_revision", "model_name_or_path", "model_revision", "chat_template",
-    "completion_only_loss",
-)  # fmt: skip
+# The question behind a job.
 
 
-def with_rows(request: Request, settings: Mapping[str, Any]) -> Request:
-    """The question with the lengths of the rows that these settings of the job name; user's lengths stand above them.
+def training_request(options: Mapping[str, Any]) -> Request:
+    """The question behind `launch`: the named model, or the embedded one."""
+    names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
+             "rows")  # fmt: skip
+    request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
+    return job_request(request, options["config"], options["overrides"])
 
-    The data that the job makes itself, and a model of a name that no hub has, are left as they are. Raises InputError
-    where rows of this host cannot be read.
-    """
-    name = settings.get("dataset_name")
-    if not isinstance(name, str) or name.startswith("synthetic:") or request.train.length_histogram:
-        return request
-    if name.startswith(("/", ".", "~")) and not bounded.exists(Path(name).expanduser()):
-        return replace(request, unmeasured=_words(name, "not on this host", request))
-    named_settings = {key: settings[key] for key in _NAMES if settings.get(key) is not None}
-    if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
-        tokenizer = hub_id(request.model) if request.model else None
-        if tokenizer is None:
-            why = f"no tokenizer of {request.model or 'the model'} is known"
-            return replace(request, unmeasured=_words(name, why, request))
-        named_settings["tokenizer_name"] = tokenizer
+
+def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
+    """The job that is to be trained: the model named, else the one that its settings name, else the embedded one."""
+    job, explicit, _ = settings(config, overrides)
+    if request.model is None:
+        name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
+        embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
+        request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
     try:
-        found = _measured(named_settings)
-    except LookupError as error:
-        return replace(request, unmeasured=_words(name, str(error), request))
-    if not found["histogram"]:
-        words = _words(name, found["why"], request)
-        return replace(request.changed(rows=request.rows or found["rows"]), unmeasured=words)
-    lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
-    return request.changed(lengths=lengths, rows=request.rows or found["rows"])
+        shape = shape_of(request.model or "", job.model_revision)
+    except ModelError as error:
+        raise RequestError(str(error)) from None
+    return planned_for(replace(request, shape=shape), job, explicit)
 
 
-def for_whole_run(request: Request, settings: Mapping[str, Any]) -> Request:
-    """The question for as many steps as the job's settings say, where its rows are known."""
-    if settings.get("max_steps"):
-        return request.changed(steps=settings["max_steps"])
-    if rows_of(request) is None:
-        return request
-    return replace(request, epochs=float(settings.get("num_train_epochs") or EPOCHS))
+# The shape of the model by its hub id.
+
+_SECONDS = 10.0
+_MOST_BYTES = 1 << 20
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def named(dataset: str, tokenizer: str | None, model: str | None) -> dict[str, Any]:
-    """The job's settings for "openai/gsm8k:main", a file or a folder; a model that lies in a folder spells its rows.
-
-    Raises InputError for a file that is not there.
-    """
-    if Path(dataset).suffix in FILES and not bounded.exists(Path(dataset).expanduser()):
-        raise InputError(f"--dataset {dataset}: no such file; give a file, a folder, or a data set's name on the hub")
-    name, _, part = dataset.rpartition(":") if not bounded.exists(dataset) else (dataset, "", "")
-    settings = {"dataset_name": name, "dataset_config": part} if name and part else {"dataset_name": dataset}
-    if tokenizer is None and model is not None and bounded.is_folder(model):
-        tokenizer = model
-    return {**settings, **({"tokenizer_name": tokenizer} if tokenizer else {})}
-
-
-def _words(name: str, why: str, request: Request) -> str:
-    return (
-        f"the rows of {name} were not measured ({why}). Each row is assumed to have {request.train.sequence_length} "
-        "tokens. Give --lengths and --rows"
-    )
-
-
-def _measured(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the job's own reader. LookupError says why there is no answer, InputError what is wrong with the rows."""
+def shape_of(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+    """The model's shape; None where the known names are to answer. Raises ModelError for a name that nobody knows."""
+    if hub_id(name) != name or bounded.exists(name):
+        return None
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "finetune.rows"], input=json.dumps(settings), capture_output=True,
-            text=True, timeout=TIMEOUT_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None
-    if done.returncode == WRONG_DATA:
-        raise InputError(done.stderr.strip()[-600:])
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no words"]
-        raise LookupError(last[0][:300])
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+        model_named(name)
+        known = True
+    except ModelError:
+        known = False
+    if known and not environment.get("HF_ENDPOINT"):
+        return None
+    why = ""
+    found = _cached(name, revision, environment)
+    if found is None and environment.get("HF_HUB_OFFLINE", "").upper() not in ("1", "ON", "YES", "TRUE"):
+        try:
+            found = _fetched(name, revision, environment)
+        except (OSError, ValueError) as error:
+            why = f"; {_endpoint(environment)}: {error}"
+    if found is not None:
+        return model_from_config(found, name=name)
+    if known:
+        return None
+    raise ModelError(f"model={name!r}: not a known name{why}; give the path of its config.json with --model")
+
+
+def _endpoint(environment: Mapping[str, str]) -> str:
+    return (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(environment.get("HF_HOME") or cache / "huggingface").expanduser()
+
+
+def _cached(name: str, revision: str, environment: Mapping[str, str]) -> Any:
+    cache = Path(environment.get("HF_HUB_CACHE") or _home(environment) / "hub")
+    folder = cache / f"models--{name.replace('/', '--')}"
+    try:
+        commit = revision if _COMMIT.fullmatch(revision) else bounded.read_text(folder / "refs" / revision, 256).strip()
+        return plain(bounded.read(folder / "snapshots" / commit / "config.json", _MOST_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Redirects are followed; the token goes to the hub alone."""
+
+    def redirect_request(self, req: Any, *words: Any) -> urllib.request.Request | None:
+        made = super().redirect_request(req, *words)
+        if made is not None and urlsplit(made.full_url)[:2] != urlsplit(req.full_url)[:2]:
+            made.remove_header("Authorization")
+        return made
+
+
+def _fetched(name: str, revision: str, environment: Mapping[str, str]) -> Any:
+    endpoint = _endpoint(environment)
+    if urlsplit(endpoint).scheme not in ("http", "https"):
+        raise ValueError(f"HF_ENDPOINT={endpoint!r}: must be http://HOST or https://HOST")
+    request = urllib.request.Request(f"{endpoint}/{name}/resolve/{quote(revision, safe='')}/config.json")  # noqa: S310
+    if token := environment.get("HF_TOKEN") or _token(environment):
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.build_opener(_SameHost).open(request, timeout=_SECONDS) as answer:
+        body = answer.read(_MOST_BYTES + 1)
+    if len(body) > _MOST_BYTES:
+        raise ValueError("config.json is larger than 1 MiB, which none is")
+    return plain(body)
+
+
+def _token(environment: Mapping[str, str]) -> str:
+    try:
+        return bounded.read_text(environment.get("HF_TOKEN_PATH") or _home(environment) / "token", _MOST_BYTES).strip()
+    except (OSError, ValueError):
+        return ""

@@ -22,7 +22,7 @@ from agent.base.documents import write_atomic
 from collectives.bench.results import BenchResult
 from contracts import bounded, codec
 from contracts.plain import loads as plain
-from contracts.run_record import MOST_RECORD_BYTES, RecordError, RunRecord
+from contracts.run_record import RecordError, RunRecord
 from contracts.run_record import read as read_record
 
 log = logging.getLogger(__name__)
@@ -96,11 +96,6 @@ def read_runs(places: Iterable[Path]) -> tuple[RunRecord, ...]:
 def start_of(record: RunRecord, path: Path | None = None) -> tuple[str, str]:
     """Which start of which job a record is of: a host starts one at a time."""
     return str(record.host), str(record.started_at or path)
-
-
-def read(path: Path) -> Any:
-    """A document that was kept; OSError or ValueError say why it cannot be had."""
-    return plain(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
 
 
 def _record(path: Path) -> RunRecord | None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent.checks.expect_checks import EXPECT_CODES
 from agent.checks.groups import ORDER
+from agent.checks.host_checks import EXPECT_CODES, checks_of_scans
 from agent.checks.judged import BASELINE, baseline_bar, make_finding
 from agent.checks.verdict import GateError
 from collectives.bench.results import BenchResult, Measurement, RdmaWrite, ResultError, rdma_from_json, result_from_json
@@ -84,14 +84,12 @@ def _read(path: Path) -> Baseline:
         statuses = _worst((str(c["code"]), str(c["node"]), str(c["subject"]), c["status"]) for c in value["checks"])
         bench = value.get("bench")
         return Baseline(statuses=statuses, buses=_buses(value), busbw=_busbw(bench) if bench else {})
-    from agent.checks.view import look
-
     try:
         snapshot = scan(load(path))
     except RecordingError as error:
         raise GateError(f"no report, no benchmark and no recording: {error}") from None
     facts = snapshot.facts(PciFacts)
-    checks = look((snapshot,)).checks
+    checks = checks_of_scans((snapshot,))
     return Baseline(
         statuses=_worst((check.code, check.node, check.subject, check.status) for check in checks),
         buses={snapshot.hostname: facts} if facts else {},

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from agent.checks.expect_checks import EXPECT_CODES
-from agent.checks.judged import RDMA_BENCH_CODES
+from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.measured import BENCH_CODES, RUN_CODES
 from planner.lint.tables import CODES as ENVIRONMENT_CODES
 from probes.registry import ALL
 from probes.scan import SCAN_CODES
 from topology.check import CODES as TOPOLOGY_CODES
 
+RDMA_BENCH_CODES = ("bench.rdma.low_bandwidth",)
 CLUSTER_CODES = ("cluster.node.silent", "cluster.node.verdict")
 PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
 HOST_CODES: tuple[str, ...] = (  # what a preflight of a host judges, as far as it comes

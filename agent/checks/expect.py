@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,9 +17,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from agent.base import units
-from agent.checks.expect_checks import UNLIMITED
+from agent.checks.expect_checks import UNLIMITED, checks_of, settled
 from agent.checks.verdict import GateError
 from contracts import bounded
+from contracts.finding import Finding
+from probes.api import Snapshot
+from topology.graph import NodeTopology
 
 MOST_BYTES = 1 << 16  # a file of a dozen lines
 MOST_NAMES = 64
@@ -120,6 +123,10 @@ class Expectation(BaseModel):
     shm: Annotated[int | None, BeforeValidator(_size)] = None  # bytes of /dev/shm, at least
     interface: Annotated[tuple[str, ...], _each(_name)] = ()  # up, running and with an address; patterns
     driver: Annotated[str | None, BeforeValidator(_DRIVER)] = None  # release of NVIDIA's driver, at least: "570.86"
+
+    def settle(self, checks: Iterable[Finding], snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
+        """The checks of one host with those of this expectation, and what it answers that a scan alone cannot."""
+        return settled((*checks, *checks_of(self, snapshot, node, snapshot.hostname)))
 
 
 KEYS = tuple(Expectation.model_fields)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
-from agent.checks.coverage import gdrdma_possible, no_gpu_read, no_hca_read
+from agent.checks.host_checks import EXPECT_CODES, gdrdma_possible, no_gpu_read, no_hca_read
 from contracts.finding import Finding, Status
 from probes.api import Absent, Snapshot
 from probes.gpu.compare import visible_gpus
@@ -28,7 +28,6 @@ from topology.graph import NodeTopology, nvlinks
 if TYPE_CHECKING:  # pydantic, which a gate without expectations does not load
     from agent.checks.expect import Expectation, Selected
 
-EXPECT_CODES = ("expect.node.unmet",)
 UNLIMITED = "unlimited"
 Judgement = tuple[bool | None, str]  # whether it is met, None where that is unknown; what the node has
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from agent.base import units
-from agent.checks.coverage import gdrdma_possible
+from agent.checks.host_checks import gdrdma_possible, without_secrets
 from agent.checks.judged import checks_of_bars, make_finding
 from agent.checks.verdict import judge
-from agent.checks.view import View, without_secrets
+from agent.checks.view import View
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare

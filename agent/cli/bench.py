@@ -51,7 +51,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
         if options["model"]:
             spec = replay_spec(spec, options["model"], options["layout"] or f"dp_shard={spec.world_size}")
         progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
-        result = run(spec, watch(progress), stop)
+        result = run(spec, watch(progress.note), stop)
     finally:
         progress.done()
     result = against_baseline(result, before)
@@ -81,7 +81,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     """Write to the other host, or be written to; gives the exit code."""
     from agent.base.hosts import snapshots
     from agent.checks.baseline import read as read_baseline
-    from agent.checks.judged import checks_of_writes, ports_of, with_bars
+    from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
     from collectives.bench import lock, perftest
 
@@ -130,7 +130,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
 
 def _causes(found: Snapshot) -> list[Finding]:
     """What this host's own scan knows that keeps RDMA from running."""
-    from agent.checks.view import checks_of_snapshot
+    from agent.checks.host_checks import checks_of_snapshot
 
     return [
         c for c in checks_of_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))
@@ -157,7 +157,7 @@ def calibrate(
 ) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.base.hosts import snapshots
-    from agent.jobs.benchmark import calibration, default_ranks, has_gpu
+    from agent.jobs.measuring import calibration, default_ranks, has_gpu
 
     found_hosts = snapshots(())
     copies = ranks or default_ranks(found_hosts)
@@ -166,7 +166,7 @@ def calibrate(
     try:
         found = calibration(
             model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
-            ranks=copies, method=method, gpu=has_gpu(found_hosts),
+            ranks=copies, method=method, gpu=has_gpu(found_hosts), progress=progress,
         )  # fmt: skip
     finally:
         progress.done()

@@ -40,10 +40,10 @@ def launch(
     required check is unknown, or no pod came. 75: interrupted after a checkpoint; the same command resumes.
     """
     from agent.advice.advise import advise, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request
+    from agent.advice.request import for_whole_run, with_rows
     from agent.base.hosts import snapshots
-    from agent.jobs.benchmark import training_request
-    from agent.jobs.launch import storage_rate
+    from planner.kubernetes.job import storage_rate
     from planner.recommend import ROWS
 
     storage_rate(options["storage_rate"])  # refused before anything starts
@@ -118,8 +118,8 @@ def _say_forecast(advice: Recommendation) -> None:
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
     """Print the job in `form` ("brief": what it is), or create it where that is None."""
     from agent.jobs import cluster_job
-    from agent.jobs.launch import grace_notice, storage_rate
-    from planner.kubernetes.job import SAVE_SECONDS
+    from agent.jobs.launch import grace_notice
+    from planner.kubernetes.job import SAVE_SECONDS, storage_rate
     from planner.kubernetes.manifests import render as render_documents
 
     cluster_job.refuse_what_cannot_train(advice, options)
@@ -328,10 +328,9 @@ def _gate(
 def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
     """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
     from agent.base.hosts import snapshots
-    from agent.jobs import benchmark
+    from agent.jobs.measuring import measure
 
-    spec = benchmark.preflight_spec(snapshots(()), ranks, benchmark.QUICK_SECONDS, force=False, quick=True)
-    return benchmark.measure(replace(spec, environment=settings), progress, stop)
+    return measure(snapshots(())[0], ranks, progress, stop, quick=True, environment=settings)
 
 
 def _launch_script(
@@ -382,6 +381,7 @@ def _launch_here(
     from agent.base.result_store import store_run
     from agent.jobs import launch as launcher
     from agent.terminal import measured
+    from planner.kubernetes.job import storage_rate
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     require_writable("--output", folder, folder=True)
@@ -389,7 +389,7 @@ def _launch_here(
     settings = {setting.name: setting.value for setting in advice.settings}
     _pass_gate(found, options, settings, advice.chosen.layout.world_size, progress)
     progress.step(f"launch: {advice.chosen.layout.family}")
-    bytes_per_second = launcher.storage_rate(options["storage_rate"])
+    bytes_per_second = storage_rate(options["storage_rate"])
     grace = launcher.grace(advice, bytes_per_second)
     if notice := launcher.grace_notice(advice, "the ranks", grace, launcher.GRACE_SECONDS, bytes_per_second):
         say(f"note: {notice}", err=True)

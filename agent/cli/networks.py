@@ -50,12 +50,11 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
 
 def _here(options: dict[str, Any]) -> NetworkBars:
     """Over namespaces of this host."""
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, job_request
     from agent.advice.request import Request
     from agent.base.hosts import snapshots
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
-    from agent.jobs.benchmark import job_request
     from agent.jobs.launch import sigterm
     from agent.jobs.namespaces import HOSTS
     from contracts.run_record import read
@@ -101,12 +100,12 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 def _there(options: dict[str, Any]) -> NetworkBars:
     """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
     from agent.advice.advise import answer, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, for_whole_run, with_rows
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request
+    from agent.advice.request import for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
-    from agent.jobs.benchmark import training_request
     from agent.jobs.launch import transport
     from planner.kubernetes.manifests import render as render_documents
 

@@ -44,11 +44,11 @@ def recommend(**options: object) -> None:
         raise click.UsageError(f"--lora-rank {options['lora_rank']}: --method full has no adapters; leave one out")
     request = Request.of(**options)
     if options["dataset"]:
-        from agent.advice import job_settings
+        from agent.advice.request import dataset_settings, with_rows
 
         with waiting("recommend: measuring rows"):
-            settings = job_settings.named(str(options["dataset"]), request.tokenizer, request.model)
-            request = job_settings.with_rows(request, settings)
+            settings = dataset_settings(str(options["dataset"]), request.tokenizer, request.model)
+            request = with_rows(request, settings)
     if options["sweep"] or options["compare"]:
         _what_if(request, options, form)
         return

@@ -1,7 +1,6 @@
 """The few calls that the product makes to Kubernetes: get, list in pages, watch, create, patch, apply.
 
-`Watcher` keeps a copy of a resource's objects current: it lists once, then watches, and lists again only when the
-server forgot. The official client finds the API server and the way in (service account, kubeconfigs, certificates,
+The official client finds the API server and the way in (service account, kubeconfigs, certificates,
 tokens, credential plugins, proxies), and sends; retries, limits and streaming are here. It is imported with the first
 Client, so that an agent without Kubernetes does without (docs/decisions/0009).
 
@@ -17,7 +16,6 @@ import logging
 import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,15 +23,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from agent.base.counters import WatchTally, reason_of
 from agent.base.version import VERSION
 from contracts import bounded
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
     from urllib3 import HTTPResponse
-
-    from agent.cluster.nodes import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +43,24 @@ BODY_LIMIT_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 4 << 20  # one watch event; etcd holds no object above 1.5 MiB
 TOKEN_LIMIT_BYTES = 1 << 20
 CONNECTIONS = 4  # kept for reuse; threads that ask at once and no more
-GONE = 410
-SHORTEST_WATCH_SECONDS = 1.0
-BUSY_TRIES = 3  # of a first list, each after a longer pause, before a busy server counts as one that does not answer
 TRIES = 5
 TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
 BRIEF_SECONDS = 2.5
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, as the API server writes it
 AGAIN = (429, 500, 502, 503, 504)  # what the API server answers while it is busy, starting or behind a balancer
+
+
+# Why a call failed, by the API server's status; a closed set, as the label's bound needs.
+REASONS = {
+    0: "unreachable", 400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "missing", 409: "conflict",
+    410: "expired", 422: "invalid", 429: "busy",
+}  # fmt: skip
+
+
+def reason_of(status: int) -> str:
+    """The word for a status; what is not listed is the server's own trouble."""
+    return REASONS.get(status, "server")
 
 
 class AccessError(RuntimeError):
@@ -383,92 +387,3 @@ def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
 
 def _words(error: Exception) -> str:
     return str(getattr(error, "reason", None) or error)
-
-
-class Watcher:
-    """A thread that keeps the records of a Fleet in step with the API server until it is stopped."""
-
-    def __init__(
-        self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: WatchTally | None = None
-    ) -> None:
-        self.tally = tally or WatchTally()
-        # One attempt per call: this thread pauses between attempts, and reports the first refusal at once
-        self._client, self._path, self._fleet, self._seconds = client.limited(tries=1), path, fleet, seconds
-        self._stop = threading.Event()
-        self.listed = False  # whether the first list has been read
-        self.refused = False  # whether the last attempt failed before the first list, and waiting would not help
-        self.error: str | None = None
-
-    def start(self) -> None:
-        """Begin."""
-        name = f"watch {self._path.rsplit('/', 1)[-1]}"
-        threading.Thread(target=self._loop, name=name, daemon=True).start()
-
-    def stop(self) -> None:
-        """End at the next event; the thread is a daemon and is not waited for."""
-        self._stop.set()
-
-    def _loop(self) -> None:
-        version, failures = "", 0
-        while not self._stop.is_set():
-            try:
-                if not version:
-                    version = self._list()
-                began, first = time.monotonic(), version
-                for seen in self._events(version):
-                    version, failures = seen, 0
-                    self._heard()
-                if version == first and time.monotonic() - began < SHORTEST_WATCH_SECONDS:
-                    self._stop.wait(backoff_seconds(failures))  # a server that ends watches at once is not hammered
-                    failures += 1
-            except ApiError as error:
-                self.tally.restarts[reason_of(error.status)] += 1
-                if error.status == GONE:
-                    version = ""
-                    if failures == 0:  # the first time it is the rule, not a failure
-                        failures = 1
-                        continue
-                busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
-                failures = self._pause(str(error), failures, error.retry_after, refused=not busy)
-            except Exception as error:  # noqa: BLE001 - whatever an object holds, the others are followed
-                self.tally.restarts["invalid"] += 1
-                version = ""
-                failures = self._pause(f"an object that is none: {type(error).__name__}: {error}", failures)
-
-    def _pause(self, error: str, failures: int, retry_after: float | None = None, *, refused: bool = True) -> int:
-        """Say what went wrong and wait before the next try; one failure more."""
-        self.error = error
-        self.refused = refused and not self.listed
-        log.warning("watch of %s: %s", self._path, error)
-        self._stop.wait(backoff_seconds(failures, retry_after))
-        return failures + 1
-
-    def _list(self) -> str:
-        version = ""
-
-        def each() -> Iterator[dict[str, Any]]:
-            nonlocal version
-            for items, version in self._client.pages(self._path):  # noqa: B007 - the last page's is kept
-                yield from items
-
-        self._fleet.replace(each())
-        self.tally.lists += 1
-        self._heard()
-        self.listed, self.refused = True, False
-        return version
-
-    def _events(self, version: str) -> Iterator[str]:
-        for event in self._client.watch(self._path, version, seconds=self._seconds):
-            if self._stop.is_set():
-                return
-            item = event["object"]
-            version = str(item["metadata"]["resourceVersion"])
-            if event["type"] == "DELETED":
-                self._fleet.remove(item)
-            elif event["type"] in ("ADDED", "MODIFIED"):
-                self._fleet.put(item)
-            yield version
-
-    def _heard(self) -> None:
-        self.error = None
-        self.tally.heard_at_seconds = time.time()

@@ -13,15 +13,16 @@ import random
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agent.base.counters import PublishTally
 from agent.checks.history import Kept
 from agent.checks.view import View
-from agent.cluster.client import ApiError, Client, backoff_seconds, path_of
-from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, from_resource, kept_in, to_resource
+from agent.cluster.client import ApiError, Client, backoff_seconds, path_of, reason_of
+from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, from_resource
+from agent.cluster.records import kept_in, to_resource
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,24 @@ READ_SECONDS = 2.0  # to connect, twice that to answer: a scan waits for the his
 END_SECONDS = 2.0  # for the last word, within the pod's grace period
 MISSING_SECONDS = 300.0  # until a missing resource definition is looked for again
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishTally:
+    """Of one publisher; written by its thread alone."""
+
+    interval_seconds: float  # a record is written this often though nothing changed
+    attempts: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # by reason
+    succeeded_at_seconds: float | None = None  # Unix time
+
+    def failed(self, status: int) -> None:
+        """One attempt ended in this status."""
+        self.failures[reason_of(status)] += 1
+
+    def succeeded(self) -> None:
+        """One attempt wrote everything."""
+        self.succeeded_at_seconds = time.time()
 
 
 class Publisher:

@@ -1,8 +1,9 @@
 """The cluster view: the records of all nodes, and the documents that are made of them.
 
-Where the records come from: a watch of the NodeTopology resources, or the hosts that this agent itself serves. The
-watch begins with the first question and ends some minutes after the last one: were every agent of a large cluster to
-watch always, each write would go out as many times as there are nodes.
+Where the records come from: a watch of the NodeTopology resources, or the hosts that this agent itself serves. A watch
+lists once, then follows the changes, and lists again only when the server forgot. It begins with the first question and
+ends some minutes after the last one: were every agent of a large cluster to watch always, each write would go out as
+many times as there are nodes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -21,12 +22,13 @@ from starlette.concurrency import run_in_threadpool
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.base import units
-from agent.base.counters import WatchTally
 from agent.base.inputs import RequestError
 from agent.checks.view import View
-from agent.cluster.client import Client, Watcher, path_of
+from agent.cluster.client import AGAIN, ApiError, Client, backoff_seconds, path_of, reason_of
 from agent.cluster.gate import Places, published, read_places
-from agent.cluster.nodes import API_VERSION, PLURAL, FirstSeen, Fleet, NodeRecord, records_of, row
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, row
+from agent.cluster.publish import PublishTally
+from agent.cluster.records import FirstSeen, records_of
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError
@@ -40,12 +42,135 @@ from topology.render import cluster_document, json_document
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
+Samples = list[tuple[tuple[str, ...], float]]
+GONE = 410
+SHORTEST_WATCH_SECONDS = 1.0
+BUSY_TRIES = 3  # of a first list, each after a longer pause, before a busy server counts as one that does not answer
 LOOK_SECONDS = 0.05
 LIST_SECONDS = 20.0  # the first question waits this long for the first list, and no longer than the first refusal
 IDLE_SECONDS = 600.0
 PLACES_SECONDS = 600.0  # Nodes are labelled when they come
 MORE = "only the nodes that this agent itself scans; on Kubernetes, agents started with --publish show every node"
 MENDED_BY_SETTINGS = {"interfaces.choice.wrong", "topology.gdr.path", "topology.gpu_nic.far"}  # what advice is for
+
+
+# The watch of the records, and how watching and publishing have gone.
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchTally:
+    """Of all watches of one agent, one after another; written by the thread of the one that runs."""
+
+    lists: int = 0
+    restarts: Counter[str] = field(default_factory=Counter)  # by reason
+    heard_at_seconds: float | None = None  # Unix time of the last list, event or bookmark
+
+
+class Watcher:
+    """A thread that keeps the records of a Fleet in step with the API server until it is stopped."""
+
+    def __init__(
+        self, client: Client, path: str, fleet: Fleet, *, seconds: int = 300, tally: WatchTally | None = None
+    ) -> None:
+        self.tally = tally or WatchTally()
+        # One attempt per call: this thread pauses between attempts, and reports the first refusal at once
+        self._client, self._path, self._fleet, self._seconds = client.limited(tries=1), path, fleet, seconds
+        self._stop = threading.Event()
+        self.listed = False  # whether the first list has been read
+        self.refused = False  # whether the last attempt failed before the first list, and waiting would not help
+        self.error: str | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        name = f"watch {self._path.rsplit('/', 1)[-1]}"
+        threading.Thread(target=self._loop, name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """End at the next event; the thread is a daemon and is not waited for."""
+        self._stop.set()
+
+    def _loop(self) -> None:
+        version, failures = "", 0
+        while not self._stop.is_set():
+            try:
+                if not version:
+                    version = self._list()
+                began, first = time.monotonic(), version
+                for seen in self._events(version):
+                    version, failures = seen, 0
+                    self._heard()
+                if version == first and time.monotonic() - began < SHORTEST_WATCH_SECONDS:
+                    self._stop.wait(backoff_seconds(failures))  # a server that ends watches at once is not hammered
+                    failures += 1
+            except ApiError as error:
+                self.tally.restarts[reason_of(error.status)] += 1
+                if error.status == GONE:
+                    version = ""
+                    if failures == 0:  # the first time it is the rule, not a failure
+                        failures = 1
+                        continue
+                busy = error.status in AGAIN and failures + 1 < BUSY_TRIES
+                failures = self._pause(str(error), failures, error.retry_after, refused=not busy)
+            except Exception as error:  # noqa: BLE001 - whatever an object holds, the others are followed
+                self.tally.restarts["invalid"] += 1
+                version = ""
+                failures = self._pause(f"an object that is none: {type(error).__name__}: {error}", failures)
+
+    def _pause(self, error: str, failures: int, retry_after: float | None = None, *, refused: bool = True) -> int:
+        """Say what went wrong and wait before the next try; one failure more."""
+        self.error = error
+        self.refused = refused and not self.listed
+        log.warning("watch of %s: %s", self._path, error)
+        self._stop.wait(backoff_seconds(failures, retry_after))
+        return failures + 1
+
+    def _list(self) -> str:
+        version = ""
+
+        def each() -> Iterator[dict[str, Any]]:
+            nonlocal version
+            for items, version in self._client.pages(self._path):  # noqa: B007 - the last page's is kept
+                yield from items
+
+        self._fleet.replace(each())
+        self.tally.lists += 1
+        self._heard()
+        self.listed, self.refused = True, False
+        return version
+
+    def _events(self, version: str) -> Iterator[str]:
+        for event in self._client.watch(self._path, version, seconds=self._seconds):
+            if self._stop.is_set():
+                return
+            item = event["object"]
+            version = str(item["metadata"]["resourceVersion"])
+            if event["type"] == "DELETED":
+                self._fleet.remove(item)
+            elif event["type"] in ("ADDED", "MODIFIED"):
+                self._fleet.put(item)
+            yield version
+
+    def _heard(self) -> None:
+        self.error = None
+        self.tally.heard_at_seconds = time.time()
+
+
+def samples(publish: PublishTally | None, watch: WatchTally) -> Iterator[tuple[str, Samples]]:
+    """Pairs of family name and its samples, as of now. An agent that does neither exports neither."""
+    if publish is not None:
+        yield "publish_interval_seconds", [((), publish.interval_seconds)]
+        yield "publish_attempts_total", [((), float(publish.attempts))]
+        yield (
+            "publish_failures_total",
+            [((why,), float(count)) for why, count in sorted(dict(publish.failures).items())],
+        )
+        if publish.succeeded_at_seconds is not None:
+            yield "publish_success_timestamp_seconds", [((), publish.succeeded_at_seconds)]
+    if watch.heard_at_seconds is not None or watch.restarts:
+        yield "watch_lists_total", [((), float(watch.lists))]
+        yield "watch_restarts_total", [((why,), float(count)) for why, count in sorted(dict(watch.restarts).items())]
+    if watch.heard_at_seconds is not None:
+        yield "watch_heard_timestamp_seconds", [((), watch.heard_at_seconds)]
 
 
 class Cluster:

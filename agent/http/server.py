@@ -23,7 +23,6 @@ from starlette.routing import Route
 from agent import metrics
 from agent.advice import advise, whatif
 from agent.advice.request import Request as Question
-from agent.base import counters
 from agent.base.inputs import RequestError
 from agent.base.version import VERSION
 from agent.checks.groups import worst_first
@@ -45,7 +44,7 @@ from agent.http.answers import (
     respond,
     texts,
 )
-from agent.http.cluster import Cluster, nodes_document
+from agent.http.cluster import Cluster, nodes_document, samples
 from agent.http.state import State, age_seconds
 from agent.http.worker import Answer, ProblemError, Worker, document, page_of
 from collectives.bench.results import BenchResult
@@ -119,7 +118,7 @@ def create(
     if hosts is not None:
         app.add_middleware(ReadHosts, allowed_hosts=hosts, www_redirect=False)
     rendered = Rendered()
-    _health(app, state, lambda: counters.samples(publisher.tally if publisher else None, cluster.tally))
+    _health(app, state, lambda: samples(publisher.tally if publisher else None, cluster.tally))
     _pages(app, state, cluster, worker, rendered)
     _facts(app, state, cluster, worker, rendered)
     _advice(app, state, cluster, worker, rendered)

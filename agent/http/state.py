@@ -110,9 +110,9 @@ class State:
             return None, None
         path = self.folder / BENCH_FILE
         try:
-            from collectives.bench.results import result_from_json
+            from collectives.bench.results import read_result
 
-            return result_from_json(result_store.read(path)), path.stat().st_mtime
+            return read_result(path), path.stat().st_mtime
         except FileNotFoundError:
             return None, None
         except (OSError, ValueError, KeyError, TypeError) as error:

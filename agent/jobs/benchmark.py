@@ -1,57 +1,47 @@
-"""Benchmarks as the agent asks for them: the command line's settings, the preflight's, and the embedded job's model."""
+"""Benchmarks of this host: what is measured for the preflight and for the verb bench, and what it is held against.
+
+As a program it is the child of agent.jobs.measuring.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-from agent.advice.job_settings import EMBEDDED_MODEL, RANDOM, planned_for, settings
-from agent.advice.request import Request
+import cattrs
+
 from agent.base import units
-from agent.base.inputs import RequestError
-from agent.base.output import Progress
-from agent.base.result_store import keep_bench
-from agent.checks import judged
-from agent.jobs.hub import shape_of
-from collectives.bench.calibrate import CalibrationRequest, calibrate
-from collectives.bench.plan import AXES, BenchSpec, Case, SearchPlan, SpecError, StepShape, parts, sweep
-from collectives.bench.results import BenchResult
+from agent.checks.judged import BARS, IS, JUDGED_OPS, judged_bytes
+from agent.jobs.measuring import PASSED_ON, QUICK_SECONDS, default_ranks
+from collectives.bench import processes
+from collectives.bench.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
+from collectives.bench.lock import BusyError
+from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SearchPlan, SpecError, StepShape, parts, sweep
+from collectives.bench.results import Bar, result_to_json
 from collectives.bench.run import run, visible_backend
-from planner.forecast.calibration import Calibration, parse_calibration
-from planner.forecast.models import ModelError, model_named
+from planner.forecast.models import model_named
 from planner.forecast.specs import weights
 from planner.nccl_env import environment as nccl_env
+from probes import wire
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
 from topology.cluster import join
-from topology.paths import Due
-
-# What the embedded job does: its rows of about 51 tokens are padded to the longest of a micro-batch.
-EMBEDDED_REQUEST: dict[str, Any] = {
-    "model": EMBEDDED_MODEL,
-    "method": "lora",
-    "lora_rank": 8,
-    "saved_modules": ("embed_tokens", "lm_head"),
-    "sequence_length": 64,
-    "global_batch": 16,
-}
+from topology.expected import Expected, Paths
+from topology.expected import expected as bandwidth
+from topology.graph import NodeTopology
+from topology.paths import Bar as BarName
+from topology.paths import Due, host_links, joined
 
 REPLAY_TOKENS = 2048  # of the micro-batch whose activations are replayed
 MOST_DEGREE = 65536
-
-
-def default_ranks(found: Sequence[Snapshot]) -> int:
-    """One rank per usable GPU of this host; 2 where there is none."""
-    for snapshot in found:
-        facts = snapshot.facts(GpuFacts)
-        if facts and facts.gpus:
-            return max(1, sum(1 for gpu in facts.gpus if not gpu.error))
-    return 2
 
 
 def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
@@ -67,7 +57,6 @@ def gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
 
 SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and where the wire begins to count
 STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for ranks to meet; a pod may first have to fetch its image
-BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
 ALONE_SECONDS = 60.0  # of the verb bench
 
 
@@ -79,15 +68,116 @@ def preflight_spec(
 
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
-    expect = judged.expected(found, ranks) if (backend or visible_backend()) == "nccl" else None
-    large = (judged.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
+    expect = expected(found, ranks) if (backend or visible_backend()) == "nccl" else None
+    large = (judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
-    cases = tuple(Case(op=op, bytes=size) for size in sizes for op in judged.JUDGED_OPS)
+    cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
     return BenchSpec(
-        ops=judged.JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
-        gpu_pids=gpu_processes(found), force=force, expect=expect, links=judged.links_of(found, ranks, due),
+        ops=JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
+        gpu_pids=gpu_processes(found), force=force, expect=expect, links=links_of(found, ranks, due),
         host_name=found[0].hostname if found and hosts == 1 else None,
     )  # fmt: skip
+
+
+# What the results of a run are held against: the bars of agent.checks.judged, from the links that the ranks tell.
+
+_NVLS_SINCE = (2, 17)
+
+
+def links_of(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> dict[str, Any]:
+    """This host's links in plain values, for the ranks of other hosts; empty without a GPU."""
+    if not found:
+        return {}
+    node = build(found[0])
+    if not node.gpus:
+        return {}
+    links = {name: host_links(node, range(ranks), name, due) for name in BARS}
+    plain: dict[str, Any] = {name: asdict(each) for name, each in links.items()}
+    return plain | {"nvlink_domain": links[IS].domain}
+
+
+def expected(found: Sequence[Snapshot], local_ranks: int) -> Expect | None:
+    """The bars of each result of a run with `local_ranks` on each host; None where this host shows no GPU."""
+    node = build(found[0]) if found else None
+    if node is None or not node.gpus:
+        return None
+
+    def bars(op: str, size_bytes: int, ranks: tuple[int, ...], hello: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
+        nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # gloo's speed is the processors'
+        if op not in JUDGED_OPS or len(ranks) < 2 or not nccl:
+            return ()
+        return tuple(_bar_of(name, node, op, size_bytes, ranks, hello, local_ranks) for name in BARS)
+
+    return bars
+
+
+def _bar_of(
+    name: BarName, node: NodeTopology, op: str, size_bytes: int, ranks: tuple[int, ...],
+    hello: Sequence[Mapping[str, Any]], local_ranks: int,
+) -> Bar:  # fmt: skip
+    rows = [hello[rank] for rank in ranks]
+    by_host: dict[str, list[int]] = {}
+    for rank, row in zip(ranks, rows, strict=True):
+        by_host.setdefault(str(row["host"]), []).append(rank)
+    nvls, words = nvls_of(rows[0])
+    hosts = [_links(name, node, hello, mine, alone=len(by_host) == 1, local_ranks=local_ranks)
+             for mine in by_host.values()]  # fmt: skip
+    if any(each is None for each in hosts):
+        return Bar(name=name, why=("the links of a host are not known: its ranks did not tell them",))
+    paths = joined([each for each in hosts if each is not None], len(ranks), nvls=nvls)
+    found = bandwidth(paths, op, size_bytes, len(ranks))
+    if not isinstance(found, Expected):
+        return Bar(name=name, why=tuple(dict.fromkeys((found.words(), *paths.words))))
+    ring = bandwidth(paths, op, size_bytes, len(ranks), ring=True) if found.algorithm == "NVLS" else None
+    other = ring.interval.high if isinstance(ring, Expected) else None
+    known = found.interval
+    return Bar(
+        name=name, low=known.low, typical=known.mid, high=known.high, algorithm=found.algorithm, ring_high=other,
+        why=(*words, *found.derivation),
+    )  # fmt: skip
+
+
+def _links(
+    name: BarName, node: NodeTopology, hello: Sequence[Mapping[str, Any]], mine: Sequence[int], *, alone: bool,
+    local_ranks: int,
+) -> Paths | None:  # fmt: skip
+    """What one host's ranks told of its links; of a part of one host's own ranks the links between just these."""
+    if alone and len(mine) < local_ranks:
+        first = min(rank for rank, row in enumerate(hello) if row["host"] == hello[mine[0]]["host"])
+        return host_links(node, [rank - first for rank in mine], name)
+    links = hello[mine[0]].get("links") or {}
+    try:
+        return cattrs.structure(links[name], Paths)
+    except (cattrs.BaseValidationError, KeyError, TypeError, ValueError):
+        return None
+
+
+def nvls_of(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
+    """Whether the ranks' library may reduce in the switch, and why not; None where its version is not known."""
+    environment = row.get("environment") or {}
+    if environment.get("NCCL_NVLS_ENABLE") == "0":
+        return False, ("NCCL_NVLS_ENABLE=0 in the environment: NVLS is off by choice",)
+    algorithms = environment.get("NCCL_ALGO")
+    if algorithms and not _allows_nvls(algorithms):
+        return False, (f"NCCL_ALGO={algorithms} in the environment: NVLS is off by choice",)
+    version = re.match(r"(\d+)\.(\d+)", str((row.get("versions") or {}).get("nccl", "")))
+    if version is None:
+        return None, ()
+    return (int(version[1]), int(version[2])) >= _NVLS_SINCE, ()
+
+
+def _allows_nvls(text: str) -> bool:
+    """NCCL's list: "ring,tree", "^nvls" for all but these, "allreduce:nvls;allgather:ring" by collective."""
+    for part in text.lower().split(";"):
+        collective, _, names = part.rpartition(":")
+        if collective not in ("", "allreduce"):
+            continue
+        listed = {name.strip() for name in names.lstrip("^").split(",")}
+        return ("nvls" in listed) is not names.strip().startswith("^")
+    return True
+
+
+# The verb bench.
 
 
 def spec_of(options: Mapping[str, Any]) -> BenchSpec:
@@ -135,75 +225,14 @@ def percent(text: str) -> float:
         raise SpecError(f"precision: {text!r} is not allowed; allowed: a percentage such as 5%, or a ratio") from None
 
 
-def measure(spec: BenchSpec, progress: Progress, stop: threading.Event) -> BenchResult:
-    """Run a benchmark of this host under a line of progress, and store its result. Raises BusyError and SpecError."""
-    progress.step(f"measure: {', '.join(spec.ops)} with {units.count(spec.ranks_per_host, 'rank')}, up to "
-                  f"{units.seconds(spec.budget_seconds)}")  # fmt: skip
-    result = run(spec, watch(progress), stop)
-    keep_bench(result)
-    return result
-
-
-def watch(progress: Progress) -> Callable[[dict[str, Any]], None]:
-    """Turn the ranks' events into words."""
+def watch(note: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
+    """Turn the ranks' events into words for `note`."""
 
     def event(happened: dict[str, Any]) -> None:
         if happened.get("event") == "measured" and happened.get("rank") in (0, None):
-            progress.note(f"{happened.get('op')} {units.size(happened.get('bytes'))} done")
+            note(f"{happened.get('op')} {units.size(happened.get('bytes'))} done")
 
     return event
-
-
-def calibration(
-    model: str,
-    *,
-    sequence_length: int,
-    tokens: int,
-    budget_seconds: float,
-    ranks: int,
-    method: str,
-    gpu: bool,
-    stop: threading.Event | None = None,
-) -> Calibration:
-    """Measure in child processes (they import torch; this process must not).
-
-    `tokens` is one micro-batch. Raises RuntimeError with the children's words, ModelError for an unknown model.
-    """
-    shape = model_named(model)
-    request = CalibrationRequest(
-        hidden=shape.hidden, ffn=shape.ffn, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-        tokens=tokens, sequence=min(sequence_length, tokens), precision="bf16" if gpu else "fp32",
-        device="cuda" if gpu else "cpu", copies=ranks, method="full" if method == "full" else "lora",
-        budget_seconds=budget_seconds,
-    )  # fmt: skip
-    return parse_calibration(calibrate(request, stop=stop))
-
-
-def has_gpu(found: Sequence[Snapshot]) -> bool:
-    """Whether any of these hosts shows a GPU."""
-    return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
-
-
-def training_request(options: Mapping[str, Any]) -> Request:
-    """The question behind `launch`: the named model, or the embedded one."""
-    names = ("hosts", "root", "model", "method", "sequence_length", "global_batch", "machine", "nodes", "lengths",
-             "rows")  # fmt: skip
-    request = Request.of(**{name: options[name] for name in names if name in options}, ranks_per_node=options["ranks"])
-    return job_request(request, options["config"], options["overrides"])
-
-
-def job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
-    """The job that is to be trained: the model named, else the one that its settings name, else the embedded one."""
-    job, explicit, _ = settings(config, overrides)
-    if request.model is None:
-        name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
-        embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
-        request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
-    try:
-        shape = shape_of(request.model or "", job.model_revision)
-    except ModelError as error:
-        raise RequestError(str(error)) from None
-    return planned_for(replace(request, shape=shape), job, explicit)
 
 
 def step_shape(model: str, layout: str) -> StepShape:
@@ -247,3 +276,47 @@ def replay_spec(spec: BenchSpec, model: str, layout: str) -> BenchSpec:
     # The step is what was asked for; one size beside it is a check.
     sizes = spec.sizes_bytes or SWEEP_BYTES[:1]
     return replace(spec, cases=(*parts(shape), *(Case(op=op, bytes=size) for op in spec.ops for size in sizes)))
+
+
+# The child of agent.jobs.measuring.
+
+
+def _measured(request: Mapping[str, Any], tell: Callable[..., None], stop: threading.Event) -> dict[str, Any]:
+    """The result of the benchmark that is asked for, in plain values."""
+    due = Due(**request["due"]) if request["due"] else None
+    spec = preflight_spec(
+        (wire.from_json(request["snapshot"]),), request["ranks"], request["budget_seconds"], force=request["force"],
+        quick=request["quick"], due=due,
+    )  # fmt: skip
+    on_event = watch(lambda words: tell(note=words))
+    return result_to_json(run(replace(spec, environment=request["environment"]), on_event, stop))
+
+
+def main(parent: int) -> None:
+    """Answer the request on standard input as agent.jobs.measuring says, and end with the process `parent`."""
+    processes.die_with_parent(parent)
+    stop = threading.Event()
+    for number in PASSED_ON:
+        signal.signal(number, lambda *_: stop.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)  # what a library prints is no answer
+
+        def tell(**words: object) -> None:
+            answers.write(json.dumps(words) + "\n")
+            answers.flush()
+
+        request = json.load(sys.stdin)
+        try:
+            if request.pop("task") == "measure":
+                tell(answer=_measured(request, tell, stop))
+            else:
+                tell(answer=calibrate(CalibrationRequest(**request), stop=stop))
+        except BusyError as error:
+            tell(busy=str(error))
+        except CalibrationFailedError as error:
+            tell(error=str(error))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -23,7 +23,7 @@ from agent.base.documents import document
 from agent.base.recordings import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
 from agent.base.version import VERSION
 from agent.checks.groups import worst_first
-from agent.checks.view import look
+from agent.checks.host_checks import checks_of_scans
 from contracts import bounded
 from contracts.plain import PlainError, loads
 from contracts.redaction import redact, without_secrets
@@ -56,7 +56,7 @@ LIMIT_FILES = ("proc/self/limits", "proc/self/cgroup", "sys/fs/cgroup/memory.max
 def of_host(recording: dict[str, Any], *, root: str, state: Path, live: bool = True) -> Files:
     """The files of one host, by their name in its folder; `live` is whether this is the host that was recorded."""
     snapshot = scan(RecordedHost(recording))
-    checks = worst_first(look((snapshot,)).checks)
+    checks = worst_first(checks_of_scans((snapshot,)))
     found: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
         "findings.json": _json(document([check for check in checks if check.status != "pass"])),

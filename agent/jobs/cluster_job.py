@@ -14,21 +14,23 @@ from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import Client, path_of
 from agent.jobs import submission
-from agent.jobs.launch import job_plan, storage_rate, to_save
+from agent.jobs.launch import job_plan, to_save
 from contracts.job_plan import JobPlan, dumps
 from planner.advice import Recommendation
+from planner.forecast.memory import save_seconds
 from planner.kubernetes import manifests, networks
 from planner.kubernetes.job import (
     COMMAND,
     DEVICE_CLASSES,
     MOUNT,
+    SAVE_SECONDS,
     JobError,
     JobSpec,
     check_object_name,
     check_size,
     family,
     from_advice,
-    save_seconds,
+    storage_rate,
 )
 from planner.kubernetes.manifests import Document
 from planner.nccl_env.texts import Reason, Setting
@@ -58,7 +60,7 @@ def spec_of(advice: Recommendation, options: Mapping[str, Any], offered: Sequenc
         "preflight_require": tuple(options["require"]),
         "measure": bool(options.get("measure")),
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
-        "save_seconds": save_seconds(*to_save(advice), storage_rate(options.get("storage_rate"))),
+        "save_seconds": save_seconds(*to_save(advice), storage_rate(options.get("storage_rate")), SAVE_SECONDS),
         "agent": options.get("agent"),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
         **({"device_classes": options["device_classes"]} if options.get("device_classes") else {}),

@@ -22,7 +22,7 @@ from agent.advice.job_settings import EMBEDDED_MODEL, left_open, settings, untra
 from agent.base import units
 from agent.base.documents import document, write_atomic
 from agent.base.inputs import RequestError
-from agent.checks.coverage import gdrdma_possible
+from agent.checks.host_checks import gdrdma_possible
 from collectives.bench import lock, processes
 from contracts import codec, run_record
 from contracts.job_config import DEFAULT_CONFIG
@@ -32,8 +32,7 @@ from contracts.run_record import RunRecord
 from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import Recommendation
-from planner.forecast.memory import checkpoint_bytes
-from planner.kubernetes.job import STORAGE_BYTES_PER_SECOND, check_size, quantity, save_seconds
+from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, checkpoint_bytes, save_seconds
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
@@ -200,14 +199,6 @@ def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
         # says on stderr what went wrong
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return closed
-
-
-def storage_rate(word: str | None) -> float | None:
-    """Bytes per second that --storage-rate says; None where nobody does. Raises JobError."""
-    if word is None:
-        return None
-    check_size("--storage-rate", word)
-    return float(quantity(word) or 0)
 
 
 def to_save(advice: Recommendation) -> tuple[float, float]:

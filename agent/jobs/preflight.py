@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.advice.advise import answer, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, settings
+from agent.advice.job_settings import EMBEDDED_MODEL, job_request, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
 from agent.base.documents import document, write_atomic
@@ -30,7 +30,7 @@ from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
-from agent.jobs import benchmark, launch
+from agent.jobs import launch, measuring
 from collectives.bench.lock import BusyError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
@@ -267,11 +267,12 @@ def _measure(
     if options.hosts:
         notes.append("not measured: recorded hosts cannot be measured")
         return None, None
-    ranks = options.ranks or benchmark.default_ranks(found)
-    seconds = options.bench_seconds or (benchmark.QUICK_SECONDS if options.quick else benchmark.BENCH_SECONDS)
-    spec = benchmark.preflight_spec(found, ranks, seconds, force=options.force, quick=options.quick, due=due)
+    ranks = options.ranks or measuring.default_ranks(found)
     try:
-        result = benchmark.measure(spec, progress, stop)
+        result = measuring.measure(
+            found[0], ranks, progress, stop, budget_seconds=options.bench_seconds, quick=options.quick,
+            force=options.force, due=due,
+        )  # fmt: skip
     except BusyError as error:
         notes.append(f"not measured: {error}")
         return None, None
@@ -282,10 +283,10 @@ def _measure(
     progress.step(f"measure: GEMMs and a layer of {model}")
     try:
         tokens = request.train.sequence_length * max(1, (request.train.global_batch or ranks) // ranks)
-        return result, benchmark.calibration(
+        return result, measuring.calibration(
             model, sequence_length=request.train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
-            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=benchmark.has_gpu(found),
-            stop=stop,
+            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=measuring.has_gpu(found),
+            progress=progress, stop=stop,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         notes.append(f"not calibrated: {error}")
@@ -295,7 +296,7 @@ def _measure(
 def _request(options: Options) -> Request:
     """The question to the planner; a run without a named model trains the embedded job."""
     if options.train:
-        return benchmark.job_request(options.request, options.config, options.overrides)
+        return job_request(options.request, options.config, options.overrides)
     return options.request
 
 

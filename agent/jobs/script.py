@@ -18,8 +18,8 @@ import contracts
 from agent.advice.request import Request
 from agent.base.inputs import InputError
 from agent.jobs import script_rank
-from agent.jobs.benchmark import default_ranks
-from agent.jobs.launch import Launched, environment, grace, run, run_forecast, storage_rate
+from agent.jobs.launch import Launched, environment, grace, run, run_forecast
+from agent.jobs.measuring import default_ranks
 from agent.jobs.wrapped import advised, forecast, forecast_of
 from collectives.bench import processes
 from collectives.nccl_log import evidence
@@ -28,6 +28,7 @@ from contracts.job_plan import JobPlan
 from contracts.plain import loads as plain
 from contracts.run_record import Loss, Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import YamlTextError
+from planner.kubernetes.job import storage_rate
 from planner.kubernetes.wrap import WrapError, jobs_in
 from planner.kubernetes.yaml_edit import EditError, documents
 from planner.stacks.arguments import read_command

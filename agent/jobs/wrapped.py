@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import POD_ROLES, advise, in_pods
-from agent.advice.job_settings import planned_for
+from agent.advice.job_settings import planned_for, shape_of
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.inputs import InputError, RequestError
 from agent.checks.codes import ALL_CODES
 from agent.checks.lint import lint_text
 from agent.checks.verdict import GateError, select
-from agent.jobs.hub import shape_of
 from contracts import bounded
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, parse_config
 from contracts.yaml_text import YamlTextError

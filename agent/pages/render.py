@@ -31,7 +31,7 @@ from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster.gate import Places
-from agent.cluster.nodes import records_of
+from agent.cluster.records import records_of
 from agent.pages import charts
 from agent.pages import nodes as page_nodes
 from agent.terminal.advice import OPTIONS, as_it_is, parts_grid, summary

@@ -436,9 +436,9 @@ _OF_NIC, _OF_GPU = ("rdma.", "interfaces."), ("gpu.", "pci.")
 
 def _checks(snapshots: tuple[Snapshot, ...]) -> tuple[Finding, ...]:
     """Of recordings, as a scan judges them."""
-    from agent.checks.view import look
+    from agent.checks.host_checks import checks_of_scans
 
-    return look(snapshots).checks
+    return checks_of_scans(snapshots)
 
 
 def _snapshots(request: Request, published: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:

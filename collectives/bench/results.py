@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from collectives.nccl_log.transport import Evidence
 
 SCHEMA_VERSION = 1
+MOST_RESULT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,7 @@ class RdmaResult:
         return bool(self.writes) and not self.problems
 
 
-# The arithmetic of repeated measurements: median, its 95 % interval, and the alpha-beta fit.
+# The arithmetic of repeated measurements: the 95 % interval of their median.
 
 
 def spread_ratio(seconds: Sequence[float]) -> float | None:
@@ -202,35 +204,6 @@ def spread_ratio(seconds: Sequence[float]) -> float | None:
     return (ordered[n - 1 - left_out] - ordered[left_out]) / 2 / middle
 
 
-def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
-    """Fit t = alpha + bytes / beta over the verified sizes of one op; None where it has no meaning.
-
-    Weighted by 1 / t squared (relative errors count alike), else the largest size alone decides alpha.
-    """
-    points = [(m.bytes, m.median_seconds) for m in measurements if m.op == op and m.verified and m.median_seconds > 0]
-    if len({size for size, _ in points}) < 2:
-        return None
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = math.fsum(weights)
-    mean_x = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    # Weighted least squares is ordinary least squares through the weighted mean on scaled differences.
-    scaled = [
-        (math.sqrt(w) * (x - mean_x), math.sqrt(w) * (y - mean_y)) for w, (x, y) in zip(weights, points, strict=True)
-    ]
-    from statistics import linear_regression
-
-    slope, _ = linear_regression([x for x, _ in scaled], [y for _, y in scaled], proportional=True)
-    if slope <= 0:
-        return None
-    return Latency(
-        op=op,
-        alpha_seconds=max(0.0, mean_y - slope * mean_x),
-        beta_bytes_per_second=1 / slope,
-        points=len(points),
-    )
-
-
 # Results as plain JSON values, and back; the reader trusts nothing it is given.
 
 T = TypeVar("T", BenchResult, RdmaResult)
@@ -251,6 +224,13 @@ def result_to_json(result: BenchResult | RdmaResult) -> dict[str, Any]:
 def result_from_json(data: object) -> BenchResult:
     """Read a result of collectives back; raises ResultError that says where it does not fit."""
     return _read(data, BenchResult)
+
+
+def read_result(path: Path) -> BenchResult:
+    """Read a stored result of collectives; OSError or ValueError say why it cannot be had."""
+    from contracts import bounded, plain
+
+    return result_from_json(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES), unknown_numbers=True))
 
 
 def rdma_from_json(data: object) -> RdmaResult:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import cattrs
@@ -32,7 +32,6 @@ from collectives.bench.results import (
     PartTime,
     StepTime,
     Straggler,
-    fit_latency,
     spread_ratio,
 )
 from collectives.bench.watch import Outcome
@@ -190,6 +189,33 @@ def _latencies(measurements: Sequence[Measurement]) -> tuple[Latency, ...]:
         group = max(groups, key=groups.count)
         found.append(fit_latency(op, [m for m in measurements if m.ranks == group]))
     return tuple(latency for latency in found if latency is not None)
+
+
+def fit_latency(op: str, measurements: Sequence[Measurement]) -> Latency | None:
+    """Fit t = alpha + bytes / beta over the verified sizes of one op; None where it has no meaning.
+
+    Weighted by 1 / t squared (relative errors count alike), else the largest size alone decides alpha.
+    """
+    points = [(m.bytes, m.median_seconds) for m in measurements if m.op == op and m.verified and m.median_seconds > 0]
+    if len({size for size, _ in points}) < 2:
+        return None
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = math.fsum(weights)
+    mean_x = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    # Weighted least squares is ordinary least squares through the weighted mean on scaled differences.
+    scaled = [
+        (math.sqrt(w) * (x - mean_x), math.sqrt(w) * (y - mean_y)) for w, (x, y) in zip(weights, points, strict=True)
+    ]
+    slope, _ = linear_regression([x for x, _ in scaled], [y for _, y in scaled], proportional=True)
+    if slope <= 0:
+        return None
+    return Latency(
+        op=op,
+        alpha_seconds=max(0.0, mean_y - slope * mean_x),
+        beta_bytes_per_second=1 / slope,
+        points=len(points),
+    )
 
 
 def _stragglers(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> tuple[Straggler, ...]:

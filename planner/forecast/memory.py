@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +142,18 @@ def checkpoint_bytes(model: ModelSpec, train: TrainSpec, *, in_fp32: bool) -> fl
     trained = trained_weights(model, train)
     whole = 0 if train.method == "full" else trained - lora_weights(model, train)
     return 3.0 * (4.0 * (trained - whole) + (4.0 if in_fp32 else 2.0) * whole)
+
+
+STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # where it is unknown: what a gp3 volume gives unasked (AWS, EBS volumes)
+
+
+def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None, least: int) -> int:
+    """How long after SIGTERM the ranks may take to save: the step that has begun, and what storage needs.
+
+    A checkpoint that is being written when the signal comes is waited for, so two are counted.
+    """
+    needed = math.ceil(step_seconds + 2 * checkpoint_bytes / (bytes_per_second or STORAGE_BYTES_PER_SECOND))
+    return max(least, needed)
 
 
 def micro_batches_held(layout: Layout) -> float:

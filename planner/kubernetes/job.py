@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,6 @@ CACHE = f"{MOUNT}/.cache"  # HF_HOME: one download for all pods, and for the nex
 RESTARTS = 3  # times that an interrupted job starts again by itself
 PEER_WAIT_SECONDS = 3600  # that pods wait for each other: as long as an image may take to pull
 SAVE_SECONDS = 100  # from SIGTERM to the checkpoint, at least
-STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # where it is unknown: what a gp3 volume gives unasked (AWS, EBS volumes)
 END_SECONDS = 20  # from there to the end of the pod
 COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json")
 
@@ -97,6 +95,14 @@ def check_size(what: str, size: str) -> None:
     """JobError where it is no amount of storage or of cores above 0."""
     if not quantity(size):  # None, or 0
         raise JobError(f"{what}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
+
+
+def storage_rate(word: str | None) -> float | None:
+    """Bytes per second that --storage-rate says; None where nobody does. Raises JobError."""
+    if word is None:
+        return None
+    check_size("--storage-rate", word)
+    return float(quantity(word) or 0)
 
 
 def _is_label_key(key: str) -> bool:
@@ -215,17 +221,6 @@ class JobSpec:
     def tolerations(self) -> list[dict[str, str]]:
         """What its pods tolerate, as Kubernetes writes it."""
         return [toleration(taint) for taint in self.tolerate]
-
-
-def save_seconds(
-    checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None, least: int = SAVE_SECONDS
-) -> int:
-    """How long after SIGTERM the ranks may take to save: the step that has begun, and what storage needs.
-
-    A checkpoint that is being written when the signal comes is waited for, so two are counted.
-    """
-    needed = math.ceil(step_seconds + 2 * checkpoint_bytes / (bytes_per_second or STORAGE_BYTES_PER_SECOND))
-    return max(least, needed)
 
 
 def from_advice(

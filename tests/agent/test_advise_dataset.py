@@ -10,9 +10,8 @@ import pytest
 from click.testing import CliRunner
 from rigs.tables import each_row
 
-from agent.advice import job_settings
 from agent.advice.advise import answer
-from agent.advice.request import Request, prices_of
+from agent.advice.request import Request, dataset_settings, prices_of, with_rows
 from agent.base.inputs import InputError, RequestError
 from agent.cli.launch import launch
 from planner.advice import Recommendation
@@ -35,9 +34,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Path) -> None:
     """By the job's own reader and template: 180 characters more are 180 bytes more, in a fifth of the rows."""
-    request = job_settings.with_rows(
-        Request.of(model="Llama-3.1-8B"), job_settings.named(str(rows), "builtin:bytes", "Llama-3.1-8B")
-    )
+    request = with_rows(Request.of(model="Llama-3.1-8B"), dataset_settings(str(rows), "builtin:bytes", "Llama-3.1-8B"))
     assert request.rows == 5000 and request.unmeasured == ""
     (short, many), (long, few) = request.train.length_histogram
     assert (many, few) == (4000, 1000) and long - short == 180
@@ -60,8 +57,8 @@ def test_packed_rows_take_as_many_steps_as_their_tokens_fill() -> None:
 def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
     """A tokenizer that nobody knows, or a folder that a pod has: the advice says so and counts no epochs."""
     for name, tokenizer in ((str(tmp_path / "none"), "builtin:bytes"), ("some/data", None)):
-        request = job_settings.with_rows(
-            Request.of(model="tiny-llama", machine="p5.48xlarge", epochs=3), job_settings.named(name, tokenizer, None)
+        request = with_rows(
+            Request.of(model="tiny-llama", machine="p5.48xlarge", epochs=3), dataset_settings(name, tokenizer, None)
         )
         advice = answer(request, ())
         assert request.rows is None and advice.total_seconds is None
@@ -75,15 +72,13 @@ def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp
     if held is not None:
         file.write_text(held, encoding="utf-8")
     with pytest.raises(InputError, match="row"):
-        job_settings.with_rows(Request.of(model="tiny-llama"), job_settings.named(str(file), "builtin:bytes", None))
+        with_rows(Request.of(model="tiny-llama"), dataset_settings(str(file), "builtin:bytes", None))
 
 
 @pytest.mark.long
 def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Path) -> None:
-    asked = job_settings.named(str(rows), str(tmp_path / "no-tokenizer"), None)
-    request = job_settings.with_rows(
-        Request.of(model="tiny-llama", machine="p5.48xlarge", epochs=2, global_batch=64), asked
-    )
+    asked = dataset_settings(str(rows), str(tmp_path / "no-tokenizer"), None)
+    request = with_rows(Request.of(model="tiny-llama", machine="p5.48xlarge", epochs=2, global_batch=64), asked)
     assert request.rows == 5000 and "were not measured" in request.unmeasured
     assert answer(request, ()).total_steps == 2 * (5000 // 64)
 
@@ -94,10 +89,10 @@ def test_tokens_beyond_a_models_positions_are_said() -> None:
 
 
 def test_a_part_of_a_data_set_is_named_after_a_colon() -> None:
-    assert job_settings.named("openai/gsm8k:main", None, "Llama-3.1-8B") == {
+    assert dataset_settings("openai/gsm8k:main", None, "Llama-3.1-8B") == {
         "dataset_name": "openai/gsm8k", "dataset_config": "main",
     }  # fmt: skip
-    assert job_settings.named("openai/gsm8k", "a/b", None) == {"dataset_name": "openai/gsm8k", "tokenizer_name": "a/b"}
+    assert dataset_settings("openai/gsm8k", "a/b", None) == {"dataset_name": "openai/gsm8k", "tokenizer_name": "a/b"}
 
 
 def test_epochs_of_nobody_knows_how_many_rows_are_refused() -> None:

@@ -8,8 +8,8 @@ import pytest
 from rigs.tables import each_row
 
 from agent.checks.groups import worst_first
+from agent.checks.host_checks import with_passes
 from agent.checks.verdict import GateError, judge, select
-from agent.checks.view import with_passes
 from contracts.finding import Finding, Status
 
 

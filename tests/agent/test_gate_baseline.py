@@ -21,7 +21,8 @@ from rigs.tables import each_row
 from agent.checks.baseline import read, regressions
 from agent.checks.verdict import GateError
 from agent.cli.preflight import preflight
-from agent.cluster.nodes import NodeRecord, records_of, to_resource
+from agent.cluster.nodes import NodeRecord
+from agent.cluster.records import records_of, to_resource
 from contracts.finding import Finding, Status
 from probes.host.recording import dumps
 

@@ -22,8 +22,9 @@ from agent.checks.codes import PROBE_CODES
 from agent.checks.verdict import judge
 from agent.checks.view import View, look
 from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet, records_of, to_resource
+from agent.cluster.nodes import Fleet
 from agent.cluster.publish import node_feature
+from agent.cluster.records import records_of, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from contracts.finding import Finding

@@ -12,14 +12,15 @@ import pytest
 from rigs.recorded import snapshot, view
 from rigs.tables import each_row
 
-from agent.checks import judged
 from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
 from agent.checks.judged import BUSBW, MNNVL, NVLS, checks_of_bars, expected_words
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
 from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet, NodeRecord, from_resource, records_of, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource
+from agent.cluster.records import records_of, to_resource
+from agent.jobs import benchmark
 from collectives.bench.results import Bar, BenchResult, Measurement, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.finding import Finding
@@ -34,10 +35,10 @@ def result(
 ) -> BenchResult:  # fmt: skip
     """What a run on this machine would have left, with these bus bandwidths in GB/s."""
     found = (snapshot(machine),)
-    links = json.loads(json.dumps(judged.links_of(found, ranks)))
+    links = json.loads(json.dumps(benchmark.links_of(found, ranks)))
     row: dict[str, Any] = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
-    expect = judged.expected(found, ranks)
+    expect = benchmark.expected(found, ranks)
     world = tuple(range(len(hello)))
     made = [
         Measurement(

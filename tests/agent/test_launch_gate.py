@@ -14,12 +14,11 @@ from rigs.recorded import snapshot, view
 from rigs.tables import each_row
 
 from agent.advice.advise import advise
-from agent.advice.job_settings import untrainable
+from agent.advice.job_settings import EMBEDDED_MODEL, job_request, untrainable
 from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate, launch
-from agent.jobs.benchmark import EMBEDDED_MODEL, job_request
 from agent.jobs.launch import Launched, job_plan, record_of, train
 from agent.jobs.preflight import Options, _stopping
 from contracts.job_config import read_config

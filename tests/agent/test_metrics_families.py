@@ -17,11 +17,13 @@ from rigs.recorded import NAMES, snapshot
 from rigs.tables import each_row
 
 from agent import metrics
-from agent.base.counters import PublishTally, WatchTally, reason_of
-from agent.base.counters import samples as tallies
 from agent.checks.history import Event
 from agent.checks.measured import with_bench
 from agent.checks.view import View, look
+from agent.cluster.client import reason_of
+from agent.cluster.publish import PublishTally
+from agent.http.cluster import WatchTally
+from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
 from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem

@@ -18,11 +18,12 @@ from rigs.waiting import eventually
 from agent.base import units
 from agent.base.recordings import distinct_names
 from agent.checks.verdict import judge
-from agent.cluster.client import Client, Watcher, path_of
+from agent.cluster.client import Client, path_of
 from agent.cluster.gate import Places, places_by
 from agent.cluster.gate import checks_of as gate_of_nodes
-from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, records_of, to_resource
-from agent.http.cluster import nodes_document
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
+from agent.cluster.records import records_of, to_resource
+from agent.http.cluster import Watcher, nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages

@@ -12,9 +12,9 @@ from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
 from agent.checks.baseline import read as read_baseline
-from agent.checks.judged import checks_of_writes, ports_of, with_bars
 from agent.checks.verdict import GateError
 from agent.cli.bench import bench
+from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
 from collectives.bench.results import RdmaResult, RdmaWrite, result_to_json
 from contracts.finding import Finding
 from probes.api import Snapshot

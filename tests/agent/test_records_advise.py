@@ -18,7 +18,8 @@ from agent.advice import advise
 from agent.advice.request import Request
 from agent.checks.view import look
 from agent.cluster import node_facts
-from agent.cluster.nodes import FirstSeen, Fleet, NodeRecord, from_resource, kept_in, records_of, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource
+from agent.cluster.records import FirstSeen, kept_in, records_of, to_resource
 from agent.http.cluster import advise_cluster, topology_document
 from planner.advice import Recommendation
 from probes.api import Snapshot

@@ -14,7 +14,9 @@ from rigs.tables import each_row
 from agent.base.hosts import snapshots
 from agent.checks import judged
 from agent.checks.expect import expectation
-from agent.jobs.benchmark import default_ranks, preflight_spec
+from agent.jobs import benchmark
+from agent.jobs.benchmark import preflight_spec
+from agent.jobs.measuring import default_ranks
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
 from collectives.bench.lock import BusyError
@@ -32,7 +34,7 @@ def host(name: str) -> tuple[Snapshot, ...]:
 
 def hello(machine: str, ranks: int, hosts: Sequence[str] = ("a",), **more: Any) -> list[Mapping[str, Any]]:
     """What the ranks say of themselves, through JSON as they do."""
-    links = json.loads(json.dumps(judged.links_of(host(machine), ranks)))
+    links = json.loads(json.dumps(benchmark.links_of(host(machine), ranks)))
     row = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": {}, **more}
     return [{**row, "host": name} for name in hosts for _ in range(ranks)]
 
@@ -41,7 +43,7 @@ def held(
     machine: str, op: str, size: int, rows: Sequence[Mapping[str, Any]], ranks: Sequence[int] | None = None
 ) -> dict[str, Bar]:
     local = sum(row["host"] == rows[0]["host"] for row in rows)
-    expect = judged.expected(host(machine), local)
+    expect = benchmark.expected(host(machine), local)
     assert expect is not None
     return {bar.name: bar for bar in expect(op, size, tuple(ranks or range(len(rows))), rows)}
 
@@ -126,14 +128,14 @@ def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     links = preflight_spec(found, 8, 20, force=False, backend="nccl", due=due).links
     assert links["as it should be"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)
     assert links["as it should be"]["wire"]["low"] == pytest.approx(4 * 50 * GB)
-    assert links["as it is"] == judged.links_of(found, 8)["as it is"]
+    assert links["as it is"] == benchmark.links_of(found, 8)["as it is"]
     assert due_of(None) is None
 
 
 def test_gloo_is_held_to_no_links() -> None:
     rows = hello("hgx-h100-8xH100-8hca", 8, versions={"torch": "2.9"})
     assert held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, rows) == {}
-    assert judged.expected(host("cpu-only-vm"), default_ranks(host("cpu-only-vm"))) is None
+    assert benchmark.expected(host("cpu-only-vm"), default_ranks(host("cpu-only-vm"))) is None
 
 
 def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:

@@ -8,7 +8,8 @@ from rigs.benchmarks import measured
 
 from agent.base.hosts import snapshots
 from agent.checks.judged import checks_of_bars
-from agent.jobs.benchmark import default_ranks, preflight_spec
+from agent.jobs.benchmark import preflight_spec
+from agent.jobs.measuring import default_ranks
 from collectives.bench import run as bench
 
 pytestmark = [

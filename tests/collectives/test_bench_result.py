@@ -7,8 +7,8 @@ import pytest
 from rigs.tables import each_row
 
 from collectives.bench import results
-from collectives.bench.results import BenchResult, Measurement, fit_latency, spread_ratio
-from collectives.bench.run import BenchSpec, Case, SpecError, assemble, name_stragglers, sweep
+from collectives.bench.results import BenchResult, Measurement, spread_ratio
+from collectives.bench.run import BenchSpec, Case, SpecError, assemble, fit_latency, name_stragglers, sweep
 from collectives.bench.watch import Outcome
 
 

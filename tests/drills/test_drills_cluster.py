@@ -14,9 +14,10 @@ from api_server import ApiServer, configuration, write_kubeconfig
 from drill_ground import MACHINES, Ground, drill, eventually
 from relay import Relay, certificate
 
-from agent.cluster.client import Client, Watcher, path_of
+from agent.cluster.client import Client, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
 from agent.cluster.publish import Publisher
+from agent.http.cluster import Watcher
 
 pytestmark = pytest.mark.long
 

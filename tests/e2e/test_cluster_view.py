@@ -23,22 +23,13 @@ from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.cluster import node_facts
-from agent.cluster.client import ApiError, Client, Watcher, connect, path_of
+from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.gate import checks_of
-from agent.cluster.nodes import (
-    API_VERSION,
-    MOST_FINDINGS,
-    PLURAL,
-    Fleet,
-    NodeRecord,
-    from_resource,
-    records_of,
-    row,
-    to_resource,
-)
+from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, row
 from agent.cluster.publish import Publisher, node_feature
+from agent.cluster.records import MOST_FINDINGS, records_of, to_resource
 from agent.http import cluster as server_cluster
-from agent.http.cluster import Cluster
+from agent.http.cluster import Cluster, Watcher
 from agent.http.server import create
 from agent.http.state import State
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink

@@ -22,10 +22,9 @@ from rigs.tables import each_row
 from agent.advice.request import Request, model_of
 from agent.base.inputs import RequestError
 from agent.base.recordings import BundleError, unpack_bundle
-from agent.base.result_store import MOST_RECORD_BYTES
-from agent.base.result_store import read as read_kept
 from agent.checks.baseline import read as read_baseline
 from agent.checks.verdict import GateError
+from collectives.bench.results import MOST_RESULT_BYTES, read_result
 from collectives.traces.calls import TraceError
 from collectives.traces.calls import read as read_trace
 from collectives.traces.ras import RasError
@@ -65,7 +64,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("snapshot", text(load_snapshot), SnapshotError, (DEEP, JUST_TOO_DEEP)),
     ("network-status", text(parse_network_status), ValueError, (DEEP,)),
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
-    ("kept result", read_kept, ValueError, (b" " * (MOST_RECORD_BYTES + 1), DEEP, JUST_TOO_DEEP)),
+    ("kept result", read_result, ValueError, (b" " * (MOST_RESULT_BYTES + 1), DEEP, JUST_TOO_DEEP)),
     ("config.json", model_from_file, ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("config.json of --model", lambda path: model_of(Request(model=str(path))), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),

@@ -16,7 +16,8 @@ from load_served import H100, Served
 from rigs.recorded import view
 from rigs.waiting import eventually
 
-from agent.cluster.nodes import NodeRecord, records_of, to_resource
+from agent.cluster.nodes import NodeRecord
+from agent.cluster.records import records_of, to_resource
 
 RECORDS = 2000
 CLIENTS = 36

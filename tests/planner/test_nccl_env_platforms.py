@@ -14,9 +14,8 @@ from rigs.tables import each_row
 
 from agent.advice.advise import of_cluster
 from agent.advice.request import Request, cluster_of
-from agent.checks.coverage import covered
+from agent.checks.host_checks import checks_of_snapshot, covered
 from agent.checks.verdict import judge
-from agent.checks.view import checks_of_snapshot
 from planner.forecast import machines
 from planner.nccl_env.environment import EnvAdvice, settings
 from planner.nccl_env.names import Platform, names, platforms

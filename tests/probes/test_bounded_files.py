@@ -12,8 +12,8 @@ import pytest
 from rigs.tables import each_row
 
 from agent.base import inputs
-from agent.base import result_store as keep
 from agent.checks import baseline
+from collectives.bench.results import read_result
 from contracts import bounded, run_record
 from planner.forecast.models import model_from_file
 from probes.host.recording import load
@@ -40,7 +40,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "kept record": keep.read,
+    "kept result": read_result,
     "run": run_record.read,
     "baseline": baseline.read,
     "config.json": model_from_file,

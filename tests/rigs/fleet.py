@@ -10,7 +10,8 @@ from typing import Any
 
 from rigs.recorded import H100, view
 
-from agent.cluster.nodes import FirstSeen, NodeRecord, records_of, to_resource
+from agent.cluster.nodes import NodeRecord
+from agent.cluster.records import FirstSeen, records_of, to_resource
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
         "sick-h100-dead-hca")  # fmt: skip

@@ -1,0 +1,315 @@
+"""All checks of one host that a scan answers: the probes' own, the topology's, and the NCCL environment's.
+
+Coverage: what a host's PCI bus shows must have been measured, without any option, or the verdict is "unknown". A GPU on
+the bus makes every check of gpu.* required, an HCA every check of rdma.*; what the bus does not show may be absent. A
+probe of what every host has must have ended, and where the bus itself could not be read nothing is known.
+docs/reference/exit-codes.md states the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from contracts.finding import Finding, Status
+from contracts.redaction import redact
+from contracts.tables import read_table
+from planner.lint.environment import lint
+from planner.lint.machine import machine_of, recorded_environments
+from planner.lint.tables import CODES as ENVIRONMENT_CODES
+from probes.api import Absent, Failed, Ok, Snapshot
+from probes.gpu.facts import GpuFacts
+from probes.hostinfo.probe import HostinfoFacts
+from probes.increases import CODES as RISING_CODES
+from probes.increases import risen_since
+from probes.interfaces.facts import InterfacesFacts
+from probes.pci import facts as pci_facts
+from probes.pci.facts import PciFacts, bare_metal_gpus
+from probes.rdma.facts import RdmaFacts
+from probes.registry import ALL
+from probes.scan import SCAN_CODES, failures, findings_of
+from topology import check as topology_check
+from topology.build import build, with_topology
+from topology.graph import NodeTopology
+
+if TYPE_CHECKING:  # pydantic, which checks without expectations do not load
+    from agent.checks.expect import Expectation
+
+EXPECT_CODES = ("expect.node.unmet",)
+ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes of what every host has
+NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"]
+"""Unknown although their probe answered, for reasons that do not lie with the device: they are not required."""
+_SOFT_RDMA = ("rxe", "siw")  # software over any Ethernet interface: on no bus
+
+
+def covered(snapshot: Snapshot, checks: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The checks of one host with those marked as required that its bus makes so; a pass over nothing is unknown."""
+    pci = snapshot.facts(PciFacts)
+    unread = {}
+    if why := no_gpu_read(snapshot):
+        unread["gpu"] = why
+    if why := no_hca_read(snapshot):
+        unread["rdma"] = why
+    failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
+    owed = {*(failed & set(ALWAYS_THERE)), *_shown(snapshot, pci)}
+    # On the host itself nobody hands nodes out: one that is not there is no job's either.
+    on_host = {"rdma.uverbs.missing"} if pci is not None and pci.container is None else set()
+    excused = NOT_REQUIRED.keys() - on_host
+    return tuple(_judged(check, owed, unread, failed, excused) for check in checks)
+
+
+def _judged(
+    check: Finding, owed: set[str], unread: dict[str, str], failed: set[str], not_required: set[str]
+) -> Finding:
+    family = check.code.split(".")[0]
+    proven = check.evidence or check.code.endswith(".probe.failed")  # what tells of it stands as it is
+    if family in unread and check.status in ("pass", "unknown") and not proven:
+        check = replace(check, status=Status.UNKNOWN, message=unread[family])
+    excused = check.code in not_required and family not in unread and family not in failed
+    if check.status != "unknown" or family not in owed or excused:
+        return check
+    return replace(check, required=True)
+
+
+def _shown(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
+    """Families that this host's bus makes required."""
+    gpus = snapshot.facts(GpuFacts)
+    if pci is None:  # what NVML and sysfs told all the same
+        return {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
+    shown = {"gpu"} if pci_facts.gpus(pci) or pci_facts.foreign_accelerators(pci) else set()
+    return shown | ({"rdma"} if pci_facts.hcas(pci) else set())
+
+
+def no_gpu_read(snapshot: Snapshot) -> str:
+    """Why nothing is known of GPUs that the bus shows; empty where one was read, or where there is none."""
+    pci = snapshot.facts(PciFacts)
+    on_bus = pci_facts.gpus(pci) if pci else ()
+    foreign = pci_facts.foreign_accelerators(pci) if pci else ()
+    facts = snapshot.facts(GpuFacts)
+    if facts is None:
+        if on_bus:
+            return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
+        if foreign:
+            return (
+                f"{_number(foreign, 'accelerator')} of another vendor on the PCI bus: this release reads NVIDIA's only"
+            )
+        return ""
+    if any(gpu.error is None for gpu in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
+        return ""
+    if facts.driver_error:
+        return f"no GPU was read: NVML answers {facts.driver_error}"
+    return "no GPU was read: " + (f"none of the {len(facts.gpus)} that NVML lists answers" if facts.gpus else
+                                  f"NVML lists none of the {len(on_bus)} on the PCI bus")  # fmt: skip
+
+
+def no_hca_read(snapshot: Snapshot) -> str:
+    """Why nothing is known of HCAs that the bus shows; empty where one was read, or where there is none."""
+    pci = snapshot.facts(PciFacts)
+    on_bus = pci_facts.hcas(pci) if pci else ()
+    if not on_bus:
+        return ""
+    facts = snapshot.facts(RdmaFacts)
+    if facts is None:
+        return f"{_number(on_bus, 'HCA')} on the PCI bus, and no RDMA device was read: {_outcome(snapshot, 'rdma')}"
+    if all(device.kind in _SOFT_RDMA for device in facts.devices):
+        return f"{_number(on_bus, 'HCA')} on the PCI bus, and the only RDMA devices are software"
+    return ""
+
+
+def _number(devices: Sequence[object], one: str) -> str:
+    named = ", ".join(str(getattr(device, "bus_id", "")) for device in devices[:4])
+    more = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
+    return f"{len(devices)} {one}{'' if len(devices) == 1 else 's'} ({named}{more})"
+
+
+def _outcome(snapshot: Snapshot, name: str) -> str:
+    outcome = snapshot.outcomes.get(name)
+    if isinstance(outcome, Failed):
+        return outcome.error
+    if outcome is None:
+        return f"the {name} probe did not run"
+    return getattr(outcome, "why", "") if not isinstance(outcome, Ok) else ""
+
+
+def gdrdma_possible(snapshots: Sequence[Snapshot]) -> bool:
+    """Whether the hardware and modules could do GPUDirect RDMA on every host."""
+    for snapshot in snapshots:
+        rdma, pci = snapshot.facts(RdmaFacts), snapshot.facts(PciFacts)
+        active = rdma is not None and any(p.state == "ACTIVE" for d in rdma.devices for p in d.ports)
+        if not active or pci is None or not (pci.peermem_loaded or pci.dmabuf_possible):
+            return False
+    return bool(snapshots)
+
+
+# Every check that one scan answers.
+
+
+def checks_of_hosts(
+    snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], *, earlier: Sequence[Snapshot] = (),
+    expected: Expectation | str | None = None,
+) -> tuple[Finding, ...]:  # fmt: skip
+    """All checks of these hosts; `earlier` scans of the same hosts show what rises.
+
+    `expected` is what each of them must have, or why that could not be read.
+    """
+    checks: list[Finding] = []
+    for snapshot, node in zip(snapshots, topologies, strict=True):
+        past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
+        found = with_rising(node_checks(snapshot, node), past, snapshot)
+        if isinstance(expected, str):
+            unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
+                             required=True)  # fmt: skip
+            found = (*found, unread)
+        elif expected is not None:
+            found = expected.settle(found, snapshot, node)
+        checks.extend(found)
+    return tuple(checks)
+
+
+def checks_of_scans(snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
+    """All checks of these hosts as they may be shown."""
+    return without_secrets(checks_of_hosts(snapshots, [build(snapshot) for snapshot in snapshots]))
+
+
+def without_secrets(checks: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The checks as they may be shown: messages and evidence quote environments, files and the kernel's log."""
+    return tuple(check if check.status == "pass" else _redacted(check) for check in checks)
+
+
+def _redacted(check: Finding) -> Finding:
+    evidence = tuple(map(redact, check.evidence))
+    return replace(check, message=redact(check.message), evidence=evidence, remedy=redact(check.remedy))
+
+
+def checks_of_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
+    """Every code of every probe, judged on one host.
+
+    A check passes only where its probe answered, could judge that code and raised nothing under it; a probe that is
+    absent or failed leaves its checks "unknown", which is never a pass.
+    """
+    checks: list[Finding] = []
+    for probe in ALL:
+        outcome = snapshot.outcomes.get(probe.name)
+        if isinstance(outcome, Ok):
+            found = findings_of(snapshot, probe, outcome.facts)
+            unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
+            judged = [code for code in probe.codes if code not in unjudged]
+            checks.extend(with_passes(snapshot.hostname, found, judged))
+            checks.extend(_unknown(snapshot.hostname, unjudged))
+            continue
+        if isinstance(outcome, Absent):
+            why = f"absent: {outcome.why}"
+        elif isinstance(outcome, Failed):
+            why = f"the {probe.name} probe failed: {outcome.error}"
+        else:
+            why = f"the {probe.name} probe did not run"
+        checks.extend(_unknown(snapshot.hostname, dict.fromkeys(probe.codes, why)))
+    checks.extend(with_passes(snapshot.hostname, failures(snapshot), SCAN_CODES))
+    return tuple(checks)
+
+
+def _unknown(node: str, codes: Mapping[str, str]) -> Iterator[Finding]:
+    return (Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code, why in codes.items())
+
+
+def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings on their node, and a pass for each of `codes` that was judged and raised nothing."""
+    found = tuple(replace(finding, node=node) for finding in findings)
+    raised = {finding.code for finding in found}
+    passed = (Finding(code=code, status=Status.PASS, node=node) for code in codes if code not in raised)
+    return (*found, *passed)
+
+
+def node_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
+    """All checks that need nothing but a scan: the probes' own, the topology's, and the NCCL environment's."""
+    names = {gpu.bus_id: gpu.name for gpu in node.gpus if gpu.bus_id}
+    snapshot = with_topology(snapshot, node)
+    of_probes = (
+        _sockets_only_start(snapshot, _called(check, names))
+        for check in covered(snapshot, checks_of_snapshot(snapshot))
+    )
+    found = (*of_probes, *environment_checks(snapshot, node))
+    if not node.gpus:
+        unread = no_gpu_read(snapshot)
+        why = f"no link is judged: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
+        silent = (
+            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in topology_check.CODES
+        )
+        return (*found, *silent)
+    host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
+    told = topology_check.check(
+        node,
+        gdr_level=host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None,
+        gpus_on_bus=bare_metal_gpus(pci) if pci else None,
+        in_container=pci is None or pci.container is not None,
+    )
+    judged = with_passes(snapshot.hostname, told, topology_check.CODES)
+    if node.nvlink_known:
+        return (*found, *judged)
+    why = "the NVLinks of these GPUs could not be read"
+    return (*found, *(replace(c, status=Status.UNKNOWN, message=why) if _of_nvlink(c) else c for c in judged))
+
+
+def _of_nvlink(check: Finding) -> bool:
+    return check.status == "pass" and check.code.startswith("topology.nvlink.")
+
+
+def _sockets_only_start(snapshot: Snapshot, check: Finding) -> Finding:
+    """A host's interface that is slower than another costs nothing where RDMA, or Google's plugin, carries the data.
+
+    On a pod's default network it stays what it is: whether the pod's RDMA works is not proven by a scan.
+    """
+    rdma, host = snapshot.facts(RdmaFacts), snapshot.facts(HostinfoFacts)
+    interfaces = snapshot.facts(InterfacesFacts)
+    if check.code != "interfaces.choice.wrong" or check.status not in ("warn", "fail") or interfaces is None:
+        return check
+    devices = [device for device in rdma.devices if device.kind in ("hca", "efa")] if rdma else []
+    plugin = host is not None and any("tcpx" in path for path in host.vendor_files)
+    carrier = "RDMA" if any(port.state == "ACTIVE" for device in devices for port in device.ports) else ""
+    carrier = carrier or "The TCPX plugin" * plugin
+    of_host = any(i.name == check.subject and i.role in ("host", "unknown") for i in interfaces.interfaces)
+    if not (carrier and of_host):
+        return check
+    message = f"{check.message} {carrier} carries the data here: sockets only start the job."
+    return replace(check, status=Status.INFO, message=message)
+
+
+def _called(check: Finding, names: Mapping[str, str]) -> Finding:
+    """What the PCI probe says of a GPU, which it knows by address only, under the GPU's name."""
+    name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
+    return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
+
+
+def with_rising(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
+    """The checks with what rose since earlier scans; without one, that nothing rises is not known."""
+    past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a recording replayed is one scan
+    if not past:
+        why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
+        return tuple(
+            replace(check, status=Status.UNKNOWN, message=why)
+            if check.code in RISING_CODES and check.status == "pass"
+            else check
+            for check in checks
+        )
+    risen = with_passes(now.hostname, risen_since(past, now), ())
+    raised = {check.code for check in risen}
+    kept = (check for check in checks if not (check.status == "pass" and check.code in raised))
+    return (*kept, *risen)
+
+
+def environment_checks(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
+    """The NCCL variables that this process would hand to a job, linted against the machine."""
+    host = snapshot.facts(HostinfoFacts)
+    if host is None or host.nccl_environment is None:
+        why = "the environment of this host was not read"
+        return tuple(
+            Finding(code=c, status=Status.UNKNOWN, node=snapshot.hostname, message=why) for c in ENVIRONMENT_CODES
+        )
+    machine = machine_of(snapshot, node)
+    findings = [
+        finding
+        for named in recorded_environments(snapshot)
+        for finding in lint(named.environment, machine=machine, source=named.source)
+    ]
+    return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)
