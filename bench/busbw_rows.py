@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.tables import read_table
 from hardware.gpus import Gpu, gpu_named
 from hardware.machines import catalogue

@@ -33,7 +33,7 @@ from rows import Row, Unread, read_rows
 from stacks import unknown_stack
 from widths import LEAST_ROWS, Sample, inside, learn, width, write
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision
 from contracts.tables import read_table
 from hardware.gpus import Gpu

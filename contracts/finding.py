@@ -1,6 +1,7 @@
-"""A finding: what one check says about one subject of one node, from a probe to the page.
+"""The two values that every package passes on: a finding, and the interval of a forecast.
 
-A check that was judged and raised nothing is a finding too, with status "pass".
+A finding is what one check says about one subject of one node, from a probe to the page. A check that was judged and
+raised nothing is a finding too, with status "pass".
 """
 
 from __future__ import annotations
@@ -44,3 +45,19 @@ class Finding:
     remedy: str = ""  # one imperative sentence; empty for info and pass
     required: bool = False  # the gate insists on it: unknown is then no pass
     pending: bool = False  # a failure that one scan of the resident agent found, and no second one yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A quantity that is forecast: an 80 % interval around the best guess.
+
+    `low` and `high` bound the middle 80 % of what is expected; all three in the unit of the quantity.
+    """
+
+    low: float
+    mid: float
+    high: float
+
+    def scaled(self, factor: float) -> Interval:
+        """Return the interval of `factor` times the quantity; `factor` is positive."""
+        return Interval(low=self.low * factor, mid=self.mid * factor, high=self.high * factor)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contracts import bounded, codec, trl
-from contracts.interval import Interval
+from contracts import bounded, plain, trl
+from contracts.finding import Interval
 from contracts.job_config import (
     DEFAULT_CONFIG,
     MAX_FILE_BYTES,
@@ -26,7 +26,6 @@ from contracts.job_config import (
     with_overrides,
 )
 from contracts.layout import Layout, LayoutError
-from contracts.plain import loads as plain
 
 PLAN_VERSION = 1
 
@@ -75,9 +74,9 @@ class JobPlan:
 
 def dumps(plan: JobPlan) -> str:
     """The document's text. Raises ConfigError where a job would refuse it."""
-    text = json.dumps(codec.write(plan), indent=1) + "\n"
+    text = json.dumps(plain.write(plan), indent=1) + "\n"
     try:
-        plain(text.encode())
+        plain.loads(text.encode())
     except ValueError as error:
         raise ConfigError(f"the plan: {error}") from None
     return text
@@ -86,7 +85,7 @@ def dumps(plan: JobPlan) -> str:
 def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
     """plan.json, with `key=value` over its settings. Raises ConfigError that names the file and what is wrong."""
     try:
-        data = plain(bounded.read(path, MAX_FILE_BYTES))
+        data = plain.loads(bounded.read(path, MAX_FILE_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(f"plan {path}: {error}") from None
     members = {one.name for one in dataclasses.fields(JobPlan)}
@@ -107,7 +106,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
     return JobPlan(
         config=config,
         layout=None if layout is None else parse_layout(layout, f"plan {path}: layout"),
-        forecast=codec.pick(data.get("forecast") or {}, RunForecast),
+        forecast=plain.pick(data.get("forecast") or {}, RunForecast),
         environment={str(name): str(value) for name, value in (data.get("environment") or {}).items()},
         transport={str(name): str(value) for name, value in (data.get("transport") or {}).items()},
         notes=tuple(dict.fromkeys([*(str(text) for text in plan_notes), *notes])),

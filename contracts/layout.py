@@ -31,9 +31,8 @@ ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longro
 WHOLE_ROPE: tuple[str, ...] = ("dynamic", "longrope")  # of these, whose angles follow from the sequence's length
 TRAINED: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 
-_COUNTS = (
-    "world_size", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "virtual_stages", "micro_batch",
-    "gradient_accumulation",
+_NAMED_COUNTS = (
+    "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "micro_batch", "gradient_accumulation", "virtual_stages",
 )  # fmt: skip
 
 
@@ -71,7 +70,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
+        for name in ("world_size", *_NAMED_COUNTS):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise LayoutError(f"{name}={value!r}: must be a whole number of at least 1")
@@ -122,9 +121,6 @@ class Layout:
         return " x ".join(parts) or "single"
 
 
-_NAMED_COUNTS = (
-    "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "micro_batch", "gradient_accumulation", "virtual_stages",
-)  # fmt: skip
 _NAMED_WORDS: dict[str, tuple[str, ...]] = {
     "sharding": get_args(Sharding), "checkpointing": get_args(Checkpointing), "schedule": get_args(Schedule),
     "precision": get_args(Precision), "offload": get_args(Offload),

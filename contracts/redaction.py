@@ -2,8 +2,7 @@
 
 A secret is recognised by the name before it (`PASSWORD=`, `--token X`, `"auth": `, a header, a manifest's variable) or
 by its own form (`ghp_...`, a private key, a password in a URL). What only looks alike stays readable: counts of tokens,
-names and paths of secrets, references such as `$TOKEN`, words such as `auth: required`.
-Forms: what GitHub, GitLab, Slack, npm, Google, OpenAI, Hugging Face, AWS and Azure document of their keys and tokens.
+names and paths of secrets, references such as `$TOKEN`, words such as `auth: required`. redaction.toml lists all these.
 """
 
 from __future__ import annotations
@@ -13,28 +12,17 @@ import logging
 import re
 from typing import Any
 
+from contracts.tables import read_table
+
 LEFT_OUT = "(left out)"
 MOST_NAME = 256  # characters; what is longer is no name
 
-_SECRET = re.compile(
-    r"token(?!i[sz])|secret|passw(?:or)?d|passphrase|credential|(?:api|access|account|private|signing|encryption)[_-]?key"
-    r"|(?<![A-Za-z])(?:auth|sig|pwd)(?![A-Za-z_.-])|x-amz-signature",
-    re.IGNORECASE,
-)
-_HEADER = re.compile(r"(?:proxy-)?authorization|(?:set-)?cookie", re.IGNORECASE)
-# About a secret, and not one: where it is, what it is called, how many, how long; tokens of a vocabulary
-_ABOUT = re.compile(
-    r"(?:file|path|dir|name|namespace|ref|url|uri|endpoint|type|count|size|length|limit|ttl|expir\w*|seconds|bytes|policy|review"
-    r"|class|mode|provider|algorithm|version|audience|issuer|key_?id|token_?ids?)s?$"
-    r"|(?:^|[_.-])(?:bos|eos|pad|unk|cls|sep|mask|image|stop|next|special)_tokens?$",
-    re.IGNORECASE,
-)
+_TABLE = read_table(__file__, "redaction.toml")
+_SECRET, _HEADER, _ABOUT = (re.compile("|".join(_TABLE[name]), re.IGNORECASE) for name in ("secret", "header", "about"))
 _HARMLESS = re.compile(
-    r"(?:(?:bearer|basic|token)[ \t]+)?"
-    r"(?:|null|nil|none|true|false|yes|no|on|off|unset|required|optional|enabled|disabled|anonymous|basic|bearer"
-    r"|token|webhook|oidc|ldap|tls|mtls|x509|iam|unknown|\*+|\(left out\)|<[^<>]*>|[\[{|>]+[+-]?|\$.*|\{\{.*)",
-    re.IGNORECASE | re.DOTALL,
+    rf"(?:(?:bearer|basic|token)[ \t]+)?(?:{'|'.join(_TABLE['harmless'])})", re.IGNORECASE | re.DOTALL
 )
+_FORMS = re.compile("|".join(_TABLE["forms"]), re.DOTALL)
 _NUMBER = re.compile(r"[\d.,_]+(?:e[+-]?\d+)?[kmgbt]?\w?", re.IGNORECASE)
 
 _VALUE = re.compile(r"""(?P<open>\\*["'])(?P<quoted>(?:(?!(?P=open))[^\n])*)|(?P<bare>\(left out\)|[^\s,;"'\\]+)""")
@@ -43,18 +31,6 @@ _NAMES = (  # each ends where the value begins
     re.compile(r"""(?P<name>(?<![\w.-])[\w.-]++)\\*["']?[ \t]*[=:][ \t]*(?:[|>][+-]?[ \t]*\n[ \t]*)?"""),
     re.compile(r"(?P<name>(?<![\w-])--?[A-Za-z][\w-]*+)[ \t]+(?!-)"),
     re.compile(r"""\bname\\*["']?\s*:\s*\\*["']?(?P<name>[\w.-]++)\\*["']?\s*,?\s*\\*["']?value\\*["']?\s*:\s*"""),
-)
-_FORMS = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|\beyJ[\w-]{10,}(?:\.[\w-]*){1,2}"  # a JSON web token
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}"
-    r"|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bnpm_[A-Za-z0-9]{36}|\bdckr_pat_[\w-]{20,}"
-    r"|(?<![\w-])(?:glpat|nvapi|pypi)-[\w-]{20,}|(?<![\w-])xox[abeoprs]-[\w-]{10,}|\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"
-    r"|(?<![\w-])sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"
-    r"|(?<=://)[^/\s:@]{1,256}:[^/\s@]{1,256}(?=@)"
-    r"|(?:(?<=-u )|(?<=--user ))[^\s:]{1,256}:\S+"
-    r"|(?:(?<=[Bb]earer )|(?<=[Bb]asic ))(?=\S*[\d=])[\w.~+/=-]{8,}",
-    re.DOTALL,
 )
 
 

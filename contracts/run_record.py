@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contracts import bounded, codec
-from contracts.interval import Interval
+from contracts import bounded, plain
+from contracts.finding import Interval
 from contracts.job_plan import JobPlan, RunForecast
-from contracts.plain import loads as plain
 from contracts.redaction import redact, without_secrets
 
 RECORD_VERSION = 1
@@ -292,18 +291,18 @@ def record_of(data: dict[str, Any]) -> RunRecord:
     Older and other jobs write records too. A reason or a note quotes what a program printed, and a record is shown to
     every reader of the agent and of a report.
     """
-    return codec.pick(without_secrets(data), RunRecord)
+    return plain.pick(without_secrets(data), RunRecord)
 
 
 def dumps(record: RunRecord) -> str:
     """The document."""
-    return json.dumps(codec.write(record), indent=1)
+    return json.dumps(plain.write(record), indent=1)
 
 
 def read(path: Path) -> RunRecord:
     """The record in this file; RecordError names the file and what is wrong with it."""
     try:
-        data = plain(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
+        data = plain.loads(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
     except FileNotFoundError:
         raise RecordError(f"{path}: the job left no record of its run") from None
     except (OSError, ValueError) as error:
@@ -386,7 +385,7 @@ def ended(path: Path, *, status: str, exit_code: int, reason: str, began: float)
 def watched(folder: Path) -> str:
     """The verdict that `why --watch` left beside the record, as a note; empty where nothing was found."""
     try:
-        found = plain(bounded.read_text(folder / WHY, 1 << 20))
+        found = plain.loads(bounded.read_text(folder / WHY, 1 << 20))
         state, line = str(found["state"]), str(found["line"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,10 @@ class Batch:
 
     def to(self, device: Any) -> Batch:
         """On the device, without waiting for the copy; to a GPU that takes pinned memory."""
-        named = {
-            n: tensor for n in ("tokens", "labels", "positions", "ends") if (tensor := getattr(self, n)) is not None
-        }
+        named = {one.name: tensor for one in fields(self) if (tensor := getattr(self, one.name)) is not None}
         if device.type == "cuda":
-            named = {n: tensor.pin_memory() for n, tensor in named.items()}
-        return Batch(**{n: tensor.to(device, non_blocking=True) for n, tensor in named.items()})
+            named = {name: tensor.pin_memory() for name, tensor in named.items()}
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in named.items()})
 
     def part(self, number: int, parts: int) -> Batch:
         """One of so many equal parts of each sequence; where documents end is of the whole."""

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from contracts import job_plan, run_record
-from contracts.job_plan import JobPlan
+from contracts.job_config import EndedError
+from contracts.job_plan import JobPlan, RunForecast
 from contracts.layout import Layout
 from contracts.run_record import Loss, Measured, RunLayout, RunRecord
-from finetune import memory, parts
+from finetune import parts
 from finetune.parts import Profiled
 from hardware.gpus import gpu_named
+from hardware.units import GIB
 
 WARM_UP = 2  # first steps allocate and, in a pipeline, agree on shapes: not part of the median
 # Memory is measured of these on a CPU: AdamW has its states after the first, DDP its last buckets in the third.
@@ -96,6 +98,64 @@ def return_freed(threshold: int) -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2 * threshold)
 
 
+# Memory that runs out: told apart from other errors, with what was held.
+#
+# Surface: torch.OutOfMemoryError, torch.cuda's counts; on a CPU RLIMIT_DATA (getrlimit(2)) and MemTotal (proc(5)).
+
+# What torch and NCCL raise as another error than OutOfMemoryError.
+WORDS = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "Cuda failure 2 'out of memory'")
+
+
+class MemoryRanOutError(EndedError):
+    """A rank needed more memory than there is: started again it would again."""
+
+    code, status = 71, "out_of_memory"  # EX_OSERR
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether this is what torch says where an allocation fails."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
+
+
+def capacity_of(device: torch.device, taken: int) -> int:
+    """Bytes that a rank may have: the GPU's; of the host's, those above what the process took before it had a model."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY:
+        return max(0, total - taken)
+    return max(0, min(total - taken, limit - _data_bytes(taken)))
+
+
+def _data_bytes(taken: int) -> int:
+    """What of RLIMIT_DATA the process had before: mapped is more than resident, by what libraries reserve."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {
+        line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith(("VmData", "RssAnon"))
+    }
+    return taken + max(0, sizes["VmData"] - sizes["RssAnon"])
+
+
+def held(device: torch.device, capacity: int, taken: int, rss: int) -> str:
+    """What this rank had when an allocation failed."""
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved of {capacity / GIB:.2f} GiB"
+    return f"{(rss - taken) / GIB:.2f} GiB resident beside the program, of {capacity / GIB:.2f} GiB"
+
+
+def forecast_words(forecast: RunForecast) -> str:
+    """What the plan said of this layout's memory."""
+    due = forecast.memory_bytes
+    if due is None:
+        return "no plan forecast its memory"
+    return f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
+
+
 class Peak(NamedTuple):
     """The most bytes of a rank's device that were taken at once."""
 
@@ -123,7 +183,7 @@ class Recorder:
         self.ranks = layout.world_size
         self.flops: float | None = None
         self.peak = 0  # of the first steps, on a CPU
-        self.capacity = memory.capacity_of(device, self.baseline_rss)
+        self.capacity = capacity_of(device, self.baseline_rss)
         self.fullest = Peak(0, 0)  # of the fullest rank, once the ranks have told each other
         self.started = False  # the model is there
         self._metrics: Any = None
@@ -226,8 +286,8 @@ class Recorder:
         where = f"rank {os.environ.get('RANK', '0')}, " + (
             f"step {len(self.losses) + 1}" if self.started else "loading"
         )
-        had = memory.held(self.device, self.capacity, self.baseline_rss, rss_bytes())
-        return f"{where}: {error.splitlines()[0][:200]}; {had}; {memory.forecast_words(self.record.forecast)}"
+        had = held(self.device, self.capacity, self.baseline_rss, rss_bytes())
+        return f"{where}: {error.splitlines()[0][:200]}; {had}; {forecast_words(self.record.forecast)}"
 
     def measured(self) -> Measured:
         """The numbers that a forecast can be held against."""

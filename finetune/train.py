@@ -24,11 +24,11 @@ import transformers
 
 from contracts import job_plan
 from contracts.job_config import ConfigError, EndedError
-from finetune import channels, checkpoint, hub, memory, post, rank_monitor
+from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import RESUMABLE, Trainer
-from finetune.model import load_libraries
-from finetune.plan import settle_layout
-from finetune.recorder import Recorder
+from finetune.model import build_model, causal_lm, load_libraries
+from finetune.plan import nearest, settle_layout
+from finetune.recorder import MemoryRanOutError, Recorder, ran_out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,16 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         ended = checkpoint.SaveError(str(error))
     except (RuntimeError, MemoryError) as error:
-        if recorder is None or not memory.ran_out(error):
+        if recorder is None or not ran_out(error):
             raise
-        ended = memory.MemoryRanOutError(recorder.exhausted(str(error)))
-    if recorder is not None and isinstance(ended, memory.MemoryRanOutError):
+        ended = MemoryRanOutError(recorder.exhausted(str(error)))
+    if recorder is not None and isinstance(ended, MemoryRanOutError):
         length = trainer.length if trainer is not None else config.max_length
         trainer = None  # what it holds is needed to think
         gc.collect()
-        ended = memory.MemoryRanOutError(
-            f"{ended}; {memory.nearest(config, layout, length, device, recorder.capacity)}"
-        )
+        shape = causal_lm(build_model(config, layout.precision)).config
+        on_cpu, capacity = device.type != "cuda", recorder.capacity
+        fits = nearest(config, layout, shape, length=length, on_cpu=on_cpu, capacity=capacity)
+        ended = MemoryRanOutError(f"{ended}; {fits}")
         recorder.writes = True  # the others wait for this rank, and end once it has
     code = _tell(ended) if ended else 0
     if recorder is not None:
@@ -93,16 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         post.upload_run_record(recorder)
     if code in (0, RESUMABLE):  # all ranks end alike: leave together; else torchrun ends the others
         dist.barrier()
-    if (
-        not isinstance(ended, memory.MemoryRanOutError) or dist.get_world_size() == 1
-    ):  # the others may be in a collective
+    if not isinstance(ended, MemoryRanOutError) or dist.get_world_size() == 1:  # the others may be in a collective
         dist.destroy_process_group()
     signal.signal(signal.SIGTERM, before)
     return code
 
 
 def _tell(error: EndedError) -> int:
-    if os.environ.get("RANK", "0") == "0" or isinstance(error, memory.MemoryRanOutError):
+    if os.environ.get("RANK", "0") == "0" or isinstance(error, MemoryRanOutError):
         print(f"finetune: {error.status}: {error}", file=sys.stderr)  # noqa: T201  the command's own message
     return error.code
 

@@ -9,14 +9,7 @@ TERA = 1e12
 
 def rate(value: float | None) -> str:
     """Bytes per second with a decimal unit: 5e10 -> "50.0 GB/s"; None -> "unknown"."""
-    if value is None:
-        return "unknown"
-    number = float(value)
-    for unit in ("B/s", "kB/s", "MB/s"):
-        if abs(number) < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB/s" if abs(number) < 999.5 else f"{number / 1000:.3g} TB/s"
+    return "unknown" if value is None else _with_prefix(float(value), "B/s")
 
 
 def gigabits(bytes_per_second: float) -> str:
@@ -26,11 +19,12 @@ def gigabits(bytes_per_second: float) -> str:
 
 def bits(value: float | None) -> str:
     """Bytes per second as networks name their rates: 5e10 -> "400 Gb/s"; None -> "unknown"."""
-    if value is None:
-        return "unknown"
-    number = 8 * float(value)
-    for unit in ("b/s", "kb/s", "Mb/s"):
+    return "unknown" if value is None else _with_prefix(8 * float(value), "b/s")
+
+
+def _with_prefix(number: float, unit: str) -> str:
+    for prefix in ("", "k", "M", "G"):
         if abs(number) < 999.5:
-            return f"{number:.3g} {unit}"
+            return f"{number:.3g} {prefix}{unit}"
         number /= 1000
-    return f"{number:.3g} Gb/s" if number < 999.5 else f"{number / 1000:.3g} Tb/s"
+    return f"{number:.3g} T{unit}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.nccl_env.texts import Note, PodNeed, Setting

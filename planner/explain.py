@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.layout import Layout
 from contracts.tables import read_table
 from hardware.gpus import gpu_named
@@ -28,7 +28,7 @@ from planner.forecast.step_time import (
 )
 from planner.search import Candidate, difference_sigma
 
-_WORDS = read_table(__file__, "explain.toml")
+_WORDS, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "helps"))
 _COMPUTE = ("gemm", "attention", "elementwise", "dequantize", "recompute", "host")
 
 SLOWEST_OFFERED = 1.25 * GIGA  # 10 Gb/s: hosts with GPUs are not sold with less
@@ -186,43 +186,34 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
         other = replace(job, **changed) if changed else job
         return 1.0 - step_parts(other, at).total / at.global_batch / per_sequence
 
+    def add(idea: str, gain: float, **values: object) -> None:
+        ideas.append((gain, _HELPS[idea].format(gain=gain, **values)))
+
     double = replace(layout, micro_batch=layout.micro_batch * 2)
-    gain = gain_of(double)
-    needed = memory_of(job, double).total
-    if capacity is None or needed <= bytes_that_fit(job, capacity):
-        ideas.append((gain, f"micro-batch x2 (global batch {double.global_batch}): {gain:.0%} less time for the same "
-                            "tokens, as every gathered or reduced byte serves twice the tokens"))  # fmt: skip
+    if capacity is None or memory_of(job, double).total <= bytes_that_fit(job, capacity):
+        add("micro_batch", gain_of(double), batch=double.global_batch)
     network = job.links.network
     if network is not None and winner.parts.communication > 0:
         quadruple = max(4 * network.bytes_per_second, SLOWEST_OFFERED)
         faster = replace(job.links, network=replace(network, bytes_per_second=quadruple))
         parts = step_parts(replace(job, links=faster), layout)
-        gain = 1.0 - parts.total / winner.parts.total
-        bound = "; then it is compute-bound" if parts.communication < 0.1 * parts.total else ""
-        name = "RDMA" if network.link in ("TCP", "network") else "a network"
         rate = quadruple / GIGA
-        text = (
-            f"{name} of {rate:{',.0f' if rate >= 100 else '.3g'}} GB/s per node instead of {network.link} at "
-            f"{network.bytes_per_second / GIGA:.3g}: {gain:.0%} less time{bound}"
-        )
-        ideas.append((gain, text))
+        add(
+            "network", 1.0 - parts.total / winner.parts.total, link=network.link, now=network.bytes_per_second / GIGA,
+            name="RDMA" if network.link in ("TCP", "network") else "a network",
+            rate=f"{rate:{',.0f' if rate >= 100 else '.3g'}}",
+            bound="; then it is compute-bound" if parts.communication < 0.1 * parts.total else "",
+        )  # fmt: skip
     if job.has_gpu and job.links.island_size < job.links.ranks_per_node and winner.parts.communication > 0:
-        gain = gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA)))
-        ideas.append((gain, f"NVLink between the node's GPUs: {gain:.0%} less time"))
+        add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))
     gpu = gpu_named(job.rates.device)
     if gpu and gpu.matmul_fp8 and "fp8" in job.engine.eight_bits and layout.precision == "bf16":
-        gain = gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants))
-        ideas.append((gain, f"fp8 multiplications: {gain:.0%} less time, if the loss stays what it was"))
+        add("fp8", gain_of(rates=gpu_rates(gpu, job.train, job.engine, "fp8", job.constants)))
     if layout.offload != "none" and job.train.host_threads == 1:
-        gain = gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND)
-        ideas.append((gain, f"OMP_NUM_THREADS=4 or more for the optimizer on the CPU: {gain:.0%} less time (torchrun "
-                            "sets 1)"))  # fmt: skip
+        add("threads", gain_of(host_adam_bytes_per_second=ADAM_RANK_BYTES_PER_SECOND))
     if layout.checkpointing != "none":
-        gain = gain_of(replace(layout, checkpointing="none"))
-        ideas.append((gain, f"enough memory to turn recomputation off: {gain:.0%} less time"))
+        add("memory", gain_of(replace(layout, checkpointing="none")))
     if winner.parts.bubble > 0:
-        gain = gain_of(replace(layout, gradient_accumulation=layout.gradient_accumulation * 2))
-        ideas.append((gain, f"twice the micro-batches per step: {gain:.0%} less time for the same tokens, by a smaller "
-                            "pipeline bubble"))  # fmt: skip
+        add("accumulation", gain_of(replace(layout, gradient_accumulation=layout.gradient_accumulation * 2)))
     ideas.sort(key=lambda idea: -idea[0])
     return tuple(text for gain, text in ideas if gain >= 0.02)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from planner.advice import RankedLayout, render
 from planner.forecast import machines
 from planner.forecast.specs import ModelSpec, TrainSpec

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
@@ -32,20 +33,8 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-TIERS = (
-    "ranks",
-    "netns",
-    "rdma",
-    "browser",
-    "prometheus",
-    "containers",
-    "kube",
-    "gpu",
-    "alone",
-    "real",
-    "long",
-    "nightly",
-)
+PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "triton"}  # those are in every tier
 # Files that take minutes start first, those that mostly wait before those that compute: one that started last would run
 # while the other workers are idle.
 LONGEST = (

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.tables import read_table
 from hardware.units import GIGA
 

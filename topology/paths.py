@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from hardware.gpus import most_links, refuses_peers
 from hardware.units import GIGA
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span

@@ -9,22 +9,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+from contracts import plain
+
 
 def document(value: Any) -> Any:
     """Any of the project's records as plain JSON values."""
-    from contracts import codec  # cattrs, which a verb that prints a table does not need
-
-    return json.loads(json.dumps(codec.write(value), default=str, allow_nan=False))
+    return json.loads(json.dumps(plain.write(value), default=str, allow_nan=False))
 
 
 def render(value: Any, form: str) -> str:
     """`value` as a JSON or YAML document, newline at the end."""
-    plain = document(value)
+    made = document(value)
     if form == "json":
-        return json.dumps(plain, indent=1) + "\n"
+        return json.dumps(made, indent=1) + "\n"
     import yaml
 
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110))
+    return str(yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=110))
 
 
 def difference(before: str, after: str, source: str, target: str) -> str:

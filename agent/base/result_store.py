@@ -20,8 +20,7 @@ from typing import Any
 from agent.base import units
 from agent.base.documents import write_atomic
 from collectives.bench.results import BenchResult
-from contracts import bounded, codec
-from contracts.plain import loads as plain
+from contracts import bounded, plain
 from contracts.run_record import RecordError, RunRecord
 from contracts.run_record import read as read_record
 
@@ -63,7 +62,7 @@ def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
     if where is None:
         return None
     runs = where / RUNS_FOLDER
-    data = codec.write(record)
+    data = plain.write(record)
     content = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]  # several may come within one second
     kept = _write(runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
     others = [path for path in runs.glob("*.json") if path != kept]  # a clock set back makes the new one look old
@@ -185,18 +184,18 @@ def _remember(folder: Path, result: BenchResult) -> None:
     lines = [new, *(old for old in bench_history(folder) if old.started_at_seconds != new.started_at_seconds)]
     lines.sort(key=lambda line: -line.started_at_seconds)
     write_atomic(
-        folder / HISTORY_FILE, json.dumps([codec.write(line) for line in lines[:KEPT_BENCHES]], indent=1) + "\n"
+        folder / HISTORY_FILE, json.dumps([plain.write(line) for line in lines[:KEPT_BENCHES]], indent=1) + "\n"
     )
 
 
 def bench_history(folder: Path) -> tuple[Line, ...]:
     """The history, newest first; what cannot be read is left out."""
     try:
-        found = plain(bounded.read(folder / HISTORY_FILE, _MOST_HISTORY_BYTES))
+        found = plain.loads(bounded.read(folder / HISTORY_FILE, _MOST_HISTORY_BYTES))
     except (OSError, ValueError):
         return ()
     lines = []
     for each in found[:KEPT_BENCHES] if isinstance(found, list) else []:
-        with contextlib.suppress(codec.CodecError):
-            lines.append(codec.read(each, Line))
+        with contextlib.suppress(plain.MisfitError):
+            lines.append(plain.read(each, Line))
     return tuple(sorted(lines, key=lambda line: -line.started_at_seconds))

@@ -10,7 +10,7 @@ from hardware.units import bits as bits
 from hardware.units import rate as rate
 
 if TYPE_CHECKING:
-    from contracts.interval import Interval
+    from contracts.finding import Interval
     from topology.graph import Expectation
 
 

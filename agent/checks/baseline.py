@@ -18,10 +18,9 @@ from agent.checks.host_checks import EXPECT_CODES, checks_of_scans
 from agent.checks.judged import BASELINE, baseline_bar, make_finding
 from agent.checks.verdict import GateError
 from collectives.bench.results import BenchResult, Measurement, RdmaWrite, ResultError, rdma_from_json, result_from_json
-from contracts import bounded, codec
+from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.plain import PlainError
-from contracts.plain import loads as plain
 from probes.api import Snapshot
 from probes.host.recording import RecordingError, load
 from probes.pci import facts as pci_facts
@@ -69,7 +68,7 @@ _MEMBERS = {"statuses": "checks of a host", "busbw": "verified benchmark of coll
 
 def _read(path: Path) -> Baseline:
     try:
-        value = plain(bounded.read(path, LIMIT_BYTES))
+        value = plain.loads(bounded.read(path, LIMIT_BYTES))
     except PlainError:
         value = None
     value = value if isinstance(value, dict) else {}
@@ -104,7 +103,7 @@ def _busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
 def _buses(report: dict[str, Any]) -> dict[str, PciFacts]:
     """Of the scans that a report holds."""
     return {
-        str(snapshot["hostname"]): codec.read(snapshot["outcomes"]["pci"]["facts"], PciFacts)
+        str(snapshot["hostname"]): plain.read(snapshot["outcomes"]["pci"]["facts"], PciFacts)
         for snapshot in report.get("snapshots") or ()
         if "facts" in snapshot["outcomes"].get("pci", {})
     }

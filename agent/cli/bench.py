@@ -83,7 +83,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     from agent.checks.baseline import read as read_baseline
     from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
-    from collectives.bench import lock, perftest
+    from collectives.bench import perftest, processes
 
     stop, got = threading.Event(), list[int]()
 
@@ -105,7 +105,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
             _report_low(_causes(found))
             return EXIT_FAILED
         named = ", ".join(map(str, ports))
-        with lock.hold():
+        with processes.hold():
             if options["rdma"] == "listen":
                 progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
                 served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)

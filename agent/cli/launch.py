@@ -19,6 +19,7 @@ from agent.base.inputs import InputError, NothingFitsError, require_writable
 from agent.base.options import with_options
 from agent.base.output import Progress, console, render, say, waiting
 from agent.base.units import count
+from contracts import plain
 
 if TYPE_CHECKING:
     from agent.cluster.client import Client
@@ -269,7 +270,6 @@ def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:
     from agent.jobs import launch as launcher
-    from contracts import codec
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
     plan = launcher.job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
@@ -280,7 +280,7 @@ def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[s
         say(f"note: {line}", err=True)
     if form == "brief":
         return
-    say(render(codec.write(plan), "json" if form == "json" else "yaml"), nl=False)
+    say(render(plain.write(plan), "json" if form == "json" else "yaml"), nl=False)
     say("# " + " ".join(words), err=form == "json")  # JSON has no comments
 
 
@@ -342,7 +342,6 @@ def _launch_script(
     from agent.base.result_store import store_run
     from agent.jobs import script as trainer
     from agent.terminal import measured
-    from contracts import codec
     from contracts.bounded import open_regular
 
     try:
@@ -354,7 +353,7 @@ def _launch_script(
     for line in plan.said:
         say(f"note: {line}", err=True)
     if dry_run:
-        say(render(codec.write(plan.document), form or "yaml"), nl=False)
+        say(render(plain.write(plan.document), form or "yaml"), nl=False)
         say("# " + shlex.join(plan.words), err=form == "json")
         return
     require_writable("--output", folder, folder=True)

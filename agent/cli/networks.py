@@ -31,7 +31,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     used. Exit code 0: all were run. 1: it cannot run here. 3: a run failed. 5: the network of a run was not proven.
     """
     from agent.jobs.namespaces import NamespaceError
-    from collectives.bench.lock import BusyError
+    from collectives.bench.processes import BusyError
 
     if not options["dry_run"]:
         require_writable("--report", options["folder"], folder=True)

@@ -22,7 +22,7 @@ from typing import Any, TypedDict
 
 from agent.base.version import VERSION
 from agent.cluster import node_facts
-from contracts import codec
+from contracts import plain
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaFacts
@@ -135,7 +135,7 @@ def from_resource(item: Json) -> NodeRecord:
         ended = None  # an agent has scanned since
     verdict = (status.get("lastVerdict") if ended is not None else None) or status.get("verdict") or "unknown"
     given = {own: status[theirs] for theirs, own in NAMES.items() if status.get(theirs) not in (None, "")}
-    record = codec.read(
+    record = plain.read(
         {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
          "scanned_at_seconds": seconds_of(status.get("scannedAt")), "stopped_at_seconds": ended}, NodeRecord,
     )  # fmt: skip

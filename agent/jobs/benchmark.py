@@ -22,8 +22,8 @@ from agent.checks.judged import BARS, IS, JUDGED_OPS, judged_bytes
 from agent.jobs.measuring import PASSED_ON, QUICK_SECONDS, default_ranks
 from collectives.bench import processes
 from collectives.bench.calibrate import CalibrationFailedError, CalibrationRequest, calibrate
-from collectives.bench.lock import BusyError
 from collectives.bench.plan import AXES, BenchSpec, Case, Expect, SearchPlan, SpecError, StepShape, parts, sweep
+from collectives.bench.processes import BusyError
 from collectives.bench.results import Bar, result_to_json
 from collectives.bench.run import run, visible_backend
 from planner.forecast.models import model_named

@@ -26,7 +26,7 @@ from planner.kubernetes.job import (
     SAVE_SECONDS,
     JobError,
     JobSpec,
-    check_object_name,
+    check_form,
     check_size,
     family,
     from_advice,
@@ -144,7 +144,7 @@ def device_classes(words: Sequence[str]) -> tuple[str, str]:
         kind, name = _pair(word, "--dra")
         if kind not in found:
             raise JobError(f"--dra {word}: must be gpu=NAME or nic=NAME, NAME a DeviceClass of the cluster")
-        check_object_name("--dra", name)
+        check_form("object", "--dra=", name)
         found[kind] = name
     return found["gpu"], found["nic"]
 
@@ -255,7 +255,7 @@ def storage(options: Mapping[str, Any]) -> tuple[Document, ...]:
     """The claim itself, where a storage class says to make it."""
     if not options["storage_class"]:
         return ()
-    check_object_name("--storage-class", options["storage_class"])
+    check_form("object", "--storage-class=", options["storage_class"])
     check_size("--storage-size", options["storage_size"])
     claim = networks.shared_claim(
         name=claim_of(options) or "", namespace=options["namespace"], size=options["storage_size"],

@@ -23,8 +23,8 @@ from agent.base import units
 from agent.base.documents import document, write_atomic
 from agent.base.inputs import RequestError
 from agent.checks.host_checks import gdrdma_possible
-from collectives.bench import lock, processes
-from contracts import codec, run_record
+from collectives.bench import processes
+from contracts import plain, run_record
 from contracts.job_config import DEFAULT_CONFIG
 from contracts.job_plan import JobPlan, RunForecast, dumps
 from contracts.redaction import redact
@@ -107,7 +107,7 @@ def job_plan(
 
 def run_forecast(advice: Recommendation) -> RunForecast:
     """The forecast of the chosen layout as a plan holds it; an empty one without a layout."""
-    return codec.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
+    return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
 def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
@@ -246,7 +246,7 @@ def run(
     """Run one command line, its output to a log and line by line to `on_line`; end its whole tree whatever happens."""
     started = time.monotonic()
     log = output / "job.log"
-    with log.open("wb") as stream, sigterm(stop) as stopping, lock.run_folder() as temporary:
+    with log.open("wb") as stream, sigterm(stop) as stopping, processes.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
         tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
         last: deque[str] = deque(maxlen=12)

@@ -23,7 +23,7 @@ from agent.base import units
 from agent.base.output import Progress
 from agent.base.result_store import keep_bench
 from agent.checks.judged import JUDGED_OPS
-from collectives.bench.lock import BusyError
+from collectives.bench.processes import BusyError
 from collectives.bench.results import BenchResult, result_from_json
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import model_named

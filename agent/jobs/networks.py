@@ -31,14 +31,14 @@ from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
 from agent.jobs.launch import job_plan
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
-from collectives.bench import lock, watch
+from collectives.bench import processes, watch
 from collectives.bench.calibrate import CalibrationRequest, slowest
 from collectives.bench.plan import BenchSpec, Case
 from collectives.bench.plan import write as write_plan
 from collectives.bench.results import BenchResult, Measurement
 from collectives.bench.run import assemble, plan_of
 from contracts import run_record
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_plan import RunForecast, dumps
 from contracts.layout import Layout
 from contracts.run_record import RunRecord, record_of
@@ -232,7 +232,7 @@ def measure(rig: Rig, network: Shaped) -> BenchResult:
         budget_seconds=BENCH_SECONDS, warmup=1, min_iterations=3, max_iterations=20,
     )  # fmt: skip
     started, clock = time.time(), time.monotonic()
-    with lock.run_folder() as folder:
+    with processes.run_folder() as folder:
         made = plan_of(spec, folder, "gloo")
         write_plan(made, folder / "plan.json")
         seen = watch.Watch(made, spec, lambda _event: None)
@@ -262,7 +262,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
         tokens=min(tokens, 8192), sequence=min(train.sequence_length, tokens), copies=HOSTS, threads=1,
         method="full" if train.method == "full" else "lora",
     )  # fmt: skip
-    with lock.run_folder() as folder:
+    with processes.run_folder() as folder:
         (folder / "request.json").write_text(json.dumps(asdict(calibration)))
         words = [[str(folder), str(host)] for host in range(HOSTS)]
         codes = rig.run(rig.networks[0], "collectives.bench.calibrate", words, folder, seconds=120.0)
@@ -275,7 +275,7 @@ def time_layer(rig: Rig, request: Request) -> Calibration:
 def compare_here(job: Local, networks: Sequence[Shaped], found: Sequence[Snapshot], stop: threading.Event) -> list[Bar]:
     """Measure and run over each network in turn; NamespaceError where none can be made here."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with lock.hold(), hosts(networks, stop) as rig:
+    with processes.hold(), hosts(networks, stop) as rig:
         job.note("load torch")
         results = []
         for network in networks:

@@ -31,7 +31,7 @@ from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
 from agent.jobs import launch, measuring
-from collectives.bench.lock import BusyError
+from collectives.bench.processes import BusyError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.plain import printable

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from agent.base import units
 from agent.base.result_store import Largest, Line
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.run_record import RunRecord
 from planner.advice import Part
 

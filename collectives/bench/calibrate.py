@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from collectives.bench import lock, processes
+from collectives.bench import processes
 
 _REPEAT_SECONDS = 1.5  # per shape: enough for the median of several, short enough for a minute in all
 _SHAPES = 4  # that are timed: two GEMMs, a layer forward, and the layer whole
@@ -59,7 +59,7 @@ def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = Non
     until = time.monotonic() + timeout_seconds
     answers: list[dict[str, Any]] = []
     trees: list[processes.Tree] = []
-    with lock.run_folder() as folder:
+    with processes.run_folder() as folder:
         (folder / "request.json").write_text(json.dumps(asdict(request)))
         try:
             for index in range(request.copies):  # all start before any is waited for

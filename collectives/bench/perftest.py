@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collectives.bench import lock, processes
+from collectives.bench import processes
 from collectives.bench.results import RdmaResult, RdmaWrite
 
 PROGRAM = "ib_write_bw"
@@ -83,7 +83,7 @@ def write(
     found: list[RdmaWrite] = []
     problems: list[str] = []
     until = clock + wait_seconds
-    with lock.run_folder() as folder:
+    with processes.run_folder() as folder:
         for place, port in enumerate(ports):
             if stop.is_set():
                 problems.append(f"{port}: not measured: stopped")
@@ -110,7 +110,7 @@ def listen(
     """
     require_program()
     stop = stop or threading.Event()
-    with lock.run_folder() as folder:
+    with processes.run_folder() as folder:
         outputs = [folder / str(place) for place, _ in enumerate(ports)]
         running = {place: _start(command(port, TCP_PORT + place), outputs[place]) for place, port in enumerate(ports)}
         served: list[str] = []

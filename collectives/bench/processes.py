@@ -1,21 +1,25 @@
-"""Starting and ending process trees, so that nothing outlives a run.
+"""What a run holds on its host, so that nothing outlives it: process trees, the benchmark lock, a folder of its own.
 
-Surfaces: prctl(2) PR_SET_PDEATHSIG, and /proc through psutil. A launcher starts its ranks in sessions of
-their own, so a process group does not hold them all; every process of a run carries a marker in its
-environment (/proc/PID/environ), which also finds those whose parent has died.
+Surfaces: prctl(2) PR_SET_PDEATHSIG, /proc through psutil, and flock(2), which the kernel lets go when its holder dies.
+A launcher starts its ranks in sessions of their own, so a process group does not hold them all; every process of a run
+carries a marker in its environment (/proc/PID/environ), which also finds those whose parent has died.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -185,6 +189,109 @@ def main(arguments: Sequence[str]) -> None:
     """Become the command, tied to the life of the parent whose pid comes first; 0 is any parent."""
     die_with_parent(int(arguments[0]) or None)
     os.execvp(arguments[1], list(arguments[1:]))  # noqa: S606 - no shell on purpose
+
+
+# The host's lock, so that one benchmark runs at a time.
+
+FILE_NAME = "topoflight-bench.lock"
+
+
+class BusyError(RuntimeError):
+    """The host is in use: by another benchmark, or by others' work on its GPUs."""
+
+
+def default_path() -> Path:
+    """Give the lock's place: /run/lock, which every user may write on Debian and its kin, else the temporary folder."""
+    run_lock = Path("/run/lock")
+    return (run_lock if os.access(run_lock, os.W_OK) else Path(tempfile.gettempdir())) / FILE_NAME
+
+
+@contextlib.contextmanager
+def hold(path: Path | None = None) -> Iterator[None]:
+    """Hold the host's benchmark lock, or raise BusyError that says who has it."""
+    place = path or default_path()
+    descriptor = _open(place)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
+            raise BusyError(
+                f"another benchmark runs on {socket.gethostname()} ({holder} holds {place}): wait for it to end"
+            ) from None
+        _sign(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def refuse_busy_gpus(gpu_pids: Sequence[int], force: bool) -> None:
+    """Refuse to measure beside other work: it would spoil both."""
+    if gpu_pids and not force:
+        raise BusyError(
+            f"GPUs of {socket.gethostname()} are in use by {', '.join(f'pid {pid}' for pid in sorted(gpu_pids)[:8])}: "
+            "a benchmark now would disturb that work and measure it; force it to go on"
+        )
+
+
+def _open(path: Path) -> int:
+    """Open the file, without following a link that another user may have left in a shared folder."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        # Every user of the host must be able to lock it.
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+        os.fchmod(descriptor, 0o666)
+        return descriptor
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _sign(descriptor: int) -> None:
+    """Say who holds the lock, where the file lets us."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()}".encode(), 0)
+    except OSError:
+        return
+
+
+# A folder for one run; what a killed run left behind is removed by the next one.
+
+FOLDER_PREFIX = "topoflight-bench-"
+FOLDER_OWNER = "owner.lock"  # held with flock(2) by the living owner
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """Make a folder that is gone at the end, at the latest when the next run starts."""
+    sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+        descriptor = os.open(Path(name) / FOLDER_OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def sweep(place: Path) -> None:
+    """Remove the folders of this user that are not locked."""
+    for path in place.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            if path.is_symlink() or path.stat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(path / FOLDER_OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # made a moment ago, or gone
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from collectives.nccl_log.transport import Evidence
+from contracts import plain
 
 SCHEMA_VERSION = 1
 MOST_RESULT_BYTES = 16 << 20
@@ -215,10 +216,8 @@ class ResultError(ValueError):
 
 def result_to_json(result: BenchResult | RdmaResult) -> dict[str, Any]:
     """Turn a result into dicts, lists, strings and numbers."""
-    from contracts import codec
-
-    plain: dict[str, Any] = codec.write(result)
-    return plain
+    data: dict[str, Any] = plain.write(result)
+    return data
 
 
 def result_from_json(data: object) -> BenchResult:
@@ -239,12 +238,10 @@ def rdma_from_json(data: object) -> RdmaResult:
 
 
 def _read(data: object, kind: type[T]) -> T:
-    from contracts import codec
-
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ResultError(f"schema_version: {version!r} is not allowed; allowed: {SCHEMA_VERSION}")
     try:
-        return codec.read(data, kind)
-    except codec.CodecError as error:
+        return plain.read(data, kind)
+    except plain.MisfitError as error:
         raise ResultError(f"not a benchmark result: {error}"[:500]) from error

@@ -20,7 +20,7 @@ from typing import Any
 
 import cattrs
 
-from collectives.bench import lock, watch
+from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
 from collectives.bench.plan import BenchSpec, Case, Expect, Plan, SearchPlan, SpecError, Work, sweep
 from collectives.bench.results import (
@@ -53,14 +53,14 @@ def run(
 ) -> BenchResult:
     """Measure. Always gives a result: what broke is in its problems, and `complete` is then False.
 
-    Raises lock.BusyError before anything starts when the host is in use. `on_event` gets one dict for each event
+    Raises processes.BusyError before anything starts when the host is in use. `on_event` gets one dict for each event
     of a local rank: "start", "joined", "progress", "measured", "skipped", "error", "end".
     """
-    lock.refuse_busy_gpus(spec.gpu_pids, spec.force)
+    processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     backend = spec.backend or visible_backend()
     with (
-        lock.hold(Path(spec.lock_path) if spec.lock_path else None),
-        lock.run_folder() as directory,
+        processes.hold(Path(spec.lock_path) if spec.lock_path else None),
+        processes.run_folder() as directory,
     ):
         return _run_in(directory, spec, backend, on_event or (lambda _event: None), stop)
 

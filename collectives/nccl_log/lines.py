@@ -13,19 +13,13 @@ from typing import Final
 from collectives.nccl_log.codes import DULL_STARTS, HARMLESS, codes_of
 from collectives.nccl_log.ledger import Channel, Hosts, Identity, Ledger, Runs, Writer, is_fragment, parse_channels
 from collectives.nccl_log.messages import END
+from contracts.tables import read_patterns
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; patterns must not run away on more
 MOST_PREFIX_BYTES: Final = 300  # of a host's name, a process and what a launcher puts before them
 MAX_SEEN: Final = 8_192  # remembered texts: ranks repeat each other
 
-_HEADER = re.compile(rb"NCCL (INFO|WARN|ATTN|TRACE|ERROR|VERSION) ")
-_NEXT_PREFIX = re.compile(
-    rb"(?:\[[\d,]+\]<std\w+>:| ?\d{1,5}: )?([A-Za-z0-9][\w.-]*):\d+:\d+ ?(?:\[-?\w*\] ?)?(?:\S+:\d+ )?$"
-)
-_LAUNCHER = re.compile(
-    rb"^(?:\s*(?:\d+: |\[\d+(?:,\d+)?\]<std\w+>: ?|\[rank\d+\]: ?|\([^()]{1,80}\) |"
-    rb"\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)? ?|> ?|\* |\| ))+"
-)
+_TEXTS = {name: re.compile(text.encode()) for name, text in read_patterns(__file__, "facts.toml", "lines").items()}
 # By their first five bytes, which no two kinds share in vain: a look-up in place of a comparison with each.
 DULL_BY_HEAD: Final = {
     start[:5]: tuple(other for other in DULL_STARTS if other[:5] == start[:5]) for start in DULL_STARTS
@@ -34,21 +28,11 @@ MAX_PLACES: Final = 4_096  # remembered ends of channels: "00/0 : 0[0] -> 8[0] [
 TRACEBACK_LINES: Final = 1_000  # other ranks write in between
 _TRACEBACK = b"Traceback (most recent call last)"
 _AT_EXIT = (b", in _run_finalizers", b", in _exitfunc", b", in __del__")
-_EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)(?:: |\s*$)|KeyboardInterrupt\s*$")
 CAUSE_LINES: Final = 2  # below "Last error:" stands its text, perhaps behind an empty line
 _CAUSE = b"Last error:"
-_INIT = re.compile(
-    rb"rank (\d{1,7}) n[rR]anks (\d{1,7}) cudaDev (\d{1,4})(?: nvmlDev (\d{1,4}))?(?: busId ([0-9a-f]{1,12}))?"
-    rb"(?: commId (0x[0-9a-f]{1,16}))?"
-)
-_PROCESS = re.compile(rb"([A-Za-z0-9][\w.-]*:\d+):\d+ ?(?:\[(-?\w*)\])? *(?:[^\s:]+:\d+ )?(?:\(\w+\) )?$")
 _ORDERS = (b"Channel ", b"Ring ")  # "Channel 00/16 : 0 7 6 5": the order of a ring
-_CONTINUED = re.compile(rb"\s*\d{0,3}/?G?DRDMA")
-_READ = re.compile(rb"(/read(?:/CE)?)\s*$")
 INFO = b"NCCL INFO "
 _TAG_END = b"/GDRDMA"
-# At the end of a line, or glued to the next writer's: in a script's "grep /GDRDMA log" it is neither.
-_SPARE_TAG = re.compile(rb"/GDRDMA(?:\(PCI\))?(?:/[\w=]*)?(?=\s*$|[\w.-]+:\d+:\d+ \[)")
 
 
 class Seen:
@@ -156,15 +140,15 @@ class LineReader:
         self._cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self._cause_lines - 1)
         if _TAG_END in line:
             # A tag that belongs to no channel of its line was torn from an earlier one.
-            spare = len(_SPARE_TAG.findall(line)) - self._tags_read
-            if spare > 0 and (has_header or _LAUNCHER.sub(b"", line).startswith(_TAG_END)):
+            spare = len(_TEXTS["spare_tag"].findall(line)) - self._tags_read
+            if spare > 0 and (has_header or _TEXTS["launcher"].sub(b"", line).startswith(_TAG_END)):
                 self.ledger.orphan_tags += spare
 
     def _meet_process(self, line: bytes) -> None:
         """The process that wrote the line; a new one behind channels begins a piece of its own."""
-        mark = _HEADER.search(line)
+        mark = _TEXTS["header"].search(line)
         prefix = line[: mark.start() if mark else line.find(b"NCCL ")]
-        match = _PROCESS.search(prefix[-300:])
+        match = _TEXTS["process"].search(prefix[-300:])
         if match is None:
             return
         process = match[1]
@@ -179,7 +163,7 @@ class LineReader:
         # Before a process has chosen its device it prints 0.
         if match[2] and match[2].isdigit() and (match[2] != b"0" or b" Channel " in line):
             self.identity.hold(host, b"device " + match[2], process)
-        if b"anks " in line and (init := _INIT.search(line)):
+        if b"anks " in line and (init := _TEXTS["init"].search(line)):
             rank, ranks, device, _, bus, communicator = init.groups()
             if bus:
                 self.identity.hold(host, bus, process)
@@ -191,11 +175,11 @@ class LineReader:
     def _continue_channel(self, line: bytes) -> bool:
         """Join the broken channel line that came before with this line."""
         carry, self._carry = self._carry, b""
-        body = _LAUNCHER.sub(b"", line)
+        body = _TEXTS["launcher"].sub(b"", line)
         return bool(self._channels(carry + body, line) or self._channels(carry + b" " + body.lstrip(), line))
 
     def _headless(self, line: bytes) -> None:
-        body = _LAUNCHER.sub(b"", line)
+        body = _TEXTS["launcher"].sub(b"", line)
         if body.startswith(b"NET/") and is_fragment(body):
             self._channels(b"via " + body, line)
         elif not body.startswith(_TAG_END):
@@ -215,7 +199,7 @@ class LineReader:
             self._ignored = self.ledger.lines
         elif self._traceback and any(place in body for place in _AT_EXIT):
             self._traceback = 0  # of what cleans up when a program has ended
-        elif self._traceback and _EXCEPTION.match(body):
+        elif self._traceback and _TEXTS["exception"].match(body):
             if self.ledger.lines - self._traceback <= TRACEBACK_LINES:
                 self.ledger.blame("python_traceback", line)
             self._traceback = 0
@@ -265,13 +249,13 @@ class LineReader:
     def _continue_tag(self, line: bytes) -> None:
         """The tag of the last line's channel may have been torn to the start of this one."""
         channel, self._bare = self._bare, None
-        if channel is not None and _CONTINUED.match(_LAUNCHER.sub(b"", line)):
+        if channel is not None and _TEXTS["continued"].match(_TEXTS["launcher"].sub(b"", line)):
             self.ledger.repair_line(channel, self._bare_host)
             self._tags_read += 1
 
     def _continue_read(self, line: bytes) -> None:
         if self._last is not None and self._last.transport.startswith("P2P/") and b"/read" in line:
-            match = _READ.match(_LAUNCHER.sub(b"", line))
+            match = _TEXTS["read"].match(_TEXTS["launcher"].sub(b"", line))
             if match and not self._last.transport.endswith("/read"):
                 self.ledger.repair_local(self._last, match[1].decode())
 
@@ -280,7 +264,7 @@ class LineReader:
         half, self._half = self._half, None
         if half is not None and line:
             message, host = half
-            joined = (message + _LAUNCHER.sub(b"", line[:MAX_MESSAGE_BYTES]))[:MAX_MESSAGE_BYTES]
+            joined = (message + _TEXTS["launcher"].sub(b"", line[:MAX_MESSAGE_BYTES]))[:MAX_MESSAGE_BYTES]
             self.ledger.facts.take_wrapped(joined, host)
             alone = codes_of(line[:MAX_MESSAGE_BYTES])
             for code in codes_of(joined):
@@ -290,7 +274,7 @@ class LineReader:
     # --- messages
 
     def _messages(self, line: bytes) -> None:
-        marks = list(_HEADER.finditer(line))
+        marks = list(_TEXTS["header"].finditer(line))
         before = line[: marks[0].start()] if marks else b""
         if b"CCL version" in before:
             # The version's own pattern ends it, unless the name of the next host begins with a digit.
@@ -315,7 +299,7 @@ class LineReader:
     def _without_next_prefix(self, message: bytes) -> bytes:
         """The message without the prefix of the one glued to it: "PIX" of "PIXnode-1:10:20 [0] "."""
         start = max(0, len(message) - 300)
-        match = _NEXT_PREFIX.search(message, start)
+        match = _TEXTS["next_prefix"].search(message, start)
         if match is None:
             return message
         name = match[1]
@@ -373,18 +357,8 @@ class LineReader:
             self._dull.add(message)
 
 
-# Rank or host in a line that is not NCCL's: PyTorch ("[rank3]:", "[Rank 3]", "... Rank 3]"), mpirun, nccl-tests, srun,
-# the kernel's log.
-_SPEAKER = re.compile(
-    rb"\[rank(\d{1,7})\]:|^\[1,(\d{1,7})\]<std|\[(?:PG [^\]]{1,80} )?Rank (\d{1,7})\]|"
-    rb"process rank (\d{1,7}) with PID \d+ on node ([A-Za-z0-9][\w.-]*) |"
-    rb"^([A-Za-z0-9][\w.-]*): Test \w+ failure|^srun: error: ([A-Za-z0-9][\w.-]*): task|"
-    rb"^[A-Z][a-z]{2} [ \d]\d [\d:]{8} ([A-Za-z0-9][\w.-]*) kernel: "
-)
-
-
 def _speaker(line: bytes) -> Writer:
-    match = _SPEAKER.search(line[:400])
+    match = _TEXTS["speaker"].search(line[:400])
     if match is None:
         return Writer()
     *ranks, host, host_2, host_3, host_4 = match.groups()

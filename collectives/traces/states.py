@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from contracts import bounded, codec, plain
+from contracts import bounded, plain
 from contracts.tables import read_patterns
 
 RANKS_FOLDER = "ranks"  # of a run's folder
@@ -78,7 +78,7 @@ def read_state(path: Path) -> RankState:
         found = plain.loads(bounded.read_text(path, MOST_BYTES), unknown_numbers=True)
     except (OSError, ValueError) as error:
         raise StateError(f"{path}: {error}") from None
-    state = codec.pick(found, RankState)
+    state = plain.pick(found, RankState)
     if state.rank < 0:
         raise StateError(f"{path}: must hold `rank`")
     return replace(state, marks=state.marks[-MOST_MARKS:])
@@ -86,7 +86,7 @@ def read_state(path: Path) -> RankState:
 
 def dumps(state: RankState) -> str:
     """The document."""
-    return json.dumps(codec.write(state))
+    return json.dumps(plain.write(state))
 
 
 # Python stacks of ranks in texts: `py-spy dump`, faulthandler, and the dumps of torch.distributed.debug.

@@ -14,10 +14,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from contracts import bounded, codec
-from contracts.interval import Interval
+from contracts import bounded, plain
+from contracts.finding import Interval
 from contracts.plain import PlainError
-from contracts.plain import loads as plain
 from hardware.gpus import gpu_named
 from planner.forecast.compute import DEFAULT, Constants, Rates, layer_cost
 from planner.forecast.engine import Engine
@@ -95,8 +94,8 @@ def parse_calibration(data: Any) -> Calibration:
         raise CalibrationError(f"schema_version={data.get('schema_version')!r}: this version reads {SCHEMA_VERSION}")
     _check_numbers(data, "")
     try:
-        found = codec.read(data, Calibration)
-    except codec.CodecError as error:
+        found = plain.read(data, Calibration)
+    except plain.MisfitError as error:
         raise CalibrationError(f"calibration: {error}") from error
     for name in ("device", "precision"):
         if not getattr(found, name):
@@ -108,7 +107,7 @@ def load_calibration(path: Path | str) -> Calibration:
     """Read a calibration file. Raises CalibrationError."""
     file = Path(path)
     try:
-        data = plain(bounded.read(file, _MAX_BYTES))
+        data = plain.loads(bounded.read(file, _MAX_BYTES))
     except OSError as error:
         raise CalibrationError(f"{file}: {error.strerror}") from None
     except (bounded.TooLargeError, PlainError) as error:
@@ -118,7 +117,7 @@ def load_calibration(path: Path | str) -> Calibration:
 
 def dump_calibration(calibration: Calibration) -> str:
     """The file's text."""
-    return json.dumps(codec.write(calibration), indent=2, sort_keys=True) + "\n"
+    return json.dumps(plain.write(calibration), indent=2, sort_keys=True) + "\n"
 
 
 def _timed_model(timing: LayerTiming) -> ModelSpec:
@@ -249,7 +248,7 @@ def key_of(kinds: tuple[str, ...]) -> str:
 @cache
 def widths() -> Widths:
     """The table that ships."""
-    return codec.read(plain(FILE.read_bytes()), Widths)
+    return plain.read(plain.loads(FILE.read_bytes()), Widths)
 
 
 def kinds_of(job: Job, *, seen_engine: bool) -> tuple[str, ...]:

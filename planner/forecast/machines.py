@@ -11,8 +11,8 @@ from dataclasses import replace
 from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
-from topology.derive import islands, through_neighbours, with_gpus
-from topology.graph import ClusterTopology, GpuNode, Island, NearestNic, NicNode, NodeTopology, Pair, PathClass
+from topology.derive import islands, nearest_nic, through_neighbours, with_gpus
+from topology.graph import ClusterTopology, GpuNode, Island, NicNode, NodeTopology, Pair, PathClass
 from topology.paths import node_expectations
 from topology.plan import nvlink_bytes_per_second
 
@@ -102,12 +102,9 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
                     bytes_per_second=per_link * links if per_link else None)  # fmt: skip
 
     pairs = _gpu_pairs(gpus, lambda a, b: joined_by(row.nvlinks[a][b] if row.nvlinks else fewest))
-    near = []
     for i, device in enumerate(gpus):
         mine = _nearest(row, i)
         pairs += [_nic_pair(device, nic, local=j in mine) for j, nic in enumerate(nics)]
-        near.append(NearestNic(gpu=device.name, label="PIX", path=PathClass.PIX,
-                               nics=tuple(nics[j].name for j in mine), local=True, decidable=True))  # fmt: skip
     whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
     joined = through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
     node = NodeTopology(
@@ -116,7 +113,7 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         nics=nics,
         pairs=joined,
         islands=islands(gpus, joined) if row.nvlinks else (whole,) if fewest else (),
-        nearest_nic=tuple(near) if row.nics else (),
+        nearest_nic=nearest_nic(gpus, nics, joined),
         cpu_count=row.cpus,
         numa_nodes=2,
         sku=row.name,

@@ -7,31 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
+from contracts.tables import read_table
 from planner.advice import Recommendation
 
 CHANNEL = "compute-domain-channel"  # a pod's claim of an IMEX channel
 DEVICE_CLASSES = ("gpu.nvidia.com", "dranet.net")  # as NVIDIA's DRA driver installs and DRANET's examples say
-# RFC 1123 label, as Kubernetes wants the names of namespaces.
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-# RFC 1035 label: a job's name becomes a Service's; TrainJob (Trainer 2.1), PyTorchJob and JobSet refuse a first digit.
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _NAME_LIMIT = 63  # bytes of a host name's label: the pods' names, too
-# Extended resource: DNS subdomain / name.
-_RESOURCE = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{1,63}|hugepages-[0-9]+[KMG]i")
 _GPU = re.compile(r"nvidia\.com/(p?gpu|mig-)")  # NVIDIA's device plugins name GPUs so, its network operator NICs not
-# RFC 1123 subdomain, as Kubernetes wants the names of claims, secrets, classes and accounts.
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_SUBDOMAIN_LIMIT = 253
-# Label values, and label keys after their prefix (Kubernetes' "qualified name").
-_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-_IMAGE = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._:/@+\[\]-]*")
 # apimachinery pkg/api/resource: a number that is not negative, with one suffix.
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,2})?")
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-_AGENT = re.compile(r"https?://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?/?")
-_ENVIRONMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # The Trainer's webhook refuses these in a TrainJob: it sets them itself (Kubeflow Trainer v2 torch plugin).
 RESERVED_ENVIRONMENT = frozenset(
@@ -49,14 +36,12 @@ COMMAND = ("torchrun", "-m", "finetune.train", "--plan", "/etc/config/plan.json"
 
 
 _LEAST = {"nodes": 1, "processes_per_node": 1, "restarts": 0, "peer_wait_seconds": 1, "save_seconds": 1}
-_REFERENCE = "an image's reference, such as registry.example/name:tag"
-_PATTERNS = {
-    "namespace": (_LABEL, "lower-case letters, digits and '-', 63 at most"),
-    "name": (_NAME, "lower-case letters, digits and '-', a letter first, 63 at most"),
-    "image": (_IMAGE, _REFERENCE),
-    "preflight_image": (_IMAGE, _REFERENCE),
-    "agent": (_AGENT, "http://HOST:PORT or https://HOST:PORT"),
-}
+# The form of each setting (names.toml).
+_FORM_OF = {
+    "namespace": "namespace", "name": "job", "image": "image", "preflight_image": "image", "agent": "agent",
+    # What names other objects: one that cannot exist would leave the pods waiting for it.
+    "claim": "object", "token_secret": "object", "queue": "object", "service_account": "object",
+}  # fmt: skip
 
 
 class JobError(ValueError):
@@ -78,17 +63,22 @@ def toleration(taint: str) -> dict[str, str]:
     """The toleration of a taint in kubectl's words, KEY[=VALUE][:EFFECT]; NoSchedule where no effect is named."""
     rest, colon, effect = taint.partition(":")
     key, equals, value = rest.partition("=")
-    allowed = _is_label_key(key) and (not value or _LABEL_VALUE.fullmatch(value)) and (not colon or effect in _EFFECTS)
+    allowed = _is_label_key(key) and _has_form("label_value", value) and (not colon or effect in _EFFECTS)
     if not allowed:
         raise JobError(f"--tolerate {taint!r}: must be KEY[=VALUE][:EFFECT] with EFFECT one of {', '.join(_EFFECTS)}")
     matched = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
     return {"key": key, **matched, "effect": effect or "NoSchedule"}
 
 
-def check_object_name(what: str, name: str) -> None:
-    """JobError where Kubernetes would refuse it as the name of an object; `what` says whose."""
-    if len(name) > _SUBDOMAIN_LIMIT or not _SUBDOMAIN.fullmatch(name):
-        raise JobError(f"{what}={name!r}: must be lower-case letters, digits, '-' and '.', {_SUBDOMAIN_LIMIT} at most")
+def check_form(form: str, what: str, value: str) -> None:
+    """JobError where a value has not the form of that name in names.toml; `what` says whose it is: "name="."""
+    if not _has_form(form, value):
+        raise JobError(f"{what}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
+
+
+def _has_form(form: str, value: str) -> bool:
+    row = read_table(__file__, "names.toml")[form]
+    return len(value) <= row.get("most", len(value)) and re.fullmatch(row["pattern"], value) is not None
 
 
 def check_size(what: str, size: str) -> None:
@@ -107,18 +97,16 @@ def storage_rate(word: str | None) -> float | None:
 
 def _is_label_key(key: str) -> bool:
     prefix, slash, name = key.rpartition("/")
-    if slash and (len(prefix) > _SUBDOMAIN_LIMIT or not _SUBDOMAIN.fullmatch(prefix)):
-        return False
-    return bool(_LABEL_VALUE.fullmatch(name))
+    return (not slash or _has_form("object", prefix)) and _has_form("label_name", name)
 
 
 def check_limit(name: str, amount: str) -> None:
     """What the API server asks of an amount: devices are whole, huge pages are whole pages."""
     if name in ("cpu", "memory", "ephemeral-storage"):
         check_size(f"resource {name}", amount)
-    elif not _RESOURCE.fullmatch(name):
-        raise JobError(f"resource {name!r}: must be cpu, memory, ephemeral-storage, hugepages-SIZE or domain/name")
-    elif name.startswith("hugepages-"):
+        return
+    check_form("resource", "resource ", name)
+    if name.startswith("hugepages-"):
         page, bytes_wanted = quantity(name.removeprefix("hugepages-")), quantity(amount)
         if not page or not bytes_wanted or bytes_wanted % page:
             raise JobError(f"resource {name}={amount!r}: must be bytes in whole pages, such as 5120Mi")
@@ -165,20 +153,15 @@ class JobSpec:
         for what, least in _LEAST.items():
             if getattr(self, what) < least:
                 raise JobError(f"{what}={getattr(self, what)}: must be at least {least}")
-        for what, (pattern, allowed) in _PATTERNS.items():
-            if (value := getattr(self, what)) is not None and not pattern.fullmatch(value):
-                raise JobError(f"{what}={value!r}: must be {allowed}")
-        # What names other objects: one that cannot exist would leave the pods waiting for it.
-        for what in ("claim", "token_secret", "queue", "service_account"):
-            if (named := getattr(self, what)) is not None:
-                check_object_name(what, named)
+        for what, form in _FORM_OF.items():
+            if (value := getattr(self, what)) is not None:
+                check_form(form, f"{what}=", value)
         last = f"-worker-{self.nodes - 1}"  # what PyTorchJob and JobSet ("-node-0-1") add at most
         if len(self.name) + len(last) > _NAME_LIMIT:
             allowed = str(_NAME_LIMIT - len(last))
             raise JobError(f"name={self.name!r}: {allowed} characters at most, for its pods are named NAME{last}")
         for name in self.environment:
-            if not _ENVIRONMENT.fullmatch(name):
-                raise JobError(f"environment {name!r}: not a variable's name")
+            check_form("variable", "environment ", name)
             if name in RESERVED_ENVIRONMENT:
                 raise JobError(f"environment {name}: set by the job controller, which refuses it from outside")
         for name, amount in self.limits.items():
@@ -191,8 +174,7 @@ class JobSpec:
             if not _is_label_key(key):
                 raise JobError(f"label {key!r}: must be NAME or DOMAIN/NAME in letters, digits, '-', '_' and '.'")
         for key, value in self.node_selector.items():
-            if value and not _LABEL_VALUE.fullmatch(value):
-                raise JobError(f"label {key}={value!r}: must be letters, digits, '-', '_' and '.', 63 at most")
+            check_form("label_value", f"label {key}=", value)
         for taint in self.tolerate:
             toleration(taint)
 

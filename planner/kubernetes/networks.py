@@ -14,13 +14,12 @@ pod Multus names them net1 to netN, in the annotation's order.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.advice import Recommendation
-from planner.kubernetes.job import JobError
+from planner.kubernetes.job import JobError, check_form
 from planner.kubernetes.manifests import Document, from_template
 from planner.nccl_env.hcas import PortChoice, choose_ports
 from planner.nccl_env.interfaces import exact_if_needed
@@ -164,10 +163,6 @@ def _node(snapshot: Snapshot) -> NodeView:
     return NodeView(hostname=snapshot.hostname, snapshot=snapshot, topology=None)
 
 
-# Linux: an interface's name has at most 15 bytes, and no slash or white space.
-_INTERFACE = re.compile(r"[^\s/]{1,15}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSpec:
     """The devices to share, and the secondary network to make over them."""
@@ -189,8 +184,7 @@ class NetworkSpec:
         if not (self.interfaces or self.infiniband):
             raise JobError("interfaces: none; the network needs the name of at least one RDMA netdev of the nodes")
         for name in (*self.interfaces, *self.ports):
-            if not _INTERFACE.fullmatch(name):
-                raise JobError(f"interface {name!r}: not the name of a Linux interface")
+            check_form("interface", "interface ", name)
         try:
             ipaddress.ip_network(self.range)
             if self.gateway:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from typing import Any
 
 from contracts.layout import ROPE_TYPES, TRAINED, WHOLE_ROPE, Layout, most_ranks
 from planner.advice import ExportRequest, Formats, refuse, yaml_from_template
@@ -170,25 +169,11 @@ def torchrun_line(request: ExportRequest) -> str:
 
 def pod_env(request: ExportRequest) -> str:
     """The container's part of a pod spec."""
-    data: dict[str, Any] = {"env": [{"name": s.name, "value": s.value} for s in request.settings]}
-    limits: dict[str, str] = {}
-    if request.on_gpu:
-        limits["nvidia.com/gpu"] = str(request.ranks_per_node)
-    for need in request.needs:
-        key, colon, value = need.value.rpartition(": ")
-        if need.name == "resource" and colon and "*" not in key:  # a wildcard is the user's to name
-            limits[key] = value
-    if limits:
-        data["resources"] = {"limits": limits}
-    capabilities = [need.value for need in request.needs if need.name == "capability"]
-    if capabilities:
-        data["securityContext"] = {"capabilities": {"add": capabilities}}
-    shm = [need.value for need in request.needs if need.name == "shm_bytes"]
-    if shm:
-        data["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108 - a mount point, not a temp file
-    import yaml
-
-    return yaml.safe_dump(data, sort_keys=False)
+    limits = {"nvidia.com/gpu": str(request.ranks_per_node)} if request.on_gpu else {}
+    asked = (need.value.rpartition(": ") for need in request.needs if need.name == "resource")
+    limits |= {name: count for name, _, count in asked if name and "*" not in name}  # a wildcard is the user's to name
+    env = [{"name": setting.name, "value": setting.value} for setting in request.settings]
+    return yaml_from_template("pod.yaml", request, env=env, limits=limits)
 
 
 FORMATS: Formats = {

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 
 from collectives.traces.calls import UNNAMED, Call, RankTrace
-from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, ranks_of
+from planner.why.facts import MOST_RANKS, STALL_SECONDS, Cause, RunFacts, cause_named, ranks_of
 
 NEWER_SECONDS = 3.0  # ranks that are asked for their calls write within two looks of each other
 _SAME_CALL = "make every rank of the group call the same, in the same order"
@@ -173,8 +173,7 @@ def _unequal(rank: int, call: Call, other: int, match: Call | None) -> Iterator[
     """A send and its receive that differ; which of the two is wrong is not known."""
     if match is None or call.op != "send" or not call.sizes or not match.sizes or _lengths(call) == _lengths(match):
         return
-    words = f"rank {rank} sends {call.words}, rank {other} receives {match.words}: not the same"
-    yield Cause(code="call.size", message=words, action="send and receive tensors of one size and type")
+    yield cause_named("unequal", sender=rank, sent=call.words, receiver=other, received=match.words)
 
 
 def _lengths(call: Call) -> tuple[object, ...]:

@@ -51,6 +51,17 @@ class Cause:
     price: str = ""  # the cost in words, and in hours and money where steps and prices are known
 
 
+def cause_named(
+    key: str, *, ranks: tuple[int, ...] = (), nodes: tuple[str, ...] = (), share: float | None = None,
+    evidence: tuple[str, ...] = (), **fields: object,
+) -> Cause:  # fmt: skip
+    """The cause of that key in why.toml, with its fields put in."""
+    row = _WORDS["cause"][key]
+    message, action = (row[part].format(**fields) for part in ("message", "action"))
+    return Cause(code=row["code"], message=message, action=action, ranks=ranks, nodes=nodes, share=share,
+                 evidence=evidence)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
     """A question that no source answers, and the command that would answer it."""

@@ -24,6 +24,7 @@ from planner.why.facts import (
     Verdict,
     activity,
     are_alike,
+    cause_named,
     cause_of,
     first_to_end,
     headline,
@@ -37,7 +38,6 @@ from planner.why.facts import (
 from planner.why.stuck import sizes_met
 
 _EVERY_LOG = "topoflight why LOG_OF_EVERY_RANK, or --run DIR"
-_COLLECT = "collect the logs of every rank"
 
 
 def by_clash(facts: RunFacts) -> Verdict | None:
@@ -45,10 +45,8 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     rows = facts.log.clash
     if len(rows) == 1:  # releases up to 1.12 have each rank name its own call, and only that
         ((rank, call),) = rows.items()
-        cause = Cause(code="call.other", message=f"the ranks' calls do not match: rank {rank} calls {call.words}",
-                      action="make every rank of the group call the same, in the same order")  # fmt: skip
         what, how = "what the other ranks call there", "topoflight why with the logs of every rank"
-        return open_verdict("failed", cause, facts, (), what, how)
+        return open_verdict("failed", cause_named("clash_alone", rank=rank, call=call.words), facts, (), what, how)
     if len({signature(call) for call in rows.values()}) >= 2:
         cause = mismatch(rows, {}, size=facts.world or len(rows))
         return verdict_of("failed", (cause,), facts, cause.ranks)
@@ -56,8 +54,7 @@ def by_clash(facts: RunFacts) -> Verdict | None:
         return None
     # the same call under different numbers: a rank has called one more than the others
     each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
-    cause = Cause(code="call.order", message=f"{ranks_of(sorted(rows))} disagree: {'; '.join(each[:4])}",
-                  evidence=each[:8], action="make every rank of the group call the same, as often")  # fmt: skip
+    cause = cause_named("clash_numbers", who=ranks_of(sorted(rows)), each="; ".join(each[:4]), evidence=each[:8])
     return verdict_of("failed", (cause,), facts)
 
 
@@ -77,9 +74,7 @@ def by_models(facts: RunFacts) -> Verdict | None:
     each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
     who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} another model than the others" if odd else (
         "the ranks' models differ")  # fmt: skip
-    cause = Cause(code="model.differs", message=f"{who}: {each}", ranks=odd,
-                  action="build the same model, with the same frozen parameters, on every rank")  # fmt: skip
-    return verdict_of("failed", (cause,), facts, odd)
+    return verdict_of("failed", (cause_named("models", who=who, each=each, ranks=odd),), facts, odd)
 
 
 def by_rendezvous(facts: RunFacts) -> Verdict | None:
@@ -87,25 +82,18 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
     met = facts.log.rendezvous
     if met is None:
         return None
-    nodes: tuple[str, ...] = ()
     if met.unresolved:
-        code, message = "rendezvous.name", f"the name {met.unresolved} could not be resolved (DNS)"
-        action = "check MASTER_ADDR, and the DNS of that pod or host"
+        cause = cause_named("unresolved", name=met.unresolved, evidence=met.lines)
     elif met.taken:
-        code, message = "port_in_use", f"{met.taken} of the rendezvous is already in use"
-        action = "end the process that an earlier run left there, or choose another --master-port"
+        cause = cause_named("taken", port=met.taken, evidence=met.lines)
     elif met.world and met.joined is not None and met.joined < met.world:
-        code = "rendezvous_timeout"
         which = "rank" if met.world - met.joined == 1 else "ranks"
-        message = f"{met.joined} of {met.world} ranks have joined; which {which} did not is not known"
-        action = "read the launcher's log on each node: one never started its ranks, or has another --node-rank"
+        cause = cause_named("too_few", joined=met.joined, world=met.world, which=which, evidence=met.lines)
     elif met.unreached:
         host = met.unreached.rpartition(":")[0]
-        code, message, nodes = "rendezvous_timeout", f"{met.unreached} could not be reached at the rendezvous", (host,)
-        action = "check that rank 0 runs there, and that its port is open between the nodes"
+        cause = cause_named("unreached", place=met.unreached, nodes=(host,), evidence=met.lines)
     else:
         return None
-    cause = Cause(code=code, message=message, nodes=nodes, evidence=met.lines, action=action)
     return verdict_of("failed", (cause,), facts)
 
 
@@ -113,9 +101,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
     """A process group that is being made, and the ranks that have not come to make it."""
     more = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
     if more is not None:
-        message = f"{more.joined} ranks have joined a process group of {more.world}: some are of another run"
-        cause = Cause(code="bootstrap_mismatch", message=message,
-                      action="end processes that an earlier run left; the same world size on every node")  # fmt: skip
+        cause = cause_named("too_many", joined=more.joined, world=more.world)
         return verdict_of("failed" if more.over else "stuck", (cause,), facts)
     short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
     if not short:
@@ -128,8 +114,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
         cause = replace(cause_of(missing[0], Activity("unknown", ""), facts), ranks=missing,
                         message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
         return verdict_of(state, (cause,), facts, missing, waiting)
-    message = f"{count} the process group; which rank has not is not known"
-    cause = Cause(code="call.timeout", message=message, action=_COLLECT)
+    cause = cause_named("not_joined", count=count)
     return open_verdict(state, cause, facts, waiting, "which rank has not joined", _EVERY_LOG)
 
 
@@ -174,9 +159,7 @@ def by_hang(facts: RunFacts) -> Verdict | None:
     idle = tuple(rank for rank, _ in rows if rank in facts.log.idle)
     who = ranks_of([rank for rank, _ in rows])
     no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-    cause = Cause(code="watchdog_hung", message=f"PyTorch's watchdog of {who} {rows[0][1]}{no_call}: a CUDA call hangs "
-                  "or a thread holds Python's lock (GIL)", ranks=idle,
-                  action="py-spy dump --native --pid of that rank, and the kernel's log for an Xid")  # fmt: skip
+    cause = cause_named("watchdog", who=who, words=rows[0][1], no_call=no_call, ranks=idle)
     return verdict_of("failed", (cause,), facts, idle)
 
 
@@ -185,8 +168,7 @@ def by_peer(facts: RunFacts) -> Verdict | None:
     if not facts.log.lost:
         return None
     hosts = ", ".join(sorted(set(facts.log.lost.values()))[:4])
-    message = f"{ranks_of(sorted(facts.log.lost))} lost a peer: {hosts} closed the connection"
-    cause = Cause(code="rank.lost", message=message, action=f"read the logs of the ranks on {hosts}")
+    cause = cause_named("peer", who=ranks_of(sorted(facts.log.lost)), hosts=hosts)
     what, how = "why that peer closed it", "topoflight why with the logs of every node"
     return open_verdict("failed", cause, facts, tuple(sorted(facts.log.lost)), what, how)
 
@@ -196,8 +178,7 @@ def by_timeouts(facts: RunFacts) -> Verdict | None:
     rows = {rank: error for rank, error in sorted(facts.log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
-    message = f"{ranks_of(list(rows))} waited in vain; which rank has not come is not known"
-    cause = Cause(code="call.timeout", message=message, evidence=tuple(rows.values())[:2], action=_COLLECT)
+    cause = cause_named("in_vain", who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
     return open_verdict("failed", cause, facts, tuple(rows), "which rank has not come", _EVERY_LOG)
 
 

@@ -17,6 +17,7 @@ from planner.why.facts import (
     RunFacts,
     Verdict,
     activity,
+    cause_named,
     cause_of,
     first_to_end,
     lost_a_peer,
@@ -125,9 +126,7 @@ def _resends(facts: RunFacts) -> bool:
 
 def sizes_met(facts: RunFacts, waiting: tuple[int, ...] = ()) -> Verdict:
     """gloo ends the rank that is sent too much, which may be the one that is right: no rank is named."""
-    message = "calls of different sizes met: a rank was sent more than its call takes"
-    action = "make every rank of the group call the same sizes"
-    cause = Cause(code="call.size", message=message, evidence=(facts.log.cut_short,), action=action)
+    cause = cause_named("sizes", evidence=(facts.log.cut_short,))
     what, how = "which rank's size is the odd one", "TORCH_DISTRIBUTED_DEBUG=DETAIL on the next run"
     return open_verdict("failed", cause, facts, waiting, what, how)
 
@@ -145,8 +144,7 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
             f"{ranks_of(sorted(blocked.missing[rank]))}"
             for rank in circle
         )
-        cause = Cause(code="call.circle", message=f"{ranks_of(circle)} wait for each other in different groups",
-                      ranks=circle, evidence=lines, action="call groups in one order on every rank")  # fmt: skip
+        cause = cause_named("circle", who=ranks_of(circle), ranks=circle, evidence=lines)
         return verdict_of("stuck", (cause,), facts, circle)
     unseen = sorted(set().union(*blocked.unseen.values()) - set(blocked.waits)) if blocked.unseen else []
     rest = f"whether {ranks_of(unseen)} came is not known" if unseen else "which rank has not come is not known"
@@ -164,9 +162,8 @@ def _without_root(blocked: BlockedCalls, facts: RunFacts, wait: str, waiting: tu
         f"or a GPU that hangs in number {min(here)}"
         for group, here in numbers.items() if len(here) > 1
     )  # fmt: skip
-    cause = Cause(code="call.timeout", message=f"{blocked.describe(waiting)}; {rest}",
-                  evidence=tuple(dict.fromkeys((wait, *apart, *counts)))[:4],
-                  action="collect the logs and dumps of every rank")  # fmt: skip
+    evidence = tuple(dict.fromkeys((wait, *apart, *counts)))[:4]
+    cause = cause_named("stands", waits=blocked.describe(waiting), rest=rest, evidence=evidence)
     how = ("topoflight why LOG_OF_EVERY_RANK --flight-recorder DIR; on the next run "
            "TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1")  # fmt: skip
     return open_verdict("stuck", cause, facts, waiting, "which rank has not come to the call", how)
@@ -230,13 +227,9 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
         (host, touched), (pair, most) = by_host.most_common(1)[0], pairs.most_common(1)[0]
         others = {a if b == host else b for a, b in pairs if host in (a, b)}
         if (share := (most + pairs.get((pair[1], pair[0]), 0)) / total) >= EXPLAINS and owners:
-            return Cause(code="link", nodes=tuple(sorted(pair)), share=share, evidence=(*evidence, *backlog),
-                         message=f"the link between {pair[0]} and {pair[1]}, or the network of one of them, {what}",
-                         action=f"on both: topoflight bench --nodes 2 --rendezvous {pair[0]}:1234")  # fmt: skip
+            return cause_named("link", one=pair[0], other=pair[1], what=what, nodes=tuple(sorted(pair)), share=share,
+                               evidence=(*evidence, *backlog))  # fmt: skip
         if touched / total >= EXPLAINS and len(others) > 1:
-            return Cause(code="link.node", message=f"the network of {host} {what}: towards {', '.join(sorted(others))}",
-                         nodes=(host,), share=touched / total, evidence=(*evidence, *backlog),
-                         action=f"look at its NIC, cable and port: topoflight scan on {host}")  # fmt: skip
-    return Cause(code="network", message=f"the network {what}: every rank of the group has entered the call",
-                 evidence=(*evidence, *backlog), action="measure it by pairs: on each node "
-                        "topoflight bench --search --nodes N --rendezvous HOST:PORT")  # fmt: skip
+            return cause_named("node", host=host, what=what, others=", ".join(sorted(others)), nodes=(host,),
+                               share=touched / total, evidence=(*evidence, *backlog))  # fmt: skip
+    return cause_named("network", what=what, evidence=(*evidence, *backlog))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from kustomization import render
 from rigs.recorded import NAMES, path_of, raised, view
 
+from agent.base.units import parse_size
 from agent.checks.view import View, look
 from probes.host.live import ENVIRONMENT, SECRET
-from probes.host.protocol import GpuHandle, Json
+from probes.host.protocol import Json
 from probes.host.recording import RecordedHost, load
 from probes.scan import scan
 
@@ -21,16 +21,8 @@ ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = ROOT / "deploy/daemonset/overlays"
 Document = dict[str, Any]
 GROUP = "/kubepods/burstable/pod0e4d2c1a-5f6b-4a3e-9d8c-7b6a5f4e3d2c/c0ffee00c0ffee00"
-UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "": 1}
 OPENSHIFT_UID = 1000650000  # where the manifest names none, of the range of the namespace
 SHM_OF_A_POD = 64 << 20  # what containerd and CRI-O give where the manifest mounts nothing there
-
-
-def size_bytes(quantity: str) -> int:
-    """A Kubernetes quantity of memory."""
-    found = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)", str(quantity))
-    assert found, quantity
-    return int(found[1]) * UNITS[found[2]]
 
 
 def cpus(quantity: str) -> float:
@@ -42,8 +34,9 @@ def cpus(quantity: str) -> float:
 class PodHost(RecordedHost):
     """Answers as the machine would from inside the pod; `engine` gives the container runtime's default limits.
 
-    Pods of one network namespace see their own interfaces only, no /dev/infiniband without a device plugin, the first
-    64 bytes of configuration space (not root), and no kernel log.
+    Its driver is the host's, as the runtime class mounts the library. Pods of one network namespace see their own
+    interfaces only, no /dev/infiniband without a device plugin, the first 64 bytes of configuration space (not root),
+    and no kernel log.
     """
 
     def __init__(self, path: Path, manifest: Document, *, memlock: int | None = None, nofile: int = 1 << 20) -> None:
@@ -63,7 +56,7 @@ class PodHost(RecordedHost):
             "/proc/self/status": "Name:\ttopoflight\nCapEff:\t0000000000000000\nSeccomp:\t2\n",
             "/proc/self/cgroup": f"0::{GROUP}\n",
             "/proc/1/cgroup": f"0::{GROUP}\n",
-            f"/sys/fs/cgroup{GROUP}/memory.max": f"{size_bytes(limits['memory'])}\n",
+            f"/sys/fs/cgroup{GROUP}/memory.max": f"{parse_size(limits['memory'])}\n",
             f"/sys/fs/cgroup{GROUP}/cpu.max": f"{int(cpus(limits['cpu']) * period)} {period}\n",
             "/etc/hosts": "# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n",
         }
@@ -72,7 +65,7 @@ class PodHost(RecordedHost):
         self.shm = SHM_OF_A_POD
         if memory := volumes.get(mounted.get("/dev/shm", ""), {}).get("emptyDir"):
             assert memory["medium"] == "Memory"  # sized by the smaller of its own limit and the pod's
-            self.shm = min(size_bytes(memory["sizeLimit"]), size_bytes(limits["memory"]))
+            self.shm = min(parse_size(size) or 0 for size in (memory["sizeLimit"], limits["memory"]))
 
     def read_text(self, path: str) -> str:
         """The pod's own files stand above the machine's."""
@@ -145,10 +138,6 @@ class PodHost(RecordedHost):
     def kernel_log(self, word: str) -> tuple[str, ...]:
         """CAP_SYSLOG is dropped."""
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), "kernel log")
-
-    def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
-        """The runtime class mounts the driver's library: as on the host."""
-        return super().nvml(symbol, *arguments)
 
 
 def _link(name: str, index: int, flags: int, kind: str | None, mtu: int) -> dict[str, Json]:

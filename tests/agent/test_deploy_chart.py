@@ -11,8 +11,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
-from kubectl_layer import helm
-from kustomization import LOADER, render
+from kustomization import LOADER, helm, render
 from rigs.tables import each_row
 from test_deploy_manifests import CUSTOM, OVERLAYS
 
@@ -60,22 +59,9 @@ def test_the_chart_renders_what_the_overlay_renders(overlay: str) -> None:
 
 def test_what_no_overlay_sets_arrives_and_is_strictly_valid() -> None:
     """Every other value, in a namespace of another name."""
-    values = {
-        "image": {"repository": "your.registry/topoflight", "tag": "9"}, "privileged": True,
-        "driverPaths": ["/host/opt/nvidia", "/opt/x"], "networks": "default/rail-1,default/rail-2",
-        "imagePullSecrets": [{"name": "mine"}], "resources": {"limits": {"memory": "1Gi"}},
-        "nodeSelector": {"pool": "a"},
-        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
-        "nodeAffinity": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}], "priorityClassName": "theirs",
-        "podLabels": {"team": "x", "app.kubernetes.io/name": "another"}, "podAnnotations": {"note": "y"},
-        "node": {"root": True, "devices": False, "mountPropagation": "HostToContainer"},
-        "expect": {"gpus": 8}, "prices": {"p5.48xlarge": 55.04}, "ownNode": True,
-        "tolerations": [{"key": "mine", "operator": "Equal", "value": "x", "effect": "NoSchedule"}],
-        "monitoring": {"enabled": True, "namespaces": ["watch"], "labels": {"release": "prom"}, "docsUrl": "https://d.test/x/",
-                       "grafanaUrl": "https://g.test", "pageUrl": "https://p.test/fleet/"},
-    }  # fmt: skip
-    words = [w for key, value in values.items() for w in ("--set-json", f"{key}={json.dumps(value)}")]
-    documents = template(*words, "--namespace", "elsewhere")
+    file = Path(__file__).with_name("chart_values.yaml")
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    documents = template("--values", str(file), "--namespace", "elsewhere")
     for document in documents:
         if not document["apiVersion"].startswith(CUSTOM):
             kubernetes_validate.validate(document, "1.35", strict=True)
@@ -130,41 +116,17 @@ def test_lint_finds_nothing_and_a_value_that_is_none_is_named() -> None:
         assert done.returncode and named in done.stderr, setting
 
 
-# key -> values that the agent takes, values that it refuses
-EXPECTATIONS: dict[str, tuple[list[Any], list[Any]]] = {
-    "gpus": ([0, 8, 1024, "8", "008"], [-1, 1025, 8.5, "x", "-1", "1025", "8.0", "", "٨", True, None, [8], {}]),
-    "gpu": (["H100", "A100-SXM4-80GB", "x" * 64], ["", "100", "x" * 65, "H\n1", "é1", 100, True, None, ["H100"]]),
-    "nvlink": ([1, 18, 99, "NV18", "nv04", "18"], [0, -3, 100, 999, "SYS", "NV0", "NV", "NV 18", "0", None, ["NV18"]]),
-    "hcas": ([0, 8, "8", "mlx5_[0-3]:4", [], [8], ["mlx5_[0-3]:4", "mlx5_9:1"], [1] * 64],
-             [-1, 1025, "x9", "mlx5_0", ":8", "mlx5_0:", "a:b:4", "a" * 65 + ":1", None, True, [None], [[8]], [-1],
-              [1] * 65]),
-    "rate": ([1, 400, 99999, "400", "200Gb/s", "200 gbps", "0400G", "mlx5_[0-7]:400", "a:100Gbit/s", [400, "a:200"]],
-             [0, -5, 100000, 0.5, "0", "abc5", "mlx5_[0-7]:0", "400 Mb/s", "a:b", "400Gbs", None, ["x"], [0]]),
-    "gdr": ([True, "on", "ON", "oN"], [False, "off", "yes", "true", 1, None, [True]]),
-    "memlock": (["unlimited", "Unlimited", "8Mi", "8 mib", 65536, 0],
-                ["8much", "much", "unlimited ", -1, "-1", "1e9", True, None]),
-    "shm": (["64GiB", "16 G", " 1.5T ", "65536", "7B", 0, 10**12, 1.5],
-            ["16X", "16 parsecs", -4, "-4", "", "G", "1,5G", "1e9", "9" * 19, 10**19, "16Pi", "iB", None, ["64G"]]),
-    "interface": (["net1", "net*", "eth0.100", "a:1", "10g", [], ["net1", "rail-?"], ["a"] * 64],
-                  ["", "net 1", "1", "net/1", "a" * 65, "é", 1, 1.5, True, None, [1], [""], [None], ["a"] * 65]),
-    "driver": ([570, 570.86, 0, "570", "570.86", "570.86.15", "1.2.3.4"],
-               [-1, -570.5, 1000000, "...", "5.", ".5", "new", "1.2.3.4.5", "1234567", "", "570-open", True, None,
-                [570]]),
-}  # fmt: skip
-
-
 def test_the_chart_takes_the_expectations_that_the_agent_takes(tmp_path: Path) -> None:
     """Each value is put to the chart's schema and, as the release's ConfigMap has it, to the agent."""
     schema = jsonschema.Draft202012Validator(json.loads((CHART / "values.schema.json").read_text()))
-    assert set(schema.schema["properties"]["expect"]["properties"]) == set(EXPECTATIONS) == set(KEYS)
-    rows = [({key: value}, right) for key, columns in EXPECTATIONS.items()
-            for right, values in zip((True, False), columns, strict=True) for value in values]  # fmt: skip
+    known = yaml.safe_load((ROOT / "tests/agent/expectations.yaml").read_text(encoding="utf-8"))["values"]
+    assert set(schema.schema["properties"]["expect"]["properties"]) == set(known) == set(KEYS)
+    rows = [({key: value}, column == "taken") for key, columns in known.items() for column in columns
+            for value in columns[column]]  # fmt: skip
+    rows += [({key: [one] * many}, many == 64) for key, one in (("hcas", 1), ("interface", "a")) for many in (64, 65)]
+    rows += [({"gpuz": 8}, False), ({key: columns["taken"][0] for key, columns in known.items()}, True)]
     file, wrong = tmp_path / "expect.yaml", []
-    for value, right in [
-        *rows,
-        ({"gpuz": 8}, False),
-        ({key: taken[0] for key, (taken, _) in EXPECTATIONS.items()}, True),
-    ]:
+    for value, right in rows:
         file.write_text(yaml.safe_dump(value), encoding="utf-8")
         try:
             read_file(file)

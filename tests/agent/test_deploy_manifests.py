@@ -12,18 +12,14 @@ import pytest
 import yaml
 from kustomization import CLUSTER_SCOPED, render
 from rigs import crds
+from rigs.command import parse
 from rigs.tables import each_row
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = sorted((ROOT / "deploy/daemonset/overlays").iterdir())
 BESIDE = [ROOT / "deploy/daemonset/overlays/prometheus-operator/monitoring"]
-FOLDERS = [
-    ROOT / "deploy/daemonset/base",
-    *OVERLAYS,
-    *BESIDE,
-    ROOT / "deploy/bench/job",
-    ROOT / "deploy/bench/openshift",
-]
+BENCH = [ROOT / "deploy/bench/job", ROOT / "deploy/bench/openshift"]
+FOLDERS = [ROOT / "deploy/daemonset/base", *OVERLAYS, *BESIDE, *BENCH]
 CUSTOM = ("monitoring.coreos.com", "security.openshift.io")
 Document = dict[str, Any]
 
@@ -83,12 +79,8 @@ def test_namespace_label_fits_the_pods(folder: Path) -> None:
     (own,) = [d for d in render(folder) if d["kind"] == "Namespace" and d["metadata"]["name"] == "topoflight"]
     wanted = "privileged" if folder.name.endswith("host-network") or folder.name == "plain" else "restricted"
     assert {own["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] for mode in ("enforce", "warn")} == {wanted}
-
-
-def test_the_plain_overlay_asks_nothing_of_a_cluster() -> None:
-    """No runtime class, no label of a node: the agent starts where there is no operator."""
-    spec = daemonset(ROOT / "deploy/daemonset/overlays/plain")["spec"]["template"]["spec"]
-    assert not {"runtimeClassName", "affinity", "nodeSelector"} & set(spec)
+    if folder.name == "plain":  # it asks nothing of a cluster: no operator's class, no label of a node
+        assert not {"runtimeClassName", "affinity", "nodeSelector"} & set(daemonset(folder)["spec"]["template"]["spec"])
 
 
 @every_folder
@@ -156,11 +148,8 @@ def test_monitoring_reaches_the_agents(folder: Path) -> None:
         for made in (d for d in documents if d["kind"] == kind):
             policy = policies[made["metadata"]["name"]]
             assert policy["metadata"]["namespace"] == made["metadata"]["namespace"]
-            selected, labels = (
-                policy["spec"]["podSelector"]["matchLabels"],
-                made["spec"]["template"]["metadata"]["labels"],
-            )
-            assert selected and selected.items() <= labels.items()
+            selected = policy["spec"]["podSelector"]["matchLabels"]
+            assert selected and selected.items() <= made["spec"]["template"]["metadata"]["labels"].items()
             assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
             assert not any(admits(policy, name) for name in ("default", "training", "topoflight", "kube-system"))
     agents = policies["topoflight"]
@@ -195,16 +184,11 @@ def test_an_overlay_of_ones_own_moves_the_agents(name: str, tmp_path: Path) -> N
 
 def test_daemonset_arguments_are_understood() -> None:
     """The arguments in the manifests are options that exist."""
-    from agent.cli.main import cli
-
     for folder in (ROOT / "deploy/daemonset/overlays/kubernetes", ROOT / "deploy/bench/job"):
         for document in render(folder):
             template = document.get("spec", {}).get("template")
             for container in template["spec"]["containers"] if template else ():
-                verb, *arguments = container["args"]
-                command = cli.get_command(None, verb)  # type: ignore[arg-type]
-                assert command is not None, verb
-                command.make_parser(command.make_context(verb, [], resilient_parsing=True)).parse_args(arguments)
+                parse(container["args"])
 
 
 def test_bench_pods_ask_for_what_they_use_and_meet_by_name() -> None:
@@ -232,16 +216,10 @@ def test_openshift_picks_the_users(name: str) -> None:
     (pod,) = [d["spec"]["template"]["spec"] for d in job if d["kind"] == "Job"]
     assert scc["runAsUser"] == {"type": "MustRunAsRange"} and set(scc["volumes"]) >= {"emptyDir", "downwardAPI"}
     assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == scc["allowedCapabilities"]
-    for document in (*overlay, *job, *(d for f in BESIDE for d in render(f))):
-        assert not re.search("runAs(User|Group)", str(document.get("spec", {}).get("template"))), document["metadata"][
-            "name"
-        ]
-
-
-def test_what_goes_beside_an_overlay_brings_no_second_agent() -> None:
-    """Its objects are in the agents' namespace or the cluster's, and none is in the overlays it is for."""
-    there = {(d["kind"], d["metadata"]["name"]) for d in render(ROOT / "deploy/daemonset/overlays/openshift")}
-    for folder in BESIDE:
-        made = render(folder)
-        assert not there & {(d["kind"], d["metadata"]["name"]) for d in made}
-        assert {d["metadata"].get("namespace", "topoflight") for d in made} == {"topoflight"}
+    beside = [d for f in BESIDE for d in render(f)]
+    for document in (*overlay, *job, *beside):
+        fixed = re.search("runAs(User|Group)", str(document.get("spec", {}).get("template")))
+        assert not fixed, document["metadata"]["name"]
+    here, there = ({(d["kind"], d["metadata"]["name"]) for d in documents} for documents in (beside, overlay))
+    assert not here & there, "what goes beside an overlay brings no second agent"
+    assert {d["metadata"].get("namespace", "topoflight") for d in beside} == {"topoflight"}

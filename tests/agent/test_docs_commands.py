@@ -1,4 +1,4 @@
-"""Every command and snippet of the documentation is run, or, where it needs a cluster or makes load, parsed."""
+"""Every command, snippet and example of the documentation is run or, where it needs a cluster or makes load, parsed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
+import kubernetes_validate
 import pytest
 import yaml
+from rigs.command import parse as parse_command
 from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 from test_tutorials import PAGES as TUTORIALS
 
+from agent.checks.codes import ALL_CODES
+from agent.checks.expect import parse
 from agent.cli.main import VERBS, cli
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,19 +106,12 @@ def test_a_command_of_the_pages_can_be_typed(
     """Its verb and options exist; where it only reads, it is run and neither refused nor broken."""
     words = filled(line, folder)
     assert words[0] in VERBS, page
-    command = cli.get_command(click.Context(cli), words[0])
-    assert command is not None
-    options = {
-        name for one in command.params if isinstance(one, click.Option) for name in (*one.opts, *one.secondary_opts)
-    }
-    assert {
-        word.partition("=")[0] for word in words[1:] if word.startswith("-") and word not in ("-", "--")
-    } <= options, page
-    last = words[-1] if words[-1].startswith("--") else ""
-    taking = {name for one in command.params if isinstance(one, click.Option) and not one.is_flag for name in one.opts}
-    if last in taking:  # the page names the option alone
+    known = options(words[0])
+    used = {word.partition("=")[0] for word in words[1:] if word.startswith("-") and word not in ("-", "--")}
+    assert used <= known.keys(), page
+    if words[-1] in known and not getattr(known[words[-1]], "is_flag", False):  # the page names the option alone
         return
-    command.make_parser(click.Context(command)).parse_args(list(words[1:]))
+    parse_command(words)
     cut_short = (
         words[0] in FILE_OF and not set(words) & {*FILE_OF.values(), "-", "trainjob.yaml"} and words[0] != "topo"
     )
@@ -127,6 +126,13 @@ def test_a_command_of_the_pages_can_be_typed(
     monkeypatch.chdir(folder)
     done = topoflight(*words, given=LOG, KUBECONFIG="/nonexistent")
     assert done.exit_code not in (1, 2), f"{page}: {done.stderr}"
+
+
+def options(verb: str) -> dict[str, click.Parameter]:
+    """The options of a verb by each of their names; none of a verb that does not exist."""
+    command = cli.get_command(click.Context(cli), verb) if verb in VERBS else None
+    return {name: one for one in (command.params if command else ()) for name in (*one.opts, *one.secondary_opts)
+            if isinstance(one, click.Option)}  # fmt: skip
 
 
 def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
@@ -145,8 +151,7 @@ def said_by_the_product() -> Iterator[tuple[str, str, list[str]]]:
 def test_a_command_that_the_product_names_can_be_typed() -> None:
     wrong, seen = [], 0
     for place, verb, words in said_by_the_product():
-        command = cli.get_command(click.Context(cli), verb) if verb in VERBS else None
-        known = {name: one for one in (command.params if command else ()) for name in (*one.opts, *one.secondary_opts)}
+        known = options(verb)
         for word, value in zip(words, [*words[1:], ""], strict=False):
             if not re.fullmatch(r"--[a-z-]+", word):
                 continue
@@ -227,3 +232,74 @@ def test_links_between_pages_lead_somewhere() -> None:
             if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
                 dead.append((page.relative_to(ROOT).as_posix(), target))
     assert not dead
+
+
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "docs/examples").glob("*.yaml"))}
+COMMAND = re.compile(r"(?:^ *|run: |- |-- |\$ )topoflight ((?:[a-z-]+)(?: [^|#\n`]+)?)", re.M)
+
+
+@each_row("name", ["github-actions", "gitlab-ci", "init-container", "tekton-task"])
+def test_an_example_is_yaml_whose_commands_and_expectations_are_understood(name: str) -> None:
+    """Verbs, options and check names that exist, and what a node must have."""
+    text = EXAMPLES[name].read_text(encoding="utf-8")
+    assert isinstance(yaml.safe_load(text), dict)
+    found = [m.group(1).split(" || ")[0].split("; ")[0] for m in COMMAND.finditer(text.replace("\\\n", " "))]
+    assert found or name == "init-container"
+    for line in found:
+        words = shlex.split(line)
+        parse_command(words)
+        named = [value for option, value in pairwise(words) if option in ("--require", "--skip") and "*" not in value]
+        assert set(named) <= set(ALL_CODES), named
+    wanted = [word for word in text.replace('"', " ").replace(",\n", " ").split() if word.startswith("gpus=")]
+    assert "--expect" in text and wanted
+    assert {parse([words.rstrip("],")]).gpus for words in wanted} == {8}
+    assert set(EXAMPLES) == {"github-actions", "gitlab-ci", "init-container", "tekton-task"}
+
+
+def test_the_init_container_is_a_valid_job() -> None:
+    """Strictly, and its arguments are understood."""
+    job: dict[str, Any] = yaml.safe_load(EXAMPLES["init-container"].read_text())
+    kubernetes_validate.validate(job, "1.35", strict=True)
+    (gate,) = job["spec"]["template"]["spec"]["initContainers"]
+    parse_command(gate["args"])
+
+
+def test_the_pipelines_keep_the_report_and_the_gates_word() -> None:
+    """What each system's own schema cannot know: files that are written are the files that are kept."""
+    read = {name: yaml.safe_load(path.read_text()) for name, path in EXAMPLES.items()}
+    (job,) = read["github-actions"]["jobs"].values()
+    gate, keep = job["steps"]
+    assert "junit=preflight.xml" in gate["run"] and keep["with"]["path"] == "preflight.*" and keep["if"] == "always()"
+    assert True in read["github-actions"] or "on" in read["github-actions"], "YAML 1.1 reads the word `on` as true"
+    gitlab = read["gitlab-ci"]["preflight"]
+    assert f"junit={gitlab['artifacts']['reports']['junit']}" in gitlab["script"][0]
+    assert f"json={gitlab['artifacts']['paths'][0]}" in gitlab["script"][0] and gitlab["artifacts"]["when"] == "always"
+    assert gitlab["image"]["entrypoint"] == [""], "the runner starts a shell by the image's entrypoint"
+    task = read["tekton-task"]["spec"]
+    (step,) = task["steps"]
+    used = set(re.findall(r"\$\((params|results|workspaces)\.([a-z]+)", yaml.safe_dump(step)))
+    assert used == {(kind, one["name"]) for kind in ("params", "results", "workspaces") for one in task[kind]}
+    assert 'export REPORT="${REPORTS:-/tmp}/' in step["script"] and '-o json="$REPORT"' in step["script"]
+    assert "$(" not in step["script"], "a parameter in a script would be code"
+    assert step["script"].rstrip().endswith("exit $code"), "the gate's exit code is the step's"
+
+
+def test_the_example_without_a_gpu_is_two_pods_of_the_built_in_model() -> None:
+    """The command of docs/tutorials/two-pods.md, with a node that has none; nothing asks for one, or for a download."""
+    readme = (ROOT / "docs/tutorials/two-pods.md").read_text()
+    (line,) = re.findall(r"\$ topoflight (launch .*)", readme)
+    words = ["tests/machines/cpu-only-vm.json" if word == "node.json" else word for word in line.split()]
+    done = topoflight(*words, "--dry-run")
+    assert done.exit_code == 0, done.output
+    documents = list(yaml.safe_load_all(done.stdout))
+    documents += yaml.safe_load_all((ROOT / "deploy/example/claim.yaml").read_text())
+    for document in documents:
+        kubernetes_validate.validate(document, "1.35", strict=True)
+    job = next(d for d in documents if d["kind"] == "Job")["spec"]
+    pod = job["template"]["spec"]
+    assert job["completions"] == 2 and [one["name"] for one in pod["initContainers"]] == ["preflight"]
+    assert "nvidia.com" not in str(documents) and "random:tiny-llama" in str(documents)
+    claims = {each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each}
+    assert claims == {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
+    for name in ("kind.yaml", "second-network.yaml"):
+        assert list(yaml.safe_load_all((ROOT / "deploy/example" / name).read_text()))

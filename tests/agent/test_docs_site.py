@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, loads nothing from another host, and has what others link to."""
+"""The reference pages and the site: one full entry for every code and alert, no warning, nothing from another host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 from alerts import ALERTS, DOCS
+from click.testing import CliRunner
+from rigs.tables import each_row
 
-from agent.checks.explain import sections
+from agent.checks.codes import ALL_CODES
+from agent.checks.explain import PAGES, sections
+from agent.checks.history import AT_ONCE
+from agent.cli.explain import explain
 from agent.cli.main import VERBS
+from collectives.nccl_log.codes import CODES as LOG_CODES
+from planner.lint.tables import CODES as ENV_CODES
+from planner.lint.tables import texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,3 +62,67 @@ def test_what_others_link_to_is_there(site: Path) -> None:
     headings = re.findall(r"<h[23] id=\"([^\"]+)\"", "".join(texts.values()))
     assert [name for name in sections() if name.startswith("Topoflight") and name.lower() not in headings] == []
     assert set(VERBS) <= set(re.findall(r"<h2 id=\"([^\"]+)\"", texts[site / "reference/cli/index.html"]))
+
+
+PARTS = ["Meaning", "Cause", "Confirm", "Remedy", "Severity"]
+GATE = {code for code in ALL_CODES if not code.startswith("env.")}
+
+
+def headings(name: str) -> list[str]:
+    return re.findall(
+        r"^### `([^`]+)`$", (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+
+
+def diagnoses() -> set[str]:
+    """Codes that `why` gives its causes: literals of the sources, and of the tests where the code builds them."""
+    places = [*(ROOT / "planner/why").glob("*.py"), *(ROOT / "agent/why").glob("*.py"), ROOT / "tests/why/test_why.py"]
+    text = "".join(place.read_text(encoding="utf-8") for place in places)
+    found = set(re.findall(r"\"((?:rank|ranks|call|link|all|timeout|step|model|rendezvous)\.[a-z]+)\"", text))
+    words = tomllib.loads((ROOT / "planner/why/why.toml").read_text(encoding="utf-8"))
+    found |= {*words["code"].values(), *(row["code"] for row in words["cause"].values() if "_" not in row["code"])}
+    return found | set(re.findall(r"code=\"([a-z]+)\"", text))
+
+
+def test_every_code_has_one_entry_on_its_page() -> None:
+    """No code without an entry, no entry without a code, none twice."""
+    pages = {name: headings(name) for name in PAGES}
+    assert sorted(pages["findings"]) == sorted(GATE)
+    assert sorted(pages["settings"]) == sorted(ENV_CODES)
+    assert sorted(pages["log-problems"]) == sorted(LOG_CODES)
+    assert pages["alerts"] == [alert.name for alert in ALERTS]
+    assert diagnoses() <= set(pages["diagnoses"]), diagnoses() - set(pages["diagnoses"])
+    assert len(sections()) == sum(map(len, pages.values()))
+
+
+@each_row("name", sorted(sections()))
+def test_an_entry_is_whole(name: str) -> None:
+    """Each point once, in order, in sentences; the severities are those of the code."""
+    points = re.findall(r"^- \*\*(\w+):\*\* (\S.*)$", sections()[name], flags=re.MULTILINE)
+    assert [point for point, _ in points] == PARTS + (["Once"] if name in AT_ONCE else [])
+    assert all(text.endswith(".") for _, text in points), points
+    told = re.findall(r"[a-z]+", dict(points)["Severity"].partition(".")[0])
+    if name in LOG_CODES:
+        assert told == [LOG_CODES[name].severity]
+    elif name in ENV_CODES:
+        assert {text.status for key, text in texts().items() if key.partition("/")[0] == name} - {None} <= set(told)
+
+
+def test_named_codes_exist() -> None:
+    """An entry that sends the reader to another code sends it to one that is there."""
+    firsts = "|".join(sorted({code.split(".")[0] for code in GATE}))
+    text = re.sub(r"`[^`]*`", "", "".join(sections().values()))  # file names such as run.json stand in code
+    named = set(re.findall(rf"(?<![\w.])(?:{firsts})(?:\.[a-z_0-9]+)+\b", text))
+    assert named - sections().keys() == set()
+    assert "limits.memlock.low" in named
+
+
+def test_explain_prints_the_entry() -> None:
+    """`topoflight explain CODE` answers for every code and lists all of them."""
+    for code in sections():
+        result = CliRunner().invoke(explain, [code])
+        assert result.exit_code == 0 and result.output.startswith(f"{code}\n"), code
+        assert all(f"{part}:" in result.output for part in PARTS), code
+        assert max(map(len, result.output.splitlines())) <= 80, code
+    listed = CliRunner().invoke(explain, ["--list"])
+    assert [line.split()[0] for line in listed.output.splitlines()] == list(sections())

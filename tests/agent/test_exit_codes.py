@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import socket
-import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
-from rigs.command import topoflight
+from rigs.command import process, topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
@@ -22,74 +23,11 @@ from planner.kubernetes.job import DEVICE_CLASSES, RESTARTS
 from planner.lint.sources import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
-SICK, SOUND = str(path_of("sick-h100-dead-hca")), str(path_of())
-GOOD_LOG = """\
-n1:10:20 [0] NCCL INFO Using network IB
-n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nRanks 2 nNodes 2 localRanks 1 localRank 0 MNNVL 0
-n1:10:20 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
-n1:10:20 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
-n1:10:20 [0] NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 1b000 commId 0x2 - Init COMPLETE
-"""
-BAD_LOG = GOOD_LOG.replace("/GDRDMA", "").replace("NET/IB/0", "NET/Socket/0").replace("network IB", "network Socket")
-WARNED_LOG = "n1:10:20 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>\n" + GOOD_LOG
-JOB = ("--api", "job", "--image", "i:1", "--dry-run")
-# verb, code: words, and what to write to standard input
-JOB_MANIFEST = """\
-kind: Job
-metadata: {name: a}
-spec: {parallelism: 2, template: {spec: {containers: [{name: a, command: [torchrun, sft.py]}]}}}
-"""
-CASES: dict[tuple[str, int], tuple[tuple[str, ...], str]] = {
-    ("scan", 0): (("--host", SICK), ""),
-    ("scan", 2): (("--host", "missing.json"), ""),
-    ("capture", 0): ((), ""),
-    ("capture", 2): (("--no-such-option",), ""),
-    ("demo", 0): ((), ""),
-    ("demo", 2): (("--no-such-option",), ""),
-    ("bundle", 2): (("--node", "n"), ""),
-    ("topo", 0): (("--host", SOUND), ""),
-    ("topo", 2): (("--from", "-"), "no matrix"),
-    ("topo", 5): (("--from", "-"), "\tGPU0\tGPU1\nGPU0\t X \tNV4\n"),
-    ("diff", 0): ((SICK, SOUND), ""),
-    ("diff", 2): (("missing.json",), ""),
-    ("evidence", 0): (("-",), GOOD_LOG),
-    ("evidence", 2): (("missing.log",), ""),
-    ("evidence", 3): (("-",), BAD_LOG),
-    ("evidence", 4): (("-", "--fail-on", "warn", "--port", "mlx5_0:1", "--port", "mlx5_9:1"), WARNED_LOG),
-    ("evidence", 5): (("-",), "nothing of NCCL"),
-    ("run", 2): (("no-such-command",), ""),
-    ("why", 0): (("-",), GOOD_LOG),
-    ("why", 2): (("missing.log",), ""),
-    ("why", 3): (
-        ("-",),
-        BAD_LOG + "Traceback (most recent call last):\nRuntimeError: CUDA error: out of memory\n",
-    ),
-    ("why", 4): (("-",), BAD_LOG),
-    ("why", 5): (("-",), "nothing of NCCL"),
-    ("calibrate", 2): (("--model", "no-such-model"), ""),
-    ("recommend", 0): (("--machine", "p5", "--model", "tiny"), ""),
-    ("recommend", 2): (("--model", "no-such-model", "--machine", "p5"), ""),
-    ("recommend", 3): (("--machine", "4xrtx4090", "--model", "Llama-3.1-70B", "--method", "full"), ""),
-    ("lint-env", 0): (("-",), "NCCL_DEBUG=INFO\n"),
-    ("lint-env", 2): (("missing.env",), ""),
-    ("lint-env", 3): (("-", "--host", SOUND), "NCCL_IB_HCA=mlx5_77\n"),
-    ("lint-env", 5): (("-",), "export NCCL_DEBUG=INFO\nif [ NCCL_P2P_DISABLE=1 ; then\n"),
-    ("preflight", 0): (("--host", SOUND), ""),
-    ("preflight", 2): (("--host", SOUND, "--require", "no.such"), ""),
-    ("preflight", 3): (("--host", SICK), ""),
-    ("preflight", 4): (("--host", str(path_of("l40s-4x-pcie")), "--fail-on", "warn"), ""),
-    ("preflight", 5): (("--host", SOUND, "--require", "bench.*"), ""),
-    ("launch", 0): (("--dry-run",), ""),
-    ("launch", 2): (("--set", "no_such_setting=1"), ""),
-    ("launch", 3): ((*JOB, "--machine", "4xrtx4090", "--model", "Llama-3.1-70B", "--method", "full"), ""),
-    ("compare-networks", 2): (("--over", "eth0"), ""),
-    ("wrap", 0): (("-", "--host", SOUND), JOB_MANIFEST),
-    ("wrap", 2): (("-", "--host", SOUND), "kind: Deployment"),
-    ("bench", 2): (("--op", "all_to_none"), ""),
-    ("serve", 2): (("--reads", "token"), ""),
-    ("explain", 0): (("rdma.port.down",), ""),
-    ("explain", 2): (("rdma.port.dwon",), ""),
-}
+TABLE = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text(encoding="utf-8"))
+CASES = {(row["verb"], row["code"]): row for row in TABLE["cases"]}
+MACHINES = {"SOUND": path_of(), "SICK": path_of("sick-h100-dead-hca"), "L40S": path_of("l40s-4x-pcie"),
+            "VM": path_of("cpu-only-vm")}  # fmt: skip
+SOUND = MACHINES["SOUND"]
 RANKS: dict[tuple[str, int], tuple[str, ...]] = {  # these start ranks: seconds each
     ("bench", 0): ("--ranks", "2", "--size", "65536", "--budget", "60"),
     ("bench", 3): ("--ranks", "2", "--size", "65536", "--budget", "60"),  # over an interface that is not there
@@ -108,11 +46,15 @@ ELSEWHERE: dict[tuple[str, int], str] = {
 AS_PROCESSES = (("evidence", 0), ("evidence", 2), ("evidence", 3))  # the quickest verb; the others run in this process
 
 
-def run(*words: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "agent.cli", *words], input=stdin, capture_output=True, text=True, timeout=250,
-        env=os.environ | environment, check=False,
-    )  # fmt: skip
+def filled(row: dict[str, Any], **places: Path) -> tuple[list[str], str]:
+    """The words of a row, and what stands on its standard input."""
+    words = shlex.split(row.get("words", ""))
+    for name, place in {**MACHINES, **places}.items():
+        words = [
+            word if word.startswith("--") and "=" not in word else word.replace(name, str(place)) for word in words
+        ]
+    given = row.get("given", "")
+    return words, TABLE.get(given, given)
 
 
 def documented() -> set[tuple[str, int]]:
@@ -138,17 +80,30 @@ def test_the_page_names_every_verb_and_each_cell_has_its_proof() -> None:
 @each_row(("verb", "code"), sorted(CASES))
 def test_a_verb_ends_as_the_table_says(verb: str, code: int) -> None:
     """Bad input is named on standard error, and no result is printed."""
-    words, stdin = CASES[verb, code]
-    done = topoflight(verb, *words, given=stdin)
+    words, given = filled(CASES[verb, code])
+    done = topoflight(verb, *words, given=given)
     assert done.exit_code == code, done.output
     if code == 2:
         assert done.stdout == "" and any(word.partition("=")[0] in done.stderr for word in words)
 
 
+@each_row("row", TABLE["mistakes"])
+def test_a_mistake_of_the_user_is_said_before_anything_is_done(row: dict[str, Any], tmp_path: Path) -> None:
+    """Exit code 2 and what is wrong, by the option's or the file's name."""
+    places = {"FILE": tmp_path / "file", "FOLDER": tmp_path, "MISSING": tmp_path / "none" / "x.json"}
+    places["FILE"].write_text(row.get("file", ""), encoding="latin-1")
+    words, given = filled(row, **places)
+    done = topoflight(*words, given=given)
+    says = " ".join(str(places.get(word, word)) for word in row["says"].split(" "))
+    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+    assert done.stdout == "" and "-- measure" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @each_row(("verb", "code"), AS_PROCESSES)
 def test_a_process_ends_as_the_verb_does_in_this_one(verb: str, code: int) -> None:
-    words, stdin = CASES[verb, code]
-    done, here = run(verb, *words, stdin=stdin), topoflight(verb, *words, given=stdin)
+    words, given = filled(CASES[verb, code])
+    done, here = process(verb, *words, given=given), topoflight(verb, *words, given=given)
     assert (done.returncode, done.stderr) == (code, here.stderr), "and no traceback"
     assert done.stdout.split() == here.stdout.split()
 
@@ -158,7 +113,7 @@ def test_a_process_ends_as_the_verb_does_in_this_one(verb: str, code: int) -> No
 @pytest.mark.parametrize(("verb", "code"), sorted(RANKS))
 def test_a_verb_that_makes_load_ends_as_the_table_says(verb: str, code: int) -> None:
     """Measured for real, or ended because the ranks do not meet."""
-    done = run(verb, *RANKS[verb, code], **({"GLOO_SOCKET_IFNAME": "nosuch0"} if code else {}))
+    done = process(verb, *RANKS[verb, code], **({"GLOO_SOCKET_IFNAME": "nosuch0"} if code else {}))
     assert done.returncode == code, done.stderr
 
 
@@ -172,7 +127,7 @@ def test_machine_list_is_an_answer() -> None:
 @each_row("form", ["json", "env", "finetune"])
 def test_a_layout_that_does_not_fit_is_the_same_in_every_form(form: str) -> None:
     """What needs no layout is printed; the code says that there is none."""
-    done = topoflight("recommend", *CASES["recommend", 3][0], "-o", form)
+    done = topoflight("recommend", *filled(CASES["recommend", 3])[0], "-o", form)
     assert done.exit_code == 3 and "no layout of Llama-3.1-70B fits" in done.stderr
     if form == "json":
         assert json.loads(done.stdout)["chosen"] is None
@@ -181,7 +136,7 @@ def test_a_layout_that_does_not_fit_is_the_same_in_every_form(form: str) -> None
 def test_a_port_in_use_is_no_verdict() -> None:
     """1, with uvicorn's own words."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run("serve", "--host", SOUND, "--port", str(taken.getsockname()[1]))
+        done = process("serve", "--host", SOUND, "--port", taken.getsockname()[1])
     assert done.returncode == 1 and "in use" in done.stderr
 
 
@@ -189,7 +144,7 @@ def test_run_passes_on_what_its_command_has_as_options(tmp_path: Path) -> None:
     """Also options of the command that `run` itself has, without `--` before the command."""
     shown = (sys.executable, "-c", "import os, sys; print(sys.argv[1:], os.environ['TOPOFLIGHT_RUN'])")
     for separator in ((), ("--",)):
-        done = run("run", "--folder", str(tmp_path), *separator, *shown, "--folder", "data", "-h", "--", "x")
+        done = process("run", "--folder", tmp_path, *separator, *shown, "--folder", "data", "-h", "--", "x")
         expected = f"['--folder', 'data', '-h', '--', 'x'] {tmp_path}"
         assert done.stdout.strip() == expected, (separator, done.stdout, done.stderr)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +13,19 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from rigs.recorded import H100, of_code, snapshot, with_facts, with_outcomes
+from rigs.command import process
+from rigs.fleet import fleet_of, record_of, through_the_api
+from rigs.recorded import H100, changed, each, facts, of_code, snapshot, with_outcomes
 from rigs.tables import each_row
 
 from agent.checks.codes import PROBE_CODES
 from agent.checks.verdict import judge
 from agent.checks.view import View, look
 from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet
 from agent.cluster.publish import node_feature
-from agent.cluster.records import records_of, to_resource
+from agent.cluster.records import records_of
 from agent.http.server import create
 from agent.http.state import State
-from contracts.finding import Finding
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciDevice, PciFacts
@@ -63,16 +61,11 @@ def machine(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return make
 
 
-def preflight(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "agent.cli", "preflight", f"--root={root}", *options]
-    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=300, env={**os.environ})
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("inject", ["nvmlInit=crash", "nvmlDeviceGetCount=garbage"])
 def test_preflight_of_a_driver_that_crashes_is_unknown_and_exits_5(inject: str, machine: Callable[..., Path]) -> None:
     """Without any option: the bus shows eight GPUs of which nothing could be read."""
-    done = preflight(machine(inject))
+    done = process("preflight", f"--root={machine(inject)}")
     assert done.returncode == 5, done.stdout + done.stderr
     assert re.search(
         r"\? unknown \S+: required but not measured: gpu\.\* \(8 GPUs \(0000:1b:00\.0", " ".join(done.stdout.split())
@@ -82,7 +75,7 @@ def test_preflight_of_a_driver_that_crashes_is_unknown_and_exits_5(inject: str, 
 @pytest.mark.long
 def test_preflight_of_the_same_machine_with_a_driver_that_answers_is_measured(machine: Callable[..., Path]) -> None:
     """The control: what differs is the driver alone, and unknown of gpu.* stay those of two scans and of the log."""
-    done = preflight(machine(), "-o", "json")
+    done = process("preflight", f"--root={machine()}", "-o", "json")
     checks = json.loads(done.stdout)["checks"]
     unknown = {c["code"] for c in checks if c["status"] == "unknown" and c["code"].startswith("gpu.")}
     logged = {"gpu.xid.hardware", "gpu.xid.driver", "gpu.xid.application"}  # where this user may not read the log
@@ -122,8 +115,7 @@ def test_a_driver_that_hangs_is_unknown_on_every_surface(hung: State) -> None:
     assert (record.verdict, record.gpus) == ("unknown", 8)  # the bus counts them
     assert [f["severity"] for f in record.findings if f["code"].startswith("gpu.")] != []
     assert node_feature(record, "ns")["spec"]["labels"]["topoflight.io/ready"] == "false"
-    fleet = Fleet()
-    fleet.replace([to_resource(replace(record, scanned_at_seconds=time.time()))[1]])
+    fleet = fleet_of(through_the_api(replace(record, scanned_at_seconds=time.time())))
     assert judge(checks_of(["node-a"], fleet)).exit_code == 5
     rows = client.get("/nodes").json()
     assert rows["counts"] == {"unknown": 1}
@@ -136,63 +128,32 @@ GPU_CODES = {code for code in PROBE_CODES if code.startswith("gpu.")}
 # Who is to be measured, by what the bus shows ----------------------------------------------------------------------
 
 
-def device(address: str, vendor: int = 0x10DE, code: int = 0x030200, **more: Any) -> PciDevice:
-    return PciDevice(bus_id=address, class_code=code, vendor_id=vendor, device_id=more.pop("device", 0x2330), **more)
-
-
-def on_bus(*devices: PciDevice, gpu: Any = None, rdma: Any = None) -> View:
-    """A CPU host with these devices put on its bus."""
-    plain = snapshot("cpu-only-vm")
-    pci = plain.facts(PciFacts)
-    assert pci is not None
-    changed = with_outcomes(plain, pci=Ok(facts=replace(pci, devices=(*pci.devices, *devices))))
-    return look((with_outcomes(changed, **{k: v for k, v in (("gpu", gpu), ("rdma", rdma)) if v}),))
-
-
-HCA = {"vendor": 0x15B3, "code": 0x020700, "device": 0x1021}
-ETHERNET = {"vendor": 0x15B3, "code": 0x020000, "device": 0x101D}
 ABSENT = Absent(why="no NVIDIA GPU on the PCI bus, and no driver")
+BUSES = tomllib.loads(Path(__file__).with_name("buses.toml").read_text(encoding="utf-8"))["buses"]
 
-BUSES = {
-    # what is on the bus -> families that must be measured
-    "nothing": ([], set()),
-    "a GPU under its driver": ([device("0000:1b:00.0", driver="nvidia")], {"gpu"}),
-    "a GPU that drives a screen too": ([device("0000:1b:00.0", code=0x030000, driver="nvidia")], {"gpu"}),
-    "a GPU that a virtual machine holds": ([device("0000:1b:00.0", driver="vfio-pci")], set()),
-    "Grace Hopper's GPU that a virtual machine holds": ([device("0009:01:00.0", driver="nvgrace-gpu-vfio-pci")], set()),
-    "one GPU of two given to a virtual machine": (
-        [device("0000:1b:00.0", driver="vfio-pci"), device("0000:43:00.0", driver="nvidia")], {"gpu"}),
-    "virtual functions of a GPU": ([device("0000:1b:00.4", driver="nvidia", physical_function="0000:1b:00.0")], set()),
-    "a management controller's screen": ([device("0000:02:00.0", vendor=0x1A03, code=0x030000, device=0x2000)], set()),
-    "a processor's own graphics": ([device("0000:00:02.0", vendor=0x8086, code=0x030000, device=0x4680)], set()),
-    "an AMD Instinct": ([device("0000:41:00.0", vendor=0x1002, code=0x120000, device=0x74A1)], {"gpu"}),
-    "an older AMD Instinct": ([device("0000:41:00.0", vendor=0x1002, code=0x038000, device=0x740C)], {"gpu"}),
-    "a Radeon on a desk": ([device("0000:41:00.0", vendor=0x1002, code=0x030000, device=0x744C)], set()),
-    "another vendor's accelerator": ([device("0000:41:00.0", vendor=0x1DA3, code=0x120000, device=0x1020)], {"gpu"}),
-    "an InfiniBand HCA": ([device("0000:18:00.0", driver="mlx5_core", rdma=False, **HCA)], {"rdma"}),
-    "an HCA without a driver": ([device("0000:18:00.0", rdma=False, **HCA)], {"rdma"}),
-    "an Ethernet ConnectX without a driver": ([device("0000:18:00.0", rdma=False, **ETHERNET)], {"rdma"}),
-    "an HCA that a virtual machine holds": ([device("0000:18:00.0", driver="vfio-pci", rdma=False, **HCA)], set()),
-    "an HCA's idle virtual function": (
-        [device("0000:18:00.3", rdma=False, physical_function="0000:18:00.0", **ETHERNET)], set()),
-    "a guest's virtual function that does Ethernet only": (
-        [device("0001:00:02.0", vendor=0x15B3, code=0x020000, device=0x101A, driver="mlx5_core", rdma=False)], set()),
-    "an EFA": ([device("0000:10:1b.0", vendor=0x1D0F, code=0x020000, device=0xEFA1, rdma=False)], {"rdma"}),
-    "an Ethernet card": ([device("0000:6a:00.0", vendor=0x8086, code=0x020000, device=0x159B, rdma=False)], set()),
-    "an Ethernet card that does RDMA": (
-        [device("0000:6a:00.0", vendor=0x8086, code=0x020000, device=0x159B, driver="ice", rdma=True)], {"rdma"}),
-}  # fmt: skip
+
+def device(row: dict[str, Any]) -> PciDevice:
+    """A row of buses.toml."""
+    vendor, code = (int(number, 16) for number in row["id"].split(":"))
+    more = {key: value for key, value in row.items() if key not in ("class", "id")}
+    return PciDevice(class_code=int(row["class"], 16), vendor_id=vendor, device_id=code, **more)
+
+
+def on_bus(case: str, **outcomes: Any) -> View:
+    """A CPU host with these devices put on its bus, of whose probes some ended so."""
+    plain = snapshot("cpu-only-vm")
+    (bus,) = [row for row in BUSES if row["name"] == case]
+    devices = (*facts(PciFacts, plain).devices, *map(device, bus["devices"]))
+    return look((with_outcomes(changed(plain, PciFacts, devices=devices), **outcomes),))
 
 
 @each_row("case", BUSES)
-@each_row("how", ["absent", "failed"])
-def test_the_bus_says_what_must_be_measured(case: str, how: str) -> None:
+@each_row("gone", [Failed(error="no answer after 30.0 s"), ABSENT])
+def test_the_bus_says_what_must_be_measured(case: dict[str, Any], gone: Any) -> None:
     """Both ends of the rule: what is there and unread is required, what is not there may be absent, hang or fail."""
-    devices, families = BUSES[case]
-    gone: Any = Failed(error="no answer after 30.0 s") if how == "failed" else ABSENT
-    view = on_bus(*devices, gpu=gone, rdma=gone)
-    required = {check.code.split(".")[0] for check in view.checks if check.required}
-    assert required == families
+    view = on_bus(case["name"], gpu=gone, rdma=gone)
+    families = {case["measures"]} - {""}
+    assert {check.code.split(".")[0] for check in view.checks if check.required} == families
     for family in families:
         mine = [c for c in view.checks if c.code.split(".")[0] == family]
         assert all(c.status == "unknown" and c.required for c in mine if not c.code.endswith(".probe.failed"))
@@ -221,16 +182,13 @@ def test_sysfs_that_is_not_mounted_is_no_machine_without_a_bus(tmp_path: Path) -
 @each_row("events", [None, ()])
 def test_xids_that_were_not_looked_for_do_not_pass_and_do_not_block(events: tuple[int, ...] | None) -> None:
     """Without the right to read the kernel's log nothing is known of Xids before the first scan: unknown, and no 5."""
-    gpu = snapshot().outcomes["gpu"]
-    assert isinstance(gpu, Ok)
-    unlogged = replace(gpu.facts, gpus=tuple(replace(g, xids=None, xid_events=events) for g in gpu.facts.gpus))
-    view = look((with_outcomes(snapshot(), gpu=replace(gpu, facts=unlogged)),))
+    unlogged = each(facts(GpuFacts).gpus, xids=None, xid_events=events)
+    view = look((changed(snapshot(), GpuFacts, gpus=unlogged),))
     mine = [c for c in view.checks if c.code in ("gpu.xid.hardware", "gpu.xid.driver", "gpu.xid.application")]
     assert len(mine) == 3
     assert all(c.status == "unknown" and not c.required and "kernel's log" in c.message for c in mine)
     assert view.verdict.exit_code == 0
-    told = replace(unlogged, gpus=(replace(unlogged.gpus[0], xid_events=(79,)), *unlogged.gpus[1:]))
-    view = look((with_outcomes(snapshot(), gpu=replace(gpu, facts=told)),))
+    view = look((changed(snapshot(), GpuFacts, gpus=(replace(unlogged[0], xid_events=(79,)), *unlogged[1:])),))
     assert {c.code: c.status for c in view.checks if c.code.startswith("gpu.xid.")} == {
         "gpu.xid.hardware": "warn", "gpu.xid.driver": "unknown", "gpu.xid.application": "unknown",
         "gpu.xid.new": "unknown",
@@ -239,18 +197,17 @@ def test_xids_that_were_not_looked_for_do_not_pass_and_do_not_block(events: tupl
 
 def test_software_rdma_measures_no_hca() -> None:
     """Soft-RoCE over some interface is not the card on the bus."""
-    rdma = snapshot("l40s-4x-pcie").outcomes["rdma"]
-    assert isinstance(rdma, Ok)
-    soft = replace(rdma, facts=replace(rdma.facts, devices=tuple(replace(d, kind="rxe") for d in rdma.facts.devices)))
-    view = on_bus(device("0000:18:00.0", driver="mlx5_core", rdma=False, **ETHERNET), rdma=soft)
+    rdma = facts(RdmaFacts, "l40s-4x-pcie")
+    soft = Ok(facts=replace(rdma, devices=each(rdma.devices, kind="rxe")))
+    view = on_bus("an InfiniBand HCA", rdma=soft)
     assert view.verdict.exit_code == 5
     assert "the only RDMA devices are software" in view.verdict.why
 
 
 def test_nvml_that_cannot_be_used_passes_nothing() -> None:
     """Without the driver's library no temperature, link or error counter of a GPU was seen: none of them passes."""
-    facts = GpuFacts(driver_version=None, cuda_version=None, gpus=(), driver_error="LIBRARY_NOT_FOUND", pci_gpus=1)
-    view = on_bus(device("0000:1b:00.0", driver="nvidia"), gpu=Ok(facts=facts))
+    unread = GpuFacts(driver_version=None, cuda_version=None, gpus=(), driver_error="LIBRARY_NOT_FOUND", pci_gpus=1)
+    view = on_bus("a GPU under its driver", gpu=Ok(facts=unread))
     assert {c.status for c in view.checks if c.code in GPU_CODES} == {"unknown"}
     assert view.verdict.exit_code == 5
 
@@ -267,25 +224,20 @@ def test_skip_takes_a_requirement_back_and_require_does_not_lose_it() -> None:
 def test_a_published_verdict_is_never_better_for_want_of_a_finding() -> None:
     """An agent that says unknown or fail and names no finding: the gate over nodes says the same."""
     for word, code in (("unknown", 5), ("fail", 3), ("pass", 0), ("warn", 0)):
-        record = replace(records_of(look((snapshot(),)))[0], verdict=word, findings=(), scanned_at_seconds=time.time())
-        fleet = Fleet()
-        fleet.set([record])
-        checks: tuple[Finding, ...] = checks_of([record.name], fleet)
-        assert judge(checks).exit_code == code, word
+        record = record_of(verdict=word, findings=())
+        assert judge(checks_of([record.name], fleet_of(record))).exit_code == code, word
 
 
 def off_the_bus(name: str, gone: int, **pci: object) -> Snapshot:
     """The machine with one GPU less on the bus, and so less for NVML."""
-    whole = snapshot(name)
-    facts, tree = whole.facts(GpuFacts), whole.facts(PciFacts)
-    assert facts is not None and tree is not None
-    lost = facts.gpus[gone].bus_id
-    gpus = tuple(gpu for gpu in facts.gpus if gpu.index != gone)
-    pairs = tuple(pair for pair in facts.pairs if gone not in (pair.a, pair.b))
+    gpu, tree = facts(GpuFacts, name), facts(PciFacts, name)
+    lost = gpu.gpus[gone].bus_id
+    gpus = tuple(one for one in gpu.gpus if one.index != gone)
+    pairs = tuple(pair for pair in gpu.pairs if gone not in (pair.a, pair.b))
     devices = tuple(device for device in tree.devices if device.bus_id != lost)
-    bus = replace(facts.bus, gpus=tuple(g for g in facts.bus.gpus if g.bus_id != lost)) if facts.bus else None
-    gpu = replace(facts, gpus=gpus, pairs=pairs, bus=bus, pci_gpus=len(gpus))
-    return with_facts(whole, gpu=gpu, pci=replace(tree, devices=devices, **pci))
+    bus = replace(gpu.bus, gpus=tuple(g for g in gpu.bus.gpus if g.bus_id != lost)) if gpu.bus else None
+    found = changed(snapshot(name), GpuFacts, gpus=gpus, pairs=pairs, bus=bus, pci_gpus=len(gpus))
+    return changed(found, PciFacts, devices=devices, **pci)
 
 
 def departures(found: Snapshot) -> list[str]:
@@ -297,20 +249,14 @@ def test_a_board_of_eight_that_shows_seven_gpus_on_the_bus_has_lost_one() -> Non
     assert departures(off_the_bus(H100, 7)) == ["fail"]
     assert departures(off_the_bus(H100, 7, container="kubernetes")) == ["warn"]
     assert departures(off_the_bus(H100, 7, hypervisor="KVM")) == ["warn"]
-    whole = snapshot()
-    facts = whole.facts(GpuFacts)
-    assert facts is not None
-    seen = with_outcomes(whole, gpu=Ok(facts=replace(facts, gpus=facts.gpus[:7], pairs=())))
+    seen = changed(snapshot(), GpuFacts, gpus=facts(GpuFacts).gpus[:7], pairs=())
     assert departures(seen) == ["warn"], "the bus shows eight: a GPU that NVML leaves out has a finding of its own"
 
 
 @each_row(("container", "required"), [(None, True), ("kubernetes", False)])
 def test_a_device_node_that_is_missing_on_the_host_itself_is_required(container: str | None, required: bool) -> None:
     """In a container it belongs to the pod that scans."""
-    whole = snapshot()
-    rdma, tree = whole.facts(RdmaFacts), whole.facts(PciFacts)
-    assert rdma is not None and tree is not None
-    bare = replace(rdma, devices=tuple(replace(d, uverbs=None, uverbs_usable=None) for d in rdma.devices))
-    found = with_facts(whole, rdma=bare, pci=replace(tree, container=container))
+    bare = each(facts(RdmaFacts).devices, uverbs=None, uverbs_usable=None)
+    found = changed(changed(snapshot(), RdmaFacts, devices=bare), PciFacts, container=container)
     told = {(c.status, c.required) for c in of_code(look((found,)), "rdma.uverbs.missing")}
     assert told == {("unknown", required)}

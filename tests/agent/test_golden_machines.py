@@ -65,17 +65,3 @@ def shortened(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: shortened(item) for key, item in value.items()}
     return [shortened(item) for item in value] if isinstance(value, list) else value
-
-
-def test_the_environment_of_three_machines_for_a_job_over_several_nodes() -> None:
-    """EFA devices are the plugin's; RoCE needs its secondary interface and HCA by name; NVSwitch needs nothing set."""
-    efa, roce = (
-        {s.name: s.value for s in for_view(view(name), Request.of(nodes=2)).settings}
-        for name in ("aws-p4d-8xA100-4efa", "r760xa-2xA40-bf3")
-    )
-    assert not {"NCCL_IB_HCA", "NCCL_IB_GID_INDEX"} & set(efa)
-    assert roce["NCCL_SOCKET_IFNAME"] in ("net1", "=net1") and "mlx5_1" in roce["NCCL_IB_HCA"]
-    alone = for_view(view(), Request())
-    names = {setting.name for setting in alone.settings}
-    assert not names & {"NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_IB_HCA"}
-    assert any("set nothing" in note.text.lower() for note in alone.notes)

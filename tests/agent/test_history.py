@@ -1,4 +1,4 @@
-"""Findings that hold: raised by their second scan, cleared by the third without; and what changed."""
+"""Findings over time: raised by the second scan, cleared by the third without; what changed, and counters that rise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from rigs.recorded import changed, raised, snapshot, with_outcomes
+from rigs.recorded import changed, each, facts, raised, snapshot, with_outcomes, with_ports
 from rigs.tables import each_row
 
 from agent.checks import history
@@ -20,10 +21,12 @@ from agent.checks.history import AT_ONCE, History
 from agent.checks.view import View, look
 from agent.metrics import exposition
 from agent.pages import render
-from probes.api import Absent, Snapshot
-from probes.gpu.facts import GpuFacts
+from contracts.finding import Status
+from probes.api import Absent, Failed, Ok, Snapshot
+from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
-from probes.rdma.facts import RdmaFacts
+from probes.increases import Past, risen_since, rising
+from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 
 STEP = 30.0
 START = time.time() - 7200.0
@@ -35,14 +38,7 @@ def tray() -> Snapshot:
 
 
 def port_down(found: Snapshot, device: str = "mlx5_2", state: str = "DOWN", downed: int = 0) -> Snapshot:
-    rdma = found.facts(RdmaFacts)
-    assert rdma is not None
-    devices = tuple(
-        replace(each, ports=tuple(replace(port, state=state, counters={"link_downed": downed}) for port in each.ports))
-        if device in ("", each.name) else each
-        for each in rdma.devices
-    )  # fmt: skip
-    return changed(found, RdmaFacts, devices=devices)
+    return with_ports(found, device, state=state, counters={"link_downed": downed})
 
 
 def at(view: View, seconds: float, name: str = "n") -> View:
@@ -127,9 +123,7 @@ def test_since_when_after_what_and_how_often(tray: Snapshot) -> None:
 
 
 def test_hardware_that_comes_and_goes_is_told_once_it_persists(tray: Snapshot) -> None:
-    rdma = tray.facts(RdmaFacts)
-    assert rdma is not None
-    without = look((changed(tray, RdmaFacts, devices=rdma.devices[1:]),))
+    without = look((changed(tray, RdmaFacts, devices=facts(RdmaFacts, tray).devices[1:]),))
     sound, kept = look((tray,)), History()
     shown = [kept.seen(at(view, STEP * i)) for i, view in enumerate([sound, without, sound, without, without])]
     assert not [event for event in shown[2].events if event.kind == "changed"]
@@ -144,8 +138,7 @@ def changes_of(view: View) -> dict[str, float]:
 
 def test_the_metric_of_changes_has_the_last_of_each_kind(tray: Snapshot) -> None:
     """Versions at the scan that shows them, hardware once it persists; nothing on a node that starts, or is sick."""
-    rdma, host = tray.facts(RdmaFacts), tray.facts(HostinfoFacts)
-    assert rdma is not None and host is not None
+    rdma = facts(RdmaFacts, tray)
     kept = History()
     one = changed(tray, HostinfoFacts, kernel="6.99.0")
     new = tuple(replace(each, firmware="99.1.1") if each.name == "mlx5_1" else each for each in rdma.devices)
@@ -171,12 +164,10 @@ def test_what_begins_to_answer_has_not_come(tray: Snapshot, silent: str) -> None
     shown = [kept.seen(at(look((each,)), STEP * i)) for i, each in enumerate([mute, mute, tray, tray, tray])]
     assert any(event.text.startswith(f"probe {silent}") for event in shown[-1].events)
     assert "hardware" not in changes_of(shown[-1])
-    gpus = tray.facts(GpuFacts)
-    assert gpus is not None
     kept, lost = History(), changed(tray, GpuFacts, gpus=(), driver_version=None, driver_error="ERROR_UNKNOWN")
-    for start, each in ((0.0, tray), (100.0, lost), (200.0, tray)):
+    for start, found in ((0.0, tray), (100.0, lost), (200.0, tray)):
         for i in range(20):
-            view = kept.seen(at(look((each,)), STEP * (start + i)))
+            view = kept.seen(at(look((found,)), STEP * (start + i)))
     assert changes_of(view) == {}, "a driver that stops and answers again: no GPU has gone or come"
 
 
@@ -203,13 +194,11 @@ def test_what_is_raised_at_once_says_why_on_its_page() -> None:
 
 def phases(tray: Snapshot) -> dict[str, View]:
     """What the agent of a tray sees, in the order of a boot."""
-    host, gpus = tray.facts(HostinfoFacts), tray.facts(GpuFacts)
-    assert host is not None and gpus is not None
     booted = changed(tray, HostinfoFacts, boot_id="the next one")
     training = [
         replace(gpu, fabric_state="in_progress", fabric_clique=None,
-                nvlinks=tuple(replace(link, active=False) for link in gpu.nvlinks))
-        for gpu in gpus.gpus
+                nvlinks=each(gpu.nvlinks, active=False))
+        for gpu in facts(GpuFacts, tray).gpus
     ]  # fmt: skip
     no_driver = with_outcomes(port_down(booted, "", "INIT"), **dict.fromkeys(("gpu", "imex"), Absent(why="no driver")))
     early = replace(changed(port_down(booted, "", "DOWN"), GpuFacts, gpus=tuple(training)), taken_at_seconds=1.0)
@@ -271,3 +260,150 @@ def test_a_fault_of_boot_that_stays_is_named_when_the_host_has_settled(tray: Sna
             first = uptime[0]
             break
     assert first == history.SETTLING_SECONDS
+
+
+HEALTHY = {"replay": 3, "recovery": 0, "crc_flit": 900}
+
+
+def scan_at(at: float, *, link_downed: int | None = 4, errors: dict[str, int] | None = None, **other: Any) -> Snapshot:
+    port = RdmaPort(port=1, counters=None if link_downed is None else {"link_downed": link_downed})
+    rdma = RdmaFacts(devices=(RdmaDevice(name="mlx5_0", kind="hca", ports=(port,)),), source="sysfs")
+    link = NvLink(link=7, active=True, errors=HEALTHY if errors is None else errors)
+    gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", nvlinks=(link,), nvlinks_known=True)
+    gpus = GpuFacts(driver_version=other.pop("driver", "570.1"), cuda_version=None, gpus=(gpu,))
+    outcomes = other.pop("outcomes", {"rdma": Ok(facts=rdma), "gpu": Ok(facts=gpus)})
+    return Snapshot(
+        hostname=other.pop("hostname", "node0"), taken_at_seconds=at, topoflight_version="1", outcomes=outcomes
+    )
+
+
+def test_a_link_that_went_down_and_an_nvlink_that_was_trained_again() -> None:
+    found = rising(scan_at(0), scan_at(15, link_downed=5, errors={**HEALTHY, "recovery": 2, "crc_flit": 1500}))
+    assert [(f.code, f.status, f.subject) for f in found] == [
+        ("rdma.counters.rising", Status.FAIL, "mlx5_0:1"),
+        ("gpu.nvlink.errors", Status.WARN, "GPU2"),
+    ]
+    assert found[0].evidence == ("link_downed: 4, then 5, 15 s later",)
+    assert found[1].evidence == ("link 7 recovery: 0, then 2",)
+    assert {f.code for f in found} <= set(ALL_CODES)
+
+
+@each_row(
+    "later",
+    [
+        scan_at(15, link_downed=None, errors={}),
+        scan_at(15, link_downed=0, errors={"replay": 0, "recovery": 0}),
+        scan_at(0, link_downed=9),
+        scan_at(15, link_downed=9, errors={"replay": 9}, hostname="node1"),
+        scan_at(15, outcomes={"rdma": Failed(error="x")}),
+        scan_at(15),
+        scan_at(15, errors={"replay": 99}, driver="575.2"),
+    ],
+    ids=["unreadable", "reset", "same time", "another host", "failed", "nothing rose", "another driver counts anew"],
+)
+def test_what_cannot_be_compared_gives_no_finding(later: Snapshot) -> None:
+    assert rising(scan_at(0), later) == ()
+
+
+def gpus(**changes: Any) -> Snapshot:
+    gpu = Gpu(index=2, bus_id="0000:1b:00.0", uuid="GPU-a", **changes.pop("gpu", {}))
+    facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(gpu,))
+    return scan_at(changes.pop("at", 0.0), outcomes={"gpu": Ok(facts=facts)}, **changes)
+
+
+@each_row(
+    ("before", "after", "expected"),
+    [
+        ({"pcie_replays": 100}, {"pcie_replays": 108}, None),
+        ({"pcie_replays": 100}, {"pcie_replays": 109}, ("gpu.counters.rising", Status.WARN)),
+        ({"pcie_replays": None}, {"pcie_replays": 900}, None),
+        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 3}, ("gpu.counters.rising", Status.FAIL)),
+        ({"ecc_uncorrected": 2}, {"ecc_uncorrected": 0}, None),
+        ({"xids": (31,)}, {"xids": (31, 79)}, ("gpu.xid.new", Status.FAIL)),
+        ({"xids": (79,)}, {"xids": (79, 79)}, ("gpu.xid.new", Status.FAIL)),
+        ({"xids": (79,)}, {"xids": (79, 31)}, ("gpu.xid.new", Status.INFO)),
+        ({"xids": ()}, {"xids": (39,)}, ("gpu.xid.new", Status.WARN)),
+        ({"xid_events": ()}, {"xid_events": (79,)}, ("gpu.xid.new", Status.FAIL)),
+        ({"xids": (), "xid_events": ()}, {"xids": (79,), "xid_events": (79,)}, ("gpu.xid.new", Status.FAIL)),
+        ({"xids": (79,), "xid_events": ()}, {"xids": (79,), "xid_events": ()}, None),
+        ({"xids": (79,)}, {"xids": (79,)}, None),
+        ({"xids": None}, {"xids": (79,)}, None),
+    ],
+)
+def test_what_rises_on_a_gpu(
+    before: dict[str, Any], after: dict[str, Any], expected: tuple[str, Status] | None
+) -> None:
+    """PCIe replays by DCGM's limit, memory errors and Xids at once; what was not read gives no verdict."""
+    found = rising(gpus(gpu=before), gpus(gpu=after, at=15.0))
+    assert [(f.code, f.status) for f in found] == ([expected] if expected else [])
+    assert {f.code for f in found} <= set(ALL_CODES)
+
+
+@each_row(("each", "expected"), [(2, 0), (3, 1), (9, 1)])
+def test_replays_that_rise_slowly_add_up_over_several_scans(each: int, expected: int) -> None:
+    """Every 15 s a few, never more than eight in one interval: eight a minute is the limit all the same."""
+    past, found = Past(), ()
+    for scan in range(8):
+        now = gpus(gpu={"pcie_replays": 100 + each * scan}, at=15.0 * scan)
+        found = risen_since(past.snapshots, now)
+        past.add((now,))
+    assert [f.code for f in found] == ["gpu.counters.rising"] * expected
+
+
+def test_what_rose_is_told_as_long_as_it_is_recent() -> None:
+    """Not in the one scan only that saw it first: for a minute, and then no more."""
+    past, told = Past(), []
+    for scan in range(12):
+        now = gpus(gpu={"pcie_replays": 100 if scan < 3 else 150, "xids": () if scan < 3 else (79,)}, at=15.0 * scan)
+        told.append({f.code for f in risen_since(past.snapshots, now)})
+        past.add((now,))
+    both = {"gpu.counters.rising", "gpu.xid.new"}
+    assert told == [set()] * 3 + [both] * 5 + [set()] * 4
+
+
+@each_row("interval", [1.0, 15.0, 60.0, 300.0])
+def test_few_scans_are_kept_however_often_one_is_made(interval: float) -> None:
+    """And the oldest is at least a minute old once there is one."""
+    past = Past()
+    for scan in range(200):
+        past.add((gpus(gpu={}, at=interval * scan),))
+    kept = past.snapshots
+    assert len(past._kept) <= 8
+    assert interval * 200 - kept[0].taken_at_seconds >= min(60.0, interval)
+    assert kept[0].taken_at_seconds >= interval * 199 - max(90.0, interval)
+
+
+def test_a_counter_that_was_reset_is_still_seen_to_rise() -> None:
+    """It fell against the scan of a minute ago, and rose since the last one."""
+    past = Past()
+    for at, replays in ((0.0, 900), (30.0, 0), (60.0, 0)):
+        past.add((gpus(gpu={"pcie_replays": replays}, at=at),))
+    found = risen_since(past.snapshots, gpus(gpu={"pcie_replays": 50}, at=75.0))
+    assert [f.code for f in found] == ["gpu.counters.rising"]
+
+
+@each_row("name", ["receive", "recovery_failed", "effective", "symbol"])
+def test_blackwells_counters_of_links_are_judged(name: str) -> None:
+    """100,000 more in a minute is no healthy link, and one lost link is one too many."""
+    errors = {"receive": 0, "recovery_failed": 0, "effective": 0, "symbol": 0}
+    found = rising(scan_at(0, errors=errors), scan_at(60, errors={**errors, name: 100_000}))
+    assert [(f.code, f.status) for f in found] == [("gpu.nvlink.errors", Status.WARN)]
+    assert f"{name}: 0, then 100000" in found[0].evidence[0]
+    few = rising(scan_at(0, errors=errors), scan_at(60, errors={**errors, name: 2}))
+    assert len(few) == (name in ("receive", "recovery_failed"))
+
+
+def test_crc_errors_count_by_their_rate() -> None:
+    """DCGM's limit is a hundred a second: 1499 in 15 s are below it."""
+    for rise, expected in ((1499, 0), (1500, 1)):
+        errors = {**HEALTHY, "crc_flit": HEALTHY["crc_flit"] + rise}
+        assert len(rising(scan_at(0), scan_at(15, errors=errors))) == expected
+
+
+def test_a_gpu_that_was_lost_is_known_by_its_place() -> None:
+    """It no longer tells its UUID, but its Xid is in the log."""
+    before = gpus(gpu={"xids": ()})
+    lost = Gpu(index=2, bus_id="0000:1b:00.0", error="GPU_IS_LOST", xids=(79,))
+    facts = GpuFacts(driver_version="570.1", cuda_version=None, gpus=(lost,))
+    (found,) = rising(before, scan_at(15, outcomes={"gpu": Ok(facts=facts)}))
+    assert (found.code, found.subject) == ("gpu.xid.new", "GPU2")

@@ -1,26 +1,34 @@
-"""Every endpoint of the agent on recorded machines: formats, errors as problem documents; none of them makes load."""
+"""Every endpoint of the agent on recorded machines: formats, errors as problem documents, and a start that is ready."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import yaml
+from agent_pod import OVERLAYS, agent_of
+from kustomization import LOADER
+from resident import free_port
 from rigs.agents import agent
-from rigs.recorded import NAMES, snapshot
+from rigs.recorded import NAMES, path_of, snapshot
 from rigs.tables import each_row
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.base.version import VERSION
 from agent.http.access import Tokens
-from agent.http.server import create
+from agent.http.server import MOST_WAIT_SECONDS, create
 from agent.http.state import State
 
 
@@ -58,9 +66,9 @@ def test_every_machine_is_served(name: str) -> None:
 @each_row("endpoint", ["/snapshot", "/topology", "/findings", "/recommendations", "/preflight"])
 def test_json_and_yaml_say_the_same(client: TestClient, endpoint: str) -> None:
     """`?format=yaml` and the Accept header give the JSON's content."""
-    plain = client.get(endpoint).json()
-    assert yaml.safe_load(client.get(endpoint, params={"format": "yaml"}).text) == plain
-    assert yaml.safe_load(client.get(endpoint, headers={"Accept": "application/yaml"}).text) == plain
+    text = client.get(endpoint, params={"format": "yaml"}).text
+    assert next(yaml.load_all(text, Loader=LOADER)) == client.get(endpoint).json()
+    assert client.get(endpoint, headers={"Accept": "application/yaml"}).text == text
 
 
 def test_recommendations_as_environment_files(client: TestClient) -> None:
@@ -75,29 +83,36 @@ def test_recommendations_as_environment_files(client: TestClient) -> None:
 
 
 @each_row(
-    ("endpoint", "status"),
+    ("endpoint", "status", "detail"),
     [
-        ("/recommendations?format=nonsense", 400),
-        ("/recommendations?model=no-such-model", 400),
-        ("/recommendations?model=/etc/passwd", 400),
-        ("/recommendations?machine=p99.huge", 400),
-        ("/recommendations?nodes=0", 422),
-        ("/recommendations?method=magic", 422),
-        ("/topology?format=env", 400),
-        ("/preflight?require=no.such.check", 400),
-        ("/preflight?fail_on=maybe", 422),
-        ("/measurements", 404),
-        ("/nowhere", 404),
+        ("/recommendations?format=nonsense", 400, ""),
+        ("/recommendations?model=no-such-model", 400, ""),
+        ("/recommendations?model=/etc/passwd", 400, ""),
+        ("/recommendations?machine=p99.huge", 400, ""),
+        ("/recommendations?nodes=0", 422, ""),
+        ("/recommendations?method=magic", 422, ""),
+        ("/topology?format=env", 400, ""),
+        ("/preflight?require=no.such.check", 400, ""),
+        ("/preflight?fail_on=maybe", 422, ""),
+        ("/measurements", 404, ""),
+        ("/nowhere", 404, ""),
+        # a misspelt question has no answer: an unknown parameter is named with what is allowed, never ignored
+        ("/recommendations?modle=Llama-3.1-8B", 400, "unknown parameter 'modle'.*did you mean model"),
+        ("/preflight?requires=rdma.*", 400, "unknown parameter 'requires'.*did you mean require"),
+        ("/what-if?modell=x", 400, "unknown parameter 'modell'.*did you mean model"),
+        ("/nodes?scop=node", 400, "unknown parameter 'scop'.*did you mean scope"),
+        ("/healthz?verbose=1", 400, "this path takes none"),
     ],
 )
-def test_errors_are_problem_documents_that_name_what_is_allowed(client: TestClient, endpoint: str, status: int) -> None:
+def test_errors_are_problem_documents_that_name_what_is_allowed(
+    client: TestClient, endpoint: str, status: int, detail: str
+) -> None:
     """RFC 9457, with the offending value."""
     response = client.get(endpoint)
     assert response.status_code == status
     assert response.headers["content-type"] == "application/problem+json"
     problem = response.json()
-    assert problem["status"] == status
-    assert problem["detail"]
+    assert problem["status"] == status and problem["detail"] and re.search(detail, problem["detail"])
 
 
 def test_a_scan_that_fails_is_said_and_survived() -> None:
@@ -164,57 +179,90 @@ def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[..., 
     golden("openapi.json", document, digest=True)
 
 
-SERVE = """
-import sys
-from rigs.agents import agent
-from probes.scanner import Scanner
-with Scanner() as scanner:
-    scraped = agent(scanner.scan())
-scraped.get("/metrics")
-print([name for name in ("rich", "jinja2", "pynvml", "psutil") if name in sys.modules])
-asked = agent()
-[asked.get(path) for path in ("/", "/topology", "/metrics", "/preflight", "/recommendations?model=Llama-3.1-8B")]
-print([name for name in ("torch", "kubernetes", "transformers", "numpy") if name in sys.modules])
+HELD = """
+import builtins, os, time
+real = builtins.__import__
+def held(name, *rest, **more):
+    if name.partition('.')[0] in ('uvicorn', 'fastapi'):
+        while not os.path.exists(os.environ['OPEN']):
+            time.sleep(0.01)
+    return real(name, *rest, **more)
+builtins.__import__ = held
 """
 
 
-@pytest.mark.long
-def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
-    """In a fresh interpreter that has served every endpoint; nothing that draws, and no driver, for a scrape alone."""
-    paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
-    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=250, check=True,
-                          env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
-    assert done.stdout.split() == ["[]", "[]"]
+def connects(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
-def test_an_agent_that_nobody_has_asked_has_loaded_neither_pages_nor_drivers() -> None:
-    """Drawing and page templates are loaded by the first question, drivers by the child process that scans."""
-    code = "import agent.http.server, agent.http.serve, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
-    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages.render"}
-    assert not late.intersection(done.stdout.split())
+def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path: Path) -> None:
+    """On a slow disk the libraries take seconds: the kubelet's first question is not refused meanwhile."""
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    opened, port = tmp_path / "open", free_port()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", "OPEN": str(opened)}
+    command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(path_of()), "--port", str(port),
+               "--state", str(tmp_path / "state")]  # fmt: skip
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as served:
+        try:
+            eventually(lambda: connects(port), "the port is there while the libraries are held back")
+            answers: list[tuple[str, int]] = []
+
+            def ask(path: str) -> None:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=300) as answer:
+                    answers.append((path, answer.status))
+
+            asking = [threading.Thread(target=ask, args=(path,)) for path in ("/healthz", "/readyz?wait=60")]
+            for thread in asking:
+                thread.start()
+            time.sleep(0.3)
+            assert not answers and served.poll() is None
+            opened.touch()
+            for thread in asking:
+                thread.join(300)
+            assert sorted(answers) == [("/healthz", 200), ("/readyz?wait=60", 200)]
+        finally:
+            served.terminate()
 
 
-@each_row(
-    ("path", "detail"),
-    [
-        ("/recommendations?modle=Llama-3.1-8B", "unknown parameter 'modle'.*did you mean model"),
-        ("/preflight?requires=rdma.*", "unknown parameter 'requires'.*did you mean require"),
-        ("/what-if?modell=x", "unknown parameter 'modell'.*did you mean model"),
-        ("/nodes?scop=node", "unknown parameter 'scop'.*did you mean scope"),
-        ("/healthz?verbose=1", "this path takes none"),
-    ],
-)
-def test_an_unknown_parameter_is_refused(client: TestClient, path: str, detail: str) -> None:
-    """It is named with what is allowed, never ignored: a misspelt question has no answer."""
-    response = client.get(path)
-    assert response.status_code == 400
-    assert re.search(detail, response.json()["detail"])
+def test_readiness_waits_for_the_first_scan() -> None:
+    """A scan that takes a moment is not told as a failed probe; without waiting the answer is no at once."""
+    gate = threading.Event()
+
+    def slow() -> Any:
+        gate.wait()
+        return (snapshot(),)
+
+    with scanning(slow) as running:
+        assert running.get("/readyz").status_code == 503
+        assert running.get("/readyz?wait=0.2").status_code == 503
+        threading.Timer(0.3, gate.set).start()
+        assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS}").status_code == 200
+        assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS + 1}").status_code in (400, 422)
 
 
-def test_ranks_per_node_are_answered_for(client: TestClient) -> None:
-    """As on the command line."""
-    asked = {"machine": "p4d.24xlarge", "nodes": 4, "model": "tiny", "ranks_per_node": 1}
-    assert client.get("/recommendations", params=asked).json()["chosen"]["layout"]["world_size"] == 4
-    more = client.get("/recommendations", params={**asked, "ranks_per_node": 9})
-    assert more.status_code == 400 and "from 1 to 8" in more.json()["detail"]
+def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
+    """Its error is the answer."""
+
+    def failing() -> Any:
+        raise RuntimeError("driver gone")
+
+    with scanning(failing) as running:
+        eventually(lambda: "driver gone" in running.get("/readyz").text, "the scan has failed")
+        assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS}").status_code == 503
+
+
+@each_row("overlay", sorted(path.name for path in OVERLAYS.iterdir()))
+def test_the_manifests_probes_leave_a_start_its_time(overlay: str) -> None:
+    """The interpreter binds the port within the delay; then the kubelet waits longer than the agent takes to say no."""
+    (container,) = agent_of(overlay)["spec"]["template"]["spec"]["containers"]
+    startup, ready = container["startupProbe"], container["readinessProbe"]
+    assert startup["httpGet"]["path"] == "/healthz" and startup["initialDelaySeconds"] >= 2
+    assert startup["timeoutSeconds"] * startup["failureThreshold"] >= 120
+    asked = urlsplit(ready["httpGet"]["path"])
+    (wait,) = parse_qs(asked.query)["wait"]
+    assert asked.path == "/readyz" and 30 <= float(wait) <= MOST_WAIT_SECONDS
+    assert ready["timeoutSeconds"] > float(wait)

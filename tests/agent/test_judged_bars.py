@@ -1,4 +1,4 @@
-"""A measurement decides: two bars, severity by cost, NVLS and MNNVL, and a baseline."""
+"""A measurement decides: bars and their causes, severity by cost, NVLS, MNNVL, RDMA writes, a stopped run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.recorded import snapshot, view
+from click.testing import CliRunner
+from rigs.fleet import fleet_of, through_the_api
+from rigs.recorded import changed, facts, snapshot, view
+from rigs.results import benchmark, measurement
 from rigs.tables import each_row
 
+from agent.base import result_store
+from agent.base.exit_codes import EXIT_FAILED
 from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
 from agent.checks.judged import BUSBW, MNNVL, NVLS, checks_of_bars, expected_words
-from agent.checks.measured import with_bench
-from agent.checks.verdict import GateError
+from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
+from agent.checks.verdict import GateError, judge
+from agent.cli.bench import bench
 from agent.cluster.gate import checks_of
-from agent.cluster.nodes import Fleet, NodeRecord, from_resource
-from agent.cluster.records import records_of, to_resource
-from agent.jobs import benchmark
-from collectives.bench.results import Bar, BenchResult, Measurement, result_to_json
+from agent.cluster.nodes import NodeRecord
+from agent.cluster.records import records_of
+from agent.jobs import benchmark as job_benchmark
+from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
+from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, read_result, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.finding import Finding
+from probes.api import Snapshot
+from probes.rdma.facts import RdmaFacts
 
 GB, GIB = 1e9, 1 << 30
 HGX, TRAY, SICK = "hgx-h100-8xH100-8hca", "gb200-nvl72-tray", "sick-h100-nvlink-missing"
@@ -35,23 +44,19 @@ def result(
 ) -> BenchResult:  # fmt: skip
     """What a run on this machine would have left, with these bus bandwidths in GB/s."""
     found = (snapshot(machine),)
-    links = json.loads(json.dumps(benchmark.links_of(found, ranks)))
+    links = json.loads(json.dumps(job_benchmark.links_of(found, ranks)))
     row: dict[str, Any] = {"links": links, "versions": {"nccl": "2.27.3"}, "environment": environment or {}}
     hello = [{**row, "host": name} for name in hosts for _ in range(ranks)]
-    expect = benchmark.expected(found, ranks)
+    expect = job_benchmark.expected(found, ranks)
     world = tuple(range(len(hello)))
     made = [
-        Measurement(
-            op=op, backend="nccl", ranks=world, hosts=tuple(r["host"] for r in hello), bytes=size,
-            iteration_seconds=(0.01,), median_seconds=0.01, spread_ratio=0.01, algbw_bytes_per_second=value * GB,
-            busbw_bytes_per_second=value * GB, verified=True, bars=expect(op, size, world, hello) if expect else (),
-        )
+        measurement(op, value * GB, len(hello), backend="nccl", hosts=tuple(r["host"] for r in hello), bytes=size,
+                    bars=expect(op, size, world, hello) if expect else ())
         for op, value in values.items()
     ]  # fmt: skip
-    return BenchResult(
-        measurements=tuple(made), world_size=len(hello), backend="nccl", hosts=tuple(r["host"] for r in hello),
-        environment=environment or {}, versions={"nccl": "2.27.3"}, started_at_seconds=0.0, seconds=1.0,
-        evidence=evidence, nvlink_domains=(links.get("nvlink_domain") or "",),
+    return benchmark(
+        *made, environment=environment or {}, versions={"nccl": "2.27.3"}, evidence=evidence,
+        nvlink_domains=(links.get("nvlink_domain") or "",),
     )  # fmt: skip
 
 
@@ -61,36 +66,30 @@ def checks(made: BenchResult, machine: str = HGX) -> dict[tuple[str, str], Findi
 
 
 @each_row(
-    ("op", "busbw", "status"),
+    ("machine", "op", "busbw", "more", "status", "message", "remedy"),
     [
-        ("all_gather", 336, "pass"), ("all_gather", 240, "warn"), ("all_gather", 100, "fail"),
-        ("all_gather", 1, "fail"), ("all_reduce", 460, "pass"), ("all_reduce", 370, "warn"),
-        ("all_reduce", 150, "fail"),
+        (HGX, "all_gather", 336, {}, "pass", ["as it should be"], []),
+        (HGX, "all_gather", 240, {}, "warn", ["as it should be"], [""]),
+        (HGX, "all_gather", 1, {}, "fail", ["as it should be"], [""]),  # no unknown
+        (HGX, "all_reduce", 460, {}, "pass", ["as it should be"], []),
+        (HGX, "all_reduce", 370, {}, "warn", ["as it should be"], [""]),  # no pass where NVLS is expected
+        (HGX, "all_reduce", 150, {}, "fail", ["as it should be"], [""]),
+        # the sick node carries what its links do: no fault beyond those that are missing
+        (SICK, "all_gather", 250, {}, "warn", ["links are missing", "fewer NVLinks"], [""]),
+        # below the links that are left: a fault, with an experiment
+        (HGX, "all_gather", 100, {}, "fail", ["no link shows"], ["pairs"]),
+        (HGX, "all_gather", 60, {"hosts": ("a", "b")}, "fail", ["between the 2 hosts"], ["--search", "NCCL_IB_HCA"]),
     ],
-)  # fmt: skip
-def test_a_result_is_judged_by_what_it_costs(op: str, busbw: float, status: str) -> None:
-    """1 GB/s against 330 is no unknown, and 370 with NVLS expected is no pass."""
-    check = checks(result(HGX, {op: busbw}))[BUSBW, op]
+)
+def test_a_result_is_judged_by_what_it_costs(
+    machine: str, op: str, busbw: float, more: dict[str, Any], status: str, message: list[str], remedy: list[str]
+) -> None:
+    """By the links of the machine; the cause is named."""
+    check = checks(result(machine, {op: busbw}, **more), machine)[BUSBW, op]
     assert check.status == status
-    assert "as it should be" in check.message and " to " in check.message
-    assert any("NVLink" in line for line in check.evidence)
-    assert bool(check.remedy) is (status != "pass")
-
-
-def test_a_missing_link_is_named_as_the_cause() -> None:
-    """The sick node carries what its links do: no fault beyond those that are missing."""
-    sick = result(SICK, {"all_gather": 250})
-    check = checks(sick, SICK)[BUSBW, "all_gather"]
-    assert check.status == "warn"
-    assert "links are missing" in check.message and "fewer NVLinks" in check.message
-
-
-def test_below_the_links_that_are_left_is_a_fault_with_an_experiment() -> None:
-    alone = checks(result(HGX, {"all_gather": 150}))[BUSBW, "all_gather"]
-    assert "no link shows" in alone.message and "pairs" in alone.remedy
-    two = checks(result(HGX, {"all_gather": 60}, hosts=("a", "b")))[BUSBW, "all_gather"]
-    assert two.status == "fail" and "between the 2 hosts" in two.message
-    assert "--search" in two.remedy and "NCCL_IB_HCA" in two.remedy
+    assert all(words in check.message for words in (*message, " to ")), check.message
+    assert all(words in check.remedy for words in remedy) and bool(check.remedy) is (status != "pass"), check.remedy
+    assert len(set(more.get("hosts", "a"))) > 1 or any("NVLink" in line for line in check.evidence)
 
 
 def test_small_results_are_unknown_and_never_a_pass() -> None:
@@ -118,6 +117,7 @@ def test_nvls_that_is_not_used_is_named_with_its_line() -> None:
     assert check.status == "warn" and "NVLS is not used" in check.message
     assert "not available on dev 0" in check.evidence[0]
     assert checks(result(HGX, {"all_reduce": 480}))[NVLS, ""].status == "pass"
+    assert checks(result(TRAY, {"all_reduce": 630}, ranks=4), TRAY)[NVLS, ""].status == "unknown", "four GPUs need none"
 
 
 @each_row(("environment", "busbw"), [({"NCCL_NVLS_ENABLE": "0"}, 365), ({"NCCL_ALGO": "Ring"}, 365)])
@@ -125,10 +125,6 @@ def test_nvls_off_by_choice_is_no_fault(environment: dict[str, str], busbw: floa
     found = checks(result(HGX, {"all_reduce": busbw}, environment=environment))
     assert found[NVLS, ""].status == "info" and next(iter(environment)) in found[NVLS, ""].message
     assert found[BUSBW, "all_reduce"].status == "pass"
-
-
-def test_nvls_is_not_asked_of_four_gpus() -> None:
-    assert checks(result(TRAY, {"all_reduce": 630}, ranks=4), TRAY)[NVLS, ""].status == "unknown"
 
 
 def test_mnnvl_off_in_a_domain_is_a_failure_of_its_own() -> None:
@@ -176,21 +172,20 @@ def test_a_node_is_held_against_the_best_tenth_of_its_equals() -> None:
         return NodeRecord(name=name, host=name, verdict="pass", scanned_at_seconds=time.time(), product=product, gpus=8,
                           measured=measured)  # fmt: skip
 
-    fleet = Fleet()
     nodes = [*(node(f"n{i}", 330 + i) for i in range(10)), node("slow", 200), node("dead", 100)]
     others = [node("b200", 600, product="B200"), node("two", 900, job="2 nccl ranks on 1 host")]
-    fleet.set(from_resource(to_resource(each)[1]) for each in (*nodes, *others))
-    found = {
-        check.node: check for check in checks_of([n.name for n in (*nodes, *others)], fleet) if check.code == BUSBW
-    }
+
+    def held(*records: NodeRecord) -> dict[str, Finding]:
+        fleet = fleet_of(*map(through_the_api, records))
+        return {check.node: check for check in checks_of([n.name for n in records], fleet) if check.code == BUSBW}
+
+    found = held(*nodes, *others)
     assert {name for name, check in found.items() if check.status == "pass"} == {f"n{i}" for i in range(10)}
     assert (found["slow"].status, found["dead"].status) == ("warn", "fail")
     assert "best tenth of 12 equal nodes" in found["slow"].message and "338 GB/s" in found["slow"].message
     assert found["b200"].status == found["two"].status == "unknown"
-    few = [*nodes[:5], node("boasts", 9000)]
-    fleet.set(from_resource(to_resource(each)[1]) for each in few)
-    judged = [check for check in checks_of([n.name for n in few], fleet) if check.code == BUSBW]
-    assert {check.status for check in judged} == {"pass"}, "one record accuses no other node"
+    few = held(*nodes[:5], node("boasts", 9000))
+    assert {check.status for check in few.values()} == {"pass"}, "one record accuses no other node"
 
 
 def test_a_benchmark_of_one_host_is_published_with_its_node() -> None:
@@ -199,6 +194,144 @@ def test_a_benchmark_of_one_host_is_published_with_its_node() -> None:
     (record,) = records_of(found)
     (one,) = record.measured
     assert (one["op"], one["bytes"], one["busbw"]) == ("all_gather", GIB, 336 * 10**9)
-    assert from_resource(to_resource(record)[1]).measured == record.measured
+    assert through_the_api(record).measured == record.measured
     several = with_bench(view(HGX), result(HGX, {"all_gather": 336}, hosts=("a", "b")))
     assert records_of(several)[0].measured == ()
+
+
+NDR = 400e9 / 8
+
+
+def written(rate: float, port: str = "mlx5_0:1", mtu: int = 4096) -> RdmaResult:
+    made = RdmaWrite(port=port, bytes=65536, writes=round(rate * 4 / 65536), seconds=4.0, bytes_per_second=rate,
+                     mtu_bytes=mtu)  # fmt: skip
+    return RdmaResult(host="node1", peer="node0", writes=(made,), started_at_seconds=0.0, seconds=6.0)
+
+
+def judged_write(result: RdmaResult, found: Snapshot, before: dict[str, RdmaWrite] | None = None) -> Finding:
+    before = before or {}
+    (check,) = checks_of_writes(with_bars(result, found, before), before)
+    return check
+
+
+def with_device(kind: str | None = None, **changes: object) -> Snapshot:
+    """The first device, or its port, otherwise than recorded."""
+    first, *others = facts(RdmaFacts).devices
+    port = replace(first.ports[0], **changes)  # type: ignore[arg-type]
+    return changed(snapshot(), RdmaFacts, devices=(replace(first, kind=kind or first.kind, ports=(port,)), *others))
+
+
+def test_all_active_ports_in_order_and_only_those_named() -> None:
+    found = snapshot()
+    assert [str(port) for port in ports_of(found, ())][:2] == ["mlx5_0:1", "mlx5_1:1"]
+    assert [str(port) for port in ports_of(found, ("mlx5_3", "mlx5_1:1"))] == ["mlx5_1:1", "mlx5_3:1"]
+    with pytest.raises(GateError, match=r"--device mlx5_77: no ACTIVE RDMA port of that name; ACTIVE here: mlx5_0:1"):
+        ports_of(found, ("mlx5_77",))
+
+
+@each_row(("gigabits", "status"), [(393, "pass"), (380, "pass"), (351, "warn"), (120, "fail")])
+def test_published_results_of_400_gigabit_ports(gigabits: int, status: str) -> None:
+    """A healthy node and the threshold of Azure's health checks pass; a node that was taken out warns."""
+    assert judged_write(written(gigabits * 1e9 / 8), snapshot()).status == status
+
+
+def test_a_port_that_could_carry_more_puts_the_fault_on_the_link() -> None:
+    check = judged_write(written(NDR / 3), snapshot())
+    assert (check.status, check.code, check.subject) == ("fail", "bench.rdma.low_bandwidth", "mlx5_0:1")
+    assert "the fault is on the link between node1 and node0, or at its other end" in check.message
+    assert "the other way round" in check.remedy
+
+
+def test_a_port_at_half_its_equals_rate_is_named_as_what_limits() -> None:
+    """As it should be is what the equals have; as it is, its own rate."""
+    check = judged_write(written(0.97 * NDR / 2), with_device(rate_bytes_per_second=NDR / 2))
+    assert check.status == "warn"
+    assert "the port is what limits it: the port carries 200 Gb/s" in check.message
+    assert "rdma.port.rate" in check.remedy
+
+
+def test_small_packets_lower_what_a_wire_carries() -> None:
+    found = with_device(link_layer="Ethernet")
+    large, small = (with_bars(written(1.0, mtu=mtu), found, {}).writes[0].bars[0] for mtu in (4096, 1024))
+    assert large.high == pytest.approx(NDR * 4096 / 4178)
+    assert small.high == pytest.approx(NDR * 1024 / 1106)
+
+
+def test_soft_roce_is_unknown_without_a_baseline_and_judged_with_one() -> None:
+    found = with_device(kind="rxe")
+    assert judged_write(written(8e6), found).status == "unknown"
+    before = {"mlx5_0:1": written(8e6).writes[0]}
+    assert judged_write(written(7.5e6), found, before).status == "pass"
+    slow = judged_write(written(8e6 / 3), found, before)
+    assert slow.status == "fail"
+    assert "the port of node1 is as it was, so the fault is on the link between node1 and node0" in slow.message
+
+
+def test_what_changed_since_the_baseline_is_the_cause() -> None:
+    before = {"mlx5_0:1": with_bars(written(0.97 * NDR), snapshot(), {}).writes[0]}
+    slower = with_device(rate_bytes_per_second=NDR / 4)
+    assert (
+        "the port runs at 100 Gb/s, 400 Gb/s in the baseline" in judged_write(written(NDR / 4), slower, before).message
+    )
+    assert (
+        "packets of 1024 bytes, 4096 in the baseline"
+        in judged_write(written(NDR / 3, mtu=1024), snapshot(), before).message
+    )
+
+
+def test_a_baseline_is_what_save_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "base.json"
+    path.write_text(json.dumps(result_to_json(written(NDR))))
+    assert read_baseline(path).writes["mlx5_0:1"].bytes_per_second == NDR
+    path.write_text('{"schema_version": 1, "writes": [{"port": 7}]}')
+    with pytest.raises(GateError, match="not a benchmark result"):
+        read_baseline(path)
+
+
+def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
+    """Exit code 1 where perftest is not installed."""
+    missing = CliRunner().invoke(bench, ["--rdma", "node0"], env={"PATH": str(tmp_path)})
+    assert missing.exit_code == 1 and "apt-get install perftest" in missing.output
+
+
+ONE = measurement(bytes=65536)
+WHOLE = benchmark(ONE, ONE)
+CUT = replace(
+    WHOLE, measurements=(ONE,), started_at_seconds=2000.0, complete=False, stopped_by="SIGTERM",
+    problems=("stopped by SIGTERM: all processes of the run were ended",),
+)  # fmt: skip
+
+
+def ends(result: BenchResult) -> dict[str, str]:
+    """What the checks of a benchmark came to, by code."""
+    return {check.code: check.status for check in checks_of_bench(result, ())}
+
+
+def test_what_was_stopped_is_unknown_not_failed_and_not_passed() -> None:
+    """The machine did nothing wrong; a run that ended of itself before its end fails as ever."""
+    assert ends(WHOLE)["bench.run.incomplete"] == "pass"
+    assert ends(CUT)["bench.run.incomplete"] == "unknown"
+    assert ends(replace(CUT, stopped_by=None))["bench.run.incomplete"] == "fail"
+    wrong = replace(CUT, measurements=(replace(ONE, verified=False),))
+    assert ends(wrong)["bench.result.unverified"] == "fail"
+
+
+def test_who_asked_for_the_measurement_gets_no_pass() -> None:
+    """A preflight that was to measure, and was stopped, fails; what an agent kept from before stays unknown."""
+    seen = with_bench(view("cpu-only-vm"), CUT)
+    kept = {check.code: check.status for check in seen.checks}
+    assert kept["bench.run.incomplete"] == "unknown"
+    now = must_be_measured(seen.checks)
+    assert {check.code: check.status for check in now}["bench.run.incomplete"] == "fail"
+    assert judge(now, fail_on="fail").exit_code == EXIT_FAILED
+    assert must_be_measured(checks_of_bench(WHOLE, ())) == checks_of_bench(WHOLE, ())
+
+
+def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path: Path) -> None:
+    """One that measured something does, with its mark."""
+    result_store.keep_bench(WHOLE, tmp_path)
+    assert result_store.keep_bench(replace(CUT, measurements=()), tmp_path) is None
+    assert read_result(tmp_path / result_store.BENCH_FILE) == WHOLE
+    result_store.keep_bench(CUT, tmp_path)
+    assert read_result(tmp_path / result_store.BENCH_FILE) == CUT
+    assert [line.complete for line in result_store.bench_history(tmp_path)] == [False, True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,10 @@ import pytest
 import yaml
 from api_server import write_kubeconfig
 from kubernetes.config import incluster_config
+from rigs.command import python
 from rigs.serving import Asked, answering
 
 from agent.cluster.client import AccessError, ApiError, Client, connect
-
-REPO = Path(__file__).parent.parent.parent
 
 
 def config(path: Path, *, current: str | None = None, **entries: dict[str, dict[str, Any]]) -> Path:
@@ -161,11 +159,7 @@ def test_no_model_is_imported(tmp_path: Path, heard: tuple[str, list[Asked]]) ->
     """The models of every API group, and the asyncio twin of the client, would cost as much again."""
     path = write_kubeconfig(tmp_path / "config", heard[0])
     code = "import sys; from agent.cluster.client import connect; connect().get('/x'); print(*sys.modules)"
-    environment = os.environ | several(path)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=REPO
-    )  # fmt: skip
-    loaded = done.stdout.split()
+    loaded = python(code, **several(path)).stdout.split()
     assert "kubernetes.client.api_client" in loaded and len(heard[1]) == 1
     assert not [name for name in loaded if name.startswith(("kubernetes.client.models.", "kubernetes.client.api."))]
     assert not {"aiohttp", "kubernetes.aio"}.intersection(loaded)

@@ -1,27 +1,36 @@
-"""The gate before a job on this host, and the record that stays of a job which failed."""
+"""A job on this host: the gate before it, its plan, and the record that stays of one which failed or was killed."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from rigs.command import topoflight
-from rigs.recorded import snapshot, view
+from rigs.recorded import path_of, snapshot, view
+from rigs.results import RUN
+from rigs.serving import Asked, answering
 from rigs.tables import each_row
 
-from agent.advice.advise import advise
+from agent.advice.advise import advise, answer
 from agent.advice.job_settings import EMBEDDED_MODEL, job_request, untrainable
 from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
-from agent.cli.launch import _gate, launch
-from agent.jobs.launch import Launched, job_plan, record_of, train
+from agent.cli.launch import _gate
+from agent.http.posted import read_record
+from agent.jobs.launch import Launched, gdrdma, job_plan, record_of, train
 from agent.jobs.preflight import Options, _stopping
+from contracts import run_record
 from contracts.job_config import read_config
+from contracts.job_plan import dumps, read
+from contracts.run_record import RunRecord
+from finetune import channels
+from topology.build import build
 
 SICK = "sick-h100-dead-hca"
 
@@ -37,8 +46,8 @@ def test_a_failed_check_stops_the_launch(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_required_check_that_is_unknown_stops_it_and_others_do_not(tmp_path: Path) -> None:
     """This host has no RDMA device; nothing is started, so nothing is written."""
-    words = ["--require", "rdma.port.down", "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(launch, words)
+    words = ["--require", "rdma.port.down", "--output", tmp_path / "out"]
+    done = topoflight("launch", *words)
     if list(Path("/sys/class/infiniband").glob("*")):
         pytest.skip("this host has RDMA devices, so the check is not unknown")
     assert done.exit_code == 5, done.output
@@ -57,6 +66,11 @@ def test_preflight_flies_only_what_it_found_sound() -> None:
     assert _stopping(Options(train=True), checks, Baseline(statuses=everywhere_the_same)) == ""
 
 
+def launched(folder: Path, code: int, log: str = "") -> Launched:
+    """A job that has ended with this code and these last lines."""
+    return Launched(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
+
+
 @each_row(
     ("written", "kept"),
     [
@@ -73,7 +87,7 @@ def test_the_record_of_a_failed_job_is_its_own(
     path = tmp_path / "run.json"
     code = written["exit_code"] or -9
     assert isinstance(code, int)
-    done = Launched(exit_code=code, seconds=1.0, output=tmp_path / "job.log", last_lines=())
+    done = launched(tmp_path, code)
     assert record_of(path, done, 0.0) is None
     path.write_text(json.dumps({"schema_version": 1, **written}))
     assert record_of(path, done, path.stat().st_mtime + 1) is None
@@ -86,8 +100,8 @@ def test_the_record_of_a_failed_job_is_its_own(
 def test_a_launch_that_fails_leaves_its_run_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is not finite ends with 65 for the job and 3 for the verb; /runs serves what the folder holds."""
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
-    words = ["--output", str(tmp_path / "out"), "--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5"]
-    done = CliRunner().invoke(launch, [*words, "--set", "max_grad_norm=0"])
+    words = ["--no-preflight", "--set", "learning_rate=1e29", "--set", "max_steps=5", "--set", "max_grad_norm=0"]
+    done = topoflight("launch", "--output", tmp_path / "out", *words)
     assert done.exit_code == 3, done.output
     (kept,) = (tmp_path / "runs").glob("*.json")
     record = json.loads(kept.read_text())
@@ -104,12 +118,10 @@ def test_the_gate_measures_where_it_is_told_to_and_a_failed_measurement_stops_th
     monkeypatch.setenv("TOPOFLIGHT_STATE", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ.get('RANK') == '1' and os._exit(9)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = CliRunner().invoke(launch, ["--measure", "--output", str(tmp_path / "out")])
+    done = topoflight("launch", "--measure", "--output", tmp_path / "out")
     assert done.exit_code == 3, done.output
     assert "fail bench.run.incomplete" in done.stderr and "not launched: " in done.stderr
     assert not (tmp_path / "out").exists()
-    refused = CliRunner().invoke(launch, ["--measure", "--no-preflight"])
-    assert refused.exit_code == 2 and "--measure and --no-preflight cannot be combined." in refused.output
 
 
 def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
@@ -131,16 +143,6 @@ def test_a_named_model_is_the_one_that_flies(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="dataset_name: no data set is named"):
         train(advice, tmp_path / "out", timeout_seconds=1)
     assert not (tmp_path / "out").exists()
-
-
-@each_row("where", [["--api", "job", "--image", "r.example/f:1"], ["--output", "out"]])
-def test_a_launch_here_and_on_a_cluster_is_refused_in_the_same_words(where: list[str]) -> None:
-    """Usage; a word of --set that is none is named too."""
-    words = ["launch", "--machine", "dgx-h100", "--dry-run", "--model", "Llama-3.1-8B", *where]
-    for more, told in (((), "a hub id such as openai/gsm8k"),
-                       (("--set", "dataset_name"), "--set 'dataset_name': must be NAME=VALUE")):  # fmt: skip
-        done = topoflight(*words, *more)
-        assert done.exit_code == 2 and told in done.output
 
 
 def test_the_embedded_job_needs_no_yaml() -> None:
@@ -174,27 +176,6 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
         job_request(Request(), job, [])
 
 
-@each_row(
-    ("text", "words", "error"),
-    [
-        ("", ["num_train_epoch=3"], "--set unknown setting 'num_train_epoch'; close: num_train_epochs"),
-        ("num_train_epoch: 3\n", [], "job.yaml: unknown setting 'num_train_epoch'"),
-        ("dataset_nam: a\nbeta: 0.1\n", [], "'dataset_nam'; close: dataset_name"),
-        ("dataset_nam: a\nbeta: 0.1\n", [], "; also unknown: 'beta'"),
-        ("", ["lora_r=many"], "--set lora_r='many': must be a whole number"),
-        ("", ["fsdp_config.reshard=true"], "unknown setting 'fsdp_config.reshard'"),
-    ],
-)
-def test_a_setting_that_the_job_does_not_have_is_refused_before_anything_starts(
-    tmp_path: Path, text: str, words: list[str], error: str
-) -> None:
-    """By the launcher already, in the job's own words."""
-    job = tmp_path / "job.yaml"
-    job.write_text(text)
-    with pytest.raises(RequestError, match=re.escape(error)):
-        job_request(Request(), job if text else None, words)
-
-
 def test_what_a_file_says_and_cannot_be_is_mended_by_set(tmp_path: Path) -> None:
     """The last word is the command's, under an older name too; what is left to fix is named with where it stands."""
     job = tmp_path / "job.yaml"
@@ -206,8 +187,143 @@ def test_what_a_file_says_and_cannot_be_is_mended_by_set(tmp_path: Path) -> None
         job_request(Request(), job, ["push_to_hub=false", "lora_r=x"])
 
 
-def test_a_number_that_no_rank_would_read_is_refused_before_any_starts(tmp_path: Path) -> None:
-    """plan.json is read within bounds; a launch that writes what they refuse would fail on every pod."""
-    done = CliRunner().invoke(launch, ["--output", str(tmp_path / "out"), "--set", "learning_rate=1e30"])
-    assert done.exit_code == 2 and "1e+30 is out of bounds" in done.output
-    assert not (tmp_path / "out").exists()
+RECORD: dict[str, Any] = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
+# What torchrun (torch 2.13.0) writes where rank 1 of 2 was killed, from its last twelve lines.
+STRUCK = """\
+  traceback : Signal 15 (SIGTERM) received by PID 7837
+------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_13:53:06
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 7838)  (SIGKILL)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 7838
+======================================================"""
+FATE = "rank 1 was ended by SIGKILL; the same command goes on from its last checkpoint, if it had saved one"
+
+
+@pytest.fixture
+def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Asked]]:
+    """What an agent is sent."""
+    with answering(201) as (url, found):
+        monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
+        monkeypatch.delenv("TOPOFLIGHT_AGENT_TOKEN_FILE", raising=False)
+        yield found
+
+
+def ended(folder: Path, code: int = 1, **changed: Any) -> RunRecord:
+    """The record after torchrun has ended because a rank was struck."""
+    path = folder / "run.json"
+    path.write_text(json.dumps({**RECORD, **changed}))
+    done = launched(folder, code, STRUCK)
+    record = record_of(path, done, path.stat().st_mtime)
+    assert record is not None
+    return record
+
+
+def test_the_launcher_tells_the_end_of_a_killed_job(tmp_path: Path, posted: list[Asked]) -> None:
+    """In run.json and to the agent, which takes it; the last step on the record stands."""
+    record = ended(tmp_path)
+    expected = {**RECORD, "status": "failed", "exit_code": 1, "reason": FATE, "ended_at": record.ended_at}
+    assert record == run_record.record_of(expected)
+    assert record.ended_at
+    assert run_record.read(tmp_path / "run.json") == record
+    (sent,) = posted
+    assert (sent.path, read_record(sent.body)) == ("/runs", record)
+
+
+def test_the_last_step_is_the_last_that_was_logged(tmp_path: Path) -> None:
+    """The record is written with each checkpoint only; a line that was cut, and another start's, do not count."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 8, "loss": 2.0}\n{"step": 9, "loss": NaN}\n{"step": 10, "lo')
+    os.utime(metrics, (4e9, 4e9))
+    assert ended(tmp_path).steps_done == 9
+    os.utime(metrics, (1, 1))
+    assert ended(tmp_path).steps_done == 7
+    metrics.write_bytes(b"\xff\n[]\n3\n{}\n")
+    os.utime(metrics, (4e9, 4e9))
+    assert ended(tmp_path).steps_done == 7
+
+
+@each_row("status", ["complete", "failed"])
+def test_what_told_its_end_itself_is_told_once(tmp_path: Path, posted: list[Asked], status: str) -> None:
+    """The agent has it from the job: another record of the same start would be refused."""
+    assert ended(tmp_path, status=status).status == "failed"
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == status
+    assert posted == []
+
+
+def test_an_agent_that_is_away_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The record is written all the same."""
+    monkeypatch.setenv("TOPOFLIGHT_AGENT", "file:///etc/passwd")
+    assert ended(tmp_path) == run_record.read(tmp_path / "run.json")
+    assert "does not have this run's record: TOPOFLIGHT_AGENT must be http" in capfd.readouterr().err
+
+
+def test_a_signal_of_torchrun_is_a_code_as_a_shell_tells_it(tmp_path: Path) -> None:
+    """The agent takes 0 to 255."""
+    record = ended(tmp_path, -9)
+    assert record.exit_code == 137 and read_record((tmp_path / "run.json").read_bytes()) == record
+
+
+def test_who_told_the_end_is_known() -> None:
+    """By the launcher's own words; a job that wrote no record told nothing."""
+    done = launched(Path(), 3)
+    assert not done.wrote_its_end
+    assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.fate})).wrote_its_end
+    assert replace(done, record=run_record.record_of({**RECORD, "reason": "the loss is not finite"})).wrote_its_end
+
+
+DATA = ["dataset_name=openai/gsm8k"]
+
+
+@each_row(
+    ("machine", "network", "evidence", "near"),
+    [
+        ("hgx-h100-8xH100-8hca", "IB", "mlx5_", "each GPU is PIX from its NIC"),
+        ("r760xa-2xA40-bf3", "IB", "mlx5_1", None),  # one GPU reaches the NIC through the other socket
+        ("sick-h100-no-peermem", "IB", "mlx5_", None),
+        ("azure-nd-a100-flat-vm", "IB", "", None),  # a VM without a PCIe tree: how near they are is not known
+        ("aws-p4d-8xA100-4efa", "AWS Libfabric", "4 EFA devices", None),
+        ("sick-h100-rdma-off", None, "", None),
+        ("cpu-only-vm", None, "", None),
+    ],
+)
+def test_the_job_reads_from_the_plan_what_the_hosts_have(
+    tmp_path: Path, machine: str, network: str | None, evidence: str, near: str | None
+) -> None:
+    """With the evidence beside it; a host without RDMA, or without a GPU, promises nothing."""
+    found = [snapshot(machine)]
+    advice = answer(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
+    written = job_plan(advice, overrides=DATA, found=found)
+    (tmp_path / "plan.json").write_text(dumps(written))
+    plan = read(tmp_path / "plan.json")
+    assert plan == written
+    assert plan.transport.get("network") == network
+    assert evidence in plan.transport.get("evidence", "")
+    assert bool(plan.transport) is (network is not None)
+    planned = channels.planned_channels(plan.environment, plan.transport)
+    assert planned.refuses("Socket") is (network is not None)
+    assert (near is None) is (plan.transport.get("gdrdma") is None) is not bool(planned.gdrdma)
+    assert near is None or near in plan.transport["gdrdma"]
+
+
+def test_a_machine_that_nobody_looked_at_promises_no_gpudirect() -> None:
+    """A catalogue's machine: whether its modules are loaded is not known."""
+    advice = answer(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
+    assert "gdrdma" not in job_plan(advice, overrides=DATA).transport
+
+
+def test_a_nearest_nic_that_is_left_out_promises_no_gpudirect() -> None:
+    """By NCCL_IB_HCA, for storage say: the next one may be too far."""
+    found = [snapshot()]
+    all_of_them = gdrdma(found)
+    names = [nic for near in build(found[0]).nearest_nic for nic in near.nics]
+    assert all_of_them
+    assert gdrdma(found, "=" + ",".join(f"{name}:1" for name in names)) == all_of_them
+    assert gdrdma(found, "=" + ",".join(names[1:])) == ""
+    assert gdrdma(found, f"^{names[0]}") == ""

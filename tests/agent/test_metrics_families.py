@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rigs.recorded import NAMES, snapshot
+from rigs.results import benchmark, measurement
 from rigs.tables import each_row
 
 from agent import metrics
@@ -25,7 +26,7 @@ from agent.cluster.publish import PublishTally
 from agent.http.cluster import WatchTally
 from agent.http.cluster import samples as tallies
 from agent.metrics import BY_SOURCE, CATALOGUE, FORBIDDEN_LABELS, LABELS, SYMBOLS
-from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler
+from collectives.bench.results import Bar, BenchResult, Latency, Straggler
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import record_of
 from probes.api import Metric
@@ -52,18 +53,13 @@ def series_bound(metric: Metric) -> tuple[str, ...]:
 
 def bench() -> BenchResult:
     """A result as a two-node run leaves it: RDMA with part of the channels in GPUDirect, one slow rank."""
+    bar = Bar(name="as it should be", low=3e10, typical=4e10, high=5e10)
     made = [
-        Measurement(
-            op=op, backend="nccl", ranks=(0, 1), hosts=("a", "b"), bytes=1 << size, iteration_seconds=(0.01,),
-            median_seconds=0.01, spread_ratio=0.02, algbw_bytes_per_second=2e10, busbw_bytes_per_second=1e10,
-            expected_busbw_bytes_per_second=4e10, verified=True,
-            bars=(Bar(name="as it should be", low=3e10, typical=4e10, high=5e10),),
-        )
+        measurement(op, 1e10, backend="nccl", bytes=1 << size, expected_busbw_bytes_per_second=4e10, bars=(bar,))
         for op in ("all_gather", "reduce_scatter") for size in range(20, 31)
     ]  # fmt: skip
-    return BenchResult(
-        measurements=tuple(made), world_size=16, backend="nccl", hosts=("a", "b"), environment={}, versions={},
-        started_at_seconds=1_790_000_000.0, seconds=30.0,
+    return benchmark(
+        *made, world_size=16, hosts=("a", "b"), started_at_seconds=1_790_000_000.0, seconds=30.0,
         latencies=(Latency(op="all_gather", alpha_seconds=2e-5, beta_bytes_per_second=4e10, points=11),),
         stragglers=tuple(
             Straggler(rank=r, host="b", late_seconds=r / 1000, iterations=20, share=0.9) for r in range(12)

@@ -14,7 +14,6 @@ from build import GRACE, LOOPBACK, SPR, answers, gpu, guid, hca
 from machine_built import Machine
 from machine_nvml import H100, NvmlGpu
 from machine_tree import Netdev, Rdma, Tree, port, switch
-from nic_faults import FAULTS, with_fault
 from platform_machines import mapped, snapshot_of
 from rigs import recorded
 from rigs.tables import each_row
@@ -23,7 +22,9 @@ from agent.checks.view import look
 from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.host.recording import load
-from probes.rdma.facts import RdmaFacts
+from probes.interfaces.facts import InterfacesFacts, nccl_choice
+from probes.pci.facts import PciFacts
+from probes.rdma.facts import RdmaFacts, RdmaPort
 from probes.scan import scan
 
 GB10 = replace(H100, name="NVIDIA GB10", links=0, capability=(12, 1), memory_bytes=119 << 30)
@@ -147,13 +148,16 @@ def test_a_healthy_node_passes(name: str) -> None:
 def test_one_fault_of_one_rail_fails(name: str) -> None:
     """Down, slower, with another MTU, or gone: each is a failure that the healthy node does not have."""
     node = snapshot(name)
-    rdma = node.facts(RdmaFacts)
-    assert rdma is not None
     near = look((node,)).topologies[0].nearest_nic
     device = near[min(2, len(near) - 1)].nics[0]
     passed = []
     for fault in FAULTS:
-        roce = any(p.link_layer == "Ethernet" for d in rdma.devices if d.name == device for p in d.ports)
+        roce = any(
+            p.link_layer == "Ethernet"
+            for d in recorded.facts(RdmaFacts, node).devices
+            if d.name == device
+            for p in d.ports
+        )
         if (fault == "mtu" and not roce) or (name, fault) == ("spark", "mtu"):  # one of two is no majority
             continue
         found = bad(with_fault(node, device, fault))
@@ -186,3 +190,39 @@ def test_what_serves_storage_costs_no_step() -> None:
 def test_shared_recordings_of_healthy_nodes_pass(corpus: Path) -> None:
     for name in ("lom_real", "dualport_onecable", "oci_h100"):
         assert not bad(scan(load(corpus / "defects" / "machines" / f"{name}.json.gz"))), name
+
+
+FAULTS = ("down", "slow", "mtu", "gone")
+
+
+def with_fault(snapshot: Snapshot, name: str, fault: str) -> Snapshot:
+    """The node with this fault of the RDMA device `name`."""
+    rdma, links, pci = (recorded.facts(kind, snapshot) for kind in (RdmaFacts, InterfacesFacts, PciFacts))
+    (device,) = (each for each in rdma.devices if each.name == name)
+    netdevs = {port.netdev for port in device.ports}
+    changed = {
+        "down": {"running": False, "speed_bytes_per_second": None},
+        "slow": {},
+        "mtu": {"mtu_bytes": 1500},
+    }
+    if fault == "gone":
+        devices = tuple(each for each in rdma.devices if each is not device)
+        interfaces = tuple(each for each in links.interfaces if each.name not in netdevs)
+        pci = replace(pci, devices=tuple(each for each in pci.devices if each.bus_id != device.bus_id))
+    else:
+        ports = tuple(_port(port, fault) for port in device.ports)
+        devices = tuple(replace(each, ports=ports) if each is device else each for each in rdma.devices)
+        interfaces = tuple(
+            replace(each, **changed[fault]) if each.name in netdevs else each for each in links.interfaces
+        )
+    choice = replace(links, interfaces=interfaces, nccl_choice=nccl_choice(interfaces))
+    return recorded.with_facts(snapshot, rdma=replace(rdma, devices=devices), interfaces=choice, pci=pci)
+
+
+def _port(port: RdmaPort, fault: str) -> RdmaPort:
+    if fault == "down":
+        return replace(port, state="DOWN", physical_state="Polling", rate_text="40 Gb/sec (4X QDR)",
+                       rate_bytes_per_second=5e9)  # fmt: skip
+    if fault == "slow":
+        return replace(port, rate_bytes_per_second=(port.rate_bytes_per_second or 0.0) / 2)
+    return replace(port, netdev_mtu_bytes=1500, active_mtu_bytes=1024)

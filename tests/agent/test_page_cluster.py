@@ -10,7 +10,7 @@ from typing import Any
 
 from api_server import ApiServer, configuration
 from rigs.agents import agent
-from rigs.fleet import resources
+from rigs.fleet import record_of, resource_of, resources
 from rigs.recorded import snapshot, view
 from rigs.tables import each_row
 from rigs.waiting import eventually
@@ -22,26 +22,20 @@ from agent.cluster.client import Client, path_of
 from agent.cluster.gate import Places, places_by
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord
-from agent.cluster.records import records_of, to_resource
 from agent.http.cluster import Watcher, nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
-from contracts.interval import Interval
+from contracts.finding import Interval
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hgx-h100-8xH100-8hca", "sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal")
 
 
-def record(machine: str, **changed: object) -> NodeRecord:
-    (made,) = records_of(view(machine))
-    return replace(made, **changed)  # type: ignore[arg-type]
-
-
 def published(*records: NodeRecord) -> Fleet:
     """As a watch of the NodeTopology resources has them: object and status, read back."""
     held = Fleet()
-    held.replace([{**about, "status": status["status"]} for about, status in map(to_resource, records)])
+    held.replace(map(resource_of, records))
     return held
 
 
@@ -64,8 +58,8 @@ def lines_in(html: str) -> int:
 
 def test_sick_nodes_come_first_and_silent_ones_are_unknown() -> None:
     """Order, first fault with its remedy, age; what a silent node said last does not count as its verdict."""
-    silent = record(NAMES[0], name="silent", scanned_at_seconds=time.time() - 7200)
-    held = published(*map(record, NAMES), silent)
+    silent = record_of(NAMES[0], "silent", scanned_at_seconds=time.time() - 7200)
+    held = published(*map(record_of, NAMES), silent)
     html = page(held)
     assert names_in(html) == [
         "hgx-h100-sick-memlock", "hgx-h100-sick-nvlink", "hgx-h100-sick-thermal", "silent", "hgx-h100-01",
@@ -109,14 +103,13 @@ def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
     assert seen.matching == nodes == sum(map(len, seen.shown))
     report = Report(checks=seen.checks, verdict=seen.verdict, nodes=tuple(held.records()))
     assert f"<summary>{nodes - bad} equal nodes</summary>" in pages.report_page(report)
-    driver = record(NAMES[0], name="other", links="NV4")
-    held.put({**to_resource(driver)[0], "status": to_resource(driver)[1]["status"]})
+    held.put(resource_of(record_of(NAMES[0], "other", links="NV4")))
     assert page(held).count("no finding") == 2
 
 
 def test_a_node_whose_agent_has_never_written_is_unknown() -> None:
     """The object is there, its status is not."""
-    held = published(record(NAMES[0]))
+    held = published(record_of(NAMES[0]))
     held.put({"metadata": {"name": "new"}})
     html = page(held)
     assert names_in(html) == ["new", "hgx-h100-01"]
@@ -135,8 +128,7 @@ ODD: list[Any] = [
 
 def test_one_object_that_the_definition_would_refuse_hides_no_other() -> None:
     """Where the definition is older, or was changed by hand: that node is unknown, the others are as ever."""
-    about, written = to_resource(record(NAMES[0]))
-    good = {**about, "status": written["status"]}
+    good = resource_of(record_of(NAMES[0]))
     wrong = []
     for status in ODD:
         odd = {"metadata": {"name": "odd"}, "status": {"scannedAt": good["status"]["scannedAt"], **status}
@@ -152,7 +144,7 @@ def test_one_object_that_the_definition_would_refuse_hides_no_other() -> None:
         except Exception as error:  # noqa: BLE001 - which is what is tested
             wrong.append((status, repr(error)))
             continue
-        if set(seen) != {"odd", about["metadata"]["name"]} or seen["odd"].verdict != "unknown" or judged == "pass":
+        if set(seen) != {"odd", good["metadata"]["name"]} or seen["odd"].verdict != "unknown" or judged == "pass":
             wrong.append((status, f"{sorted(seen)} {seen['odd'].verdict} {judged}"))
     assert not wrong, wrong
 
@@ -192,7 +184,7 @@ def test_without_kubernetes_the_page_says_how_to_see_more() -> None:
 
 def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
     """Graphs are compared to the last link: memlock and heat do not make another kind."""
-    made = shown(published(*map(record, NAMES)))
+    made = shown(published(*map(record_of, NAMES)))
     kinds = {line.name: line.kind for line in made.rows}
     alike = {"hgx-h100-01", "hgx-h100-sick-memlock", "hgx-h100-sick-thermal"}
     assert len({kinds[name] for name in alike}) == 1
@@ -205,10 +197,10 @@ def test_the_node_with_two_links_fewer_is_a_kind_of_its_own() -> None:
 
 def test_a_large_cluster_keeps_the_page_readable() -> None:
     """The rows are bounded, the sick ones are among them, and the page says where the rest is."""
-    many = [record(NAMES[0])] * page_nodes.ROWS  # each with links of its own, so that no two share a line
+    many = [record_of(NAMES[0])] * page_nodes.ROWS  # each with links of its own, so that no two share a line
     held = published(
         *(replace(one, name=f"node-{n:04}", links=f"NV{n}") for n, one in enumerate(many)),
-        record(NAMES[2], name="zz-sick"),
+        record_of(NAMES[2], "zz-sick"),
     )
     html = page(held)
     rows = names_in(html)
@@ -223,7 +215,7 @@ def test_a_large_cluster_keeps_the_page_readable() -> None:
 def test_names_of_strangers_stay_text() -> None:
     """A record is written by another machine."""
     hostile = "<script>alert(1)</script>"
-    bad = record(NAMES[0], name="n", product=hostile, links=hostile, rdma=hostile,
+    bad = record_of(NAMES[0], "n", product=hostile, links=hostile, rdma=hostile,
                  findings=({"code": hostile, "severity": "fail", "subject": hostile, "message": hostile},))  # fmt: skip
     html = page(published(bad))
     assert "<script>alert" not in html
@@ -263,14 +255,14 @@ def test_a_finding_has_the_same_remedy_on_every_page() -> None:
     """What the node's own page says, its record carries, and so the cluster's page and gate."""
     for name in NAMES[1:]:
         own = {(c.code, c.subject): c.remedy for c in view(name).checks if c.remedy}
-        held = published(record(name))
+        held = published(record_of(name))
         checks = [c for c in page_nodes.checks_of_records(held, time.time()) if c.status in ("fail", "warn")]
         assert checks and all(c.remedy == own[c.code, c.subject] for c in checks)
 
 
 def test_the_console_filters() -> None:
     """By words, verdict, fault, kind, version and place."""
-    held = published(*map(record, NAMES))
+    held = published(*map(record_of, NAMES))
     places = places_by(
         {"hgx-h100-01": {"example.com/rack": "r2"}, "hgx-h100-sick-thermal": {"example.com/rack": "r10"}}
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,15 +16,20 @@ from rigs.agents import agent
 from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import each_row
 
+from agent.advice.advise import for_view
+from agent.advice.request import Request
+from agent.base import result_store
 from agent.base.inputs import RequestError
 from agent.checks.view import look
 from agent.http.questions import read_form
+from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import charts
 from agent.pages import render as pages
 from agent.pages.charts import Shown, by_network, not_drawn, shown
 from agent.terminal.findings import findings
-from contracts.interval import Interval
+from collectives.bench.results import result_from_json
+from contracts.finding import Interval
 from contracts.run_record import record_of
 from planner.advice import Part
 
@@ -117,9 +124,7 @@ def test_the_banner_counts_checks_in_one_sentence(name: str) -> None:
     )
     assert "not a pass" not in html
     opened = re.search(r'<details id="unknowns"( open)?>', html)
-    assert opened and bool(opened[1]) == (
-        seen.verdict.word == "pass"
-    )  # those that could not run are seen without a click
+    assert opened and bool(opened[1]) == (seen.verdict.word == "pass"), "those that could not run, without a click"
     boxes = re.findall(r'<li class="finding f-(?:fail|warn)">.*?</li>\n(?=<li class="finding|</ol>)', html, re.DOTALL)
     if name == "sick-h100-thermal":
         assert len(boxes) == 2
@@ -165,10 +170,7 @@ def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
 def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() -> None:
     """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
     view = look(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
-    whole = Report(
-        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=view.snapshots, checks=view.checks,
-        topologies=view.topologies, verdict=view.verdict,
-    )  # fmt: skip
+    whole = Report(snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict)
     html = pages.report_page(whole)
     number = view.verdict.by_check
     assert view.verdict.why == "2 checks failed, on 2 nodes"
@@ -246,13 +248,6 @@ def test_what_is_in_no_comparison_says_why() -> None:
     assert "not complete but running" in told and "names no transport" in told and "took one network" in told
 
 
-def test_the_interface_that_nccl_names_goes_before_the_one_that_was_asked_for() -> None:
-    """By its own log; a record that holds none of it, or nonsense, has what was asked for."""
-    asked = record(["NET/Socket/0"], 1.0, NCCL_SOCKET_IFNAME="net1")
-    seen = [shown_of([{**asked, "nccl": {"interfaces": found}}])[0].transport for found in (["eth0"], [], None, [7])]
-    assert seen == ["TCP over eth0 (NET/Socket)", *["TCP over net1 (NET/Socket)"] * 3]
-
-
 def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal() -> None:
     """TCP over the default network and over a named one are two networks; the factors are against the quickest."""
     found = shown_of(
@@ -271,16 +266,34 @@ def test_one_job_over_three_networks_is_three_bars_in_html_and_on_the_terminal()
     assert widths(charts.runs(bars.title, bars.runs), "p0") == [1000.0, 500.0, 333.3]
 
 
-def test_the_interface_that_gloo_took_counts_and_not_the_one_that_was_asked_for() -> None:
-    """What was set is shown only of a record that does not say what was taken."""
-    taken = ["gloo: TCP over net2 (10.0.0.1)", "gloo: TCP over net1 (fe80::1)", "gloo: TCP over net1 (10.0.1.1)"]
-    unknown = ["gloo: TCP over an unknown interface (10.0.0.1)"]
-    gloo = {"layout": {"effective": {"backend": "gloo"}}}
-    records = [record(names, 1.0, GLOO_SOCKET_IFNAME="eth0") | gloo for names in (taken[1:], taken, unknown, [])]
-    assert [one.transport for one in shown_of([*records, record([], 1.0) | gloo])] == [
-        "TCP over net1 (gloo)", "TCP over net1, net2 (gloo)", "TCP over an unknown interface (gloo)",
-        "TCP over eth0 (gloo)", "TCP over the default network (gloo)",
-    ]  # fmt: skip
+GLOO = {"layout": {"effective": {"backend": "gloo"}}}
+
+
+@each_row(
+    ("taken", "more", "shown"),
+    [
+        # by NCCL's own log; a record that holds none of it, or nonsense, has what was asked for
+        (["NET/Socket/0"], {"nccl": {"interfaces": ["eth0"]}}, "TCP over eth0 (NET/Socket)"),
+        *(
+            (["NET/Socket/0"], {"nccl": {"interfaces": found}}, "TCP over net1 (NET/Socket)")
+            for found in ([], None, [7])
+        ),
+        # by gloo's own connections
+        (["gloo: TCP over net1 (fe80::1)", "gloo: TCP over net1 (10.0.1.1)"], GLOO, "TCP over net1 (gloo)"),
+        (["gloo: TCP over net2 (10.0.0.1)", "gloo: TCP over net1 (10.0.1.1)"], GLOO, "TCP over net1, net2 (gloo)"),
+        (["gloo: TCP over an unknown interface (10.0.0.1)"], GLOO, "TCP over an unknown interface (gloo)"),
+        ([], GLOO, "TCP over net1 (gloo)"),
+    ],
+)
+def test_the_interface_that_was_taken_counts_before_the_one_that_was_asked_for(
+    taken: list[str], more: dict[str, object], shown: str
+) -> None:
+    asked = {"NCCL_SOCKET_IFNAME": "net1", "GLOO_SOCKET_IFNAME": "net1"}
+    assert shown_of([record(taken, 1.0, **asked) | more])[0].transport == shown
+
+
+def test_without_any_interface_named_it_is_the_default_network() -> None:
+    assert shown_of([record([], 1.0) | GLOO])[0].transport == "TCP over the default network (gloo)"
 
 
 @each_row("bad", [{}, {"comparison": 3}, {"comparison": [None, {"forecast": {"low": "x"}}]}])
@@ -305,3 +318,57 @@ def test_a_wrong_field_is_named_with_what_is_allowed(asked: dict[str, str], name
     with pytest.raises(RequestError, match="must be") as caught:
         read_form(asked)
     assert str(caught.value).startswith(named)
+
+
+MEASURED = Path(__file__).parents[1] / "browser" / "measured"  # by our own tools
+RESULT = result_from_json(json.loads((MEASURED / "bench.json").read_text()))
+
+
+def later(seconds: float, factor: float, **changed: object):  # type: ignore[no-untyped-def]
+    measured = tuple(replace(m, busbw_bytes_per_second=m.busbw_bytes_per_second * factor) for m in RESULT.measurements)
+    at = RESULT.started_at_seconds + seconds
+    return replace(RESULT, measurements=measured, started_at_seconds=at, **changed)  # type: ignore[arg-type]
+
+
+def test_each_benchmark_leaves_a_line_and_the_last_one_itself(tmp_path: Path) -> None:
+    """Newest first, the same one once, no more than are kept."""
+    for result in (RESULT, later(60, 0.5), later(60, 0.5)):
+        result_store.keep_bench(result, tmp_path)
+    lines = result_store.bench_history(tmp_path)
+    assert [line.started_at_seconds for line in lines] == [RESULT.started_at_seconds + 60, RESULT.started_at_seconds]
+    best = {(m.op, m.bytes): m.busbw_bytes_per_second for m in RESULT.measurements}
+    for one in lines[1].largest:
+        assert one.size_bytes == max(size for op, size in best if op == one.op)
+        assert one.busbw_bytes_per_second == best[one.op, one.size_bytes]
+    for n in range(result_store.KEPT_BENCHES + 5):
+        result_store.keep_bench(later(100 + n, 1.0), tmp_path)
+    assert len(result_store.bench_history(tmp_path)) == result_store.KEPT_BENCHES
+
+
+def test_the_page_shows_whether_it_was_ever_better(tmp_path: Path) -> None:
+    """Half the bandwidth of yesterday is half a bar, named with its factor; another job is not compared."""
+    for result in (RESULT, later(60, 1.0, world_size=8), later(86400, 0.5)):
+        result_store.keep_bench(result, tmp_path)
+    view = State(lambda: (snapshot("r760xa-2xA40-bf3"),), interval_seconds=60, folder=tmp_path).refresh()
+    html = pages.node_page(view, for_view(view, Request()), "", trouble=None)
+    figures = html.split("Earlier benchmarks")[1].split("</details>")[0]
+    assert figures.count("<caption>") == 2  # all_gather, reduce_scatter
+    assert figures.count("(0.50 x)") == 4  # as the bar's words and as text, for each of the two
+    assert "8 gloo ranks" not in figures.split("<details")[0]
+    assert "8 gloo ranks on 1 host" in figures
+
+
+@each_row("text", ["", "{}", "[1, null, {}]", '[{"largest": 3}]', "[" * 2000, '[{"started_at_seconds": NaN}]', "\xff"])
+def test_a_spoiled_history_spoils_no_page(tmp_path: Path, text: str) -> None:
+    """What cannot be read is left out, and the next benchmark begins anew."""
+    (tmp_path / result_store.HISTORY_FILE).write_text(text, encoding="latin-1")
+    assert result_store.bench_history(tmp_path) == ()
+    result_store.keep_bench(RESULT, tmp_path)
+    assert len(result_store.bench_history(tmp_path)) == 1
+
+
+def test_one_benchmark_is_no_history() -> None:
+    """Nothing to compare, nothing drawn."""
+    line = result_store.line_of(RESULT)
+    assert charts.bench_figures([line], lambda _seconds: "now") == ""
+    assert charts.runs("x", []) == ""

@@ -11,15 +11,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from rigs.recorded import H100, NAMES, changed, snapshot
+from rigs.fleet import fleet_of, record_of, through_the_api
+from rigs.recorded import H100, NAMES, changed, facts, snapshot
 from rigs.tables import each_row
 
 from agent.advice import advise
 from agent.advice.request import Request
 from agent.checks.view import look
 from agent.cluster import node_facts
-from agent.cluster.nodes import Fleet, NodeRecord, from_resource
-from agent.cluster.records import FirstSeen, kept_in, records_of, to_resource
+from agent.cluster.nodes import from_resource
+from agent.cluster.records import FirstSeen, kept_in, to_resource
 from agent.http.cluster import advise_cluster, topology_document
 from planner.advice import Recommendation
 from probes.api import Snapshot
@@ -47,23 +48,6 @@ QUESTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def through_the_api(record: NodeRecord) -> NodeRecord:
-    """Published and read back."""
-    whole, status = to_resource(record)
-    return from_resource(json.loads(json.dumps({**whole, "status": status["status"]})))
-
-
-def record_of(found: Snapshot, name: str) -> NodeRecord:
-    (record,) = records_of(look((found,)), name=name)
-    return replace(record, scanned_at_seconds=time.time())
-
-
-def fleet_of(*records: NodeRecord) -> Fleet:
-    held = Fleet()
-    held.set(records)
-    return held
-
-
 def told(advice: Recommendation) -> dict[str, Any]:
     """What is advised, and why; not which host is named as the example."""
     return {
@@ -84,14 +68,14 @@ def told(advice: Recommendation) -> dict[str, Any]:
 def test_like_nodes_get_each_nodes_own_answer(machine: str, question: dict[str, Any]) -> None:
     """Two nodes like this one, asked of one of them or of the cluster: the same environment, needs and layout."""
     own = advise.answer(Request.of(nodes=2, **question), (snapshot(machine),))
-    records = [through_the_api(replace(record_of(snapshot(machine), name), verdict="pass")) for name in ("n1", "n2")]
+    records = [through_the_api(record_of(machine, name, verdict="pass")) for name in ("n1", "n2")]
     whole, count = advise_cluster(fleet_of(*records), Request.of(**question))
     assert count == 2 and told(whole) == told(own)
 
 
 @every_machine
 def test_a_record_read_back_is_the_record(machine: str) -> None:
-    record = record_of(snapshot(machine), "n1")
+    record = record_of(machine, "n1")
     assert through_the_api(record) == replace(record, scanned_at_seconds=float(int(record.scanned_at_seconds)))
 
 
@@ -104,15 +88,13 @@ def test_like_nodes_carry_equal_facts_and_their_own_addresses(machine: str) -> N
     assert len(addresses) == len(others)
     for node, found in ((first, addresses), (second, others)):
         back = node_facts.of_node(node_facts.unpack(machine_of_first), name="n", addresses=found)
-        was, now = (each.facts(InterfacesFacts) for each in (node, back))
-        assert was is not None and now is not None
-        assert [i.addresses for i in now.interfaces] == [i.addresses for i in was.interfaces]
+        was, now = ([i.addresses for i in facts(InterfacesFacts, each).interfaces] for each in (node, back))
+        assert now == was
 
 
 def moved(node: Snapshot) -> Snapshot:
     """Another node of the kind: the last octet of each address, GIDs and counters differ."""
-    facts, rdma = node.facts(InterfacesFacts), node.facts(RdmaFacts)
-    assert facts is not None
+    rdma = node.facts(RdmaFacts)
     known: dict[str, str] = {}
 
     def other(text: str) -> str:
@@ -127,7 +109,8 @@ def moved(node: Snapshot) -> Snapshot:
         mapped = str(ipaddress.IPv6Address(text).ipv4_mapped)
         return str(ipaddress.IPv6Address(f"::ffff:{known[mapped]}")) if mapped in known else text
 
-    interfaces = tuple(replace(i, addresses=tuple(other(a) for a in i.addresses)) for i in facts.interfaces)
+    interfaces = tuple(replace(i, addresses=tuple(other(a) for a in i.addresses))
+                       for i in facts(InterfacesFacts, node).interfaces)  # fmt: skip
     made = changed(node, InterfacesFacts, interfaces=interfaces)
     if rdma is not None:
         made = changed(made, RdmaFacts, devices=tuple(
@@ -147,7 +130,7 @@ def later(machine: dict[str, Any] | None) -> dict[str, Any]:
 def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
     """Without facts that this release reads, the answer says whose interfaces are unknown, not that none are."""
     for machine in ("cpu-only-vm", "hgx-h100-8xH100-8hca", "l40s-4x-pcie"):
-        new = record_of(snapshot(machine), "n1")
+        new = record_of(machine, "n1")
         of_later = through_the_api(replace(new, name="n2", machine=later(new.machine)))
         advice, _ = advise_cluster(fleet_of(new, of_later), Request())
         notes = " ".join(f"{note.text} {note.evidence}" for note in advice.notes)
@@ -158,8 +141,8 @@ def test_a_record_of_another_release_makes_unknown_and_no_fact() -> None:
 
 def test_addresses_that_are_not_the_interfaces_are_not_believed() -> None:
     """A record that was tampered with makes unknown."""
-    record = record_of(snapshot("cpu-only-vm"), "n1")
-    wrong = replace(record, addresses=tuple("198.51.100.7" for _ in record.addresses))
+    record = record_of("cpu-only-vm", "n1")
+    wrong = replace(record, addresses=("198.51.100.7",) * len(record.addresses))
     advice, _ = advise_cluster(fleet_of(wrong), Request())
     assert not any("198.51.100.7" in f"{note.text}{note.evidence}" for note in advice.notes)
     assert not any("198.51.100.7" in setting.reason.evidence for setting in advice.settings)
@@ -168,12 +151,10 @@ def test_addresses_that_are_not_the_interfaces_are_not_believed() -> None:
 def test_nodes_of_different_kinds_are_all_asked() -> None:
     """An interface of another name on one of three nodes is seen, whichever of them is first."""
     first = snapshot("cpu-only-vm")
-    facts = first.facts(InterfacesFacts)
-    assert facts is not None
-    renamed = tuple(replace(i, name="ens9") if i.role not in ("loopback",) else i for i in facts.interfaces)
+    known = facts(InterfacesFacts, first).interfaces
+    renamed = tuple(replace(i, name="ens9") if i.role not in ("loopback",) else i for i in known)
     second = changed(first, InterfacesFacts, interfaces=renamed, default_route="ens9")
-    made = [record_of(first, "n1"), record_of(first, "n2"), record_of(second, "n3")]
-    records = [replace(record, verdict="pass") for record in made]
+    records = [record_of(each, name, verdict="pass") for name, each in (("n1", first), ("n2", first), ("n3", second))]
     advice, _ = advise_cluster(fleet_of(*records), Request())
     (note,) = [note for note in advice.notes if note.topic == "GLOO_SOCKET_IFNAME"]
     assert "another name on each node" in note.text and "n3: ens9" in note.text
@@ -206,24 +187,23 @@ def test_no_fact_that_advice_reads_is_left_out() -> None:
 def test_the_graph_is_what_the_facts_give(machine: str) -> None:
     """Nothing but names is left out of what travels: built from the record, the graph is the machine's own."""
     (topology,) = look((snapshot(machine),)).topologies
-    record = through_the_api(record_of(snapshot(machine), "n1"))
+    record = through_the_api(record_of(machine, "n1"))
     bare = replace(topology, hostname="n1", gpus=tuple(replace(gpu, uuid=None) for gpu in topology.gpus))
     assert fleet_of(record).topology(record) == bare
 
 
 def test_a_machine_that_is_more_than_a_record_holds_leaves_the_rest_of_the_record() -> None:
     """Too many devices, or a number that none can be: verdict and findings are published all the same."""
-    pci = snapshot().facts(PciFacts)
-    assert pci is not None
-    many = tuple(replace(pci.devices[-1], bus_id=f"0000:{n:04x}") for n in range(node_facts.MOST_ITEMS + 1))
-    for devices in (many, (replace(pci.devices[-1], link_width_max=None, numa_node=-7),)):
+    last = facts(PciFacts).devices[-1]
+    many = tuple(replace(last, bus_id=f"0000:{n:04x}") for n in range(node_facts.MOST_ITEMS + 1))
+    for devices in (many, (replace(last, link_width_max=None, numa_node=-7),)):
         record = record_of(changed(snapshot(), PciFacts, devices=devices), "n1")
         assert record.machine is None and record.graph is None and record.gpus == 8
 
 
 def test_a_short_record_that_names_very_many_devices_is_not_built() -> None:
     """Rows are short and pairs are many: what a node may say of itself must not keep the reader busy."""
-    whole = record_of(snapshot("hgx-h100-8xH100-8hca"), "n1")
+    whole = record_of("hgx-h100-8xH100-8hca", "n1")
     assert whole.machine is not None
     row = " ".join(str(number) for number in range(3000))
     nic = whole.machine["rdma"]["devices"][0]
@@ -249,7 +229,7 @@ def test_a_record_of_the_agent_before_is_read_like_one_of_this() -> None:
     for name in ("sick-l40s-x4", "titan-rtx-2x-nv2"):
         item = json.loads((ROLLOUT / f"{name}.json").read_text())
         old = replace(from_resource(item), scanned_at_seconds=time.time(), verdict="pass")
-        new = replace(through_the_api(record_of(snapshot(name), "new")), verdict="pass")
+        new = through_the_api(record_of(name, "new", verdict="pass"))
         assert [event.text for event in kept_in(old).events] == ["driver 570 -> 580"]
         assert set(kept_in(old).open) == {(one["code"], one["subject"]) for one in old.findings if "since" in one}
         both = fleet_of(old, new)
@@ -273,7 +253,7 @@ def test_a_kind_outlives_the_node_that_it_was_first_seen_on() -> None:
 
 def test_findings_keep_their_time_while_they_last() -> None:
     """One that stays keeps its first scan's time, a new one has its own, one that comes back begins anew."""
-    sick, seen = record_of(snapshot("sick-h100-dead-hca"), "n1"), FirstSeen()
+    sick, seen = record_of("sick-h100-dead-hca", "n1"), FirstSeen()
     first, second = sick.findings[0], {**sick.findings[0], "subject": "another"}
 
     def since(at: float, *findings: dict[str, Any]) -> list[str]:

@@ -1,19 +1,36 @@
-"""The report's files: whole or absent, parseable by what reads them, safe against what a log may hold."""
+"""Reports in every format: whole or absent, naming the node of each finding, safe against what others have written."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
 from junitparser import JUnitXml
+from rigs.command import topoflight
+from rigs.recorded import path_of
+from rigs.tables import each_row
 
 from agent.base.documents import write_atomic
+from agent.base.output import console
 from agent.checks.verdict import judge
+from agent.checks.view import look
+from agent.cluster.nodes import Fleet
+from agent.http.server import create
+from agent.http.state import State
 from agent.jobs.preflight import Report, junit
 from agent.pages import render as pages
+from agent.pages.render import fleet_page
 from contracts.finding import Finding, Status
+from contracts.plain import printable
 from probes.api import Absent, Snapshot
 
 HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes `ticks`\ud800".encode(
@@ -70,3 +87,121 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_atomic(target, "\ud800")
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings of three nodes: one healthy, two sick with something of their own."""
+    made = tmp_path_factory.mktemp("nodes")
+    for name in ("hgx-h100-8xH100-8hca", "sick-h100-gpu-lost", "sick-h100-nvlink-missing"):
+        shutil.copy(path_of(name), made)
+    return made
+
+
+def preflight(folder: Path, *options: str) -> str:
+    return topoflight("preflight", "-q", "--host", folder, *options).stdout
+
+
+LOST, CUT, WELL = "hgx-h100-sick-lost", "hgx-h100-sick-nvlink", "hgx-h100-01"
+
+
+def test_the_table_names_the_node_of_a_finding_that_only_one_has(nodes: Path) -> None:
+    """gpu.device.lost is the lost one's, gpu.nvlink.missing the other's."""
+    verdict, *blocks = re.split(r"\n(?=[✗!?·✓])", preflight(nodes))
+    assert f"gpu.device.lost on GPU5 of {LOST}" in verdict
+    (lost,) = [block for block in blocks if "gpu.device.lost" in block.splitlines()[0]]
+    (cut,) = [block for block in blocks if "gpu.nvlink.missing" in block.splitlines()[0]]
+    assert LOST in lost and CUT not in lost
+    assert CUT in cut and LOST not in cut
+
+
+def test_junit_and_github_name_the_node_of_every_finding(nodes: Path) -> None:
+    """The suite, its host and the message itself, which viewers show alone."""
+    root = ElementTree.fromstring(preflight(nodes, "-o", "junit"))  # noqa: S314 - our own text
+    failures = [(suite, case) for suite in root for case in suite if case.find("failure") is not None]
+    assert failures
+    for suite, case in failures:
+        failure: Any = case.find("failure")
+        assert suite.get("hostname") == suite.get("name")
+        assert failure.get("message").startswith(f"{suite.get('name')}: ")
+    lines = preflight(nodes, "-o", "github").splitlines()
+    assert lines
+    assert all(re.match(rf"::\w+ title=\S+( \S+)* on ({LOST}|{CUT}|{WELL})::", line) for line in lines), lines
+
+
+@each_row("door", ["/cluster", "/nodes", "/nodes?scope=node", "/topology?scope=cluster"])
+def test_before_the_first_scan_the_cluster_is_503_like_readyz(door: str) -> None:
+    """Nothing is known of any node yet: no green page over none."""
+    state = State(tuple, interval_seconds=3600)
+    client = TestClient(create(state), raise_server_exceptions=False)  # without its life: nothing is scanned
+    ready, answer = client.get("/readyz"), client.get(door)
+    assert (ready.status_code, answer.status_code) == (503, 503)
+    assert answer.headers["retry-after"] == ready.headers["retry-after"]
+    assert answer.json()["detail"] == ready.json()["detail"] == "the first scan is not done yet"
+
+
+def test_a_cluster_of_no_nodes_and_a_gate_of_no_checks_are_unknown() -> None:
+    """An API server without records; a view of no host; a gate that skips everything."""
+    page = fleet_page(Fleet(), source="kubernetes", behind=None)
+    assert "<title>unknown" in page and 'class="verdict pass' not in page
+    assert look(()).verdict.word == "unknown"
+    result = topoflight("preflight", "-q", "--host", path_of("cpu-only-vm"), "--skip", "*", "-o", "json")
+    assert (result.exit_code, json.loads(result.stdout)["verdict"]["why"]) == (5, "nothing was measured")
+
+
+STEERING = "\x1b]0;owned\x07\x1b[2J\x9b31m\x00\r::error::\u202egnp.exe\u2066 a\x7fb"
+STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> str:
+    """A sick machine whose names and words are hostile: hostname, product, board, driver and the kernel's log."""
+    content: dict[str, Any] = json.loads(path_of("sick-h100-gpu-lost").read_text(encoding="utf-8"))
+    answers = content["answers"]
+    content["hostname"] = answers["identity"][""]["hostname"] = f"node{STEERING}"
+    for path in answers["read_text"]:
+        if path.endswith(("/product_name", "/board_id", "/fw_ver")):
+            answers["read_text"][path] += STEERING
+    answers["nvml"]["nvmlSystemGetDriverVersion"][""] = f"550{STEERING}"
+    answers["nvml"]["nvmlDeviceGetName"]["gpu0"] = f"NVIDIA H100 80GB HBM3{STEERING}"  # so that models are mixed
+    path = tmp_path / "hostile.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+@each_row(
+    "words",
+    [
+        ("scan", "--all"), ("topo",), ("diff", path_of()), ("preflight", "-o", "table"), ("preflight", "-o", "junit"),
+        ("preflight", "-o", "github"),
+    ],
+)  # fmt: skip
+def test_no_verb_passes_what_steers(words: tuple[str, ...], recording: str, tmp_path: Path) -> None:
+    verb, *options = words
+    place = [recording] if verb == "diff" else ["--host", recording]
+    made = topoflight(verb, *options, *place, TOPOFLIGHT_STATE=str(tmp_path))
+    assert "owned" in made.output, made.output
+    assert not STEERS.search(made.output), repr(STEERS.search(made.output))
+    assert not any(line.startswith("::error::") for line in made.output.splitlines())
+    if "junit" in words:
+        ElementTree.fromstring(made.stdout)  # noqa: S314 - our own
+
+
+def test_colours_of_our_own_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Markup becomes a colour, an escape sequence of the text does not."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    out = console()
+    out._color_system = 1
+    out.print("[red]bad[/red] \x1b[2J")
+    shown = capsys.readouterr().out
+    assert "\x1b[31m" in shown
+    assert "\x1b[2J" not in shown
+
+
+@given(st.text())
+def test_what_is_printable_stays_and_is_plain(text: str) -> None:
+    shown = printable(text)
+    assert len(shown) == len(text)
+    assert not STEERS.search(shown)
+    assert all(new in (old, "?") for old, new in zip(text, shown, strict=True))
+    shown.encode()

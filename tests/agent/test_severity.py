@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rigs.recorded import NAMES, changed, of_code, snapshot, statuses, view, with_facts
+from rigs.recorded import NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_facts, with_ports
 from rigs.tables import each_row
 
 from agent.checks.codes import ALL_CODES
@@ -32,7 +32,8 @@ def test_a_tenth_is_a_failure_and_less_a_warning() -> None:
 
 def test_what_the_job_sets_is_not_held_against_the_host() -> None:
     """The same host as the recommended job meets it: its interface and its GDR level cost nothing any more."""
-    seen = look((with_environment(snapshot(README_CASE), {"NCCL_SOCKET_IFNAME": "net1", "NCCL_NET_GDR_LEVEL": "SYS"}),))
+    settings = {"NCCL_SOCKET_IFNAME": "net1", "NCCL_NET_GDR_LEVEL": "SYS"}
+    seen = look((with_environment(snapshot(README_CASE), settings),))
     assert statuses(seen, "interfaces.choice.wrong") == {"pass"}
     assert statuses(seen, "topology.gdr.path") == {"pass"}
     assert statuses(seen, "topology.gpu_nic.far") == {"warn"}, "GPU1 is the ring's way in and out now"
@@ -49,34 +50,31 @@ def test_a_gdr_level_of_the_environment_counts(level: str, path: str) -> None:
     """
     polaris = with_environment(snapshot("polaris-4xA100-nv4"), {"NCCL_NET_GDR_LEVEL": level} if level else {})
     unknown = changed(polaris, HostinfoFacts, product="Server")
-    assert statuses(look((unknown,)), "topology.gdr.path") == {path}
-    assert statuses(look((polaris,)), "topology.gdr.path") == {path.replace("fail", "info")}
+    assert statuses(unknown, "topology.gdr.path") == {path}
+    assert statuses(polaris, "topology.gdr.path") == {path.replace("fail", "info")}
 
 
 def test_a_host_interface_a_little_slower_warns_and_a_slow_one_fails_where_no_rdma_carries_the_data() -> None:
     """By the rates: 100 against 105 is a warning, 25 against 100 a failure; with an ACTIVE HCA neither costs a step."""
     plain = snapshot("cpu-only-vm")
-    found = plain.facts(InterfacesFacts)
-    assert found is not None
+    found = facts(InterfacesFacts, plain)
     eth0 = next(i for i in found.interfaces if i.name == found.nccl_choice)
     for slow, fast, wanted in ((12.5e9, 13.1e9, "warn"), (3.1e9, 12.5e9, "fail")):
         both = (
             replace(eth0, role="host", speed_bytes_per_second=slow),
             replace(eth0, name="eth1", role="host", speed_bytes_per_second=fast),
         )
-        seen = look((with_facts(plain, interfaces=replace(found, interfaces=both)),))
-        assert statuses(seen, "interfaces.choice.wrong") == {wanted}
-        hgx = with_facts(snapshot("hgx-h100-8xH100-8hca"), interfaces=replace(found, interfaces=both))
-        assert statuses(look((hgx,)), "interfaces.choice.wrong") == {"info"}
+        for host, status in ((plain, wanted), (snapshot(), "info")):
+            seen = with_facts(host, interfaces=replace(found, interfaces=both))
+            assert statuses(seen, "interfaces.choice.wrong") == {status}
 
 
 @each_row(("ports", "wanted"), [(2, "fail"), (8, "fail"), (10, "fail"), (11, "warn"), (1, "fail")])
 def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
     """One of ten is a tenth; the only one of its kind is all that its GPU has near it."""
-    rdma = snapshot().facts(RdmaFacts)
-    assert rdma is not None
+    rdma = facts(RdmaFacts)
     first = rdma.devices[0]
-    down = replace(first, name="mlx5_99", ports=tuple(replace(p, state="DOWN") for p in first.ports))
+    down = replace(first, name="mlx5_99", ports=each(first.ports, state="DOWN"))
     others = [replace(first, name=f"mlx5_{n}", bus_id=None) for n in range(ports - 1)]
     another = replace(rdma.devices[4], name="mlx5_88")  # of another model, so that some port is ACTIVE
     (check,) = of_code(look((changed(snapshot(), RdmaFacts, devices=(down, *others, another)),)), "rdma.port.down")
@@ -86,31 +84,26 @@ def test_a_port_that_is_down_costs_its_share(ports: int, wanted: str) -> None:
 @each_row(("mtu", "wanted"), [(2048, "warn"), (1024, "warn"), (512, "fail"), (256, "fail")])
 def test_small_packets_cost_their_headers(mtu: int, wanted: str) -> None:
     """1024 of 4096 bytes costs 6 % of the wire, 512 12 %."""
-    l40s = snapshot("l40s-4x-pcie")
-    rdma = l40s.facts(RdmaFacts)
-    assert rdma is not None
-    devices = tuple(replace(d, ports=tuple(replace(p, active_mtu_bytes=mtu) for p in d.ports)) for d in rdma.devices)
-    assert statuses(look((changed(l40s, RdmaFacts, devices=devices),)), "rdma.mtu.small") == {wanted}
+    assert statuses(with_ports(snapshot("l40s-4x-pcie"), active_mtu_bytes=mtu), "rdma.mtu.small") == {wanted}
 
 
 def test_an_iommu_that_translates_fails_where_peers_share_a_switch() -> None:
     """HGX: GPU and NIC behind one switch. On a server without switches the way led through the root complex before."""
     for name, wanted in (("hgx-h100-8xH100-8hca", {"fail"}), ("r760xa-2xA40-bf3", {"warn"})):
-        translated = look((changed(snapshot(name), PciFacts, iommu_mode="translated"),))
+        translated = changed(snapshot(name), PciFacts, iommu_mode="translated")
         assert statuses(translated, "pci.iommu.translated") == wanted, name
 
 
 def test_settings_that_no_environment_was_read_for_change_nothing() -> None:
     """A host whose environment is unknown keeps its checks; the job's settings still count for it."""
     unread = changed(snapshot(README_CASE), HostinfoFacts, nccl_environment=None)
-    assert statuses(look((unread,)), "topology.gdr.path") == {"fail"}
+    assert statuses(unread, "topology.gdr.path") == {"fail"}
 
 
 def gpu0(**changes: Any) -> Snapshot:
     """The H100 whose first GPU is otherwise."""
-    found = snapshot().facts(GpuFacts)
-    assert found is not None
-    return changed(snapshot(), GpuFacts, gpus=(replace(found.gpus[0], **changes), *found.gpus[1:]))
+    first, *others = facts(GpuFacts).gpus
+    return changed(snapshot(), GpuFacts, gpus=(replace(first, **changes), *others))
 
 
 @each_row(
@@ -131,7 +124,7 @@ def gpu0(**changes: Any) -> Snapshot:
 )  # fmt: skip
 def test_what_slows_one_gpu_costs_every_rank(changes: dict[str, Any], code: str, wanted: str) -> None:
     """By its clock where that is known, by NVML's factor of two where hardware slows it."""
-    assert statuses(look((gpu0(**changes),)), code) == {wanted}
+    assert statuses(gpu0(**changes), code) == {wanted}
 
 
 # The page ----------------------------------------------------------------------------------------------------------

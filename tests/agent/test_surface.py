@@ -6,8 +6,8 @@ rewrites the list, and CHANGELOG.md says what changed.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ from planner.lint.tables import CODES as ENV_CODES
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")
+
+
+# Where a process's own variables come from, and by what a name is asked of them.
+ASKED = re.compile(r"""(?:os\.environ|host\.environment\(\)|\bgetenv)(?:\.get|\.pop)?[(\[]\s*"([^"]+)\"""")
 
 
 def codes() -> dict[str, list[str]]:
@@ -67,36 +71,8 @@ def variables() -> list[str]:
     """Names that product code asks an environment for, or an option."""
     options = (parameter for command in commands().values() for parameter in command.params)
     found = {str(option.envvar) for option in options if option.envvar}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            found.update(_asked(ast.parse(path.read_text(encoding="utf-8"))))
-    return sorted(found)
-
-
-def _asked(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and _is_environment(node.value):
-            yield from _text(node.slice)
-        elif isinstance(node, ast.Call) and node.args and _asks(node.func):
-            yield from _text(node.args[0])
-
-
-def _asks(function: ast.expr) -> bool:
-    """`os.getenv`, or `.get` and `.pop` of an environment."""
-    if not isinstance(function, ast.Attribute):
-        return False
-    return function.attr == "getenv" or (function.attr in ("get", "pop") and _is_environment(function.value))
-
-
-def _is_environment(node: ast.expr) -> bool:
-    """`os.environ`, `host.environment()`: where the process's own variables come from."""
-    said = ast.unparse(node)
-    return said.endswith(("os.environ", "host.environment()"))
-
-
-def _text(node: ast.expr) -> Iterator[str]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
+    sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return sorted(found.union(*(ASKED.findall(source) for source in sources)))
 
 
 def test_every_option_has_a_help_text() -> None:

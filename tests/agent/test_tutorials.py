@@ -2,7 +2,7 @@
 
 A `yaml` or `text` block that begins with `# NAME` is a file that the reader saves. In a `console` block `topoflight` is
 run, over the stand-in API server where it asks a cluster; a manifest that `kubectl` or `oc` applies is validated. What
-is left is in ELSEWHERE, with the reason. A block's output is what was printed, less what `…` stands for.
+is left is in tutorials.yaml, with the reason. A block's output is what was printed, less what `…` stands for.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import pytest
 import yaml
 from api_server import ApiServer, write_kubeconfig
 from click.testing import CliRunner
-from kubectl_layer import helm
-from kustomization import render
+from kustomization import helm, render
 from rigs import crds
 from rigs.tables import each_row
 
@@ -34,61 +33,12 @@ from finetune.post import write_termination_message
 
 ROOT = Path(__file__).parents[2]
 DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"
-PAGES = (
-    "get-started/tour.md", "tutorials/openshift.md", "tutorials/eks.md", "how-to/gate-a-ci-job.md",
-    "how-to/find-why-it-is-slow.md", "how-to/find-why-it-hangs.md", "how-to/compare-two-nodes.md",
-    "how-to/choose-a-layout.md", "how-to/plan-a-purchase.md", "how-to/explain-a-finding.md",
-)  # fmt: skip
+TABLES = yaml.safe_load(Path(__file__).with_name("tutorials.yaml").read_text(encoding="utf-8"))
+PAGES = tuple(TABLES["pages"])
 BOTH = ("openshift.md", "eks.md")  # in Korean too
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
-# What `topoflight capture` finds, in order: the nodes of each page, recorded.
-CAPTURED = {
-    "get-started/tour.md": ["cpu-only-vm"],
-    "tutorials/openshift.md": ["r760xa-2xA40-bf3-memlock-8MiB", "r760xa-2xA40-bf3"],
-    "tutorials/eks.md": ["aws-p4d-8xA100-4efa"],
-    "how-to/gate-a-ci-job.md": ["sick-h100-nvlink-missing"],
-    "how-to/compare-two-nodes.md": ["hgx-h100-8xH100-8hca", "sick-h100-dead-hca"],
-}
-# The lines that the published runs show, which stand for the jobs' logs.
-LOGS = {
-    "sft-master-0": """\
-NCCL INFO NET/IB : Using [0]mlx5_1:1/RoCE [RO]; OOB net1:192.168.2.5<0>
-NCCL INFO NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_1'
-NCCL INFO Channel 00/0 : 2[0] -> 1[1] [receive] via NET/IB/1/GDRDMA
-NCCL INFO Channel 00/0 : 0[0] -> 3[1] [send] via NET/IB/1/GDRDMA
-""",
-    "job/four-by-one": "NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 1 nics)\n"
-    + "".join(
-        f"NCCL INFO Channel 00/0 : {a}[0] -> {b}[0] [{way}] via NET/Libfabric/0/GDRDMA\n"
-        for a, b, way in ((3, 0, "receive"), (0, 1, "send"))
-    ),
-}
 # 5 h, 2 h 30 and 1 h 40 (published) over 580 steps, in seconds of a step.
 PUBLISHED = {"eth0": 18000 / 580, "net1": 9000 / 580, "rdma": 6000 / 580}
-# Commands that are not run, by how they begin: nothing here can answer them.
-CONTROLLERS = "needs kubelets and controllers"
-ELSEWHERE = {
-    "oc new-project": "OpenShift's API",
-    "oc patch clusterpolicy": "the GPU operator's API; the patch is parsed",
-    "oc wait machineconfigpool/worker": "the machine config operator restarts nodes",
-    "oc get node NODE": "a node's device plugins",
-    "oc -n default get network-attachment-definitions": "the network operator makes them",
-    "oc -n topoflight patch daemonset": "the patch is parsed",
-    "oc -n topoflight set image": CONTROLLERS,
-    "oc -n training create secret": "a token of the reader's",
-    "oc -n training create configmap": "its file is looked for",
-    "oc -n training get": CONTROLLERS,
-    "oc -n training wait": CONTROLLERS,
-    "oc -n training delete": CONTROLLERS,
-    "oc -n topoflight rollout status": CONTROLLERS,
-    "aws ec2": "AWS' API",
-    "eksctl create cluster": "AWS' API; its file is parsed, no schema of it is held",
-    "kubectl get nodes": CONTROLLERS,
-    "kubectl create namespace": CONTROLLERS,
-    "kubectl -n training create secret": "a token of the reader's",
-    "kubectl -n training wait": CONTROLLERS,
-    "kubectl -n topoflight rollout status": CONTROLLERS,
-}
 NO_SCHEMA = ("eksctl.io/", "security.openshift.io/")  # no definition of these is held
 CORE = re.compile(r"v1$|apps/|batch/|rbac\.|networking\.k8s|apiextensions|scheduling\.|policy/|admissionregistration")
 
@@ -167,7 +117,7 @@ class Reader:
             role = '"environment": {\n   "": {"TOPOFLIGHT_ROLE": "agent"}'  # the agent's pod: its manifest says so
             (self.folder / words[-1]).write_text(node.replace('"environment": {\n   "": {}', role))
         elif command.endswith("| topoflight evidence -"):
-            return self.ours(["evidence", "-"], LOGS[words[words.index("|") - 1]])
+            return self.ours(["evidence", "-"], TABLES["logs"][words[words.index("|") - 1]])
         elif words[1:3] == ["apply", "-k"]:
             self.applied += render(ROOT / words[3])
         elif words[1:3] == ["apply", "-f"]:
@@ -177,7 +127,9 @@ class Reader:
             made = helm("template", words[3], str(ROOT / words[4]), "-n", "topoflight", "-f", str(values)).stdout
             self.applied += [d for d in yaml.safe_load_all(made) if d]
         else:
-            assert any(command.startswith(known) for known in ELSEWHERE), f"{self.page}: nobody follows {command!r}"
+            assert any(command.startswith(known) for known in TABLES["elsewhere"]), (
+                f"{self.page}: nobody follows {command!r}"
+            )
             for name in re.findall(r"--from-file=\S+?=(\S+)|-f (\S+)", command):
                 assert yaml.safe_load((self.folder / "".join(name)).read_text())
             for patch in re.findall(r"-p '(.*)'", command):
@@ -230,7 +182,7 @@ def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("XDG_STATE_HOME", str(folder))
         patch.chdir(folder)
-        made = Reader(request.param, folder, iter(CAPTURED.get(request.param, ())))
+        made = Reader(request.param, folder, iter(TABLES["pages"][request.param]))
         made.follow()
         yield made
 
@@ -288,4 +240,4 @@ def test_an_ellipsis_stands_for_anything_and_nothing_else_does() -> None:
 def test_what_is_not_run_is_on_a_page() -> None:
     """The list has no entry that no page needs."""
     text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
-    assert [known for known in ELSEWHERE if f"$ {known}" not in text] == []
+    assert [known for known in TABLES["elsewhere"] if f"$ {known}" not in text] == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -14,9 +16,12 @@ from pathlib import Path
 
 import pytest
 from api_server import write_kubeconfig
+from click.testing import Result
 from rich.console import Console
 from rigs.command import topoflight
 from rigs.recorded import path_of
+from rigs.results import benchmark, measurement
+from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.base import units
@@ -27,7 +32,7 @@ from agent.checks.verdict import judge
 from agent.cli.bench import _bench_exit
 from agent.cluster.client import connect
 from agent.terminal import measured
-from collectives.bench.results import Bar, BenchResult, Measurement
+from collectives.bench.results import Bar, BenchResult
 from contracts.finding import Finding
 
 SICK = str(path_of("sick-h100-dead-hca"))
@@ -82,24 +87,6 @@ def test_terminals_that_are_not_utf_8() -> None:
     assert printable_in("✓ 한", "utf-8") == "✓ 한"
 
 
-def test_what_cannot_be_written_is_found_before_any_load(tmp_path: Path) -> None:
-    """Exit code 2, at once and by name, whatever the verb would have done for a minute."""
-    file, missing = tmp_path / "file", tmp_path / "none" / "x.json"
-    file.write_text("")
-    rows = [
-        f"bench --save {missing}", f"bench --save {tmp_path}", f"calibrate -f {missing}",
-        f"preflight --measure --report {file}/r", f"preflight --measure -o json={missing}",
-        f"preflight --save {missing}",
-        f"preflight --train --report {file}", f"launch --output {file}/out", f"compare-networks --report {file}/r",
-        f"capture -f {missing}", f"bundle -f {missing}", f"recommend --plot {missing}",
-    ]  # fmt: skip
-    found = [(words, topoflight(*words.split())) for words in rows]
-    assert not [
-        (words, done.exit_code, done.stderr) for words, done in found
-        if done.exit_code != 2 or str(tmp_path) not in done.stderr or "-- measure" in done.stderr
-    ]  # fmt: skip
-
-
 def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
     """Files, folders, what is neither, and what exists not yet."""
     file, pipe = tmp_path / "file", tmp_path / "pipe"
@@ -116,14 +103,6 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
     assert not wrong or (os.geteuid() == 0 and [path for path, _ in wrong] == [Path("/proc/nothing/x")])
     write_atomic(Path("/dev/null"), "x")
     assert Path("/dev/null").is_char_device(), "a device is written to and never replaced"
-
-
-def test_options_that_would_do_nothing_or_name_nothing() -> None:
-    """Refused before a host is scanned."""
-    rows = [("preflight --set max_steps=5", "--train"), ("preflight --train --set no_such=1", "no_such"),
-            ("preflight --train --set learning_rate", "NAME=VALUE"), ("bench --size 64MiBB", "64MiBB")]  # fmt: skip
-    found = [(words, topoflight(*words.split()), part) for words, part in rows]
-    assert not [(w, done.stderr) for w, done, part in found if done.exit_code != 2 or part not in done.stderr]
 
 
 @pytest.mark.long
@@ -160,17 +139,12 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     assert not wrong
 
 
-ONE = Measurement(
-    op="reduce_scatter", backend="nccl", ranks=tuple(range(8)), hosts=("a",) * 8, bytes=268435456,
-    iteration_seconds=(0.001,), median_seconds=0.00123, spread_ratio=0.123, algbw_bytes_per_second=1.784e11,
-    busbw_bytes_per_second=1.784e11, verified=True,
+ONE = measurement(
+    "reduce_scatter", 1.784e11, 8, backend="nccl", bytes=268435456, median_seconds=0.00123, spread_ratio=0.123,
     bars=(Bar(name="as it should be", low=2.78e11, typical=3.32e11, high=4.24e11),),
     expected_busbw_bytes_per_second=3.32e11,
 )  # fmt: skip
-RESULT = BenchResult(
-    measurements=(ONE,), world_size=8, backend="nccl", hosts=("a",) * 8, environment={}, versions={},
-    started_at_seconds=1.0, seconds=3.0,
-)  # fmt: skip
+RESULT = benchmark(ONE)
 
 
 def drawn(result: BenchResult, width: int) -> str:
@@ -182,11 +156,11 @@ def drawn(result: BenchResult, width: int) -> str:
 def test_no_value_is_parted_from_its_unit_or_cut() -> None:
     """At every width, down to 20 columns."""
     values = ("256.0 MiB", "1.23 ms", "12.3 %", "178 GB/s")
-    wrong = [(width, value) for width in range(20, 161) for value in values if value not in drawn(RESULT, width)]
-    assert not wrong
-    assert not [w for w in range(40, 161) if "424" not in drawn(RESULT, w) or "…" in drawn(RESULT, w)]
-    assert max(len(line) for line in drawn(RESULT, 80).splitlines()) <= 80
-    assert len(drawn(RESULT, 80).splitlines()) < 12, "80 columns, the default in pipes, hold a table"
+    shown = {width: drawn(RESULT, width) for width in range(20, 161)}
+    assert not [(width, value) for width, text in shown.items() for value in values if value not in text]
+    assert not [width for width, text in shown.items() if width >= 40 and ("424" not in text or "…" in text)]
+    lines = shown[80].splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 12, "80 columns, the default in pipes, hold a table"
 
 
 def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
@@ -197,7 +171,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
         cut = replace(RESULT, complete=False, stopped_by=stopped, problems=("ended",))
         assert drawn(cut, 120).startswith(first)
         assert _bench_exit(cut, well=True) == code
-    for status, stopped, code in (("pass", "SIGINT", 130), ("fail", "SIGINT", 130), ("pass", "SIGTERM", 75)):
+    for status, stopped, code in (("pass", "SIGINT", 130), ("fail", "SIGINT", 130)):
         assert judge([Finding(code="a.b.c", status=status, node="n")], stopped=stopped).exit_code == code  # type: ignore[arg-type]
 
 
@@ -219,3 +193,49 @@ def test_sizes_as_people_write_them() -> None:
             "8mib": 2**23, "2T": 2 * 10**12, **dict.fromkeys(none)}  # fmt: skip
     assert {text: units.parse_size(text) for text in rows} == rows
     assert all(re.fullmatch(r"[KMGT]?i?B?", unit) for unit in units.SIZES)
+
+
+MATRIX = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\r\nGPU0\t X \tNV4\t0-31\t0\r\nGPU1\tNV4\t X \t32-63\t1\r\n"
+XML = """<system version="1"><cpu numaid="0" arch="x86_64">
+<pci busid="0000:01:00.0" class="0x030200"/><pci busid="0000:02:00.0" class="0x030200"/></cpu></system>
+"""
+SHAPES = {
+    "UTF-8": lambda text: text.encode(),
+    "UTF-8 with a mark": lambda text: text.encode("utf-8-sig"),
+    "UTF-16 with a mark": lambda text: text.encode("utf-16"),
+    "UTF-16 little-endian": lambda text: text.encode("utf-16-le"),
+    "UTF-16 big-endian": lambda text: text.encode("utf-16-be"),
+    "gzip": lambda text: gzip.compress(text.encode()),
+    "gzip of UTF-16": lambda text: gzip.compress(text.encode("utf-16")),
+}
+
+
+def topology_from(raw: bytes, tmp_path: Path) -> Result:
+    given = tmp_path / "given"
+    given.write_bytes(raw)
+    return topoflight("topo", "--from", given, "-o", "json")
+
+
+@each_row("shape", SHAPES)
+@each_row(("text", "labels"), [(MATRIX, ["NV4"]), (XML, ["PHB"])], ids=["matrix", "XML"])
+def test_the_same_text_in_other_bytes_says_the_same(shape: str, text: str, labels: list[str], tmp_path: Path) -> None:
+    result = topology_from(SHAPES[shape](text), tmp_path)
+    assert result.exit_code == 0, result.output
+    assert [pair["label"] for pair in json.loads(result.output)["pairs"]] == labels
+
+
+def test_a_matrix_in_html_is_no_xml(tmp_path: Path) -> None:
+    result = topology_from(f"<details><summary>Topology</summary>\n<pre>\n{MATRIX}</pre>\n".encode(), tmp_path)
+    assert [pair["label"] for pair in json.loads(result.output)["pairs"]] == ["NV4"]
+
+
+@each_row(
+    ("raw", "told"),
+    [
+        (gzip.compress(MATRIX.encode())[:40], "not a whole gzip file"),
+        (b'<graphs version="1"><graph id="0" pattern="4"/></graphs>', "NCCL_GRAPH_DUMP_FILE"),
+    ],
+)
+def test_what_is_no_topology_is_named(raw: bytes, told: str, tmp_path: Path) -> None:
+    result = topology_from(raw, tmp_path)
+    assert result.exit_code == 2 and told in result.output

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+from rigs.command import python
 from rigs.tables import each_row
 
 ROOT = Path(__file__).parents[2]
@@ -20,16 +20,14 @@ try:
     main()
 except SystemExit:
     pass
-print(*sys.modules, file=open("/dev/fd/3", "w"))
+print("\\n== modules", *sys.modules)
 """
+MARK = "== modules"
 
 
 def loaded(*words: str, given: str = "") -> set[str]:
     """Names of the modules that a verb's process holds at its end."""
-    shell = ["sh", "-c", '"$@" 3>&1 >/dev/null 2>/dev/null', "sh", sys.executable, "-c", CODE, *words]
-    done = subprocess.run(shell, input=given, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout, words
-    return set(done.stdout.split())
+    return set(python(CODE, *words, given=given).stdout.rpartition(MARK)[2].split())
 
 
 @each_row(
@@ -59,3 +57,31 @@ def test_a_verb_loads_what_it_needs(words: tuple[str, ...], without: set[str]) -
     assert not {name.split(".")[0] for name in found} & SERVERS
     unneeded = {name for name in found for other in without if name == other or name.startswith(f"{other}.")}
     assert not unneeded, sorted(unneeded)
+
+
+SERVE = """
+import sys
+sys.path.insert(0, "tests")
+from rigs.agents import agent
+from probes.scanner import Scanner
+with Scanner() as scanner:
+    scraped = agent(scanner.scan())
+scraped.get("/metrics")
+print([name for name in ("rich", "jinja2", "pynvml", "psutil") if name in sys.modules])
+asked = agent()
+[asked.get(path) for path in ("/", "/topology", "/metrics", "/preflight", "/recommendations?model=Llama-3.1-8B")]
+print([name for name in ("torch", "kubernetes", "transformers", "numpy") if name in sys.modules])
+"""
+
+
+@pytest.mark.long
+def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
+    """In a fresh interpreter that has served every endpoint; nothing that draws, and no driver, for a scrape alone."""
+    assert python(SERVE).stdout.split() == ["[]", "[]"]
+
+
+def test_an_agent_that_nobody_has_asked_has_loaded_neither_pages_nor_drivers() -> None:
+    """Drawing and page templates are loaded by the first question, drivers by the child process that scans."""
+    done = python("import agent.http.server, agent.http.serve, sys; print(*sys.modules)")
+    late = {"rich", "jinja2", "torch", "pynvml", "psutil", "kubernetes", "websockets", "agent.pages.render"}
+    assert not late.intersection(done.stdout.split())

@@ -113,22 +113,12 @@ def every_page(
     machines: dict[str, str], agent: Callable[..., tuple[str, State]], console: Callable[[int], str], folder: Path
 ) -> dict[str, str]:
     """The address of every page with healthy, failing, empty and large data, each table and figure among them."""
-    paths = (
-        "",
-        "cluster",
-        "what-if",
-        QUESTION,
-        f"{QUESTION}&steps=2000&price=98.32&network=100G",
-        "why",
-        "docs",
-        "what-if?model=Llama-3.1-70B&method=full&machine=4xl40s",
-        "what-if?model=Llama-3.1-8B&nodes=0",
-    )
+    paths = ("", "cluster", "what-if", "why", "docs", QUESTION, f"{QUESTION}&steps=2000&price=98.32&network=100G",
+             "what-if?model=Llama-3.1-70B&method=full&machine=4xl40s",
+             "what-if?model=Llama-3.1-8B&nodes=0")  # fmt: skip
     names = ("sick-h100-rdma-off", "aws-p4d-8xA100-4efa", "cpu-only-vm")
     pages_of = {f"{name} /{path}": machines[name] + path for name in names for path in paths}
-    (folder / "runs").mkdir()
-    for path in (MEASURED / "runs").glob("*.json"):
-        shutil.copy(path, folder / "runs" / path.name)
+    shutil.copytree(MEASURED / "runs", folder / "runs")
     shutil.copy(MEASURED / "bench.json", folder)
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=folder)
     several, _ = agent(lambda: tuple(map(snapshot, names)))
@@ -220,10 +210,7 @@ def test_a_matrix_of_24_devices_is_seen_to_its_last_column(
 ) -> None:
     """Wide screens fit it; narrow ones scroll to the end, fade where there is more, and keep the names of the rows."""
     seen = view("aws-p4d-8xA100-4efa")
-    whole = Report(
-        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=seen.snapshots, topologies=(large(),),
-        checks=seen.checks, verdict=seen.verdict,
-    )  # fmt: skip
+    whole = Report(snapshots=seen.snapshots, topologies=(large(),), checks=seen.checks, verdict=seen.verdict)
     path = tmp_path / "report.html"
     path.write_text(report_page(whole), encoding="utf-8")
     with chromium.tab(width=width, height=SCREEN) as tab:
@@ -255,10 +242,8 @@ def test_the_what_if_form_by_keyboard(chromium: Tabs, axe: str, machines: dict[s
     address = machines["sick-h100-rdma-off"]
     with chromium.tab() as tab:
         tab.go(address)
-        tab.run("document.querySelector('select[name=model]').value = 'Llama-3.1-70B'")
-        tab.run("document.querySelector('select[name=method]').value = 'full'")
-        tab.run("document.querySelector('select[name=machine]').value = 'p5.48xlarge'")
-        tab.run("document.querySelector('input[name=nodes]').value = '4'")
+        for name, value in (("model", "Llama-3.1-70B"), ("method", "full"), ("machine", "p5.48xlarge"), ("nodes", "4")):
+            tab.run(f"document.querySelector('select[name={name}], input[name={name}]').value = '{value}'")
         tab.run("document.querySelector('input[name=nodes]').focus()")
         tab.follow(lambda: tab.page.keyboard.press("Enter"))
         assert "machine=p5.48xlarge" in tab.run("location.search")
@@ -408,10 +393,9 @@ def test_a_console_of_5000_nodes_is_drawn_at_once_and_stays_in_its_place(
         slowed.send("Emulation.setCPUThrottlingRate", {"rate": 1})
         assert "5000 nodes" in tab.text("h1") and tab.run("document.querySelectorAll('.heat .cells a').length") == 5000
         assert tab.run("document.scrollingElement.scrollWidth") <= width
-        fields = (
-            "[...document.querySelectorAll('.ask select, .ask input')].filter(f => f.getBoundingClientRect().width)"
-        )
-        assert tab.run(f"{fields}.length") == 6, "a phone can ask whatever a screen can"
+        fields = "document.querySelectorAll('.ask select, .ask input')"
+        seen = tab.run(f"[...{fields}].filter(f => f.getBoundingClientRect().width).length")
+        assert seen == 6, "a phone can ask whatever a screen can"
         accessible(tab, axe)
     print(f"load: {one:.0f} ms with one node, {many:.0f} ms with 5,000")
     assert many < 20 * one
@@ -467,15 +451,11 @@ def test_one_fine_tune_over_three_networks_is_three_bars(
     """Three real runs, in page and report.html: one figure, the same numbers."""
     records = [json.loads(path.read_text()) for path in sorted((MEASURED / "runs").glob("*.json"))]
     steps = sorted((record["measured"]["step_seconds"] for record in records), reverse=True)
-    (tmp_path / "runs").mkdir()
-    for path in (MEASURED / "runs").glob("*.json"):
-        shutil.copy(path, tmp_path / "runs" / path.name)
+    shutil.copytree(MEASURED / "runs", tmp_path / "runs")
     address, state = agent(lambda: (snapshot("r760xa-2xA40-bf3"),), folder=tmp_path)
     seen = state.refresh()
-    whole = Report(
-        started_at_seconds=0.0, seconds=1.0, topoflight_version="0", snapshots=seen.snapshots, checks=seen.checks,
-        topologies=seen.topologies, verdict=seen.verdict, runs=seen.runs,
-    )  # fmt: skip
+    whole = Report(snapshots=seen.snapshots, checks=seen.checks, topologies=seen.topologies, verdict=seen.verdict,
+                   runs=seen.runs)  # fmt: skip
     (tmp_path / "report.html").write_text(report_page(whole), encoding="utf-8")
     words = [f"{units.seconds(step)} a step" for step in steps]
     for where in (address, (tmp_path / "report.html").as_uri()):

@@ -19,7 +19,7 @@ from agent.jobs.benchmark import preflight_spec
 from agent.jobs.measuring import default_ranks
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
-from collectives.bench.lock import BusyError
+from collectives.bench.processes import BusyError
 from collectives.bench.results import Bar
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from collectives.bench import lock
+from collectives.bench import processes
 
-HOLD = "import sys, time; from pathlib import Path; from collectives.bench import lock\n"
-HOLD += "with lock.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+HOLD = "import sys, time; from pathlib import Path; from collectives.bench import processes\n"
+HOLD += "with processes.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -30,21 +30,21 @@ def holder(tmp_path):
 
 
 def test_a_second_benchmark_is_refused_and_told_who_runs(holder, tmp_path):
-    with pytest.raises(lock.BusyError, match=f"pid {holder.pid} holds"), lock.hold(tmp_path / "lock"):
+    with pytest.raises(processes.BusyError, match=f"pid {holder.pid} holds"), processes.hold(tmp_path / "lock"):
         pass
 
 
 def test_the_lock_does_not_outlive_a_killed_holder(holder, tmp_path):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    with lock.hold(tmp_path / "lock"):
+    with processes.hold(tmp_path / "lock"):
         pass
 
 
 def test_the_lock_is_free_after_an_error(tmp_path):
-    with pytest.raises(ZeroDivisionError), lock.hold(tmp_path / "lock"):
+    with pytest.raises(ZeroDivisionError), processes.hold(tmp_path / "lock"):
         _ = 1 / 0
-    with lock.hold(tmp_path / "lock"):
+    with processes.hold(tmp_path / "lock"):
         pass
 
 
@@ -52,25 +52,25 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     target = tmp_path / "precious"
     target.write_text("content")
     (tmp_path / "lock").symlink_to(target)
-    with pytest.raises(OSError, match="lock"), lock.hold(tmp_path / "lock"):
+    with pytest.raises(OSError, match="lock"), processes.hold(tmp_path / "lock"):
         pass
     assert target.read_text() == "content"
 
 
 def test_gpus_in_use_are_refused_unless_forced():
-    with pytest.raises(lock.BusyError, match="pid 12, pid 34"):
-        lock.refuse_busy_gpus((34, 12), force=False)
-    lock.refuse_busy_gpus((34, 12), force=True)
-    lock.refuse_busy_gpus((), force=False)
+    with pytest.raises(processes.BusyError, match="pid 12, pid 34"):
+        processes.refuse_busy_gpus((34, 12), force=False)
+    processes.refuse_busy_gpus((34, 12), force=True)
+    processes.refuse_busy_gpus((), force=False)
 
 
 def test_the_folder_of_a_killed_run_is_swept_and_that_of_a_living_one_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = tmp_path / f"{lock.FOLDER_PREFIX}dead"
+    dead = tmp_path / f"{processes.FOLDER_PREFIX}dead"
     dead.mkdir()
-    (dead / lock.FOLDER_OWNER).touch()
-    with lock.run_folder() as living:
+    (dead / processes.FOLDER_OWNER).touch()
+    with processes.run_folder() as living:
         assert not dead.exists()
-        lock.sweep(tmp_path)
+        processes.sweep(tmp_path)
         assert living.exists()
     assert not living.exists()

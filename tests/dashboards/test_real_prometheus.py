@@ -28,10 +28,11 @@ from boards import Panel
 from rigs.agents import agent
 from rigs.faults import FAULTS, Fault
 from rigs.recorded import path_of
+from rigs.results import benchmark, measurement
 from rigs.serving import START_SECONDS, port_of, serving
 from rigs.tables import each_row
 
-from collectives.bench.results import Bar, BenchResult, Latency, Measurement, Straggler, result_to_json
+from collectives.bench.results import Bar, BenchResult, Latency, Straggler, result_to_json
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem
 from contracts.run_record import RunRecord, dumps, record_of
 
@@ -53,18 +54,15 @@ def bench(machine: str) -> BenchResult:
     """What two nodes of that kind would have measured: GPUDirect RDMA, or what its fault makes of it."""
     staged, slow = machine == NO_PEERMEM, machine == HOT
     busbw = 4.4e11 * (0.3 if staged else 0.7 if slow else 1.0)
-    measured = Measurement(
-        op="all_gather", backend="nccl", ranks=tuple(range(16)), hosts=("a",) * 8 + ("b",) * 8, bytes=1 << 30,
-        iteration_seconds=(0.0023,) * 20, median_seconds=0.0023, spread_ratio=0.01,
-        algbw_bytes_per_second=busbw * 16 / 15, busbw_bytes_per_second=busbw,
-        expected_busbw_bytes_per_second=4.8e11, verified=True,
+    measured = measurement(
+        busbw=busbw, ranks=16, backend="nccl", hosts=("a",) * 8 + ("b",) * 8, bytes=1 << 30,
+        algbw_bytes_per_second=busbw * 16 / 15, expected_busbw_bytes_per_second=4.8e11,
         bars=(Bar(name="as it should be", low=3.6e11, typical=4.4e11, high=4.8e11),),
     )  # fmt: skip
     channels = ChannelCount(total=32, gdrdma=0 if staged else 32)
     problem = LogProblem(code="ib_without_gdrdma", message="", action="", severity="fail", count=64)
-    return BenchResult(
-        measurements=(measured,), world_size=16, backend="nccl", hosts=("a", "b"), environment={}, versions={},
-        started_at_seconds=time.time(), seconds=12.0,
+    return benchmark(
+        measured, hosts=("a", "b"), started_at_seconds=time.time(), seconds=12.0,
         latencies=(Latency(op="all_gather", alpha_seconds=3e-5, beta_bytes_per_second=4e11, points=9),),
         stragglers=(Straggler(rank=3, host="a", late_seconds=0.004, iterations=20, share=0.95),) if slow else (),
         evidence=Evidence(

@@ -28,7 +28,7 @@ import pytest
 
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
-from collectives.bench import lock, processes
+from collectives.bench import processes
 from collectives.bench.results import BenchResult, result_to_json
 from contracts.run_record import record_of
 from probes.host.recording import load
@@ -173,14 +173,14 @@ class Ground:
     def lock_stuck(self) -> list[str]:
         """Whether the next benchmark would be refused."""
         try:
-            with lock.hold(self.folder / "lock" / lock.FILE_NAME):
+            with processes.hold(self.folder / "lock" / processes.FILE_NAME):
                 return []
-        except lock.BusyError as error:
+        except processes.BusyError as error:
             return [f"the lock is stuck: {error}"]
 
     def litter(self) -> list[str]:
         """Temporary files that even the next benchmark would not sweep."""
-        lock.sweep(self.tmp)
+        processes.sweep(self.tmp)
         return [f"litter: {path.name}" for path in self.tmp.iterdir()]
 
     def halves(self, *folders: Path) -> list[str]:

@@ -18,7 +18,7 @@ from rigs.tables import each_row
 from agent.cli.networks import compare_networks
 from agent.jobs import networks
 from contracts import run_record
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_plan import JobPlan, RunForecast
 from contracts.run_record import Measured, NcclChannels, RunRecord
 from finetune.post import write_termination_message

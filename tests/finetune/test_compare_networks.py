@@ -21,7 +21,7 @@ from rigs.tables import each_row
 
 from agent.jobs import namespaces
 from agent.jobs.networks import Bar, NetworkBars, bar_of, picture, priced, proof_of
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.run_record import record_of
 
 ROOT = Path(__file__).parents[2]

@@ -228,14 +228,14 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
-from contracts import codec
+from contracts import plain
 from finetune import verify
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 os.environ["NCCL_HOSTID"] = f"host{rank}"
 os.environ["NCCL_DEBUG_FILE"] = f"{sys.argv[1]}/rank{rank}.log"
 told = verify.nccl_channels({"NCCL_IB_HCA": "mlx5_0"}, {})
-Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps(codec.write(told)))
+Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps(plain.write(told)))
 dist.barrier()
 dist.destroy_process_group()
 """

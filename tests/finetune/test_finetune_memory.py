@@ -12,12 +12,13 @@ import torch
 from rigs.tables import each_row
 from test_finetune_equivalence import ROOT
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_plan import NamedValue, RunForecast
 from contracts.layout import Layout
 from contracts.run_record import Measured
-from finetune import memory
 from finetune.parts import hold_against
+from finetune.plan import lighter
+from finetune.recorder import ran_out
 from hardware.units import GIB
 
 pytestmark = pytest.mark.long
@@ -97,13 +98,13 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_what_is_named_instead_run
 )
 def test_other_errors_are_no_lack_of_memory(error, is_memory):
     """A fault of the program stays one."""
-    assert memory.ran_out(error) is is_memory
+    assert ran_out(error) is is_memory
 
 
 def test_lighter_layouts_keep_the_ranks_and_the_global_batch():
     """The fewest changes first; no two alike."""
     asked = Layout(world_size=8, tp=2, dp_replicate=4, sharding="ddp", micro_batch=4, gradient_accumulation=2)
-    found = list(memory.lighter(asked))
+    found = list(lighter(asked))
     assert {one.global_batch for one in found} == {asked.global_batch}
     assert {(one.world_size, one.tp) for one in found} == {(8, 2)}
     assert len(found) == len(set(found)) == 2 * 3 * 3 * 2 * 2 - 1  # whatever it is that the job refuses

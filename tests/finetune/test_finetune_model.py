@@ -11,7 +11,7 @@ from filled import filled_model
 from rigs.tables import each_row
 from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, get_scheduler
 
-from contracts.interval import Interval
+from contracts.finding import Interval
 from contracts.job_config import ConfigError, JobConfig
 from contracts.job_plan import NamedValue, RunForecast
 from contracts.layout import ROPE_TYPES, Layout

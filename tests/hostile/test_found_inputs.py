@@ -34,6 +34,12 @@ def recording(**answers: Any) -> bytes:
     return b"\1\0" + dumped(made)
 
 
+def laughs(first: bytes = b"[x]", form: bytes = b"[%s]") -> bytes:
+    """YAML whose aliases stand for a billion times the first."""
+    levels = (b"a%d: &a%d %s\n" % (i + 1, i + 1, form % b", ".join([b"*a%d" % i] * 40)) for i in range(8))
+    return b"\1a0: &a0 %s\n" % first + b"".join(levels)
+
+
 FOUND: dict[str, tuple[str, bytes]] = {
     "a matrix whose rows all come before their GPU": (
         "topo_text", b"\tGPU0\tGPU1\tNIC0\tCPU Affinity\tGP8\t X \tNODE\nNIC0\tPIX\tNONIC Legend:\n\n  NIC0: mlx,5_0\n",
@@ -45,21 +51,9 @@ FOUND: dict[str, tuple[str, bytes]] = {
     "YAML's wrong truth": ("job_config", b"\1bf16: !!bool x"),
     "YAML's wrong time": ("manifest", b"\1spec: !!timestamp x"),
     "YAML's long integer": ("job_config", b"\1seed: " + b"9" * 5000),
-    "YAML merged a billion times": (
-        "manifest", b"\1a0: &a0 {k: v}\n" + b"".join(
-            b"a%d: &a%d {<<: [%s]}\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
-        ),
-    ),
-    "YAML in a value, a billion times": (
-        "manifest", b"\1a0: &a0 [x]\n" + b"".join(
-            b"a%d: &a%d [%s]\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
-        ) + b"env: [{name: NCCL_DEBUG, value: *a8}]\n",
-    ),
-    "YAML in an error's words, a billion times": (
-        "job_config", b"\1a0: &a0 [x]\n" + b"".join(
-            b"a%d: &a%d [%s]\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 40)) for i in range(8)
-        ) + b"learning_rate: *a8\n",
-    ),
+    "YAML merged a billion times": ("manifest", laughs(b"{k: v}", b"{<<: [%s]}")),
+    "YAML in a value, a billion times": ("manifest", laughs() + b"env: [{name: NCCL_DEBUG, value: *a8}]\n"),
+    "YAML in an error's words, a billion times": ("job_config", laughs() + b"learning_rate: *a8\n"),
     "one PCI function that is GPU and NIC": (
         "topo_xml",
         b'<system version="1"><cpu numaid="0"><pci busid="0000:1b:00.0" class="0x030200" vendor="0x10de" '
@@ -134,6 +128,5 @@ def test_a_name_that_no_file_can_have_is_no_file(words: list[str]) -> None:
 
 
 def test_a_file_that_settings_name_may_have_no_possible_name(tmp_path: Path) -> None:
-    """Found by the fuzzer."""
     (tmp_path / "job.yaml").write_text(f"deepspeed: {'x' * 300}\n")
     assert read_file(tmp_path / "job.yaml") == {"deepspeed": "x" * 300}

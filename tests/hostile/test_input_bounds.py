@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from fuzz_targets import targets
+from rigs.command import process, python
 from rigs.tables import each_row
 
 from agent.advice.request import Request, model_of
@@ -108,7 +109,7 @@ def test_too_much_is_refused_by_name(
 @pytest.mark.long
 def test_a_pickle_costs_bounded_time_and_memory() -> None:
     """Whatever stands in it: one byte may make a dict, and asks for 600 MiB in a file of 8 MB."""
-    code = """
+    python("""
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
 from collectives.traces.calls import PickleError, unpickle
@@ -123,9 +124,7 @@ for raw in (b"}" * 7_600_000, b"]" + b"(e" * 4_000_000, b"}" + b"K\\x01Ns" * 2_0
         assert grown < 300, grown
     else:
         raise AssertionError(raw[:9])
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+""")
 
 
 def tar_of(name: bytes, kind: bytes, size: int, content: bytes) -> bytes:
@@ -213,13 +212,10 @@ for row in json.loads(sys.stdin.read()):
     print("" if fine else f"{row}: {done.exit_code} {said[-300:]}", flush=True)
 print("end")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, input=json.dumps(rows), capture_output=True,
-                          text=True, timeout=600, check=False)  # fmt: skip
-    assert done.returncode == 0 and done.stdout.split() == ["end"], done.stdout + done.stderr[-2000:]
+    assert python(code, given=json.dumps(rows)).stdout.split() == ["end"]
     with pytest.raises(OSError, match="regular files"):
         open_regular(pipe)
-    given = subprocess.run([sys.executable, "-m", "agent.cli", "lint-env", "-"], cwd=ROOT, input="NCCL_DEBUG=INFO\n",
-                           capture_output=True, text=True, check=False)  # fmt: skip
+    given = process("lint-env", "-", given="NCCL_DEBUG=INFO\n")
     assert given.returncode in (0, 3), given.stdout + given.stderr
 
 

@@ -30,24 +30,18 @@ def model_folder(place: Path, model_type: str) -> tuple[Path, Path]:
     return folder, mark
 
 
-@each_row("form", ["random:{}", "{}"])
-def test_a_model_that_needs_its_own_code_is_refused(form: str, tmp_path: Path) -> None:
-    """A type that transformers does not know, with code beside it: an error that names the setting, and nothing ran."""
+@each_row(("kind", "form"), [("evil", "random:{}"), ("evil", "{}"), ("llama", "random:{}")])
+def test_a_model_that_brings_code_is_refused_or_built_from_the_library(kind: str, form: str, tmp_path: Path) -> None:
+    """Of a type that transformers does not know the error names the setting; of one it knows it takes its own class."""
     from finetune.model import build_model
 
-    folder, mark = model_folder(tmp_path, "evil")
-    with pytest.raises(ConfigError, match="model_name_or_path"):
-        build_model(JobConfig(model_name_or_path=form.format(folder)), "fp32")
-    assert not mark.exists()
-
-
-def test_a_known_model_that_brings_code_is_built_from_the_library(tmp_path: Path) -> None:
-    """The library's own class is taken; the code beside it is left alone."""
-    from finetune.model import build_model
-
-    folder, mark = model_folder(tmp_path, "llama")
-    model = build_model(JobConfig(model_name_or_path=f"random:{folder}"), "fp32")
-    assert type(model).__module__.startswith("transformers.")
+    folder, mark = model_folder(tmp_path, kind)
+    config = JobConfig(model_name_or_path=form.format(folder))
+    if kind == "evil":
+        with pytest.raises(ConfigError, match="model_name_or_path"):
+            build_model(config, "fp32")
+    else:
+        assert type(build_model(config, "fp32")).__module__.startswith("transformers.")
     assert not mark.exists()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +25,7 @@ from agent.http.state import State
 
 if TYPE_CHECKING:
     from schemathesis import Case, Response
+    from schemathesis.schemas import BaseSchema
 
 pytestmark = pytest.mark.long
 
@@ -47,57 +49,61 @@ def endpoints() -> list[str]:
     return sorted(operation["operationId"] for methods in paths.values() for operation in methods.values())
 
 
-def ask(
-    url: str, endpoint: str, headers: dict[str, str], judge: Callable[[Case, Response], None], examples: int = EXAMPLES
-) -> None:
-    """Questions that the endpoint's schema allows, and as many that it forbids; it describes every answer."""
+@cache
+def described(url: str) -> BaseSchema:
+    """The document that an agent serves."""
     import schemathesis  # two seconds, which only who runs this pays
+
+    return schemathesis.openapi.from_url(f"{url}/openapi.json", headers=bearer())
+
+
+def of_open_reads(case: Case, answer: Response) -> None:
+    """What makes load is closed to all, with and without a token."""
+    assert case.method == "GET" or answer.status_code in (400, 403, 413, 422)
+
+
+def of_the_token(case: Case, answer: Response) -> None:
+    """Everything is behind a token, and this one opens it."""
+    sent = answer.request.headers.get("Authorization")  # a question may be to leave it out
+    assert answer.status_code not in (401, 403) or sent != bearer()["Authorization"], case.path
+
+
+def of_no_token(case: Case, answer: Response) -> None:
+    """Nothing but the kubelet's two probes answers."""
+    assert answer.status_code in (400, 401, 413, 422) or case.path in ("/healthz", "/readyz"), case.path
+
+
+@each_row("endpoint", endpoints)
+@each_row(
+    ("agent", "headers", "judge", "examples"),
+    [("open", {}, of_open_reads, EXAMPLES), ("closed", bearer(), of_the_token, EXAMPLES),
+     *(("closed", wrong, of_no_token, EXAMPLES // 4)
+       for wrong in ({}, bearer(f"{TOKEN}x"), {"Authorization": f"Basic {TOKEN}"}))],
+    ids=["open reads", "the token", "none", "wrong", "basic"],
+)  # fmt: skip
+def test_every_endpoint_answers_as_it_is_described(
+    agents: dict[str, str],
+    endpoint: str,
+    agent: str,
+    headers: dict[str, str],
+    judge: Callable[..., None],
+    examples: int,
+) -> None:
+    """Questions that the endpoint's schema allows, and as many that it forbids: no 5xx, and nothing undescribed."""
+    import schemathesis
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
 
-    described = [not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
-                 checks.response_schema_conformance, checks.response_headers_conformance]  # fmt: skip
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=bearer())
-    operation = schema.find_operation_by_id(endpoint)
+    held = [not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
+            checks.response_schema_conformance, checks.response_headers_conformance]  # fmt: skip
+    operation = described(agents[agent]).find_operation_by_id(endpoint)
     anything = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode))
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(case=anything)
     def every(case: Case) -> None:
         answer = case.call(headers=headers)
-        case.validate_response(answer, checks=described)
+        case.validate_response(answer, checks=held)
         judge(case, answer)
 
     every()
-
-
-@each_row("endpoint", endpoints)
-def test_an_endpoint_with_open_reads(agents: dict[str, str], endpoint: str) -> None:
-    """What makes load is closed to all, with and without a token; nothing is a 5xx."""
-
-    def judge(case: Case, answer: Response) -> None:
-        assert case.method == "GET" or answer.status_code in (400, 403, 413, 422)
-
-    ask(agents["open"], endpoint, {}, judge)
-
-
-@each_row("endpoint", endpoints)
-def test_an_endpoint_with_a_token(agents: dict[str, str], endpoint: str) -> None:
-    """Everything is behind a token, and this one opens it."""
-
-    def judge(case: Case, answer: Response) -> None:
-        sent = answer.request.headers.get("Authorization")  # a question may be to leave it out
-        assert answer.status_code not in (401, 403) or sent != bearer()["Authorization"], case.path
-
-    ask(agents["closed"], endpoint, bearer(), judge)
-
-
-@each_row("endpoint", endpoints)
-@each_row("headers", [{}, bearer(f"{TOKEN}x"), {"Authorization": f"Basic {TOKEN}"}], ids=["none", "wrong", "basic"])
-def test_an_endpoint_without_the_token(agents: dict[str, str], endpoint: str, headers: dict[str, str]) -> None:
-    """Nothing but the kubelet's two probes answers."""
-
-    def judge(case: Case, answer: Response) -> None:
-        assert answer.status_code in (400, 401, 413, 422) or case.path in ("/healthz", "/readyz"), case.path
-
-    ask(agents["closed"], endpoint, headers, judge, examples=EXAMPLES // 4)

@@ -1,13 +1,22 @@
-"""`topoflight` in this process, as its entry point runs it: a second of CPU less than a process of its own."""
+"""`topoflight` as a user runs it: in this process (a second of CPU less), in one of its own, or on a terminal."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import click
 from click.testing import CliRunner, Result
 
-from agent.cli.main import _run, expand_hosts
+from agent.cli.main import _run, cli, expand_hosts
+
+ROOT = Path(__file__).parents[2]
+MODULE = (sys.executable, "-m", "agent.cli")
 
 
 class _Whole:
@@ -31,3 +40,56 @@ def topoflight(*words: object, given: str = "", **environment: str | None) -> Re
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done
+
+
+def refused(says: str, *words: object, **environment: str | None) -> None:
+    """The command is a mistake of its user: exit code 2, which says what, and nothing on standard output."""
+    done = topoflight(*words, **environment)
+    told = " ".join(done.stderr.split())
+    assert done.exit_code == 2 and says in told and not done.stdout, (words, done.output)
+
+
+def process(*words: object, given: str = "", cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, its output captured."""
+    return _process([*MODULE, *map(str, words)], given, cwd, environment)
+
+
+def python(code: str, *words: object, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a fresh interpreter at the top of the repository; a failure of it raises with what it said."""
+    done = _process([sys.executable, "-c", code, *map(str, words)], given, ROOT, environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def _process(
+    command: list[str], given: str, cwd: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, timeout=600, check=False, cwd=cwd,
+        env=os.environ | {"COLUMNS": "80"} | environment,
+    )  # fmt: skip
+
+
+def on_a_terminal(*words: str, **environment: str) -> tuple[int, str]:
+    """Exit code, and what a person sees on a terminal of 80 columns."""
+    child, terminal = pty.fork()
+    if child == 0:
+        here = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
+        for name in {"CI", "NO_COLOR", "FORCE_COLOR"} - set(environment):  # of whoever runs the tests
+            here.pop(name, None)
+        os.execve(sys.executable, [*MODULE, *words], here)  # noqa: S606
+    seen = b""
+    with contextlib.suppress(OSError):  # Linux says EIO when the other end is closed
+        while chunk := os.read(terminal, 65536):
+            seen += chunk
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), seen.decode()
+
+
+def parse(words: list[str]) -> click.Command:
+    """The verb of a command line, whose options exist and take these values; it is not run."""
+    verb, *rest = words
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None, f"no verb {verb}"
+    command.make_parser(click.Context(command)).parse_args(rest)
+    return command

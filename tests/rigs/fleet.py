@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,14 +11,40 @@ from typing import Any
 
 from rigs.recorded import H100, view
 
-from agent.cluster.nodes import NodeRecord
+from agent.checks.view import look
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource
 from agent.cluster.records import FirstSeen, records_of, to_resource
+from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
         "sick-h100-dead-hca")  # fmt: skip
 RACK = 8  # nodes
 EVERY = 60  # one in so many is sick, one in three times as many silent
 FAULT_SECONDS = 5400.0  # how long ago a fault came
+
+
+def record_of(found: str | Snapshot = H100, name: str | None = None, **changed: Any) -> NodeRecord:
+    """What the agent of a machine, recorded or made from one, has published just now."""
+    (made,) = records_of(view(found) if isinstance(found, str) else look((found,)), name=name)
+    return replace(made, **{"scanned_at_seconds": time.time(), **changed})
+
+
+def fleet_of(*records: NodeRecord) -> Fleet:
+    """A cluster that has these records."""
+    held = Fleet()
+    held.set(records)
+    return held
+
+
+def resource_of(record: NodeRecord) -> dict[str, Any]:
+    """A record as the API server holds it."""
+    whole, status = to_resource(record)
+    return {**whole, "status": status["status"]}
+
+
+def through_the_api(record: NodeRecord) -> NodeRecord:
+    """A record as it is read back from the API server that it was published to."""
+    return from_resource(json.loads(json.dumps(resource_of(record))))
 
 
 @cache
@@ -40,7 +67,7 @@ def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[Nod
 
 def resources(nodes: int, *, sick: bool) -> list[dict[str, Any]]:
     """As the API server holds them."""
-    return [{**whole, "status": status["status"]} for whole, status in map(to_resource, records(nodes, sick=sick))]
+    return [resource_of(record) for record in records(nodes, sick=sick)]
 
 
 def labelled(nodes: int) -> list[dict[str, Any]]:

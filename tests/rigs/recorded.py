@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agent.checks.view import View, look
 from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load
+from probes.rdma.facts import RdmaFacts
 from probes.scan import scan
 
 FOLDER = Path(__file__).parent.parent / "machines"
 PATHS = tuple(sorted(FOLDER.glob("*.json")))
 NAMES = tuple(path.stem for path in PATHS)
 H100 = "hgx-h100-8xH100-8hca"
+Facts = TypeVar("Facts")
 
 
 def path_of(name: str = H100) -> Path:
@@ -34,6 +37,13 @@ def snapshot(name: str = H100) -> Snapshot:
 def view(name: str = H100) -> View:
     """What the checks say of it."""
     return look((snapshot(name),))
+
+
+def facts(kind: type[Facts], found: Snapshot | str = H100) -> Facts:
+    """The facts of one probe, which has answered on this machine."""
+    made = (snapshot(found) if isinstance(found, str) else found).facts(kind)  # type: ignore[type-var]
+    assert made is not None, kind
+    return made
 
 
 def with_outcomes(found: Snapshot, **outcomes: Any) -> Snapshot:
@@ -54,14 +64,26 @@ def changed(found: Snapshot, kind: type, **changes: Any) -> Snapshot:
     return with_facts(found, **{name: replace(facts, **changes)})
 
 
+def each(things: Iterable[Any], **changes: Any) -> tuple[Any, ...]:
+    """Dataclasses of one kind, each with these fields replaced."""
+    return tuple(replace(thing, **changes) for thing in things)
+
+
+def with_ports(found: Snapshot, device: str = "", **changes: Any) -> Snapshot:
+    """The same host with some fields of every RDMA port replaced, or of those of one device."""
+    devices = facts(RdmaFacts, found).devices
+    made = (replace(d, ports=each(d.ports, **changes)) if device in ("", d.name) else d for d in devices)
+    return changed(found, RdmaFacts, devices=tuple(made))
+
+
 def of_code(seen: View, code: str) -> list[Finding]:
     """The checks of one code."""
     return [check for check in seen.checks if check.code == code]
 
 
-def statuses(seen: View, code: str) -> set[str]:
-    """What the checks of one code came to."""
-    return {check.status for check in of_code(seen, code)}
+def statuses(seen: View | Snapshot, code: str) -> set[str]:
+    """What the checks of one code came to, on a view or on a host that is looked at now."""
+    return {check.status for check in of_code(look((seen,)) if isinstance(seen, Snapshot) else seen, code)}
 
 
 def raised(seen: View) -> set[str]:

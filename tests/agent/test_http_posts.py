@@ -1,9 +1,10 @@
-"""POST /runs: who may, what is taken, what is kept, and that GET /runs and the page show it at once."""
+"""POST /runs: who may, what is taken, kept and shown; and POST /why: the verdict on posted sources, and its bounds."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,20 @@ from api_server import ApiServer, configuration
 from kustomization import render
 from rigs.agents import TOKEN, agent, bearer
 from rigs.agents import tokens as tokens_in
+from rigs.pods import templates
+from rigs.recorded import path_of, snapshot
+from rigs.results import RUN
 from rigs.tables import each_row
 from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
 from agent.cli.launch import launch
+from agent.cli.why import why
 from agent.cluster.client import Client
 from agent.http.access import AUDIENCE, Tokens
 from agent.http.posted import MOST_VALUES, PostedRecord
 from agent.http.state import State
+from collectives.traces.states import RankState, dumps
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import job, manifests
 
@@ -34,10 +40,8 @@ HEADERS = bearer()
 AGENT = next(str(one.flag_value) for one in launch.params if isinstance(one, click.Option) and one.name == "agent")
 STEPS = PostedRecord.model_json_schema()["properties"]["step_seconds"]["maxItems"]
 RECORD: dict[str, Any] = {
-    "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
-    "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z", "model": {"name": "a-model-of-ours"},
+    **RUN, "model": {"name": "a-model-of-ours"}, "measured": {"step_seconds": 0.25}, "step_seconds": [0.25] * 20,
     "layout": {"family": "FSDP", "effective": {"world_size": 2, "placements": {"dp_shard:S(0)": 97}}},
-    "measured": {"step_seconds": 0.25}, "loss": {"first": 5.0, "last": 2.0}, "step_seconds": [0.25] * 20,
 }  # fmt: skip
 
 
@@ -58,13 +62,18 @@ def http(tokens: Tokens, folder: Path) -> TestClient:
     return agent(MACHINE, folder, tokens=tokens)
 
 
+def posted(http: TestClient, **change: Any) -> Any:
+    """What the agent answers to the record, changed so."""
+    return http.post("/runs", headers=HEADERS, json={**RECORD, **change})
+
+
 def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("runs/*.json"))
 
 
 def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, folder: Path) -> None:
     """Though the next scan is an hour away; a poster's own word for who posted is not taken."""
-    answer = http.post("/runs", headers=HEADERS, json={**RECORD, "posted_by": "admin", "more": [1]})
+    answer = posted(http, posted_by="admin", more=[1])
     assert (answer.status_code, answer.json()) == (201, {"kept": "now"})
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"}) and "more" not in shown
@@ -74,8 +83,8 @@ def test_a_record_is_shown_at_once_and_says_who_posted_it(http: TestClient, fold
 
 def test_the_same_record_twice_is_kept_once(http: TestClient, folder: Path) -> None:
     """A job that got no answer sends again; another record of the same start replaces nothing."""
-    assert [http.post("/runs", headers=HEADERS, json=RECORD).status_code for _ in range(3)] == [201, 200, 200]
-    other = http.post("/runs", headers=HEADERS, json={**RECORD, "loss": {"last": 0.0}})
+    assert [posted(http).status_code for _ in range(3)] == [201, 200, 200]
+    other = posted(http, loss={"last": 0.0})
     assert other.status_code == 409 and "sft-0, started at 2026-11-01T10:00:00Z" in other.json()["detail"]
     (shown,) = http.get("/runs").json()
     assert record_of(shown) == record_of({**RECORD, "posted_by": "token-file"})
@@ -86,10 +95,7 @@ def test_only_the_newest_are_kept(tokens: Tokens, folder: Path) -> None:
     """The state folder does not grow without end."""
     for number in range(keep.STORED_RUNS + 5):
         keep.store_run(record_of({**RECORD, "host": f"pod-{number}"}), folder)
-    assert (
-        agent(MACHINE, folder, tokens=tokens).post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code
-        == 201
-    )
+    assert posted(agent(MACHINE, folder, tokens=tokens), host="z").status_code == 201
     assert len(kept(folder)) == keep.STORED_RUNS
 
 
@@ -109,7 +115,7 @@ def test_a_wrong_record_is_refused_and_what_is_wrong_named(
 ) -> None:
     """A problem document, and nothing is kept."""
     http = agent(MACHINE, folder, tokens=tokens)  # of its own: an agent takes a dozen posts a minute
-    answer = http.post("/runs", headers=HEADERS, json={**RECORD, **change})
+    answer = posted(http, **change)
     assert answer.status_code == 422 and named in answer.json()["detail"], answer.text
     assert len(answer.text) < 4000
     assert kept(folder) == [] and http.get("/runs").json() == []
@@ -132,27 +138,18 @@ def test_a_loss_that_is_no_number_is_unknown(http: TestClient) -> None:
 
 def test_the_largest_record_of_a_job_is_taken(http: TestClient) -> None:
     """As many steps as the recorder keeps."""
-    whole = {**RECORD, "step_seconds": [1234.567891] * STEPS}
-    assert http.post("/runs", headers=HEADERS, json=whole).status_code == 201
-
-
-def test_without_a_token_nothing_is_read_or_kept(http: TestClient, folder: Path) -> None:
-    """401 before the record is looked at; 403 where nobody judges tokens."""
-    assert http.post("/runs", content=b"{").status_code == 401
-    closed = agent(MACHINE, folder).post("/runs", headers=HEADERS, json=RECORD)
-    assert closed.status_code == 403 and "--token-review" in closed.json()["grant"]
-    assert kept(folder) == []
+    assert posted(http, step_seconds=[1234.567891] * STEPS).status_code == 201
 
 
 def test_an_agent_without_a_folder_says_so(tokens: Tokens, tmp_path: Path) -> None:
     """409, and what would help; 507 where the folder takes nothing more."""
     for missing in (None, tmp_path / "nowhere"):
-        answer = agent(MACHINE, missing, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD)
+        answer = posted(agent(MACHINE, missing, tokens=tokens))
         assert answer.status_code == 409 and "--state" in answer.json()["grant"]
     full = tmp_path / "full"
     full.mkdir()
     (full / "runs").write_text("a file where the folder would be")
-    assert agent(MACHINE, full, tokens=tokens).post("/runs", headers=HEADERS, json=RECORD).status_code == 507
+    assert posted(agent(MACHINE, full, tokens=tokens)).status_code == 507
 
 
 @pytest.fixture
@@ -162,18 +159,10 @@ def api() -> Iterator[ApiServer]:
         yield server
 
 
-def test_the_api_server_judges_the_jobs_account(api: ApiServer, folder: Path) -> None:
-    """A right to another endpoint is none to this one; what the refusal prints names this endpoint."""
-
-    def asked() -> Any:
-        http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
-        return http.post("/runs", headers=HEADERS, json=RECORD)
-
-    api.allowed.add((USER, "post", "/preflight"))
-    refused = asked()
-    assert refused.status_code == 403 and "--verb=post --non-resource-url=/runs" in refused.json()["grant"]
+def test_a_record_names_the_account_that_the_api_server_told(api: ApiServer, folder: Path) -> None:
     api.allowed.add((USER, "post", "/runs"))
-    assert asked().status_code == 201
+    http = agent(MACHINE, folder, tokens=Tokens(client=Client(configuration(api.url), tries=1)))
+    assert posted(http).status_code == 201
     (record,) = keep.read_runs((folder / "runs",))
     assert record.posted_by == USER
 
@@ -202,15 +191,18 @@ def test_what_is_deployed_is_what_a_job_is_told() -> None:
     assert manifests.AGENT_AUDIENCE == AUDIENCE
 
 
+def spec(**more: Any) -> job.JobSpec:
+    return job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), **more)
+
+
 @each_row("api_name", manifests.APIS)
 def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
     """URL, token file and the volume that the file is in; none of them without the option, nor beside the gate."""
-    plain = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g")
-    assert "TOPOFLIGHT_AGENT" not in manifests.render(manifests.APIS[api_name](plain))
-    told = job.JobSpec(name="sft", image="i", nodes=2, processes_per_node=1, command=("true",), preflight_image="g",
-                       agent=AGENT)  # fmt: skip
-    documents = list(yaml.safe_load_all(manifests.render(manifests.APIS[api_name](told))))
-    pods = list(found(documents, "containers"))
+    plain, told = (manifests.render(manifests.APIS[api_name](spec(preflight_image="g", **more)))
+                   for more in ({}, {"agent": AGENT}))  # fmt: skip
+    assert "TOPOFLIGHT_AGENT" not in plain
+    documents = list(yaml.safe_load_all(told))
+    pods = [template["spec"] for template in templates(documents)]
     assert len(pods) == (2 if api_name == "pytorchjob" else 1)
     trainer = next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
     for pod in pods:
@@ -226,23 +218,11 @@ def test_a_job_of_every_api_is_told_where_its_agent_is(api_name: str) -> None:
         assert environment["TOPOFLIGHT_AGENT_TOKEN_FILE"] == f"{mount['mountPath']}/{token['path']}"
 
 
-def found(node: Any, member: str) -> Iterator[Any]:
-    if isinstance(node, dict):
-        if member in node:
-            yield node
-        else:
-            for value in node.values():
-                yield from found(value, member)
-    elif isinstance(node, list):
-        for value in node:
-            yield from found(value, member)
-
-
 @each_row("url", ["", "agent:9402", "file:///etc/passwd", "http://a b", "http://u:p@a", "http://a\nb"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     """Before a pod starts with it."""
     with pytest.raises(job.JobError, match="agent="):
-        job.JobSpec(name="sft", image="i", nodes=1, processes_per_node=1, command=("true",), agent=url)
+        spec(agent=url)
 
 
 def test_what_a_killed_writer_left_is_swept_at_start(folder: Path) -> None:
@@ -273,5 +253,111 @@ def test_what_is_held_in_memory_is_bounded_in_bytes(
     shown = {record["host"] for record in first.json()}
     assert shown == {f"pod-{number:03d}" for number in range(keep.STORED_RUNS - 10, keep.STORED_RUNS)}
     assert first.content == second.content
-    assert http.post("/runs", headers=HEADERS, json={**RECORD, "host": "z"}).status_code == 201
+    assert posted(http, host="z").status_code == 201
     assert "z" in {record["host"] for record in http.get("/runs").json()}
+
+
+WATCHDOG = (
+    "[rank0]: [PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+    "OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600010 milliseconds before timing out.\n"
+)
+
+
+def why_of(http: TestClient, **sources: Any) -> Any:
+    """The answer of POST /why about these sources."""
+    return http.post("/why", json=sources, headers=HEADERS)
+
+
+def stalled() -> tuple[list[Any], dict[str, Any]]:
+    """States and traces of four ranks of which one has not come to call 26 for 70 s."""
+    now = time.time()
+    states, traces = [], {}
+    for rank in range(4):
+        late = rank == 2
+        state = RankState(rank=rank, world_size=4, host=f"node-{rank}", written=now,
+                          phase="compute" if late else "collective", since=now - 70, calls=25 + (not late))  # fmt: skip
+        states.append(json.loads(dumps(state)))
+        traces[str(rank)] = {"version": "2.10", "entries": [
+            {"record_id": n, "process_group": ["0", "default_pg"], "collective_seq_id": n + 20, "p2p_seq_id": 0,
+             "profiling_name": "gloo:all_reduce", "time_created_ns": int((now - 76 + n) * 1e9), "input_sizes": [[8]],
+             "state": "scheduled", "retired": n < 6, "is_p2p": False}
+            for n in range(1, 6 if late else 7)
+        ]}  # fmt: skip
+    return states, traces
+
+
+def test_a_browser_gets_a_page_that_says_how_to_diagnose_a_run(http: TestClient) -> None:
+    """Without a token; every option that the page shows is one of the command."""
+    answer = http.get("/why", headers={"Accept": "text/html,*/*;q=0.8"})
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    shown = answer.text.split('<pre id="why">')[1].split("</pre>")[0].splitlines()
+    known = {name for option in why.params for name in option.opts}
+    assert len(shown) == 4 and all(line.startswith("topoflight why ") for line in shown)
+    assert {word for line in shown for word in line.split() if word.startswith("--")} <= known
+    assert "Runs on this node" in answer.text and 'href="why"' in http.get("/").text
+
+
+def test_posted_sources_are_judged_as_files_are(http: TestClient, tmp_path: Path) -> None:
+    assert http.post("/why", json={}).status_code == 401
+    told = why_of(http, logs=[WATCHDOG]).json()
+    assert told["state"] in ("stuck", "failed")
+    assert told["sources"]
+    states, traces = stalled()
+    told = why_of(http, states=states, traces=traces).json()
+    assert (told["state"], told["ranks"]) == ("stuck", [2])
+
+
+def test_posted_recordings_tell_what_is_wrong_on_the_node_behind(http: TestClient) -> None:
+    """As --host FILE does; a document that is no recording is named, without a path of the agent's."""
+    states, traces = stalled()
+    name = snapshot(MACHINE).hostname
+    states = [{**one, "host": name} if one["rank"] == 2 else one for one in states]
+    body = {"states": states, "traces": traces}
+    told = why_of(http, **body).json()
+    assert "nodes: 1" not in told["sources"]
+    told = why_of(http, **body, recordings=[json.loads(path_of(MACHINE).read_text())]).json()
+    assert (told["state"], told["nodes"]) == ("stuck", [name])
+    assert "nodes: 1" in told["sources"]
+    assert not any("what is wrong on" in one["what"] for one in told["unknown"])
+    answer = why_of(http, recordings=[{"kind": "x"}])
+    assert answer.status_code == 400
+    assert "recordings-0.json" in answer.json()["detail"]
+    assert "/tmp" not in answer.text
+
+
+@each_row(
+    ("body", "words"),
+    [
+        ({"log": ["x"]}, "log"),
+        ({"ras": ["no answer of RAS"]}, "RAS"),
+        ({"traces": {"0": {"entries": []}}}, ""),
+        ({"traces": {"zero": {}}}, "traces"),
+        ([], "body"),
+    ],
+)
+def test_what_is_wrong_is_named(http: TestClient, body: Any, words: str) -> None:
+    answer = http.post("/why", json=body, headers=HEADERS)
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert words in answer.json()["detail"]
+        assert "/tmp" not in answer.text
+    else:
+        assert answer.json()["unknown"]
+
+
+def test_a_deep_body_is_refused(http: TestClient) -> None:
+    deep = b'{"traces": {"0": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    assert http.post("/why", content=deep, headers=HEADERS).status_code == 400
+
+
+def test_a_posted_manifest_is_answered(http: TestClient, tmp_path: Path) -> None:
+    manifest = (
+        "apiVersion: batch/v1\nkind: Job\nmetadata: {name: j}\nspec:\n  template:\n    spec:\n      containers:\n"
+        "        - name: t\n          env:\n            - {name: NCCL_IB_DISABLE, value: '1'}\n"
+        "            - {name: NCCL_DEBUG, value: INFO}\n"
+    )
+    told = why_of(http, manifest=manifest, machine="dgx-h100").json()
+    assert told["state"] == "slow"
+    assert told["change"][0].startswith("manifest-0: ") and "NCCL_IB_DISABLE" in told["change"][0]
+    assert str(tmp_path) not in json.dumps(told)
+    assert "/why-" not in json.dumps(told)

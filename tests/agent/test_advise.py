@@ -1,0 +1,338 @@
+"""Advice on a run: what changes its forecast, length and cost, the rows of its data, and offers where nothing fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from rigs.command import topoflight
+from rigs.recorded import H100, path_of, snapshot
+from rigs.tables import each_row
+
+from agent.advice.advise import advise, answer, of_cluster
+from agent.advice.request import Request, cluster_of, dataset_settings, prices_of, with_rows
+from agent.base.inputs import InputError, RequestError
+from agent.cli.recommend import recommend
+from contracts import question
+from planner.advice import RankedLayout, Recommendation
+from planner.forecast.specs import TrainSpec, mean_length
+from topology.build import build
+
+
+def ask(**more: Any) -> Recommendation:
+    given = {"machine": "p5.48xlarge", "model": "Llama-3.1-8B", "method": "full", "global_batch": 64}
+    return answer(Request.of(**{**given, **more}), ())
+
+
+def chosen_of(advice: Recommendation) -> RankedLayout:
+    """The layout that was chosen, with its forecast."""
+    assert advice.chosen is not None
+    return advice.chosen
+
+
+def step(**more: Any) -> float:
+    return chosen_of(ask(**more)).forecast.step_seconds.mid
+
+
+def shown(*words: object) -> tuple[Any, str]:
+    """The document that `recommend` prints as JSON, and what it says beside it."""
+    done = topoflight("recommend", *words, "-o", "json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout), done.stderr
+
+
+def test_what_a_run_is_changes_its_step() -> None:
+    """Precision on a GPU and with an engine that have it; padding to the longest of a micro-batch by the histogram."""
+    assert step(precision="bf16") < step(precision="fp32")
+    assert step(precision="fp8", engine="megatron") < step(precision="bf16", engine="megatron")
+    assert step(lengths="128:1000") < 0.5 * step(), "short rows cost less than full ones"
+
+
+def test_a_measured_step_is_compared_as_it_took() -> None:
+    """The layout that was measured takes what it took, and the other as many times as long as by their forecasts."""
+    words = "--machine p5.48xlarge --model Llama-3.1-8B --global-batch 64 --compare dp_shard=8,micro_batch=2"
+
+    def steps(*more: str) -> list[float]:
+        found, _ = shown(*words.split(), "dp_shard=4,tp=2,micro_batch=2", *more)
+        return [one["forecast"]["step_seconds"]["mid"] for one in found["layouts"]]
+
+    before, after = steps(), steps("--measured-step", "dp_shard=8,micro_batch=2", "12.5")
+    assert after[0] == pytest.approx(12.5)
+    assert after[1] / after[0] == pytest.approx(before[1] / before[0])
+
+
+def test_an_8bit_optimizer_needs_less_memory() -> None:
+    """By the states it keeps."""
+    sizes = [{part.name: part.value for part in chosen_of(ask(optimizer=name)).forecast.memory_parts}["optimizer"]
+             for name in ("adamw8bit", "adamw")]  # fmt: skip
+    assert sizes[0] < sizes[1]
+
+
+def test_a_budget_gives_the_length_of_the_whole_run() -> None:
+    """In steps; in tokens, which are as many steps as they need; in hours: as many whole steps as have room."""
+    by_steps = ask(steps=1000)
+    assert by_steps.total_steps == 1000 and by_steps.total_seconds is not None
+    step_seconds = chosen_of(by_steps).forecast.step_seconds.mid
+    assert by_steps.total_seconds.mid == pytest.approx(1000 * step_seconds)
+    assert ask(tokens=64 * 2048 * 10).total_steps == 10
+    assert ask().total_seconds is None
+    steps = ask(hours=2.0).total_steps
+    assert steps is not None and steps * step_seconds <= 7200 < (steps + 1) * step_seconds
+
+
+def test_ranks_per_node_use_so_many_gpus_of_each_node() -> None:
+    """Four nodes with one rank each are four ranks, over the one NIC that is nearest to the GPU that computes."""
+    worlds = [
+        chosen_of(ask(machine="p4d.24xlarge", nodes=4, ranks_per_node=each)).layout.world_size for each in (None, 1)
+    ]
+    assert worlds == [32, 4]
+    assert cluster_of(Request.of(machine="p4d.24xlarge", nodes=4), (), 1).inter_node_bytes_per_second == 100e9 / 8
+
+
+@each_row("name", [H100, "titan-rtx-2x-nv2", "sick-h100-gpu-lost", "cpu-only-vm"])
+def test_ranks_per_node_hold_on_machines_with_any_number_of_gpus(name: str) -> None:
+    """One, half of the usable GPUs and all are answered for so many ranks; one more is refused with what is allowed."""
+    found = snapshot(name)
+    usable = sum(gpu.usable for gpu in build(found).gpus)
+    for ranks in sorted({1, usable // 2, usable} - {0}) if usable else ():
+        advised = answer(Request.of(model="tiny", nodes=2, ranks_per_node=ranks), (found,))
+        assert chosen_of(advised).layout.world_size == 2 * ranks
+    if usable:
+        with pytest.raises(RequestError, match=f"must be from 1 to {usable}"):
+            answer(Request.of(model="tiny", ranks_per_node=usable + 1), (found,))
+
+
+@each_row(("nodes", "networked"), [(1, False), (None, True), (2, True)])
+def test_one_node_that_was_requested_gets_no_network_settings(nodes: int | None, networked: bool) -> None:
+    """`--nodes 1` says that the job stays there; without the option it may come to span more."""
+    efa = [snapshot("aws-p4d-8xA100-4efa")]
+    request = Request.of(nodes=nodes)
+    found = of_cluster(request, cluster_of(request, efa), efa)
+    topics = {each.topic for each in found.notes} | {each.name for each in found.settings}
+    assert ("NCCL_IB_HCA" in topics) is networked
+    assert ("NCCL_NET" in topics) is networked
+
+
+def test_a_sweep_goes_over_a_network_of_ones_own() -> None:
+    """Several nodes over 10 Gb/s of TCP take longer than over what the machine has; one node has no network."""
+    asked = ["--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--sweep", "nodes=1,2"]
+    found, _ = shown(*asked, "--network", "10G", "--tcp")
+    assert [(one["nodes"], one["network"]) for one in found] == [(1, "-"), (2, "catalogue"), (2, "10G tcp")]
+    _, own, slow = (one["seconds"]["mid"] for one in found)
+    assert slow > 1.05 * own
+    half, _ = shown(*asked, "--ranks-per-node", "4")
+    assert [one["ranks"] for one in half] == [4, 8]
+
+
+def test_a_sweep_over_machines_as_a_table_as_json_and_as_a_picture(tmp_path: Path) -> None:
+    """From the shell: machines by name or by their prices; a budget decides how many tokens."""
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("p5.48xlarge: 98\n2xa40-roce: 4\n", encoding="utf-8")
+    asked = ("--model", "Llama-3.1-8B", "--sweep", "nodes=1,4", "--price", prices)
+    drawn = tmp_path / "sweep.svg"
+    table = topoflight("recommend", *asked, "--plot", drawn)
+    assert table.exit_code == 0 and "✓" in table.output and "cost" in table.output, table.output
+    assert drawn.read_text(encoding="utf-8").startswith("<svg")
+    said, _ = shown(*asked, "--tokens", "2000000000")
+    assert [(p["machine"], p["nodes"]) for p in said] == [(m, n) for m in ("p5.48xlarge", "2xa40-roce") for n in (1, 4)]
+    assert said[0]["seconds"]["mid"] * said[0]["tokens_per_second"] == pytest.approx(2e9)
+
+
+def test_the_question_is_declared_once() -> None:
+    """Each row of question.toml is a member of the question, an option of the verb and a field of HTTP's model."""
+    members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
+    assert not question.fields().keys() - members
+    options = recommend.make_context("recommend", []).params
+    assert not question.fields().keys() - options.keys()
+    asked = question.model()()
+    differ = {name for name in question.fields() if getattr(asked, name) != options[name]}
+    assert not differ, "the defaults of HTTP are those of the command line"
+    assert Request.of(**dict(asked)) == Request()
+    for wrong in ({"modle": "x"}, {"nodes": 0}, {"method": "magic"}, {"hours": 0}, {"model": "x" * 201}):
+        with pytest.raises(ValidationError):
+            question.model()(**wrong)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5,000 rows: four short ones to each long one."""
+    path: Path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    text = [{"question": "q" * (200 if i % 5 == 0 else 20), "answer": "a"} for i in range(5000)]
+    path.write_text("\n".join(map(json.dumps, text)), encoding="utf-8")
+    return path
+
+
+def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more: Any) -> Request:
+    """A request with what is known of a data set's rows."""
+    found = dataset_settings(str(data), tokenizer and str(tokenizer), model if model != "tiny-llama" else None)
+    return with_rows(Request.of(model=model, **more), found)
+
+
+def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Path) -> None:
+    """By the job's own reader and template: 180 characters more are 180 bytes more, in a fifth of the rows."""
+    request = of_rows(rows, "builtin:bytes", model="Llama-3.1-8B")
+    assert request.rows == 5000 and request.unmeasured == ""
+    (short, many), (long, few) = request.train.length_histogram
+    assert (many, few) == (4000, 1000) and long - short == 180
+    lengths = ",".join(f"{tokens}:{count}" for tokens, count in request.train.length_histogram)
+    forecast, blind = (ask(nodes=2, epochs=2, lengths=told, rows=5000) for told in (lengths, None))
+    assert forecast.total_steps == blind.total_steps == 2 * (5000 // 64)
+    assert forecast.total_seconds is not None and blind.total_seconds is not None
+    assert forecast.total_seconds.mid < 0.3 * blind.total_seconds.mid
+    mean = mean_length(request.train.length_histogram, 2048)
+    chosen = chosen_of(forecast).forecast
+    assert chosen.tokens_per_second * chosen.step_seconds.mid == pytest.approx(64 * mean)
+
+
+def test_packed_rows_take_as_many_steps_as_their_tokens_fill() -> None:
+    packed = ask(nodes=2, epochs=1, lengths="512:64000", packing=True)
+    assert packed.total_steps == 64000 * 512 // 2048 // 64
+    assert ask(nodes=2, epochs=3, rows=6400).total_steps == 300
+
+
+def test_what_cannot_be_measured_is_unknown_and_said(tmp_path: Path) -> None:
+    """A tokenizer that nobody knows, or a folder that a pod has: the advice says so and counts no epochs."""
+    for name, tokenizer in ((str(tmp_path / "none"), "builtin:bytes"), ("some/data", None)):
+        request = of_rows(name, tokenizer, machine="p5.48xlarge", epochs=3)
+        advice = answer(request, ())
+        assert request.rows is None and advice.total_seconds is None
+        assert any("were not measured" in line for line in advice.unknowns), advice.unknowns
+
+
+@pytest.mark.long
+@each_row("held", [None, "", '{"question": "q", "answer": "a"}\n{oops\n'])
+def test_a_file_that_is_not_there_or_holds_no_rows_is_an_error_that_names_it(tmp_path: Path, held: str | None) -> None:
+    file = tmp_path / "rows.jsonl"
+    if held is not None:
+        file.write_text(held, encoding="utf-8")
+    with pytest.raises(InputError, match="row"):
+        of_rows(file, "builtin:bytes")
+
+
+@pytest.mark.long
+def test_rows_of_a_file_are_counted_without_a_tokenizer(rows: Path, tmp_path: Path) -> None:
+    request = of_rows(rows, tmp_path / "no-tokenizer", machine="p5.48xlarge", epochs=2, global_batch=64)
+    assert request.rows == 5000 and "were not measured" in request.unmeasured
+    assert answer(request, ()).total_steps == 2 * (5000 // 64)
+
+
+def test_tokens_beyond_a_models_positions_are_said() -> None:
+    assert any(
+        "beyond Llama-3.1-8B's 131072 positions" in line for line in ask(nodes=2, sequence_length=200_000).unknowns
+    )
+    assert not any("positions" in line for line in ask(nodes=2, sequence_length=131_072).unknowns)
+
+
+def test_a_part_of_a_data_set_is_named_after_a_colon() -> None:
+    assert dataset_settings("openai/gsm8k:main", None, "Llama-3.1-8B") == {
+        "dataset_name": "openai/gsm8k", "dataset_config": "main",
+    }  # fmt: skip
+    assert dataset_settings("openai/gsm8k", "a/b", None) == {"dataset_name": "openai/gsm8k", "tokenizer_name": "a/b"}
+
+
+def test_money_is_node_hours_times_the_users_price(tmp_path: Path) -> None:
+    advice = ask(nodes=2, steps=1000, price="90")
+    assert advice.total_cost is not None and advice.total_seconds is not None
+    for end in ("low", "mid", "high"):
+        assert getattr(advice.total_cost, end) == pytest.approx(getattr(advice.total_seconds, end) / 3600 * 2 * 90)
+    file = tmp_path / "prices.yaml"
+    file.write_text("p5: 90\np4d.24xlarge: 30.5\n", encoding="utf-8")
+    assert prices_of(str(file), files=True) == {"p5.48xlarge": 90.0, "p4d.24xlarge": 30.5}
+    assert ask(nodes=2, steps=1000, price=str(file)).total_cost == advice.total_cost
+    assert ask(nodes=2, steps=1000).total_cost is None, "no price is shipped"
+    with pytest.raises(RequestError):
+        prices_of("/etc/hostname", files=False)
+
+
+def test_mfu_and_tokens_per_gpu_follow_from_the_step() -> None:
+    """Dense attention's share included; full training of 8 billion weights is 6 FLOPs each but for the embedding."""
+    chosen = chosen_of(ask(nodes=2)).forecast
+    each = chosen.tokens_per_second_per_rank
+    assert each == pytest.approx(chosen.tokens_per_second / 16) and chosen.mfu is not None
+    multiplied = 8.03e9 - 128256 * 4096
+    flops = 6 * multiplied + 6 * 32 * 4096 * 2048
+    assert chosen.mfu == pytest.approx(flops * each / 989.5e12, rel=0.01)
+    assert 0.2 < chosen.mfu < 0.6
+
+
+@pytest.mark.long
+def test_launch_plans_with_the_rows_of_the_jobs_own_data(rows: Path, tmp_path: Path) -> None:
+    """A long and a short data set under the same settings: other steps, seconds and hours, before anything starts."""
+    config = tmp_path / "job.yaml"
+    config.write_text(
+        f"model_name_or_path: meta-llama/Llama-3.1-8B\ntokenizer_name: 'builtin:bytes'\ndataset_name: {rows}\n"
+        "num_train_epochs: 2\n",
+        encoding="utf-8",
+    )
+    asked = f"launch --machine p5.48xlarge --config {config} --global-batch 50 --dry-run -o json".split()
+    done = topoflight(*asked)
+    assert done.exit_code == 0 and "for 200 steps" in done.stderr, done.output
+    whole = topoflight(*asked, "--set", f"dataset_name={tmp_path / 'none.jsonl'}")
+    assert "were not measured (not on this host)" in whole.stderr
+    step, full = (json.loads(each.stdout)["forecast"]["step_seconds"]["mid"] for each in (done, whole))
+    assert step < 0.5 * full
+
+
+ASKED = [
+    "--machine dgx-h100 --model Llama-3.1-405B --method full --sequence-length 4096",
+    "--machine 4xrtx4090 --model Llama-3.1-8B --method full --packing --global-batch 16",
+    "--machine 4xrtx4090 --nodes 2 --network 10G --tcp --model Llama-3.1-405B",
+    f"--host {path_of('r760xa-2xA40-bf3')} --model Llama-3.1-70B --method full",
+    "--machine g5.12xlarge --model gpt2 --method full",  # both: the engine, and a table of 1,024 positions
+    "--machine dgx-h100 --model Llama-3.1-8B --method full --precision mxfp8 --engine megatron",
+    "--machine dgx-h100 --nodes 256 --model Llama-3.1-8B --method full --global-batch 64",  # fewer sequences than ranks
+]
+
+
+def run(words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of the verb."""
+    result = topoflight("recommend", *shlex.split(words), "-o", "json")
+    return result.exit_code, json.JSONDecoder().raw_decode(result.stdout)[0]
+
+
+@each_row("asked", ASKED)
+def test_what_is_offered_fits_as_the_command_says(asked: str) -> None:
+    """Each offer is a command of its own, which exits with 0 and differs in what it says."""
+    code, document = run(asked)
+    assert code == 3 and document["chosen"] is None
+    offers = document["helps_most"]
+    assert offers
+    for offer in offers:
+        said, _, command = offer.partition("): topoflight recommend ")
+        code, other = run(command)
+        assert code == 0 and other["chosen"] is not None, offer
+        assert said.split()[0] in ("global", "method", "sequence", "optimizer", "precision", "nodes", "engine")
+
+
+def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() -> None:
+    """No shorter sequence and no other method would help."""
+    advice = advise(Request.of(machine="dgx-h100", model="gpt-oss-20b"), tuple)
+    assert advice.chosen is None
+    assert [line.split(" fits")[0] for line in advice.helps_most] == ["engine trl"]
+
+
+def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:
+    """A value with a blank is quoted; 3,030 s are no 3.03e+03."""
+    asked = "recommend --machine p4d.24xlarge --nodes 2 --model Llama-3.1-70B --method lora --sequence-length 131072"
+    said = topoflight(*asked.split(), COLUMNS="100").output
+    assert "NCCL_NET='AWS Libfabric'" in said
+    assert "e+0" not in said
+
+
+def test_gpus_that_are_not_judged_are_no_misfit() -> None:
+    """Nothing was forecast of them, so nothing did not fit."""
+    result = topoflight("recommend", "--machine", "mi300x", "--model", "Llama-3.1-8B")
+    assert result.exit_code == 3 and result.stdout.startswith("? No layout is judged\n")
+    assert "is judged (every layout: MI300X" in result.stderr and "fits" not in result.output
+
+
+def test_no_network_is_offered_that_nobody_sells() -> None:
+    """Four times 60 Mb/s is none."""
+    words = "--machine 2xa40-roce --nodes 2 --network 60M --model Llama-3.1-8B --sequence-length 1024 --global-batch 64"
+    _, document = run(words)
+    assert any("a network of 1.25 GB/s per node" in line for line in document["helps_most"])

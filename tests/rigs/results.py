@@ -1,0 +1,40 @@
+"""What a benchmark and a training run leave behind, with the figures that a test names and usual ones for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives.bench.results import BenchResult, Measurement
+from contracts.run_record import RunRecord, record_of
+
+# As the job writes it, with every member that the agent needs.
+RUN: dict[str, Any] = {
+    "schema_version": 1, "status": "complete", "exit_code": 0, "reason": None, "host": "sft-0", "notes": [],
+    "started_at": "2026-11-01T10:00:00Z", "ended_at": "2026-11-01T10:05:00Z", "steps_done": 7,
+    "loss": {"first": 5.0, "last": 3.0},
+}  # fmt: skip
+
+
+def measurement(op: str = "all_gather", busbw: float = 1e9, ranks: int = 2, **more: Any) -> Measurement:
+    """One verified collective; its bus bandwidth in bytes per second."""
+    usual: dict[str, Any] = {
+        "backend": "gloo", "ranks": tuple(range(ranks)), "hosts": ("a",) * ranks, "bytes": 1 << 16,
+        "iteration_seconds": (0.001,) * 9, "median_seconds": 0.001, "spread_ratio": 0.04,
+        "algbw_bytes_per_second": busbw, "busbw_bytes_per_second": busbw, "verified": True,
+    }  # fmt: skip
+    return Measurement(op=op, **{**usual, **more})
+
+
+def benchmark(*measured: Measurement, **more: Any) -> BenchResult:
+    """A run that measured these, over the ranks of the first one."""
+    first = measured[0]
+    usual: dict[str, Any] = {
+        "world_size": len(first.ranks), "backend": first.backend, "hosts": first.hosts, "environment": {},
+        "versions": {}, "started_at_seconds": 1000.0, "seconds": 3.0,
+    }  # fmt: skip
+    return BenchResult(measurements=measured, **{**usual, **more})
+
+
+def run_record(**more: Any) -> RunRecord:
+    """The record of a run that is complete."""
+    return record_of({**RUN, **more})
