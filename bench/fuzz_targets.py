@@ -23,8 +23,8 @@ from typing import Any
 from agent import metrics
 from agent.advice.advise import RequestError, answer
 from agent.advice.request import Request, histogram_of, model_of
-from agent.base.documents import document
 from agent.base.inputs import parse_version
+from agent.base.output import document
 from agent.checks.baseline import read as read_baseline
 from agent.checks.baseline import regressions
 from agent.checks.measured import with_bench
@@ -56,7 +56,7 @@ from planner import why
 from planner.forecast.calibration import CalibrationError, dump_calibration, load_calibration
 from planner.forecast.models import ModelError, model_from_file
 from planner.lint.environment import lint
-from planner.lint.sources import KINDS, EnvironmentTextError, read_environment
+from planner.lint.sources import KINDS, EnvironmentTextError, read_text
 from probes.host.recording import RecordedHost, RecordingError, load
 from probes.interfaces.read import annotation, parse_network_status
 from probes.pci.read import parse_config
@@ -338,14 +338,14 @@ def job_plan(data: bytes) -> object:
 def environment(data: bytes) -> object:
     """An environment of every kind, linted."""
     kind = (None, *KINDS)[data[0] % (len(KINDS) + 1)] if data else None
-    found = read_environment(_text(data[1:]), kind)
+    found = read_text(_text(data[1:]), kind).environments
     return [lint(each.environment, source=each.source) for each in found]
 
 
 @reads(seed("pod.json"), ALIASES, errors=(EnvironmentTextError,), stepped=True)
 def manifest(data: bytes) -> object:
     """A manifest's environments, linted against each release."""
-    found = read_environment(_text(_json(lambda: document_of("pod"), data)), "yaml")
+    found = read_text(_text(_json(lambda: document_of("pod"), data)), "yaml").environments
     return [lint(each.environment, source=each.source, nccl_version=(2, 27, 7)) for each in found]
 
 

@@ -17,7 +17,7 @@ from contracts.redaction import redact
 from contracts.tables import read_table
 from planner.lint.environment import lint
 from planner.lint.machine import machine_of, recorded_environments
-from planner.lint.tables import CODES as ENVIRONMENT_CODES
+from planner.lint.values import CODES as ENVIRONMENT_CODES
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts

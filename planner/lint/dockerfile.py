@@ -98,7 +98,11 @@ def _start(stage: _Stage) -> Script:
             return read_shell(each.rest, known=stage.known, line=each.line, before=stage.assigned)
         words += found
     lines = [each.line for each in stage.starts.values()]
-    return read_words(words, max(lines, default=0), stage.assigned) if words else Script(assigned=stage.assigned)
+    return (
+        read_words(words, max(lines, default=0), stage.assigned)
+        if words
+        else Script(always={each.name: each for each in stage.assigned})
+    )
 
 
 def _run(each: _Instruction, known: dict[str, str], script: Script) -> None:

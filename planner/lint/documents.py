@@ -11,14 +11,13 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.finding import Status
 from contracts.yaml_text import Plain, YamlTextError, load_all
-from planner.lint.script import NAME, NAMED, OPEN, Assigned, Inner, Script, is_judged
+from planner.lint.script import NAME, NAMED, OPEN, Assigned, Inner, Script, is_judged, words
 from planner.lint.shell import expand, read_shell, read_words
-from planner.lint.tables import finding, words
+from planner.lint.values import finding
 
 _LIMIT_NODES = 200_000
 _LIMIT_DEPTH = 60
@@ -57,14 +56,6 @@ class DocumentError(ValueError):
     """A text that is not the document it looks like."""
 
 
-@dataclass(slots=True)
-class Place:
-    """The variables of one container, service or section."""
-
-    source: str
-    script: Script = field(default_factory=Script)
-
-
 def missing_sources(documents: list[Any]) -> list[str]:
     """Name the ConfigMaps and Secrets that variables come from and that are not among the documents.
 
@@ -73,7 +64,7 @@ def missing_sources(documents: list[Any]) -> list[str]:
     walk = _Walk(documents)
     for document in documents:
         walk.visit(document, title(document), 0)
-    return list(dict.fromkeys(name for place in walk.found.values() for name in place.script.files))
+    return list(dict.fromkeys(name for script in walk.found.values() for name in script.files))
 
 
 def parse(text: str, kind: str) -> list[list[Any]]:
@@ -98,8 +89,7 @@ def _parse_yaml(text: str) -> list[Any]:
 
 
 _ONLY_TEMPLATE = re.compile(r"(?:-\s+)?(?:\{\{.*\}\}|\{%.*%\})(?:\s*#.*)?")
-_QUOTED_TEMPLATE = re.compile(r"\"\s*\$?\{\{[^{}]*\}\}\s*\"|'\s*\$?\{\{[^{}]*\}\}\s*'")
-_VALUE_OF_TEMPLATE = re.compile(r"\$?\{\{[^{}]*\}\}|\{%.*?%\}")
+_VALUE_OF_TEMPLATE = re.compile(r"([\"'])\s*\$?\{\{[^{}]*\}\}\s*\1|\$?\{\{[^{}]*\}\}|\{%.*?%\}")
 _CLOSED_AT_ONCE = re.compile(r"(?:\{\{|\{%)[-+]?\s*end")
 _STEP_OF_TEMPLATE = re.compile(r"(?:\{\{|\{%)[-+]?\s*(if|with|range|define|block|for|else|elif|end\w*)\b(.*)")
 
@@ -107,70 +97,59 @@ _STEP_OF_TEMPLATE = re.compile(r"(?:\{\{|\{%)[-+]?\s*(if|with|range|define|block
 def _without_templates(text: str) -> list[str]:
     """Helm and Jinja: lines that are all template go, values that are become unknown.
 
-    Returns one text for each branch: of every `if ... else` only that branch stays, or the last one where it has fewer.
-    Both never hold together.
+    Returns one text for each branch of `if ... else`, with the same branch of every block: two never hold together.
     """
     lines = re.sub(r"\{\{-?\s*/\*.*?\*/\s*-?\}\}", "", text, flags=re.DOTALL).splitlines()
-    branches = _branches(lines)
-    plain = [
-        re.sub(_VALUE_OF_TEMPLATE, OPEN, re.sub(_QUOTED_TEMPLATE, OPEN, row))
-        if not _ONLY_TEMPLATE.fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
-        else ""
-        for row in lines
-    ]
-    most = min(_MOST_BRANCHES, 1 + max((last for line in branches for _, last in line), default=0))
-    return [
-        "\n".join(
-            row if all(own == min(branch, last) for own, last in line) else ""
-            for row, line in zip(plain, branches, strict=True)
-        )
-        for branch in range(most)
-    ]
-
-
-def _branches(lines: list[str]) -> list[list[tuple[int, int]]]:
-    """For each line the blocks with an `else` around it: the number of its branch, and that of the block's last one."""
-    blocks: tuple[tuple[int, int], ...] = ()  # branch, and the line where the block begins
-    found: list[tuple[tuple[int, int], ...]] = []
-    last: dict[int, int] = {}
+    blocks: tuple[tuple[int, int], ...] = ()  # the line where each begins, and the number of the branch
+    inside, branched, most = list[tuple[tuple[int, int], ...]](), set[int](), 0
     for number, row in enumerate(lines):
         step = _STEP_OF_TEMPLATE.match(row.strip())
         if step and step[1].startswith("end"):
             blocks = blocks[:-1]
         elif step and step[1] in ("else", "elif") and blocks:
-            branch, begin = blocks[-1]
-            last[begin] = branch + 1
-            blocks = (*blocks[:-1], (branch + 1, begin))
+            begin, branch = blocks[-1]
+            blocks, most = (*blocks[:-1], (begin, branch + 1)), max(most, branch + 1)
+            branched.add(begin)
         elif step and len(blocks) < _LIMIT_DEPTH and not _CLOSED_AT_ONCE.search(step[2]):
-            blocks = (*blocks, (0, number))
-        found.append(blocks)
-    return [[(branch, last[begin]) for branch, begin in line if begin in last] for line in found]
+            blocks = (*blocks, (number, 0))
+        inside.append(blocks)
+    plain = [
+        _VALUE_OF_TEMPLATE.sub(OPEN, row)
+        if not _ONLY_TEMPLATE.fullmatch(row.strip()) or re.match(r".*:\s*\{\{", row)
+        else ""
+        for row in lines
+    ]
+    return [
+        "\n".join(
+            row if all(own == branch or begin not in branched for begin, own in here) else ""
+            for row, here in zip(plain, inside, strict=True)
+        )
+        for branch in range(min(most + 1, _MOST_BRANCHES))
+    ]
 
 
-def read_documents(branches: list[list[Any]]) -> tuple[Place, ...]:
+def read_documents(branches: list[list[Any]]) -> dict[str, Script]:
     """Read every place with variables. What only another branch of a template sets holds under a condition.
 
     Raises DocumentError where the text has no end.
     """
-    first: dict[str, Place] = {}
+    first: dict[str, Script] = {}
     for number, documents in enumerate(branches):
         walk = _Walk(documents)
         for document in documents:
             walk.visit(document, title(document), 0)
         used = {name for names in walk.taken.values() for name in names}
-        for source, place in walk.found.items():
-            if walk.config_of.get(source) in used or not (place.script.assigned or place.script.inner):
+        for source, script in walk.found.items():
+            if walk.config_of.get(source) in used or not (any(script.settings()) or script.inner):
                 continue
-            before = first.setdefault(source, Place(source) if number else place).script
+            before = first.setdefault(source, Script() if number else script)
             if number:
-                before.assigned += [
-                    replace(each, scope=f"branch {number + 1} of the template")
-                    for each in place.script.assigned
-                    if each not in before.assigned
-                ]
-                before.inner += [each for each in place.script.inner if each not in before.inner]
-                before.findings += [each for each in place.script.findings if each not in before.findings]
-    return tuple(first.values())
+                more = {name: each for name, each in script.always.items() if each != before.always.get(name)}
+                before.ways += [(f"branch {number + 1} of the template", more)] if more else []
+                before.ways += [each for each in script.ways if each not in before.ways]
+                before.inner += [each for each in script.inner if each not in before.inner]
+                before.findings += [each for each in script.findings if each not in before.findings]
+    return first
 
 
 def form(documents: list[Any], kind: str) -> str:
@@ -187,7 +166,7 @@ class _Walk:
     """Finds variables in any object, whatever its kind."""
 
     def __init__(self, documents: list[Any]) -> None:
-        self.found: dict[str, Place] = {}
+        self.found: dict[str, Script] = {}
         self.config_of: dict[str, str] = {}  # source to the name of the ConfigMap that it is
         self.taken: dict[str, set[str]] = {}  # source to the ConfigMaps that it takes in
         self._configs = dict(_configs(documents))
@@ -300,7 +279,7 @@ class _Walk:
                 self._add(source, name, data[reference["key"]])
                 return
         kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
-        self._at(source).assigned.append(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}", line=0))
+        self._at(source).set(Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}"))
 
     def _env_from(self, entries: Any, source: str) -> None:
         for entry in entries if isinstance(entries, list) else ():
@@ -352,14 +331,14 @@ class _Walk:
         if re.search(r"\$\([A-Za-z_]", text):  # Kubernetes puts in what the container has
             found = OPEN
         raw = text.replace(OPEN, "{{...}}")
-        self._at(source).assigned.append(Assigned(name=name, value=found, raw=raw, line=0))
+        self._at(source).set(Assigned(name=name, value=found, raw=raw))
 
     def _take(self, source: str, script: Script) -> None:
-        if script.assigned or script.inner or script.unread or script.unreached:
+        if any(script.settings()) or script.inner or script.unread or script.unreached:
             self._at(source).add(script)
 
     def _at(self, source: str) -> Script:
-        return self.found.setdefault(source, Place(source)).script
+        return self.found.setdefault(source, Script())
 
 
 def _is(value: Any, pattern: re.Pattern[str]) -> bool:

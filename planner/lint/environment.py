@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from contracts.finding import Finding, Status
+from contracts.tables import read_table
 from planner.lint.script import NODES
-from planner.lint.tables import finding, settings
 from planner.lint.values import (
     LEVEL_NAMES,
     LEVELS,
@@ -25,6 +26,7 @@ from planner.lint.values import (
     check_kind,
     check_quotes,
     check_value,
+    finding,
     fits,
     is_quoted,
     other_net,
@@ -38,6 +40,7 @@ from planner.nccl_env.names import (
     names,
     nearest,
     newest_read,
+    padded,
     platform_of_plugin,
     plugin_of,
     replacement,
@@ -49,109 +52,28 @@ if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine
 
 
+def settings() -> Mapping[str, Any]:
+    """Settings that do nothing or harm, alone or together: data/settings.toml as written."""
+    return read_table(__file__, "data/settings.toml")
+
+
 _DEFAULT_EFFECT = "it overrides what NCCL works out by itself"
-
-
-def check_leftover(
-    name: str,
-    value: str,
-    entry: NcclName,
-    version: Version | None,
-    machine: ProbedMachine | None,
-    *,
-    plugin: bool,
-    vendor: Platform | None,
-) -> Iterator[Finding]:
-    """A setting of the Debugging section that stayed. `plugin`: aws-ofi-nccl is in use and may have set it itself."""
-    if plugin and (
-        value in settings()["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
-    ):
-        return
-    if name == "NCCL_IB_GID_INDEX" and version is not None and version >= (2, 21, 0):
-        if strtoll(value)[0] < 0:
-            return
-        yield finding("env.gid.needless", name, value, version=version_text(version))
-        return
-    if entry.doc_class != "debugging" or not _acts(name, value, entry):
-        return
-    if vendor is not None:
-        yield from _compare_with_vendor(name, value, vendor)
-        return
-    if name == "NCCL_PXN_DISABLE" and machine is not None and machine.lacks_nvlink:
-        yield finding("env.debug.leftover/pxn", name, value)
-        return
-    status = Status.WARN if name in _COSTLY and _turns_off(name, value) else Status.INFO
-    effect = settings()["effect"].get(name, _DEFAULT_EFFECT)
-    yield finding("env.debug.leftover", name, value, status=status, effect=effect)
-
-
-def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
-    """A debugging setting where the plugin's vendor publishes an environment, which may hold it."""
-    published, _ = vendor.values().get(name, ("", None))
-    if published.lower() == value.lower():
-        return
-    script = vendor.script[0] if vendor.script else "the vendor's script"
-    recipe = f"publishes {name}={published}" if published else f"does not publish {name}"
-    advice = f"Write {name}={published}." if published else f"Compare it with {script} before you change it."
-    yield finding("env.debug.leftover/vendor", name, value, platform=vendor.name, recipe=recipe, advice=advice)
-
-
 # Those that switch a transport or an algorithm off as a whole.
 _COSTLY = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_PXN_DISABLE")
-
-
-def _turns_off(name: str, value: str) -> bool:
-    return name in ("NCCL_ALGO", "NCCL_PROTO") or strtoll(value)[0] != 0
-
-
-def _acts(name: str, value: str, entry: NcclName) -> bool:
-    """False where the value is the default or is ignored: there is nothing left over."""
-    if not value:
-        return False
-    if name == "NCCL_P2P_DISABLE":
-        return strtoll(value)[0] == 1
-    if name in LEVELS:
-        return value in LEVEL_NAMES or value[0].isdigit()
-    if value.upper() == entry.default.upper():
-        return False
-    number, whole = strtoll(value)
-    return not (whole and entry.default == str(number)) and (whole or not entry.default.lstrip("-").isdigit())
-
-
-def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings that do nothing, or harm, where EFA carries the traffic."""
-    for name, row in settings()["efa_needless"].items():
-        value = environment.get(name)
-        if value is not None and value.lower() == row.get("only", value.lower()):
-            yield finding("env.efa.needless", name, value, why=row["why"])
-
-
-def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """PyTorch's and CUDA's own debugging switches."""
-    for name, switch in settings()["torch"].items():
-        value = environment.get(name, "")
-        if value.strip().lower() in switch["when"]:
-            yield finding(switch["finding"], name, value, status=Status(switch["status"]), effect=switch["effect"])
-
-
-def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """PyTorch's allocator takes exactly True or False (c10 ConfigTokenizer) and ends the job at anything else."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        value = environment.get(name, "")
-        options = dict(option.partition(":")[::2] for option in value.split(","))
-        segments = options.get("expandable_segments")
-        if segments is not None and segments.strip() not in ("True", "False"):
-            yield finding("env.torch.allocator", name, value)
-
-
-def check_renamed(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
-    """Names PyTorch reads under an old spelling; libnccl never reads them."""
-    _, alias, right = entry.reader.partition("deprecated alias of ")
-    if alias:
-        yield finding("env.torch.renamed", name, value, right=right.rstrip(")"))
-
-
 _ORDER = (Status.FAIL, Status.WARN, Status.UNKNOWN, Status.INFO)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """What a name is judged with."""
+
+    version: Version | None
+    machine: ProbedMachine | None
+    source: str
+    own: frozenset[str]  # names that the script itself reads
+    plugin: bool  # aws-ofi-nccl is in use and may have set a variable itself
+    vendor: Platform | None  # whose network plugin the environment configures
+    carrier: str  # what carries the traffic in place of NCCL's own RDMA
 
 
 def lint(
@@ -173,35 +95,32 @@ def lint(
     program sees, those in `own` the script itself reads. `nodes`: of the job, where its script says. `also_set`: names
     that may be set as well, under a condition.
     """
-    version: Version | None = None
-    if nccl_version is not None:
-        padded = (*nccl_version, 0, 0, 0)
-        version = (padded[0], padded[1], padded[2])
     found: list[Finding] = []
     quoted: list[Finding] = []
     if source == "env file" or source.endswith(".env"):  # who reads it is not known: judged as most read it
-        for name, value in environment.items():
-            quoted += check_quotes(name, value)
+        quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
     plugin = _plugin_in_use(environment, machine, source)
-    vendor = platform_of_plugin(environment)
-    carried = other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else "")
+    case = _Case(
+        version=padded(nccl_version) if nccl_version is not None else None, machine=machine, source=source, own=own,
+        plugin=plugin, vendor=platform_of_plugin(environment),
+        carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
+    )  # fmt: skip
     for name, value in environment.items():
-        if name == "NCCL_IB_DISABLE" and carried and strtoll(value) == (1, True):
-            found.append(finding("env.debug.leftover/rdma", name, value, carrier=carried))
-            continue
-        found += _judge_name(name, value, version, source, machine, plugin=plugin, own=own, vendor=vendor)
+        found += _judge_name(name, value, case)
     for name, raw in (unresolved or {}).items():
-        found += _judge_name(name, raw, version, source, machine, plugin=plugin, known=False, own=own)
-    found += _unexported(unexported or {})
+        found += _judge_name(name, raw, case, known=False)
+    for name, raw in (unexported or {}).items():
+        entry = names().get(name)
+        if name in torch_names() or (entry is not None and entry.status == "current"):
+            found.append(finding("env.name.unexported", name, raw))
     found += check_torch(environment)
-    found += check_allocator(environment)
     found += check_pairs(environment, frozenset((*environment, *(unresolved or {}), *also_set)))
     if machine is None:
         found += check_job(environment, nodes if nodes is not None else nodes_of(environment))
     else:
         found += check_efa(environment) if machine.has_efa else ()
-        found += machine.check(environment, version)
+        found += machine.check(environment, case.version)
     return tuple(sorted([*quoted, *_without_doubles(found)], key=lambda finding: _ORDER.index(finding.status)))
 
 
@@ -214,79 +133,122 @@ def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None
     return efa or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
-def _judge_name(
-    name: str,
-    value: str,
-    version: Version | None,
-    source: str,
-    machine: ProbedMachine | None,
-    *,
-    plugin: bool,
-    known: bool = True,
-    own: frozenset[str] = frozenset(),
-    vendor: Platform | None = None,
-) -> Iterator[Finding]:
+def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> Iterator[Finding]:
     """The name, and with `known` its value; else `value` is how the text writes where it comes from."""
-    if name in RESERVED and ("TrainJob" in source or "TrainingRuntime" in source):
+    entry, version = names().get(name), case.version
+    if name in RESERVED and ("TrainJob" in case.source or "TrainingRuntime" in case.source):
         yield finding("env.name.reserved", name, value)
-        return
-    if name.startswith("TORCH_NCCL_"):
+    elif name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
-            yield _unknown(name, value, "PyTorch", known=known)
-        return
-    if known and machine is None:
-        yield from check_kind(name, value)
-    if plugin_of(name):
-        return
-    entry = names().get(name)
-    if entry is None:
-        yield from _unknown_nccl(name, value, version, known=known, own=own)
-        return
-    if entry.status == "other":
-        yield from check_renamed(name, value, entry)
-        return
-    last, first = entry.last, entry.first
-    if last is not None and (version is None or version > last):
-        new = replacement(name)
-        use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
-        reader = f"NCCL {version_text(version)}" if version else "every later release"
-        status = Status.WARN if version else Status.INFO  # the release in use may still read it
-        yield finding("env.name.removed", name, value, status=status, last=version_text(last), reader=reader, use=use)
-        return
-    if first is not None and version is not None and version < first:
-        yield finding("env.name.too_new", name, value, first=version_text(first), version=version_text(version))
-        return
-    if known:
-        yield from check_value(name, value, entry, version)
-        yield from check_leftover(name, value, entry, version, machine, plugin=plugin, vendor=vendor)
+            yield _unknown(name, value, "PyTorch", case, known=known)
+    elif known and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
+        yield finding("env.debug.leftover/rdma", name, value, carrier=case.carrier)
+    else:
+        if known and case.machine is None:
+            yield from check_kind(name, value)
+        if plugin_of(name):
+            return
+        if entry is None:
+            yield from _unknown_nccl(name, value, case, known=known)
+        elif entry.status == "other":  # a name that PyTorch reads under an old spelling; libnccl never reads it
+            _, alias, right = entry.reader.partition("deprecated alias of ")
+            if alias:
+                yield finding("env.torch.renamed", name, value, right=right.rstrip(")"))
+        elif entry.last is not None and (version is None or version > entry.last):
+            yield _removed(name, value, entry.last, version)
+        elif entry.first is not None and version is not None and version < entry.first:
+            first, used = version_text(entry.first), version_text(version)
+            yield finding("env.name.too_new", name, value, first=first, version=used)
+        elif known:
+            yield from check_value(name, value, entry, version)
+            yield from _leftover(name, value, entry, case)
 
 
-def _unexported(values: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables of the shell that carries them: a program started from it has them only where they are exported."""
-    for name, raw in values.items():
-        entry = names().get(name)
-        if name in torch_names() or (entry is not None and entry.status == "current"):
-            yield finding("env.name.unexported", name, raw)
+def _removed(name: str, value: str, last: Version, version: Version | None) -> Finding:
+    """The release in use may still read it where that is not known."""
+    new = replacement(name)
+    use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
+    reader = f"NCCL {version_text(version)}" if version else "every later release"
+    status = Status.WARN if version else Status.INFO
+    return finding("env.name.removed", name, value, status=status, last=version_text(last), reader=reader, use=use)
 
 
-def _unknown_nccl(
-    name: str, value: str, version: Version | None, *, known: bool, own: frozenset[str]
-) -> Iterator[Finding]:
+def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
+    """A setting of the Debugging section that stayed."""
+    by_plugin = value in settings()["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
+    if case.plugin and by_plugin:
+        return
+    if name == "NCCL_IB_GID_INDEX" and case.version is not None and case.version >= (2, 21, 0):
+        if strtoll(value)[0] >= 0:
+            yield finding("env.gid.needless", name, value, version=version_text(case.version))
+    elif entry.doc_class != "debugging" or not _acts(name, value, entry):
+        return
+    elif case.vendor is not None:
+        yield from _compare_with_vendor(name, value, case.vendor)
+    elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink:
+        yield finding("env.debug.leftover/pxn", name, value)
+    else:
+        off = name in _COSTLY and (name in ("NCCL_ALGO", "NCCL_PROTO") or strtoll(value)[0] != 0)
+        effect = settings()["effect"].get(name, _DEFAULT_EFFECT)
+        yield finding("env.debug.leftover", name, value, status=Status.WARN if off else Status.INFO, effect=effect)
+
+
+def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
+    """A debugging setting where the plugin's vendor publishes an environment, which may hold it."""
+    published, _ = vendor.values().get(name, ("", None))
+    if published.lower() == value.lower():
+        return
+    script = vendor.script[0] if vendor.script else "the vendor's script"
+    recipe = f"publishes {name}={published}" if published else f"does not publish {name}"
+    advice = f"Write {name}={published}." if published else f"Compare it with {script} before you change it."
+    yield finding("env.debug.leftover/vendor", name, value, platform=vendor.name, recipe=recipe, advice=advice)
+
+
+def _acts(name: str, value: str, entry: NcclName) -> bool:
+    """False where the value is the default or is ignored: there is nothing left over."""
+    number, whole = strtoll(value)
+    if name == "NCCL_P2P_DISABLE" or not value:
+        return number == 1
+    if name in LEVELS:
+        return value in LEVEL_NAMES or value[0].isdigit()
+    if value.upper() == entry.default.upper() or (whole and entry.default == str(number)):
+        return False
+    return whole or not entry.default.lstrip("-").isdigit()
+
+
+def check_efa(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Settings that do nothing, or harm, where EFA carries the traffic."""
+    for name, row in settings()["efa_needless"].items():
+        value = environment.get(name)
+        if value is not None and value.lower() == row.get("only", value.lower()):
+            yield finding("env.efa.needless", name, value, why=row["why"])
+
+
+def check_torch(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """PyTorch's and CUDA's own debugging switches; the allocator takes exactly True or False (c10 ConfigTokenizer)."""
+    for name, switch in settings()["torch"].items():
+        value = environment.get(name, "")
+        if value.strip().lower() in switch["when"]:
+            yield finding(switch["finding"], name, value, status=Status(switch["status"]), effect=switch["effect"])
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = environment.get(name, "")
+        options = dict(option.partition(":")[::2] for option in value.split(","))
+        if options.get("expandable_segments", "True").strip() not in ("True", "False"):
+            yield finding("env.torch.allocator", name, value)
+
+
+def _unknown_nccl(name: str, value: str, case: _Case, *, known: bool) -> Iterator[Finding]:
     """A name that NCCL would read if it were spelt so; others, `my_NCCL_DIR` or `nccl_path`, are somebody's own."""
     stripped = name.strip().removeprefix("export ").strip().upper()
     if stripped != name and stripped in names():
-        why = (
-            "the name carries more than its letters (nccl.conf takes all before '=')" if " " in name else "case counts"
-        )
+        more = "the name carries more than its letters (nccl.conf takes all before '=')"
+        why = more if " " in name else "case counts"
         yield finding("env.name.unknown/letters", name, value, why=why, right=f"{stripped}={value.strip()}")
-        return
-    if not name.startswith("NCCL_"):
-        return
-    if version is not None and version > newest_read():
+    elif name.startswith("NCCL_") and case.version is not None and case.version > newest_read():
         newest = version_text(newest_read())
-        yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(version))
-        return
-    yield _unknown(name, value, "NCCL", known=known, own=own)
+        yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(case.version))
+    elif name.startswith("NCCL_"):
+        yield _unknown(name, value, "NCCL", case, known=known)
 
 
 # A path, a release, an address of the web or an image: what scripts and builds keep for themselves under such names.
@@ -295,14 +257,13 @@ _OWN_VALUE = re.compile(
 )
 
 
-def _unknown(name: str, value: str, reader: str, *, known: bool, own: frozenset[str] = frozenset()) -> Finding:
-    close = tuple(each for each in nearest(name) if not known or fits(each, value))
-    if close:
+def _unknown(name: str, value: str, reader: str, case: _Case, *, known: bool) -> Finding:
+    if close := tuple(each for each in nearest(name) if not known or fits(each, value)):
         right = names().get(close[0])
         stays = f" {close[0]} stays at its default: {right.default}." if right is not None and right.default else ""
         meant = " or ".join(close)
         return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=meant)
-    if name in own:
+    if name in case.own:
         return finding("env.name.unknown/own", name, value, reader=reader)
     if _OWN_VALUE.fullmatch(value.strip()):
         return finding("env.name.unknown/own_value", name, value, reader=reader)

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from planner.lint.script import OPEN, Assigned, Script
-from planner.lint.tables import words
+from planner.lint.script import OPEN, Assigned, Script, Word, words
 
 _BASH = Language(tree_sitter_bash.language())
 _MOST_SECONDS = 2.0  # of CPU for one text: 1 MiB of ordinary script takes 0.5, a hostile one is quadratic
@@ -35,32 +33,23 @@ _MOST_WORK = 1 << 25  # characters that are read, those of every round of a loop
 _ROOT = re.compile(rb"(?<=[ \t])/(?=[ \t]+\]{1,2}(?:[ \t;)]|$))", re.MULTILINE)
 USED = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
 """A variable that a text expands."""
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d+|[@*#])(\[(?:\d+|[@*])\])?(\}\Z|:?[-=+?])")
+_ARRAY = re.compile(r"\$(?:\{([A-Za-z_]\w*)\[[@*]\]\}|\{?([@*])\}?)")
 _EXPANSIONS = words()["shell"]["expansions"]
 _SPLITS = ("simple_expansion", "expansion", "command_substitution")  # without quotes around them
-_ABSENT = Assigned(name="", value=OPEN, raw="", line=0, exported=False, unset=True)
-
-
-class Word(NamedTuple):
-    """One word of a command after expansion."""
-
-    text: str  # OPEN stands for each part that is not known
-    raw: str  # as it is written, without its quotes
-    line: int = 0
-    assumed: bool = False  # a default is in it, which the environment outside may replace
+_ABSENT = (Assigned(name="", value=OPEN, exported=False, unset=True),)
 
 
 @dataclass(slots=True)
 class Shell:
     """What a shell has at one place of a script."""
 
-    variables: dict[str, tuple[Assigned, ...]] = field(default_factory=dict)  # the values that each may have
-    arrays: dict[str, tuple[Word, ...]] = field(default_factory=dict)  # "@": the positional parameters
+    variables: dict[str, tuple[Assigned, ...]] = field(default_factory=dict)  # the values of each; "@": the arguments
     exports_all: bool = False  # set -a
-    output: str | None = None  # what was written so far, where something reads it
 
     def copy(self) -> Shell:
         """A shell that starts with the same."""
-        return Shell(dict(self.variables), dict(self.arrays), self.exports_all, self.output)
+        return Shell(dict(self.variables), self.exports_all)
 
 
 def join(*shells: Shell | None) -> Shell | None:
@@ -68,18 +57,13 @@ def join(*shells: Shell | None) -> Shell | None:
     both = [each for each in shells if each is not None]
     if len(both) < 2:
         return both[0] if both else None
-    first, *others = both
+    first = both[0]
     for name in {name for each in both for name in each.variables}:
-        found = [each.variables.get(name, (_ABSENT,)) for each in both]
+        found = [each.variables.get(name, _ABSENT) for each in both]
         if any(each is not found[0] for each in found):
             united = dict.fromkeys(one for each in found for one in each)
             first.variables[name] = tuple(united)[-_MOST_ALTERNATIVES:]
-    for name in {name for each in both for name in each.arrays}:
-        if any(each.arrays.get(name) != first.arrays.get(name) for each in others):  # unknown from here on
-            first.arrays.pop(name, None)
     first.exports_all = any(each.exports_all for each in both)
-    if any(each.output != first.output for each in others):
-        first.output = OPEN
     return first
 
 
@@ -115,27 +99,17 @@ def parse_lines(source: bytes) -> tuple[bytes, Node | None]:
     source = _ROOT.sub(b'"/"', source)
     for _ in range(_MOST_PASSES):
         root = _parse(source)
-        ends = sorted({end for command in _assigning(root) for end in _ends_of_lines(command, source)})
+        ends = sorted({end for command in walk(root, "command") for end in _ends_of_lines(command, source)})
         if not ends:
             break
         source = b";".join(source[start:end] for start, end in pairwise([0, *ends, len(source)]))
     return source, root
 
 
-def _assigning(root: Node | None) -> Iterator[Node]:
-    """Every command that begins with an assignment. A query of tree-sitter takes 30 s for 200,000 backticks."""
-    waiting = [root] if root is not None else []
-    while waiting:
-        each = waiting.pop()
-        inside = each.named_children
-        waiting += inside
-        if each.type == "command" and inside and inside[0].type == "variable_assignment":
-            yield each
-
-
 def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
     """Where an assignment before a command is the last word of its line."""
-    for each, after in pairwise(command.children):
+    children = command.children
+    for each, after in pairwise(children if children[0].type == "variable_assignment" else ()):
         gap = source[each.end_byte : after.start_byte].replace(b"\\\n", b"")
         if after.type == "comment" or b"\n" in gap:
             yield each.end_byte
@@ -143,15 +117,14 @@ def _ends_of_lines(command: Node, source: bytes) -> Iterator[int]:
             break
 
 
-def descend(node: Node | None, *kinds: str) -> Iterator[Node]:
-    """The outermost nodes of some kinds, in order."""
+def walk(node: Node | None, *kinds: str) -> Iterator[Node]:
+    """All nodes of some kinds, in order. A query of tree-sitter takes 30 s for 200,000 backticks."""
     waiting = [node] if node is not None else []
     while waiting:
         each = waiting.pop()
+        waiting += reversed(each.children)
         if each.type in kinds:
             yield each
-        else:
-            waiting += reversed(each.children)
 
 
 class Expander:
@@ -187,11 +160,16 @@ class Expander:
 
     def look_up(self, name: str) -> str | None:
         """The value of a variable; None where it is not set, OPEN in it where that is not known."""
-        found = self.shell.variables.get(name, (_ABSENT,))
-        if len({(each.value, each.unset) for each in found}) > 1:
+        found = self.shell.variables.get(name, _ABSENT)
+        if len({(each.value, each.unset, each.items) for each in found}) > 1:
             return OPEN
         self.assumed = self.assumed or found[0].assumed
-        return None if found[0].unset and found[0] is not _ABSENT else found[0].value
+        return None if found[0].unset and found is not _ABSENT else found[0].value
+
+    def items(self, name: str) -> tuple[Word, ...] | None:
+        """The words of an array, "@" for the arguments; None where they are not known."""
+        found = self.shell.variables.get(name, _ABSENT)
+        return found[0].items if len(found) == 1 else None
 
     def value(self, node: Node) -> str:
         """A word's text after expansion."""
@@ -214,7 +192,7 @@ class Expander:
             case "translated_string":
                 return self.value(node.children[-1])
             case "simple_expansion":
-                return self._parameter(self.text(node)[1:])
+                return self.parameter(self.text(node)[1:])
             case "expansion":
                 return self._braced(node)
             case "arithmetic_expansion":
@@ -225,12 +203,11 @@ class Expander:
                 return found if node.type == "command_substitution" else OPEN
         return self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
 
-    def _parameter(self, name: str) -> str:
+    def parameter(self, name: str) -> str:
         """The value of `$NAME`, `$1`, `$@` or `$#`."""
         self.spend(64)
-        self.script.used.add(name)
-        given = self.shell.arrays.get("@")
-        if given is None or not re.fullmatch(r"\d+|[@*#]", name) or name == "0":
+        given = self.items("@")
+        if given is None or not re.fullmatch(r"[1-9]\d*|[@*#]", name):
             return self.look_up(name) or ("" if name in self.shell.variables else OPEN)
         self.assumed = self.assumed or any(each.assumed for each in given)
         if name.isdecimal():
@@ -246,7 +223,6 @@ class Expander:
             value = self.value(child)
             found += self._literal(at, child.start_byte, escape)
             if len(found) + len(value) > MOST_VALUE:
-                self._mark(node)
                 return OPEN
             found, at = found + value, child.end_byte
         return found + self._literal(at, end, escape)
@@ -255,30 +231,23 @@ class Expander:
         text = self.source[start:end].decode("utf-8", "replace")
         return re.sub(escape, r"\1", text) if "\\" in text else text
 
-    def _mark(self, node: Node) -> None:
-        """Count every variable named in a text as used, whether its value is known or not."""
-        self.script.used.update(USED.findall(self.text(node)))
-
     def _braced(self, node: Node) -> str:
-        """`${NAME}` and its forms with a default or an index; what cuts or replaces a value is not known."""
-        self._mark(node)
-        text = self.text(node)
-        if index := re.fullmatch(r"\$\{([A-Za-z_]\w*)\[(\d+)\]\}", text):
-            items = self.shell.arrays.get(index[1], ())
-            return items[int(index[2])].text if int(index[2]) < len(items) else OPEN
-        if (whole := re.fullmatch(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}", text)) and whole[1] in self.shell.arrays:
-            between = self.look_up("IFS") if "*" in text and "IFS" in self.shell.variables else " "
-            items = self.shell.arrays[whole[1]]
-            short = sum(len(each.text) + 1 for each in items) < MOST_VALUE and between != OPEN
-            return (between or "")[:1].join(each.text for each in items) if short else OPEN
-        match = re.match(r"\$\{([A-Za-z_]\w*|\d+|[@*#])(:?[-=+?])?", text)
-        if match is None:
+        """`${NAME}`, an item of an array, or a default; what cuts or replaces a value is not known."""
+        match = _BRACED.match(self.text(node))
+        if match is None or (match[2] and match[3] != "}"):
             return OPEN
-        name, sign = match[1], match[2] or ""
-        if not sign:
-            return self._parameter(name) if text == f"${{{name}}}" else OPEN
-        known = name in self.shell.variables or (name.isdecimal() and "@" in self.shell.arrays)
-        got = self._parameter(name) if name.isdecimal() else self.look_up(name)
+        name, index, sign = match.groups()
+        if index:
+            items = self.items(name) or ()
+            if index[1:-1].isdecimal():
+                return items[int(index[1:-1])].text if int(index[1:-1]) < len(items) else OPEN
+            short = sum(len(each.text) + 1 for each in items) < MOST_VALUE
+            separated = index == "[*]" and "IFS" in self.shell.variables  # by what IFS says
+            return " ".join(each.text for each in items) if items and short and not separated else OPEN
+        if sign == "}":
+            return self.parameter(name)
+        known = name in self.shell.variables or (name.isdecimal() and self.items("@") is not None)
+        got = self.parameter(name) if name.isdecimal() else self.look_up(name)
         missing = not got if sign[0] == ":" else got is None
         if known and not missing and got != OPEN:
             if sign[-1] != "+":
@@ -289,7 +258,7 @@ class Expander:
         other = self._mixed(node, start, node.end_byte - 1, r"\\([\"\\`$}])|\\\n")
         self.assumed = self.assumed or got == OPEN
         if sign[-1] == "=":
-            self.assign(name, other, text, self.line(node))
+            self.assign(name, other, self.text(node), self.line(node))
         return other
 
     def arithmetic(self, text: str) -> int | None:
@@ -297,7 +266,7 @@ class Expander:
         inside = re.sub(r"\A\$?(?:\(\(|\[)|(?:\)\)|\])\Z", "", text)
 
         def put(match: re.Match[str]) -> str:
-            number = self._parameter(match[1]) or "0"
+            number = self.parameter(match[1]) or "0"
             return number if match[0][0] == "$" else f"({number})"
 
         if not self.spend(len(text)):
@@ -314,13 +283,11 @@ class Expander:
         """The words that a word becomes: an unquoted variable may hold several, an array too."""
         text, line = self.text(node), self.line(node)
         bare = text[1:-1] if node.type == "string" else text
-        array = re.fullmatch(r"\$\{?([A-Za-z_]\w*|[@*])(?:\[[@*]\])?\}?", bare)
-        one = node.type == "string" and "*" in bare  # "$*" and "${NAME[*]}"
-        if array and not one and (bare.endswith(("[@]}", "[*]}")) or array[1] in "@*"):
-            name = array[1].replace("*", "@")
-            self.script.used.add(name)
-            if name in self.shell.arrays and self.spend(WORK_OF_WORD * len(self.shell.arrays[name])):
-                return list(self.shell.arrays[name])
+        array = _ARRAY.fullmatch(bare)
+        if array and not (node.type == "string" and "*" in bare):  # "$*" and "${NAME[*]}" are one word
+            items = self.items(array[1] or "@")
+            if items is not None and self.spend(WORK_OF_WORD * len(items)):
+                return list(items)
         before, self.assumed = self.assumed, False
         value, assumed = self.value(node), self.assumed
         self.assumed = before or assumed
@@ -351,23 +318,16 @@ _OPERATORS: dict[type[ast.operator | ast.cmpop], Callable[[int, int], int]] = {
 
 
 def _number(node: ast.expr) -> int:
-    """The value of an expression of integers. Raises ValueError for anything else, and beyond 63 bits."""
+    """The value of an expression, each part of it a number from 0 to 2^63. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        found = node.value
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        found = -_number(node.operand)
-    elif isinstance(node, ast.BinOp) or (isinstance(node, ast.Compare) and len(node.ops) == 1):
+        return node.value
+    if isinstance(node, ast.BinOp) or (isinstance(node, ast.Compare) and len(node.ops) == 1):
         sign, last = (node.op, node.right) if isinstance(node, ast.BinOp) else (node.ops[0], node.comparators[0])
         left, right = _number(node.left), _number(last)
-        if type(sign) not in _OPERATORS:
-            raise ValueError("no operator that is known")
-        if isinstance(sign, ast.LShift | ast.RShift) and not 0 <= right < 63:
-            raise ValueError("shifted out")
-        if isinstance(sign, ast.FloorDiv | ast.Mod) and min(left, right) < 0:
-            raise ValueError("rounded towards zero, other than in Python")
-        found = int(_OPERATORS[type(sign)](left, right))
-    else:
-        raise ValueError("no number")
-    if abs(found) >= 1 << 63:
-        raise ValueError("too large")
-    return found
+        shifts = isinstance(sign, ast.LShift | ast.RShift)
+        found = (
+            int(_OPERATORS[type(sign)](left, right)) if type(sign) in _OPERATORS and not (shifts and right > 62) else -1
+        )
+        if 0 <= found < 1 << 63:
+            return found
+    raise ValueError("no number that bash has too")

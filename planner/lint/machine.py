@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.script import NamedEnvironment
-from planner.lint.tables import finding
-from planner.lint.values import NameList, other_net, strtoll
+from planner.lint.values import NameList, finding, other_net, strtoll
 from planner.nccl_env.hcas import choose_ports, gid_index_problem
 from planner.nccl_env.names import Version, version_text
 from planner.nccl_env.situation import (

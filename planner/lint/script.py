@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from contracts.finding import Finding
+from contracts.tables import read_table
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 NAMED = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z][A-Z0-9_]*")
@@ -26,9 +29,25 @@ _JUDGED = re.compile(
 
 
 @cache
+def words() -> Mapping[str, Mapping[str, frozenset[str]]]:
+    """Words of commands and documents: data/words.toml as written."""
+    table = read_table(__file__, "data/words.toml")
+    return {part: {name: frozenset(members) for name, members in rows.items()} for part, rows in table.items()}
+
+
+@cache
 def is_judged(name: str) -> bool:
     """Whether a variable concerns communication."""
     return _JUDGED.match(name) is not None
+
+
+class Word(NamedTuple):
+    """One word of a command after expansion."""
+
+    text: str  # OPEN stands for each part that is not known
+    raw: str  # as it is written, without its quotes
+    line: int = 0
+    assumed: bool = False  # a default is in it, which the environment outside may replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +55,18 @@ class Assigned:
     """One variable as a text sets it."""
 
     name: str
-    value: str  # OPEN in it: it comes from elsewhere; `raw` shows from where
-    raw: str
-    line: int
-    scope: str = ""  # "" for every launch; else the launch and the condition that it belongs to, "; " between them
+    value: str = ""  # OPEN in it: it comes from elsewhere; `raw` shows from where
+    raw: str = ""
+    line: int = 0
+    scope: str = ""  # of a script's variable: the conditions that it belongs to, "; " between them
     exported: bool = True
     unset: bool = False
     assumed: bool = False  # a default, which the environment outside may replace
+    items: tuple[Word, ...] | None = None  # of a shell's array; `value` is then the first of them
+
+
+Settings = dict[str, Assigned]
+"""Variables by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +91,32 @@ class Unread:
 class Script:
     """What was read of a text."""
 
-    assigned: list[Assigned] = field(default_factory=list)
+    always: Settings = field(default_factory=dict)
+    ways: list[tuple[str, Settings]] = field(default_factory=list)  # a launch or condition, and what it changes
+    loose: Settings = field(default_factory=dict)  # variables of the shell that no program gets
     inner: list[Inner] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)  # variables that are expanded somewhere
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
     unreached: list[Unread] = field(default_factory=list)  # settings that no started program gets
 
+    def set(self, given: Assigned) -> None:
+        """Set a variable for every launch; what hands on the value that it had changes nothing."""
+        itself = given.raw.strip("\"'") in (f"${given.name}", f"${{{given.name}}}")
+        if not (itself and given.value == OPEN and given.name in self.always):
+            self.always[given.name] = given
+
+    def settings(self) -> Iterator[Settings]:
+        """Every group of settings."""
+        yield from (self.always, self.loose, *(way for _, way in self.ways))
+
     def add(self, other: Script) -> None:
         """Take in what was read of another part of the same text."""
-        self.assigned += other.assigned
+        for each in other.always.values():
+            self.set(each)
+        self.ways += other.ways
+        self.loose |= other.loose
         self.inner += other.inner
-        self.used |= other.used
         self.files += other.files
         self.findings += other.findings
         self.unread += other.unread
@@ -92,12 +129,10 @@ class NamedEnvironment:
 
     source: str  # "env file", "nccl.conf", "TrainJob/sft trainer", "shell script, if [ ... ]", "log"
     environment: dict[str, str]
-    form: str = ""
     unresolved: dict[str, str] = field(default_factory=dict)  # set from elsewhere: name to how it is written
     unexported: dict[str, str] = field(default_factory=dict)  # shell variables that no program sees
     used: frozenset[str] = frozenset()  # names that the script itself reads
     lines: dict[str, int] = field(default_factory=dict)  # where each name is set last
     base: NamedEnvironment | None = None  # what holds where this environment's condition does not
-    names: tuple[str, ...] = ()  # those that this one sets itself
     also_set: frozenset[str] = frozenset()  # every name that the same text sets, under other conditions too
     findings: tuple[Finding, ...] = ()  # about the text itself, whatever NCCL makes of its values

@@ -11,12 +11,22 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from contracts.tables import read_table
 from planner.lint.dockerfile import read_dockerfile
 from planner.lint.documents import DocumentError, form, parse, read_documents
 from planner.lint.expansion import limit_parsing
-from planner.lint.script import JOB_SIZE, OPEN, SETS, Assigned, Inner, NamedEnvironment, Script, Unread, is_judged
+from planner.lint.script import (
+    JOB_SIZE,
+    OPEN,
+    SETS,
+    Assigned,
+    NamedEnvironment,
+    Script,
+    Settings,
+    Unread,
+    is_judged,
+)
 from planner.lint.shell import directives, read_shell
-from planner.lint.tables import forms
 
 FORMS: Mapping[str, str] = {
     "env": "env file", "shell": "shell script", "conf": "nccl.conf", "yaml": "YAML", "json": "JSON", "toml": "TOML",
@@ -30,6 +40,7 @@ _LIMIT_LOG = 16 << 20
 _LIMIT_SCRIPT = 1 << 20  # of what is taken apart sign by sign
 _LIMIT_DEPTH = 4  # texts in texts
 _LIMIT_SCOPES = 200
+_PATTERNS = read_table(__file__, "data/forms.toml")  # by which the form of a text is recognised; the first counts
 
 _JUDGED_ANYWHERE = re.compile(r"NCCL_|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z]")
 _NAMED_ANYWHERE = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]{2,}\b")
@@ -61,59 +72,48 @@ class Reading:
         return tuple(sorted(found))
 
 
-def read_environment(text: str, kind: str | None = None, name: str = "") -> tuple[NamedEnvironment, ...]:
-    """Every environment in a text; without `kind` it is recognised by its looks and its file's name.
-
-    Only variables that concern communication are kept: the rest may hold secrets.
-    """
-    return read_text(text, kind, name).environments
-
-
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
-    """The same with the form it was read as. Raises EnvironmentTextError."""
+    """Every environment in a text, and the form it was read as. Raises EnvironmentTextError.
+
+    Without `kind` the form is recognised by its looks and its file's name. Only variables that concern communication
+    are kept: the rest may hold secrets.
+    """
     if len(text) > (_LIMIT_LOG if (kind or guess_kind(text[:_LIMIT_SCRIPT], name)) == "log" else _LIMIT_CHARACTERS):
         raise EnvironmentTextError(
             f"{len(text)} characters: more than {_LIMIT_CHARACTERS}, no environment is that large"
         )
     limit_parsing()
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    guessed = kind or guess_kind(text, name)
-    if guessed not in FORMS:
-        raise EnvironmentTextError(f"kind {guessed!r}: must be one of {', '.join(KINDS)}")
-    if kind is not None:
-        return _reading(text, kind)
-    by_looks = guess_kind(text)
-    try:
-        found = _reading(text, guessed)
-    except EnvironmentTextError:
-        other = _otherwise(text, by_looks) if by_looks != guessed else None
-        if other is None:
-            raise
-        return other
-    if not found.names() and by_looks != guessed:  # the file's name said something else than its text
-        return _otherwise(text, by_looks) or found
-    return found
-
-
-def _otherwise(text: str, kind: str) -> Reading | None:
-    """The text read as another kind, where that finds something."""
-    try:
-        found = _reading(text, kind)
-    except EnvironmentTextError:
-        return None
-    return found if found.names() else None
+    if kind is not None and kind not in FORMS:
+        raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
+    first: Reading | EnvironmentTextError | None = None
+    for each in [kind] if kind else dict.fromkeys((guess_kind(text, name), guess_kind(text))):
+        found: Reading | EnvironmentTextError
+        try:
+            found = _reading(text, each)
+        except EnvironmentTextError as error:
+            found = error
+        if isinstance(found, Reading) and found.names():  # where the file's name says something else, the text decides
+            return found
+        first = first or found
+    if not isinstance(first, Reading):
+        raise first or EnvironmentTextError("no kind of text")
+    return first
 
 
 def _reading(text: str, kind: str) -> Reading:
     if kind not in ("env", "conf", "log", "process") and len(text) > _LIMIT_SCRIPT:
         raise EnvironmentTextError(f"{len(text)} characters: more than the {_LIMIT_SCRIPT} that are read of a {kind}")
     title, parts = _read(text, kind, 0)
-    own = _own(text) if kind in _DOCUMENTS else frozenset(name for _, script in parts for name in script.used)
-    environments = tuple(each for source, script in parts for each in _environments(source, script, title, own))
+    own = _own(text) if kind not in ("env", "conf", "log", "process") else frozenset[str]()
+    environments = tuple(each for source, script in parts for each in _environments(source, script, own))
     unread = [each for _, script in parts for each in script.unread]
     if kind in _DOCUMENTS:
-        found = {each.name for _, script in parts for each in script.assigned}
-        unread = [*_unread_settings(text, found), *(each for each in unread if each.line)]
+        found = {name for _, script in parts for settings in script.settings() for name in settings}
+        unread = [
+            *_unread_settings(text, found, "{name} is in a place where no variable is read"),
+            *(each for each in unread if each.line),
+        ]
     reading = Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
@@ -123,13 +123,13 @@ def _reading(text: str, kind: str) -> Reading:
     return replace(reading, unreached=tuple(each for name, each in unreached.items() if name not in judged))
 
 
-def _unread_settings(text: str, found: set[str]) -> Iterator[Unread]:
-    """Lines of a document that look as if they set a variable that was found nowhere."""
-    for number, row in enumerate(text.splitlines(), start=1):
+def _unread_settings(text: str, found: set[str], why: str, first: int = 1) -> Iterator[Unread]:
+    """Lines of a text that look as if they set a variable that was found nowhere."""
+    for number, row in enumerate(text.splitlines()):
         for match in SETS.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.match(r"\w+", match[0])
             if name and name[0] not in found:
-                yield Unread(line=number, why=f"{name[0]} is in a place where no variable is read")
+                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]))
 
 
 _USED = re.compile(r"\$[({]?\s*\{?\s*(?:env\.)?([A-Za-z_]\w*)")
@@ -168,7 +168,7 @@ def why_nothing(text: str, reading: Reading) -> str:
     rows = text.splitlines()
     if reading.form != FORMS["other"] and all(rows[number - 1].lstrip().startswith("#") for number in lines):
         return f"NCCL's variables are named only in comments ({listed_lines(lines)}); it was read as: {reading.form}"
-    looks = _first(forms()["foreign"], text)
+    looks = _first(_PATTERNS["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks else ""
     return (
@@ -187,8 +187,8 @@ def listed_lines(lines: Iterable[int]) -> str:
 _Parts = list[tuple[str, Script]]
 
 
-def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
-    """The form in words, and each place's script."""
+def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts]:
+    """The form in words, and each place's script. `first` is the number of the text's first line; 0: unknown."""
     title = FORMS[kind]
     if kind in _DOCUMENTS:
         try:
@@ -197,17 +197,17 @@ def _read(text: str, kind: str, depth: int) -> tuple[str, _Parts]:
         except DocumentError as error:
             raise EnvironmentTextError(str(error)) from None
         title, parts = form(branches[0], kind), []
-        for place in places:
-            parts += [(place.source, place.script), *_inner(place.script, place.source, depth)]
+        for place, script in places.items():
+            parts += [(place, script), *_inner(script, place, depth)]
         return title, parts
-    script = _script(text, kind)
+    script = _script(text, kind, first)
     if kind == "shell" and re.search(r"^#SBATCH\s", text, re.MULTILINE):
         title = "Slurm batch script"
     source = {"process": "process", "log": "log"}.get(kind, title)
     return title, [(source, script), *_inner(script, title, depth)]
 
 
-def _script(text: str, kind: str) -> Script:
+def _script(text: str, kind: str, first: int) -> Script:
     if kind == "process":
         return _plain((0, entry) for entry in reversed(text.split("\0")))  # getenv(3) finds the first of two
     if kind == "log":
@@ -217,13 +217,13 @@ def _script(text: str, kind: str) -> Script:
     if kind == "other":
         return Script()
     if kind in ("env", "conf"):
-        return _lines(text, kind)
+        return _lines(text, kind, first)
     before, files = list[Assigned](), list[str]()
     for number, words in directives(text):
-        found = read_shell("sbatch " + words, line=number)
-        before += [replace(each, line=number, scope="") for each in found.assigned]
+        found = read_shell("sbatch " + words, line=first and first + number - 1)
+        before += [each for settings in found.settings() for each in settings.values()]
         files += found.files
-    script = read_shell(text, before=before)
+    script = read_shell(text, line=first, before=before)
     script.files[:0] = files
     return script
 
@@ -241,17 +241,17 @@ def _plain(pairs: Iterable[tuple[int, str]]) -> Script:
         name, equals, value = entry.partition("=")
         if equals and name:
             found[name] = Assigned(name=name, value=value, raw=value, line=line)
-    return Script(assigned=list(found.values()))
+    return Script(always=found)
 
 
-def _lines(text: str, kind: str) -> Script:
+def _lines(text: str, kind: str, first: int) -> Script:
     """An env file (no quoting, no export: the value is all that follows the first `=`), or nccl.conf.
 
     docker takes the last of two. NCCL trims nothing, reads `#` only in the first column, and takes the first of two.
     """
     rows, unread = list[tuple[int, str]](), list[Unread]()
-    for number, row in enumerate(text.splitlines(), start=1):
-        bare = row.lstrip()
+    for at, row in enumerate(text.splitlines()):
+        number, bare = first and first + at, row.lstrip()
         if not bare or (bare.startswith("#") and (kind == "env" or row.startswith("#"))):
             continue
         name = bare.partition("=")[0]
@@ -261,7 +261,7 @@ def _lines(text: str, kind: str) -> Script:
             continue
         rows.append((number, bare if kind == "env" else row))
     script = _plain(rows if kind == "env" else reversed(rows))
-    script.assigned.sort(key=lambda each: each.line)
+    script.always = dict(sorted(script.always.items(), key=lambda each: each[1].line))
     script.unread = unread
     return script
 
@@ -279,113 +279,57 @@ def _inner(script: Script, source: str, depth: int) -> _Parts:
         where = f"line {inner.line}" if where == "option.json" else where
         found: _Parts = []
         with contextlib.suppress(EnvironmentTextError):  # its lines are named below
-            found = _read(inner.text, "other" if kind == "log" else kind, depth + 1)[1]
-        for _inside, each in found:
-            _shift(each, inner.line)
-            parts.append((f"{source}, {where}", each))
-        if not any(each.assigned for _, each in found):
-            script.unread += _settings_inside(inner)
+            found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
+        parts += [(f"{source}, {where}", each) for _, each in found]
+        if not any(settings for _, each in found for settings in each.settings()):
+            script.unread += _unread_settings(inner.text, set(), f"a setting inside {inner.target}", inner.line)
     return parts
 
 
-def _shift(script: Script, first: int) -> None:
-    """Count the lines of a text inside from the first of the whole text; they are unknown where that line is."""
-
-    def line(number: int) -> int:
-        return number + first - 1 if first and number else 0
-
-    script.assigned[:] = [replace(each, line=line(each.line)) for each in script.assigned]
-    script.unread[:] = [replace(each, line=line(each.line)) for each in script.unread]
-    script.unreached[:] = [replace(each, line=line(each.line)) for each in script.unreached]
-
-
-def _settings_inside(inner: Inner) -> Iterator[Unread]:
-    """Lines of a text inside that look like settings and were not read."""
-    for number, row in enumerate(inner.text.splitlines()):
-        if SETS.search(row) and not row.lstrip().startswith("#"):
-            yield Unread(line=inner.line + number if inner.line else 0, why=f"a setting inside {inner.target}")
-
-
-def _environments(source: str, script: Script, title: str, own: frozenset[str]) -> Iterable[NamedEnvironment]:
-    """What holds always, then each condition or command with what it sets besides."""
-    judged = [each for each in script.assigned if is_judged(each.name) or each.name in JOB_SIZE]
-    if not any(is_judged(each.name) for each in judged):
+def _environments(source: str, script: Script, own: frozenset[str]) -> Iterator[NamedEnvironment]:
+    """What holds always, then each launch or condition with all that it gets."""
+    named = {name for settings in script.settings() for name in settings}
+    loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
+    if not any(map(is_judged, named)) and not loose:
         return
-    exported = {each.name for each in judged if each.exported}
-    loose = {each.name: each.raw for each in judged if not each.exported and each.name not in exported | own}
-    ordered = sorted(judged, key=lambda each: each.line)
-    scopes: dict[str, list[Assigned]] = {scope: [] for scope in ["", *(e.scope for e in ordered if e.exported)]}
-    for one in judged:
-        if one.exported:
-            scopes[one.scope].append(one)
-    found = [(name, _Scope(scopes, name)) for name in [*scopes][:_LIMIT_SCOPES]]
-    always, *others = [(name, scope) for name, scope in found if not name or scope.names]
-    plain = bool(always[1].lines or loose)
-    also_set = frozenset(each.name for each in judged if each.exported)
     base: NamedEnvironment | None = None
-    for name, scope in [*([always] if plain else ()), *others]:
-        label = name if plain or len(others) > 1 else re.sub(_OF_A_COMMAND, "", name)
-        if base and not scope.differs(base):
+    plain = bool(script.always or loose)
+    for label, way in [*([("", Settings())] if plain else ()), *script.ways[:_LIMIT_SCOPES]]:
+        found = {name: each for name, each in (script.always | way).items() if is_judged(name) or name in JOB_SIZE}
+        found = {name: each for name, each in found.items() if not each.unset}
+        known = {name: each.value for name, each in found.items() if OPEN not in each.value}
+        open_ = {name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value}
+        if (base and (known, open_) == (base.environment, base.unresolved)) or not any(
+            map(is_judged, [*found, *loose])
+        ):
             continue
+        alone = not plain and len(script.ways) == 1 and _OF_A_COMMAND.fullmatch(label)
         each = NamedEnvironment(
-            source=", ".join(filter(None, (source, label))), form=title, environment=scope.environment,
-            unresolved=scope.unresolved, unexported={} if base else loose, lines=scope.lines,
-            names=tuple(scope.names), used=own, also_set=also_set, base=base if plain else None,
-            findings=() if base else tuple(script.findings),
+            source=", ".join(filter(None, (source, "" if alone else label))), environment=known,
+            unresolved=open_, unexported={} if base else loose, used=own, base=base if plain else None,
+            lines={name: each.line for name, each in found.items()},
+            also_set=frozenset(named - {*script.loose}), findings=() if base else tuple(script.findings),
         )  # fmt: skip
         base = base or each
         yield each
 
 
-_OF_A_COMMAND = re.compile(r"\Athe (?:command|launch) of line \d+\Z")
-
-
-class _Scope:
-    """What holds for one launch or under one condition: what holds always, and the settings on the way to it."""
-
-    def __init__(self, by_scope: Mapping[str, Iterable[Assigned]], scope: str) -> None:
-        self.environment: dict[str, str] = {}
-        self.unresolved: dict[str, str] = {}
-        self.lines: dict[str, int] = {}
-        self.names: dict[str, None] = {}  # those that hold here alone
-        wider = [scope[: match.start()] for match in re.finditer("; ", scope)]
-        for each in (each for one in dict.fromkeys(["", *wider, scope]) for each in by_scope.get(one, ())):
-            self._take(each)
-            if each.scope == scope:
-                self.names[each.name] = None
-
-    def differs(self, base: NamedEnvironment) -> bool:
-        """Whether it has other settings than `base`, whatever their lines are."""
-        return (self.environment, self.unresolved) != (base.environment, base.unresolved)
-
-    def _take(self, each: Assigned) -> None:
-        """The last of several counts; what hands on the value it had changes nothing."""
-        itself = each.raw.strip("\"'") in (f"${each.name}", f"${{{each.name}}}")
-        if each.value == OPEN and itself and each.name in self.environment:
-            return
-        for mapping in (self.environment, self.unresolved, self.lines):
-            mapping.pop(each.name, None)
-        if not each.unset:
-            self.lines[each.name] = each.line
-            raw = each.raw.replace(OPEN, "...")
-            (self.unresolved if OPEN in each.value else self.environment)[each.name] = (
-                raw if OPEN in each.value else each.value
-            )
+_OF_A_COMMAND = re.compile(r"the (?:command|launch) of line \d+")
 
 
 def guess_kind(text: str, name: str = "") -> str:
     """What a text looks like; its file's name comes first where it tells."""
     if "\0" in text:
         return "process"
-    by_name = _first(forms()["by_name"], name)
+    by_name = _first(_PATTERNS["by_name"], name)
     if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
-    if kind := _first(forms()["surely"], text):
+    if kind := _first(_PATTERNS["surely"], text):
         return kind
-    foreign = _first(forms()["foreign"], text)
+    foreign = _first(_PATTERNS["foreign"], text)
     if foreign == "Markdown" or (foreign and not _EXPORTS.search(text)):
         return "other"
-    return _first(forms()["looks"], text) or ("shell" if _mixed(text) else "env")
+    return _first(_PATTERNS["looks"], text) or ("shell" if _mixed(text) else "env")
 
 
 _EXPORTS = re.compile(r"^[ \t]*(?:export\s|setenv\s+\w|#SBATCH)", re.MULTILINE)

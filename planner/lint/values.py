@@ -7,12 +7,14 @@ src/graph/tuning.cc parseList (NCCL_ALGO, NCCL_PROTO), src/misc/socket.cc, src/d
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from contracts.finding import Finding, Status
-from planner.lint.tables import finding, members, values
+from contracts.tables import read_table
 from planner.nccl_env.names import NcclName, Version, names, torch_names, version_text
 
 LEVEL_NAMES = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
@@ -30,6 +32,55 @@ _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the def
 _OLDEST_TIMEOUT = 14  # the default up to 2.13, 67 ms a try (env.rst); no release waits less by itself
 _MOST_PKEYS = 128  # entries of a port's P_Key table on mlx5; an index above is none
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
+
+
+def values() -> Mapping[str, Any]:
+    """How NCCL reads the text of a value: data/values.toml as written."""
+    return read_table(__file__, "data/values.toml")
+
+
+def members(kind: str) -> Sequence[str]:
+    """Names that data/values.toml lists: those of "bytes", "flags", what "carries_data", where "zero_is_unset"."""
+    found: list[str] = values()["names"][kind]
+    return found
+
+
+class Text(NamedTuple):
+    """A finding in words, with fields that the rule fills in."""
+
+    status: Status
+    message: str
+    remedy: str
+    evidence: tuple[str, ...]
+
+
+@cache
+def texts() -> Mapping[str, Text]:
+    """The table of findings as written."""
+    return {
+        key: Text(Status(row["status"]), row["message"], row["remedy"], (row["evidence"],) if "evidence" in row else ())
+        for key, row in read_table(__file__, "data/findings.toml").items()
+    }
+
+
+CODES = tuple(sorted({key.partition("/")[0] for key in texts()}))
+"""Every code that lint may return."""
+
+
+def finding(
+    key: str, name: str, value: str, /, *evidence: str, status: Status | None = None, **fields: object
+) -> Finding:
+    """Fill in a text of data/findings.toml.
+
+    The variable is the subject, what it was set to the first evidence. `status` is given where it is not the table's.
+    """
+    text = texts()[key]
+    message, remedy = (each.format(name=name, value=value, **fields) for each in (text.message, text.remedy))
+    return Finding(
+        code=key.partition("/")[0], status=status or text.status, subject=name,
+        message=message[:1].upper() + message[1:], evidence=(f"{name}={value}", *text.evidence, *evidence),
+        remedy=remedy,
+    )  # fmt: skip
 
 
 def strtoll(text: str) -> tuple[int, bool]:
@@ -109,7 +160,7 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
     """Of an env file, whose reader is not known: some keep the quotes."""
     entry = names().get(name)
     if entry is not None and is_quoted(value):
-        effect = _effect_of_garbage(name, entry, None)
+        effect = _effect_of_garbage(name, entry)
         yield finding("env.value.quotes/env_file", name, value, effect=effect, right=value.strip(value[0]))
 
 
@@ -130,27 +181,21 @@ def check_value(name: str, value: str, entry: NcclName, version: Version | None)
     if is_quoted(value):
         off = name in members("carries_data") and strtoll(value.strip(value[0]))[0] != 0
         ends = off or name in (*values()["zero"], *members("bytes"), "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
-        effect, status = _effect_of_garbage(name, entry, version), Status.FAIL if ends else Status.WARN
+        effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
     if name in LEVELS:
         yield from _level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
         yield from _algorithms(name, value, version)
-    elif name == "NCCL_LAUNCH_MODE":
-        yield from _launch_mode(name, value, version)
-    elif name in values()["token"]:
-        yield from _token(name, value, version)
-    elif name in values()["word_list"]:
-        yield from _words(name, value)
-    elif name in values()["shape"]:
-        yield from _shape(name, value)
+    elif name in values()["text"]:
+        yield from _text(name, value, version)
     elif name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"):
         yield from _list(name, value)
     elif entry.kind == "integer":
         yield from _integer(name, value, entry)
-    elif name.endswith(("_FILE", "_PATH")):
-        yield from _file(name, value)
+    elif name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
+        yield finding("env.value.kind/tilde", name, value)
 
 
 def fits(name: str, value: str) -> bool:
@@ -199,15 +244,13 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
         yield finding("env.value.kind/names", name, value, wanted=wants, wrong=", ".join(wrong), command=lists)
 
 
-def _effect_of_garbage(name: str, entry: NcclName, version: Version | None) -> str:
+def _effect_of_garbage(name: str, entry: NcclName) -> str:
     if name in LEVELS:
         return "NCCL does not know such a level and keeps its default"
     if name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"):
         return "no device or interface has a name with quotes, so nothing matches"
-    if name == "NCCL_LAUNCH_MODE":
-        return f"NCCL knows no such mode and launches in {_default_mode(version)} mode"
     if entry.kind == "text":
-        return "NCCL takes it with the quotes"
+        return str(values()["text"].get(name, {}).get("effect", "NCCL takes it with the quotes"))
     return "NCCL reads the number 0"
 
 
@@ -291,27 +334,29 @@ def _waits(name: str, value: str, number: int) -> Iterator[Finding]:
         yield finding("env.value.range/retries", name, value)
 
 
-def _words(name: str, value: str) -> Iterator[Finding]:
-    """A list of words; a blank belongs to the word beside it."""
-    separator, allowed = (values()["word_list"][name][part] for part in ("separator", "words"))
-    entries = value.removeprefix("^").split(separator)
-    wrong = [each for each in entries if each and each.removeprefix("^").upper() not in allowed]
-    if wrong:
+def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+    """A word, a list of words, or a text of some pattern; a blank belongs to the word beside it."""
+    row = values()["text"][name]
+    words = [each for each in row.get("words", ()) if each != "ATTN" or not version or version >= _ATTN_SINCE]
+    pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, words)), 0 if "exact" in row else re.IGNORECASE)
+    separator, effect = row.get("separator"), row.get("effect")
+    parts = value.removeprefix("^").split(separator) if separator else [value]
+    wrong = [each for each in parts if each and not pattern.fullmatch(each.removeprefix("^") if separator else each)]
+    if not wrong:
+        return
+    listed = ", ".join(words)
+    if separator:
         blank = " (a blank belongs to the word)" if any(char.isspace() for char in "".join(wrong)) else ""
-        unknown, words = ", ".join(map(repr, wrong)), ", ".join(allowed)
-        yield finding("env.value.token/list", name, value, wrong=unknown, blank=blank, words=words, separator=separator)
-
-
-def _shape(name: str, value: str) -> Iterator[Finding]:
-    shape = values()["shape"][name]
-    if value and not re.fullmatch(shape["pattern"], value):
-        yield finding("env.value.kind", name, value, wanted=shape["wanted"], effect=shape["effect"])
-
-
-def _file(name: str, value: str) -> Iterator[Finding]:
-    """A file's name; a shell expands `~`, NCCL does not."""
-    if value.startswith("~"):
-        yield finding("env.value.kind/tilde", name, value)
+        unknown = ", ".join(map(repr, wrong))
+        yield finding(
+            "env.value.token/list", name, value, wrong=unknown, blank=blank, words=listed, separator=separator
+        )
+    elif "wanted" in row:
+        yield finding("env.value.kind", name, value, wanted=row["wanted"], effect=effect)
+    else:
+        case = "case counts, " if value.upper() in words else ""
+        choices = " or ".join(words)
+        yield finding("env.value.token", name, value, words=listed, case=case, effect=effect, choices=choices)
 
 
 def _out_of_range(name: str) -> str:
@@ -338,69 +383,33 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
 
 
 def _algorithms(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    known = _ALGORITHMS if name == "NCCL_ALGO" else _PROTOCOLS
+    """NCCL_ALGO and NCCL_PROTO, for every collective or for some.
+
+    All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).
+    """
+    words = _ALGORITHMS if name == "NCCL_ALGO" else _PROTOCOLS
+    known, functions = ({each.lower() for each in table} for table in (words, _FUNCTIONS))
     strict = version is None or version >= (2, 24, 0)
     status = Status.FAIL if strict and version is not None else Status.WARN
-    unknown: list[str] = []
+    unknown, gathers = list[str](), True
     for part in value.split(";"):
         head, colon, tail = part.partition(":")
-        if colon and head.lower() not in {function.lower() for function in _FUNCTIONS}:
-            unknown.append(head)
-        tokens = (tail if colon else head).removeprefix("^").split(",")
-        unknown += [token for token in tokens if token and token.lower() not in {each.lower() for each in known}]
+        tokens = tail if colon else head
+        named = [token for token in tokens.removeprefix("^").split(",") if token]
+        unknown += [head] if colon and head.lower() not in functions else []
+        unknown += [token for token in named if token.lower() not in known]
+        if not colon or head.lower() in ("allgather", "reducescatter"):
+            able = {"ring", "pat", "nvls", "collnetdirect"}
+            taken = able & {token.lower() for token in named}
+            gathers = bool(able - taken if tokens.startswith("^") else taken)
     if unknown:
         what = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
-        wrong, words = ", ".join(map(repr, unknown)), ", ".join(known)
-        yield finding("env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=what, words=words)
-    elif name == "NCCL_ALGO" and strict and not _gathers(value):
+        wrong = ", ".join(map(repr, unknown))
+        yield finding(
+            "env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=what, words=", ".join(words)
+        )
+    elif name == "NCCL_ALGO" and strict and not gathers:
         yield finding("env.value.token/no_ring", name, value, status=status)
-
-
-def _gathers(value: str) -> bool:
-    """Whether all-gather keeps an algorithm it can use: Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc)."""
-    able = {"ring", "pat", "nvls", "collnetdirect"}
-    allowed: bool = True
-    for part in value.lower().split(";"):
-        head, colon, tail = part.partition(":")
-        if colon and head not in ("allgather", "reducescatter"):
-            continue
-        tokens = tail if colon else head
-        named = {token for token in tokens.removeprefix("^").split(",") if token}
-        allowed = bool(able - named) if tokens.startswith("^") else bool(able & named)
-    return allowed
-
-
-def _token(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    token = values()["token"][name]
-    allowed, exact, effect = tuple(token["words"]), token["exact"], token["effect"]
-    if name == "NCCL_DEBUG" and version and version < _ATTN_SINCE:
-        allowed = tuple(each for each in allowed if each != "ATTN")
-    if value in allowed or (not exact and value.upper() in allowed) or not value:
-        return
-    case = "case counts, " if exact and value.upper() in allowed else ""
-    words, choices = ", ".join(allowed), " or ".join(allowed)
-    yield finding("env.value.token", name, value, words=words, case=case, effect=effect, choices=choices)
-
-
-def _default_mode(version: Version | None) -> str:
-    return "GROUP" if version and version < (2, 9, 0) else "PARALLEL"
-
-
-def _launch_mode(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    """Compared by strcmp up to 2.12, in any case since 2.13; what else it is launches in the default mode.
-
-    That mode was GROUP up to 2.8, and is PARALLEL since (NCCL src/init.cc).
-    """
-    default = _default_mode(version)
-    exact = version is not None and version < (2, 13, 0)
-    mode = value.upper()
-    if not value or mode == default or (mode in ("PARALLEL", "GROUP") and (not exact or value == mode)):
-        return
-    case = "case counts, " if mode in ("PARALLEL", "GROUP") else ""
-    effect = f"NCCL ignores it and launches in {default} mode"
-    yield finding(
-        "env.value.token", name, value, words="PARALLEL, GROUP", case=case, effect=effect, choices="PARALLEL or GROUP"
-    )
 
 
 def _list(name: str, value: str) -> Iterator[Finding]:

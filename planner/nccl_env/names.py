@@ -8,14 +8,15 @@ environments that clouds and vendors publish.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal, cast
+
+from contracts.tables import read_table
 
 _DATA = Path(__file__).with_name("data")
 
@@ -50,8 +51,13 @@ def parse_version(text: str) -> Version:
         raise ValueError(f"NCCL version {text!r}: must look like 2.21.5") from None
     if not 1 <= len(numbers) <= 4:
         raise ValueError(f"NCCL version {text!r}: must look like 2.21.5")
-    padded = (*numbers, 0, 0)
-    return (padded[0], padded[1], padded[2])
+    return padded(numbers)
+
+
+def padded(version: Iterable[int]) -> Version:
+    """A release as a tuple of three numbers."""
+    first, second, third, *_ = (*version, 0, 0, 0)
+    return first, second, third
 
 
 def version_text(version: Version | tuple[int, ...]) -> str:
@@ -59,44 +65,31 @@ def version_text(version: Version | tuple[int, ...]) -> str:
     return ".".join(str(part) for part in version)
 
 
-def _status(text: str) -> Status:
-    match text:
-        case "current" | "removed" | "other":
-            return text
-    raise ValueError(f"nccl_env_names.tsv: status {text!r} is not current, removed or other")
+def _rows(file: str) -> list[str]:
+    """The rows of a table in data/, without its comments."""
+    lines = (_DATA / file).read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 @cache
 def torch_names() -> frozenset[str]:
     """The TORCH_NCCL_ names PyTorch reads."""
-    lines = (_DATA / "torch_nccl_names.txt").read_text(encoding="utf-8").splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
-
-
-@cache
-def _right_names() -> Mapping[str, Any]:
-    return tomllib.loads((_DATA / "right_names.toml").read_text(encoding="utf-8"))
+    return frozenset(_rows("torch_nccl_names.txt"))
 
 
 @cache
 def names() -> Mapping[str, NcclName]:
     """Every known name."""
     table: dict[str, NcclName] = {}
-    text = (_DATA / "nccl_env_names.tsv").read_text(encoding="utf-8")
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        name, status, first, last, doc_class, kind, default, reader = line.split("\t")
+    for row in _rows("nccl_env_names.tsv"):
+        name, status, *releases, doc_class, kind, default, reader = row.split("\t")
+        if status not in ("current", "removed", "other"):
+            raise ValueError(f"nccl_env_names.tsv: status {status!r} is not current, removed or other")
+        first, last = (parse_version(each) if each else None for each in releases)
         table[name] = NcclName(
-            name=name,
-            status=_status(status),
-            first=parse_version(first) if first else None,
-            last=parse_version(last) if last else None,
-            doc_class=doc_class,
-            kind=kind,
-            default=default,
-            reader=reader,
-        )
+            name=name, status=cast("Status", status), first=first, last=last, doc_class=doc_class, kind=kind,
+            default=default, reader=reader,
+        )  # fmt: skip
     return MappingProxyType(table)
 
 
@@ -133,11 +126,9 @@ class PluginName:
 @cache
 def plugin_names() -> tuple[PluginName, ...]:
     """The table by plugin; whole names before prefixes."""
-    text = (_DATA / "plugin_env_names.tsv").read_text(encoding="utf-8")
-    rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
     found = [
         PluginName(plugin=plugin, name=name.rstrip("*"), prefix=name.endswith("*"), reader=reader, source=source)
-        for plugin, name, reader, source in rows
+        for plugin, name, reader, source in (row.split("\t") for row in _rows("plugin_env_names.tsv"))
     ]
     return tuple(sorted(found, key=lambda each: (each.prefix, each.name)))
 
@@ -155,7 +146,7 @@ def nearest(name: str) -> tuple[str, ...]:
     Near are names of the same words where one word differs by a letter or two, or where only underscores differ:
     another word (TIMEOUT for IFNAME) is another name, whatever the share of equal letters.
     """
-    known = _right_names()["known_wrong"].get(name)
+    known = read_table(__file__, "data/right_names.toml")["known_wrong"].get(name)
     if known is not None:
         return tuple(known)
     if f"TORCH_{name}" in torch_names():
@@ -202,7 +193,7 @@ def _letters(one: str, other: str) -> int:
 
 def replacement(name: str) -> str | None:
     """What took a removed name's place."""
-    new: str | None = _right_names()["replaced_by"].get(name)
+    new: str | None = read_table(__file__, "data/right_names.toml")["replaced_by"].get(name)
     return new
 
 
@@ -225,6 +216,7 @@ class Recipe:
     values: Mapping[str, str]
     set: frozenset[str] = frozenset()  # advised as they stand where the platform is recognised
     by: str = ""  # who sets them, where that is not the user
+    more: tuple[Source, ...] = ()  # that say the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +236,6 @@ class Platform:
     plugin: str = ""
     machine: str | None = None
     catalogue: tuple[str, ...] = ()  # names that --machine knows it by
-    more: tuple[Source, ...] = field(default=())
 
     def values(self) -> dict[str, tuple[str, Recipe]]:
         """Every published variable with its recipe."""
@@ -262,24 +253,19 @@ class Platforms:
 @cache
 def platforms() -> Platforms:
     """The table as written."""
-    data = tomllib.loads((_DATA / "platforms.toml").read_text(encoding="utf-8"))
+    data = read_table(__file__, "data/platforms.toml")
     sources = {name: Source(**row) for name, row in data["source"].items()}
-    recipes, more = {}, {}
-    for name, row in data["recipe"].items():
-        recipes[name] = Recipe(
-            source=sources[row["source"]], values=row["values"], set=frozenset(row.get("set", ())), by=row.get("by", "")
+    recipes = {
+        name: Recipe(
+            source=sources[row["source"]], values=row["values"], set=frozenset(row.get("set", ())),
+            by=row.get("by", ""), more=tuple(sources[each] for each in row.get("more", ())),
         )
-        more[name] = tuple(sources[each] for each in row.get("more", ()))
+        for name, row in data["recipe"].items()
+    }  # fmt: skip
     rows = []
     for row in data["platform"]:
-        named = row.pop("recipes")
-        rows.append(
-            Platform(
-                **{**row, "script": tuple(row.get("script", ())), "catalogue": tuple(row.get("catalogue", ()))},
-                recipes=tuple(recipes[name] for name in named),
-                more=tuple(source for name in named for source in more[name]),
-            )
-        )
+        lists = {key: tuple(row.get(key, ())) for key in ("script", "catalogue")}
+        rows.append(Platform(**{**row, **lists, "recipes": tuple(recipes[name] for name in row["recipes"])}))
     return Platforms(rows=tuple(rows), why=data["why"])
 
 

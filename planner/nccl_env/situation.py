@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hardware.gpus import gpu_named
-from planner.nccl_env.names import Version, parse_version
+from planner.nccl_env.names import Version, padded, parse_version
 from probes.api import Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -259,8 +259,7 @@ def _without_rdma(node: NodeTopology | None) -> NodeTopology | None:
 
 def _version(version: tuple[int, ...] | None, evidence: Evidence | None) -> Version | None:
     if version is not None:
-        padded = (*version, 0, 0, 0)
-        return (padded[0], padded[1], padded[2])
+        return padded(version)
     if evidence is not None and evidence.nccl_version:
         try:
             return parse_version(evidence.nccl_version)

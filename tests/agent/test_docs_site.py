@@ -19,8 +19,8 @@ from agent.checks.history import AT_ONCE
 from agent.cli.explain import explain
 from agent.cli.main import VERBS
 from collectives.nccl_log.codes import CODES as LOG_CODES
-from planner.lint.tables import CODES as ENV_CODES
-from planner.lint.tables import texts
+from planner.lint.values import CODES as ENV_CODES
+from planner.lint.values import texts
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import resident
 from fastapi.testclient import TestClient
 from rigs.command import process
 from rigs.fleet import fleet_of, record_of, through_the_api
@@ -22,8 +23,7 @@ from agent.checks.codes import PROBE_CODES
 from agent.checks.verdict import judge
 from agent.checks.view import View, look
 from agent.cluster.gate import checks_of
-from agent.cluster.publish import node_feature
-from agent.cluster.records import records_of
+from agent.cluster.publish import node_feature, records_of
 from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot
@@ -34,36 +34,23 @@ from probes.registry import ALL
 from probes.scan import scan
 from probes.scanner import Scanner
 
-TESTS = Path(__file__).parent.parent
-
-import nvml_profile  # noqa: E402 - found through the line above
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the fake libnvidia-ml.so.1."""
-    return nvml_profile.build(tmp_path_factory.mktemp("nvml")).parent
-
 
 @pytest.fixture
-def machine(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """A recorded machine's files below a root, its GPUs through the fake driver, with failures on demand."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The root of a recorded machine's files, its GPUs through the fake driver, with failures on demand."""
 
-    def make(inject: str = "", name: str = H100) -> Path:
-        answers = json.loads((TESTS / "machines" / f"{name}.json").read_text(encoding="utf-8"))["answers"]
-        (tmp_path / "profile").write_text(nvml_profile.profile(answers["nvml"]), encoding="utf-8")
-        nvml_profile.restore_files(answers, tmp_path / "root")
-        monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
-        monkeypatch.setenv("FAKE_NVML_PROFILE", str(tmp_path / "profile"))
-        monkeypatch.setenv("FAKE_NVML_INJECT", inject)
-        return tmp_path / "root"
+    def make(inject: str = "") -> str:
+        root, environment = resident.restore(tmp_path)
+        for name, value in {**environment, "FAKE_NVML_INJECT": inject}.items():
+            monkeypatch.setenv(name, value)
+        return root
 
     return make
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("inject", ["nvmlInit=crash", "nvmlDeviceGetCount=garbage"])
-def test_preflight_of_a_driver_that_crashes_is_unknown_and_exits_5(inject: str, machine: Callable[..., Path]) -> None:
+def test_preflight_of_a_driver_that_crashes_is_unknown_and_exits_5(inject: str, machine: Callable[..., str]) -> None:
     """Without any option: the bus shows eight GPUs of which nothing could be read."""
     done = process("preflight", f"--root={machine(inject)}")
     assert done.returncode == 5, done.stdout + done.stderr
@@ -73,7 +60,7 @@ def test_preflight_of_a_driver_that_crashes_is_unknown_and_exits_5(inject: str, 
 
 
 @pytest.mark.long
-def test_preflight_of_the_same_machine_with_a_driver_that_answers_is_measured(machine: Callable[..., Path]) -> None:
+def test_preflight_of_the_same_machine_with_a_driver_that_answers_is_measured(machine: Callable[..., str]) -> None:
     """The control: what differs is the driver alone, and unknown of gpu.* stay those of two scans and of the log."""
     done = process("preflight", f"--root={machine()}", "-o", "json")
     checks = json.loads(done.stdout)["checks"]
@@ -84,10 +71,10 @@ def test_preflight_of_the_same_machine_with_a_driver_that_answers_is_measured(ma
 
 
 @pytest.fixture
-def hung(machine: Callable[..., Path]) -> Iterator[State]:
+def hung(machine: Callable[..., str]) -> Iterator[State]:
     """An agent's state over a driver whose start hangs."""
     hurried = tuple(replace(p, timeout_seconds=2.0) if p.name == "gpu" else p for p in ALL)
-    with Scanner(str(machine("nvmlInit=hang")), probes=hurried) as scanner:
+    with Scanner(machine("nvmlInit=hang"), probes=hurried) as scanner:
         state = State(lambda: (scanner.scan(),), interval_seconds=3600)
         state.refresh()
         yield state

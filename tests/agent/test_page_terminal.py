@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,13 @@ def text_of(out: Console) -> str:
     return out.file.getvalue()
 
 
+def drawn(draw: Callable[..., None], what: object, **options: bool) -> str:
+    """What one function draws of a thing in a pipe of 80 columns."""
+    out = console()
+    draw(out, what, **options)
+    return text_of(out)
+
+
 @each_row("name", NAMES)
 def test_every_machine_fits_80_columns(name: str) -> None:
     """Host, topology, findings, advice: no line is longer but commands, and a pipe gets no escape code."""
@@ -61,9 +69,7 @@ def test_every_machine_fits_80_columns(name: str) -> None:
 
 def test_ten_times_the_same_is_said_once() -> None:
     """Count, subjects, evidence of the first, one remedy; failures before warnings."""
-    seen, out = view("sick-h100-rdma-off"), console()
-    findings_view.findings(out, seen.checks)
-    text = text_of(out)
+    text = drawn(findings_view.findings, view("sick-h100-rdma-off").checks)
     assert text.count("pci.nic.no_rdma") == 1
     assert "pci.nic.no_rdma on 10 devices" in text
     assert "and 2 more" in text
@@ -96,9 +102,7 @@ def test_a_node_whose_required_check_could_not_run_is_not_among_the_healthy_ones
 
 def test_a_topology_names_its_machine_what_departs_from_it_and_what_to_expect() -> None:
     """One expectation for each scope, not one for each rail and operation."""
-    out = console()
-    topology.node(out, view("sick-h100-rdma-off").topologies[0], brief=True)
-    text = text_of(out)
+    text = drawn(topology.node, view("sick-h100-rdma-off").topologies[0], brief=True)
     for words in ("recognised as: HGX H100/H200", "! differs from the reference: no RDMA adapter",
                   "GPU0 GPU1 GPU2 GPU3: nearest NIC eno1 (NODE)", "expected all_gather within node: "):  # fmt: skip
         assert words in text, words
@@ -138,9 +142,8 @@ def test_findings_that_say_different_things_stay_apart() -> None:
         Finding(code="a.b", status=Status.WARN, node="n", subject=subject, message=message, remedy=remedy)
         for subject, message, remedy in (("x", "one", "fix"), ("y", "two", "fix"), ("z", "three", "replace"))
     ]
-    out = console()
-    findings_view.findings(out, made)
-    assert all(word in text_of(out) for word in ("x: one", "y: two", "three", "fix", "replace"))
+    text = drawn(findings_view.findings, made)
+    assert all(word in text for word in ("x: one", "y: two", "three", "fix", "replace"))
     assert [group.size for group in grouped(made)] == [2, 1]
 
 
@@ -166,9 +169,7 @@ def test_the_answer_comes_before_the_environment() -> None:
     """recommend: layout, forecast, then the long environment; the same without a model, where only that is asked."""
     seen = view()
     for model, order in (("Llama-3.1-8B", ["Layout for", "step ", "Environment"]), (None, ["Environment"])):
-        out = console()
-        advice_view.recommendation(out, advise.for_view(seen, Request.of(model=model)), explain=True)
-        text = text_of(out)
+        text = drawn(advice_view.recommendation, advise.for_view(seen, Request.of(model=model)), explain=True)
         places = [text.index(word) for word in order]
         assert places == sorted(places)
         assert ("Layout for" in text) == (model is not None)
@@ -176,10 +177,9 @@ def test_the_answer_comes_before_the_environment() -> None:
 
 def test_a_pipe_gets_the_matrix_that_other_tools_read() -> None:
     """`topoflight topo | topoflight topo --from -` gives the same pairs."""
-    seen, out = view(), console()
-    topology.matrix(out, seen.topologies[0])
-    again = parse(text_of(out))
-    labels = {frozenset((p.a, p.b)): p.label for p in seen.topologies[0].pairs}
+    (node,) = view().topologies
+    again = parse(drawn(topology.matrix, node))
+    labels = {frozenset((p.a, p.b)): p.label for p in node.pairs}
     assert {frozenset((p.a, p.b)): p.label for p in again.pairs} == labels
 
 
@@ -195,9 +195,7 @@ def test_a_narrow_terminal_gets_blocks_that_fit() -> None:
 
 def test_the_classes_of_a_matrix_are_explained_below_it() -> None:
     """Those that it shows, and no others."""
-    seen, out = view(), console()
-    topology.node(out, seen.topologies[0], brief=True)
-    text = " ".join(text_of(out).split())
+    text = " ".join(drawn(topology.node, view().topologies[0], brief=True).split())
     for words in ("NVLink;", "PIX: one PCIe switch;", "NODE: host bridges of one NUMA node (PHB to NCCL);",
                   "SYS: between CPUs"):  # fmt: skip
         assert words in text, words
@@ -331,18 +329,14 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
     )
     found = NetworkBars(title="One fine-tune of a tiny Llama, by network", where="two namespaces of this host", nodes=2,
                         steps=10, node_hour_price=None, bars=bars)  # fmt: skip
-    for draw, first in (
-        (lambda out: bench(out, result), "✓ Measured: every result verified → save a baseline with --save FILE"),
-        (lambda out: networks.show(out, found), "✓ net1 is the fastest (eth0 2 x as long) → "),
+    for draw, what, first in (
+        (bench, result, "✓ Measured: every result verified → save a baseline with --save FILE"),
+        (networks.show, found, "✓ net1 is the fastest (eth0 2 x as long) → "),
     ):
-        out = console()
-        draw(out)
-        lines = text_of(out).rstrip("\n").splitlines()
+        lines = drawn(draw, what).rstrip("\n").splitlines()
         assert " ".join(lines[:2]).startswith(first) and len(lines) <= 10, "\n".join(lines)
     failed = replace(found, bars=(bars[0], replace(bars[1], status="failed", step_seconds=None, why="no route")))
-    out = console()
-    networks.show(out, failed)
-    assert text_of(out).startswith("✗ not every network was measured: net1 failed →")
+    assert drawn(networks.show, failed).startswith("✗ not every network was measured: net1 failed →")
 
 
 def test_a_dry_run_at_a_terminal_is_told_in_ten_lines_and_in_a_pipe_is_the_document(tmp_path: Path) -> None:

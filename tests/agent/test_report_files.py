@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,16 +18,15 @@ from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.base.documents import write_atomic
-from agent.base.output import console
+from agent.base.output import console, write_atomic
 from agent.checks.verdict import judge
 from agent.checks.view import look
 from agent.cluster.nodes import Fleet
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs.preflight import Report, junit
-from agent.pages import render as pages
 from agent.pages.render import fleet_page
+from agent.pages.report import report_page
 from contracts.finding import Finding, Status
 from contracts.plain import printable
 from probes.api import Absent, Snapshot
@@ -39,13 +37,9 @@ HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes
 
 
 def report(*checks: Finding) -> Report:
-    snapshot = Snapshot(
-        hostname="node-a", taken_at_seconds=0.0, topoflight_version="0", outcomes={"gpu": Absent(why="no GPU")}
-    )
-    return Report(
-        started_at_seconds=time.time(), seconds=1.0, topoflight_version="0", snapshots=(snapshot,), topologies=(),
-        checks=checks, verdict=judge(checks),
-    )  # fmt: skip
+    absent = {"gpu": Absent(why="no GPU")}
+    snapshot = Snapshot(hostname="node-a", taken_at_seconds=0.0, topoflight_version="0", outcomes=absent)
+    return Report(snapshots=(snapshot,), checks=checks, verdict=judge(checks))
 
 
 CHECKS = (
@@ -72,7 +66,7 @@ def test_hostile_text_stays_text() -> None:
     """A log line quoted as evidence can neither break the XML nor run in the page."""
     whole = report(*CHECKS)
     ElementTree.fromstring(junit(whole))  # noqa: S314 - our own output
-    html = pages.report_page(whole)
+    html = report_page(whole)
     assert "<script>alert" not in html
     assert "&lt;script&gt;" in html
     for word in ("http://", "https://", "src=", "@import", "url("):

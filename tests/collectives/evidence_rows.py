@@ -14,8 +14,7 @@ from rigs.logs import read
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
 WARN = f"{HEAD}transport/net_ib.cc:1 NCCL WARN "
-# the end of a traceback, and of a trainer
-DIED = ["Traceback (most recent call last):", "ValueError: no such column"]
+# of a trainer
 END = "{'train_runtime': 12.5, 'train_loss': 1.0}"
 
 

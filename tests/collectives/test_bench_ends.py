@@ -27,17 +27,17 @@ SILENCE_SECONDS = 8  # for the tests that wait for it; an iteration takes a mill
 
 def spec(tmp_path, **changes):
     settings = {
-        "sizes_bytes": (65536, 131072),
-        "max_iterations": 20,
+        "sizes_bytes": (65536, 131072), "max_iterations": 20, "budget_seconds": 60, "silence_seconds": 60,
+        "startup_seconds": 240, "backend": "gloo", "lock_path": str(tmp_path / "lock"),
         "precision": None,  # always 20 iterations: those of a fault are counted
-        "budget_seconds": 60,
-        "silence_seconds": 60,
-        "startup_seconds": 240,
-        "backend": "gloo",
-        "lock_path": str(tmp_path / "lock"),
-    }
+    }  # fmt: skip
     marked = {TEST_VARIABLE: str(tmp_path), **changes.pop("environment", {})}
     return bench.BenchSpec(**{**settings, **changes}, environment=marked)
+
+
+def meeting(tmp_path, port, **changes):
+    """One of two hosts with a rank each."""
+    return spec(tmp_path, hosts=2, rendezvous=f"127.0.0.1:{port}", ranks_per_host=1, **changes)
 
 
 def with_fault(tmp_path, fault, **changes):
@@ -59,31 +59,30 @@ def assert_ended(found, tmp_path, *words):
         pass
 
 
-def test_a_dead_rank_is_named_with_its_signal(tmp_path):
-    found = with_fault(tmp_path, "rank=1:die@iteration=45")
-    assert_ended(found, tmp_path, f"rank 1 on {HOST}: died silently", "killed by SIGKILL")
-    assert len(found.measurements) == 1, "what was measured before stays"
-    assert f"rank 0 on {HOST}: died" not in "\n".join(found.problems)
+STANDS_STILL = {"silence_seconds": SILENCE_SECONDS}
 
 
-def test_a_stopped_rank_is_named_and_killed(tmp_path):
-    found = with_fault(tmp_path, "rank=1:stop@iteration=20", silence_seconds=SILENCE_SECONDS)
-    silence = f"no rank moved for {SILENCE_SECONDS} s"
-    assert_ended(found, tmp_path, silence, f"rank 1 on {HOST}: gave no answer, not even to SIGTERM")
-    assert f"rank 0 on {HOST}: waits in all_gather" in "\n".join(found.problems)
-
-
-def test_a_stalled_rank_is_told_from_those_that_wait_for_it(tmp_path):
-    found = with_fault(tmp_path, "rank=0:stall@iteration=20", silence_seconds=SILENCE_SECONDS)
-    assert_ended(
-        found, tmp_path, f"rank 0 on {HOST}: has not come to where the others wait", f"rank 1 on {HOST}: waits"
-    )
-
-
-def test_a_failing_rank_comes_first_among_the_errors(tmp_path):
-    found = with_fault(tmp_path, "rank=1:fail@iteration=20")
-    assert_ended(found, tmp_path, "fault asked for")
-    assert f"rank 1 on {HOST}: RuntimeError: fault asked for" in found.problems[0]
+@pytest.mark.parametrize(
+    ("fault", "changes", "words", "never", "measured"),
+    [
+        ("rank=1:die@iteration=45", {}, (f"rank 1 on {HOST}: died silently", "killed by SIGKILL"),
+         f"rank 0 on {HOST}: died", 1),
+        ("rank=1:stop@iteration=20", STANDS_STILL, (
+            f"no rank moved for {SILENCE_SECONDS} s", f"rank 0 on {HOST}: waits in all_gather",
+            f"rank 1 on {HOST}: gave no answer, not even to SIGTERM"), "", None),
+        ("rank=0:stall@iteration=20", STANDS_STILL, (
+            f"rank 0 on {HOST}: has not come to where the others wait", f"rank 1 on {HOST}: waits"), "", None),
+        ("rank=1:fail@iteration=20", {}, (f"rank 1 on {HOST}: RuntimeError: fault asked for",), "", None),
+    ],
+    ids=["died", "was stopped", "stalls", "fails"],
+)  # fmt: skip
+def test_a_rank_that(tmp_path, fault, changes, words, never, measured):
+    """It is named and told from those that wait for it, and what was measured before stays."""
+    found = with_fault(tmp_path, fault, **changes)
+    assert_ended(found, tmp_path, *words)
+    assert not never or never not in "\n".join(found.problems)
+    assert measured is None or len(found.measurements) == measured
+    assert "fail" not in fault or words[0] in found.problems[0], "its own error comes first"
 
 
 def test_a_lying_rank_leaves_nothing_verified_and_is_named(tmp_path):
@@ -92,8 +91,7 @@ def test_a_lying_rank_leaves_nothing_verified_and_is_named(tmp_path):
     found = with_fault(tmp_path, "rank=1:lie", ops=ops, sizes_bytes=(65536,), ranks_per_host=3, max_iterations=10)
     assert {m.op for m in found.measurements} == {*ops} and not any(m.verified for m in found.measurements)
     assert_ended(found, tmp_path, *(f"{op} of" for op in ops), f"rank 1 on {HOST} gave wrong data")
-    assert "rank 0 on" not in "\n".join(found.problems)
-    assert "rank 2 on" not in "\n".join(found.problems)
+    assert not [word for word in ("rank 0 on", "rank 2 on") if word in "\n".join(found.problems)]
     assert not found.latencies
 
 
@@ -111,9 +109,7 @@ def test_a_refused_rendezvous_ends_at_the_start_up_budget(tmp_path):
     with socket.socket() as kept:  # and not listened on: nobody else can take the port meanwhile
         kept.bind(("127.0.0.1", 0))
         port = kept.getsockname()[1]
-        found = bench.run(
-            spec(tmp_path, hosts=2, node_rank=1, rendezvous=f"127.0.0.1:{port}", startup_seconds=8, ranks_per_host=1)
-        )
+        found = bench.run(meeting(tmp_path, port, node_rank=1, startup_seconds=8))
     assert_ended(found, tmp_path, "did not join within 8 s", f"rendezvous 127.0.0.1:{port}: Connection refused")
 
 
@@ -122,7 +118,7 @@ def test_a_rendezvous_port_that_is_taken_is_told(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = bench.run(spec(tmp_path, hosts=2, node_rank=0, rendezvous=f"127.0.0.1:{port}", ranks_per_host=1))
+        found = bench.run(meeting(tmp_path, port, node_rank=0))
     assert_ended(found, tmp_path, "EADDRINUSE")
 
 
@@ -137,9 +133,7 @@ def reserved_port():
 
 def test_the_port_is_free_again_after_a_kill(tmp_path):
     port = reserved_port()
-    found = bench.run(
-        spec(tmp_path, hosts=2, node_rank=0, rendezvous=f"127.0.0.1:{port}", startup_seconds=8, ranks_per_host=1)
-    )
+    found = bench.run(meeting(tmp_path, port, node_rank=0, startup_seconds=8))
     assert_ended(found, tmp_path, "did not join within 8 s")
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -147,28 +141,24 @@ def test_the_port_is_free_again_after_a_kill(tmp_path):
         again.listen()
 
 
-PARENT = """
-import sys
-from collectives.bench import run as bench
-from collectives.bench import results
-import json
-spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10**6, precision=None, budget_seconds=300, backend="gloo",
-                       lock_path=sys.argv[1], environment={sys.argv[2]: sys.argv[3]})
+SCRIPT = """
+import json, sys
+from collectives.bench import results, run as bench
+lock, iterations, *variable = sys.argv[1:]
+spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=int(iterations), precision=None, budget_seconds=300,
+                       backend="gloo", lock_path=lock, environment=dict([variable] if variable else []))
 def told(event):
     if event["event"] == "progress":
         print("going", flush=True)
-result = bench.run(spec, on_event=told)
-print(json.dumps(results.result_to_json(result)), flush=True)
+print(json.dumps(results.result_to_json(bench.run(spec, on_event=told))), flush=True)
 """
 
 
 def start_parent(tmp_path):
     parent = subprocess.Popen(
-        [STARTED, "-c", PARENT, str(tmp_path / "lock"), TEST_VARIABLE, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+        [STARTED, "-c", SCRIPT, str(tmp_path / "lock"), str(10**6), TEST_VARIABLE, str(tmp_path)],
+        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
     assert parent.stdout.readline().strip() == "going"
     return parent
 
@@ -201,21 +191,12 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
         pass
 
 
-FULL_SHM = """
-import json, sys
-from collectives.bench import run as bench
-from collectives.bench import results
-spec = bench.BenchSpec(sizes_bytes=(65536,), max_iterations=10, backend="gloo", lock_path=sys.argv[1])
-print(json.dumps(results.result_to_json(bench.run(spec))))
-"""
-
-
 @pytest.mark.netns
 def test_a_full_shared_memory_is_told(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root for a mount namespace")
     small = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && head -c 64k /dev/zero > /dev/shm/full; exec "$@"'
-    argv = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", FULL_SHM, str(tmp_path / "lock")]
+    argv = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", SCRIPT, str(tmp_path / "lock"), "10"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[2], check=False)
     assert "/dev/shm has 0 bytes free" in done.stdout, done.stderr
 

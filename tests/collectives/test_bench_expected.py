@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
-from agent.base.hosts import snapshots
-from agent.checks import judged
+from agent.checks import measured
 from agent.checks.expect import expectation
 from agent.jobs import benchmark
 from agent.jobs.benchmark import preflight_spec
-from agent.jobs.measuring import default_ranks
+from agent.jobs.child import default_ranks
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
 from collectives.bench.processes import BusyError
@@ -24,12 +23,11 @@ from collectives.bench.results import Bar
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
 
-MACHINES = Path(__file__).parents[1] / "machines"
 GB = 1e9
 
 
 def host(name: str) -> tuple[Snapshot, ...]:
-    return snapshots((MACHINES / f"{name}.json",))
+    return (snapshot(name),)
 
 
 def hello(machine: str, ranks: int, hosts: Sequence[str] = ("a",), **more: Any) -> list[Mapping[str, Any]]:
@@ -52,7 +50,7 @@ def test_preflight_spends_its_budget_on_what_is_judged() -> None:
     """A short sweep for the curve, then 64 MiB of every rank for all three; `quick` only these."""
     found = host("hgx-h100-8xH100-8hca")
     spec = preflight_spec(found, 8, 20, force=False, backend="nccl")
-    large = [case for case in spec.cases if judged.is_judged(case.op, case.bytes, 8)]
+    large = [case for case in spec.cases if measured.is_judged(case.op, case.bytes, 8)]
     assert {case.op for case in large} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert {case.bytes for case in large} == {512 << 20}
     assert len({case.bytes for case in spec.cases}) == 4
@@ -63,7 +61,7 @@ def test_preflight_spends_its_budget_on_what_is_judged() -> None:
     assert max(case.bytes for case in preflight_spec(found, 8, 20, force=False, backend="gloo").cases) == 16 << 20
     crowd = preflight_spec(found, 8, 20, force=False, hosts=64, backend="nccl")
     assert max(case.bytes for case in crowd.cases) == 8 << 30  # not 32 GiB beside whatever else is in memory
-    assert judged.is_judged("all_gather", 8 << 30, 512)
+    assert measured.is_judged("all_gather", 8 << 30, 512)
 
 
 @each_row("op", ["all_gather", "reduce_scatter", "all_reduce"])
@@ -93,10 +91,13 @@ def test_two_ranks_of_a_mesh_are_held_to_the_links_between_them() -> None:
         assert found["as it is"].high is not None and found["as it is"].high < 80 * GB
 
 
-def test_hosts_that_told_nothing_are_unknown() -> None:
+def test_hosts_that_told_nothing_are_unknown_and_gloo_is_held_to_no_links() -> None:
     rows = [*hello("hgx-h100-8xH100-8hca", 8, ("a",)), *hello("hgx-h100-8xH100-8hca", 8, ("b",), links={})]
     found = held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, rows)
     assert all(bar.low is None and "not known" in bar.why[0] for bar in found.values())
+    of_gloo = hello("hgx-h100-8xH100-8hca", 8, versions={"torch": "2.9"})
+    assert held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, of_gloo) == {}
+    assert benchmark.expected(host("cpu-only-vm"), default_ranks(host("cpu-only-vm"))) is None
 
 
 @each_row(
@@ -132,20 +133,11 @@ def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     assert due_of(None) is None
 
 
-def test_gloo_is_held_to_no_links() -> None:
-    rows = hello("hgx-h100-8xH100-8hca", 8, versions={"torch": "2.9"})
-    assert held("hgx-h100-8xH100-8hca", "all_gather", 1 << 30, rows) == {}
-    assert benchmark.expected(host("cpu-only-vm"), default_ranks(host("cpu-only-vm"))) is None
-
-
 def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:
     """What the command line and the preflight both build their benchmark with."""
-    (host,) = snapshots((MACHINES / "hgx-h100-8xH100-8hca.json",))
-    gpus = host.facts(GpuFacts)
-    assert gpus is not None
-    taken = replace(gpus, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))
-    outcomes = {name: replace(o, facts=taken) if name == "gpu" else o for name, o in host.outcomes.items()}
-    busy = replace(host, outcomes=outcomes)
+    (sound,) = host("hgx-h100-8xH100-8hca")
+    gpus = sound.facts(GpuFacts)
+    busy = changed(sound, GpuFacts, gpus=(replace(gpus.gpus[0], processes=(GpuProcess(pid=4711),)), *gpus.gpus[1:]))
     spec = preflight_spec((busy,), 2, 10, force=False)
     assert spec.gpu_pids == (4711,)
     with pytest.raises(BusyError, match="pid 4711"):

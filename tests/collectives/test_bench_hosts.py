@@ -24,8 +24,7 @@ DEFAULT_BYTES_PER_SECOND = 200e6 / 8  # what the rig lets through on eth0
 
 RUN = """
 import json, sys
-from collectives.bench import run as bench
-from collectives.bench import results
+from collectives.bench import results, run as bench
 settings = json.loads(sys.argv[1])
 if "search" in settings:
     settings["search"] = bench.SearchPlan(**settings["search"])
@@ -42,14 +41,9 @@ def start(rig, count, settings, env=None):
     processes = []
     for host in range(count):
         own = {
-            "hosts": count,
-            "node_rank": host,
-            "rendezvous": f"{rig.address(0)}:29555",
-            "ranks_per_host": 1,
-            "lock_path": None,
-            "startup_seconds": 240,
-            **settings,
-        }
+            "hosts": count, "node_rank": host, "rendezvous": f"{rig.address(0)}:29555", "ranks_per_host": 1,
+            "lock_path": None, "startup_seconds": 240, **settings,
+        }  # fmt: skip
         argv = [sys.executable, "-c", RUN, json.dumps(own)]
         processes.append(rig.popen(host, argv, env, stdout=subprocess.PIPE, text=True, cwd=ROOT))
     return processes
@@ -109,19 +103,17 @@ def test_a_cut_link_ends_both_sides_with_what_was_measured_before():
 def test_a_rank_that_dies_on_another_host_is_named_here():
     env = {"TOPOFLIGHT_FAULT": "rank=1:die@iteration=20"}
     with hosts(2) as rig:
-        near, far = finish(start(rig, 2, {"sizes_bytes": (65536, 131072)}, env))
-    assert "rank 1 on host-1: no sign of life" in "\n".join(near.problems)
-    assert "rank 1 on host-1: died silently" in "\n".join(far.problems)
-    assert "rank 0 on host-0: died" not in "\n".join(near.problems)
+        near, far = ("\n".join(each.problems) for each in finish(start(rig, 2, {"sizes_bytes": (65536, 131072)}, env)))
+    assert "rank 1 on host-1: no sign of life" in near and "rank 0 on host-0: died" not in near
+    assert "rank 1 on host-1: died silently" in far
 
 
 def test_an_interface_that_is_not_there_is_told_by_every_host():
     with hosts(2) as rig:
         found = finish(start(rig, 2, {"sizes_bytes": (65536,)}, {"GLOO_SOCKET_IFNAME": "net7"}))
     for host, result in enumerate(found):
-        assert not result.complete
-        assert f"rank {host} on host-{host}" in "\n".join(result.problems)
-        assert "net7" in "\n".join(result.problems)
+        told = "\n".join(result.problems)
+        assert not result.complete and f"rank {host} on host-{host}" in told and "net7" in told
 
 
 def test_a_host_that_comes_late_to_every_meeting_is_named():
@@ -157,19 +149,9 @@ def test_a_link_at_a_third_is_named_as_the_fault_between_the_hosts(tmp_path):
         lines = []
         for host in range(2):
             saved = tmp_path / f"{port}-{host}.json"
-            argv = [
-                sys.executable,
-                "-m",
-                "agent.cli",
-                "bench",
-                "--nodes",
-                "2",
-                "--node-rank",
-                str(host),
-                "--ranks",
-                "1",
-            ]
-            argv += ["--rendezvous", f"{rig.address(0)}:{port}", "-o", "json", "--save", str(saved), *sizes, *more]
+            argv = [sys.executable, "-m", "agent.cli", "bench", "--nodes=2", f"--node-rank={host}", "--ranks=1",
+                    f"--rendezvous={rig.address(0)}:{port}", "-o", "json", "--save", str(saved), *sizes,
+                    *more]  # fmt: skip
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
             own = {"TOPOFLIGHT_STATE": str(tmp_path / f"state-{host}")}
             lines.append((saved, rig.popen(host, argv, own, **pipes)))
@@ -184,7 +166,7 @@ def test_a_link_at_a_third_is_named_as_the_fault_between_the_hosts(tmp_path):
             rig.shape(1, device, "100mbit")
         for said, code, _ in measured(rig, 29563, "--baseline", str(before)):
             assert code == (3 if "fail: bench" in said else 0), said  # half of the least lies near a third of all
-            assert re.search(r"(warn|fail): bench\.busbw\.low all_gather", said), said
-            assert re.search(r"(warn|fail): bench\.busbw\.low all_reduce", said), said
+            for op in ("all_gather", "all_reduce"):
+                assert re.search(rf"(warn|fail): bench\.busbw\.low {op}", said), said
             assert "as in the baseline" in said and "between the 2 hosts" in said
             assert "--search" in said

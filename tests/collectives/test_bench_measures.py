@@ -30,16 +30,10 @@ def bar_of(op, size_bytes, ranks, hello):
 def result(tmp_path_factory):
     events = []
     spec = bench.BenchSpec(
-        ops=tuple(OPS),
-        sizes_bytes=(100_000, 1_000_000),
-        max_iterations=20,
-        budget_seconds=240,
-        startup_seconds=240,
-        lock_path=str(tmp_path_factory.mktemp("lock") / "lock"),
-        backend="gloo",
-        expect=bar_of,
+        ops=tuple(OPS), sizes_bytes=(100_000, 1_000_000), max_iterations=20, budget_seconds=240, startup_seconds=240,
+        lock_path=str(tmp_path_factory.mktemp("lock") / "lock"), backend="gloo", expect=bar_of,
         links={"told": "by the host"},
-    )
+    )  # fmt: skip
     return bench.run(spec, on_event=events.append), events
 
 
@@ -48,10 +42,8 @@ def test_every_op_is_measured_and_verified_by_two_ranks(result):
     assert found.complete, found.problems
     assert [m.op for m in found.measurements] == [op for op in OPS for _ in range(2)]
     for m in found.measurements:
-        assert m.verified
-        assert m.ranks == (0, 1) and len(m.hosts) == 2
-        assert 10 <= len(m.iteration_seconds) <= 20
-        assert len(m.rank_median_seconds) == 2
+        assert m.verified and m.ranks == (0, 1) and len(m.hosts) == 2
+        assert 10 <= len(m.iteration_seconds) <= 20 and len(m.rank_median_seconds) == 2
         assert m.algbw_bytes_per_second == pytest.approx(m.bytes / m.median_seconds)
         assert m.busbw_bytes_per_second == pytest.approx(m.algbw_bytes_per_second * OPS[m.op].factor(2))
 
@@ -73,17 +65,12 @@ def test_versions_and_a_bar_of_its_own_for_each_size(result):
     assert found.measurements[-1].expected_busbw_bytes_per_second is None
 
 
-def test_the_result_comes_back_from_json_as_it_went(result):
-    found, _ = result
-    assert results.result_from_json(json.loads(json.dumps(results.result_to_json(found)))) == found
-
-
-def test_progress_is_told_while_it_happens(result):
+def test_the_result_comes_back_from_json_and_progress_was_told_while_it_happened(result):
     found, events = result
+    assert results.result_from_json(json.loads(json.dumps(results.result_to_json(found)))) == found
     kinds = [event["event"] for event in events]
-    assert kinds.count("start") == 2 and kinds.count("end") == 2
+    assert kinds.count("start") == kinds.count("end") == 2 and "progress" in kinds
     assert kinds.count("measured") == len(found.measurements)
-    assert "progress" in kinds
 
 
 def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
@@ -91,22 +78,13 @@ def test_groups_are_measured_at_the_same_time_and_told_apart(tmp_path):
     cases += (bench.Case(op="all_reduce", bytes=4096, groups=((0, 2), (1, 3))),)
     found = measured(tmp_path, cases=cases, ranks_per_host=4, max_iterations=10)
     assert found.complete, found.problems
-    assert [(m.op, m.ranks) for m in found.measurements] == [
-        ("all_gather", (0, 1, 2, 3)),
-        ("reduce_scatter", (0, 1, 2, 3)),
-        ("all_reduce", (0, 2)),
-        ("all_reduce", (1, 3)),
-    ]
+    whole = [(op, (0, 1, 2, 3)) for op in ("all_gather", "reduce_scatter")]
+    assert [(m.op, m.ranks) for m in found.measurements] == [*whole, ("all_reduce", (0, 2)), ("all_reduce", (1, 3))]
 
 
 def test_a_spent_budget_leaves_a_partial_result_that_says_what_is_missing(tmp_path):
-    found = measured(
-        tmp_path,
-        sizes_bytes=tuple(range(1 << 20, 1 << 21, 1 << 16)),
-        budget_seconds=0.2,
-        max_iterations=10_000,
-        precision=None,
-    )
+    sizes = tuple(range(1 << 20, 1 << 21, 1 << 16))
+    found = measured(tmp_path, sizes_bytes=sizes, budget_seconds=0.2, max_iterations=10_000, precision=None)
     assert not found.complete
     assert found.measurements and all(m.verified for m in found.measurements)
     assert any("time budget of 0.2 s was spent" in problem for problem in found.problems)
@@ -119,15 +97,8 @@ def test_the_starting_process_imports_no_torch():
 
 def test_a_size_that_is_slow_costs_no_more_than_its_budget(tmp_path):
     """64 MiB of each rank on a slow wire: fewer iterations and warm-ups, a result all the same."""
-    found = measured(
-        tmp_path,
-        ops=("all_reduce",),
-        sizes_bytes=(64 << 20,),
-        warmup=1000,
-        min_iterations=1000,
-        max_iterations=1000,
-        budget_seconds=2,
-    )
+    found = measured(tmp_path, ops=("all_reduce",), sizes_bytes=(64 << 20,), warmup=1000, min_iterations=1000,
+                     max_iterations=1000, budget_seconds=2)  # fmt: skip
     assert found.complete, found.problems
     (only,) = found.measurements
     assert 1 <= len(only.iteration_seconds) < 1000

@@ -10,7 +10,6 @@ from collectives.bench.ops import (
     GRAIN_BYTES,
     OPS,
     UNKNOWN_SOURCE,
-    Side,
     allocate,
     fill,
     matches,
@@ -91,31 +90,19 @@ def test_one_wrong_element_is_seen_wherever_it_is(name):
         assert op.wrong(sides[1], 5) == ()
 
 
-def test_all_gather_names_the_place_whose_data_is_wrong():
-    op, sides = after("all_gather", turn=3)
-    sides[0].taken.chunk(3)[2][7] = 999
-    assert op.wrong(sides[0], 3) == (2,)
-
-
-def test_a_sum_does_not_say_whose_part_is_wrong():
-    op, sides = after("all_reduce", turn=3)
-    sides[0].taken[7] += 1
-    assert op.wrong(sides[0], 3) == (UNKNOWN_SOURCE,)
-
-
-def test_swapped_parts_are_seen():
-    torch = pytest.importorskip("torch")
-    op, sides = after("all_gather", turn=3)
-    first, second, third = sides[0].taken.clone().chunk(3)
-    sides[0].taken.copy_(torch.cat([second, first, third]))
-    assert op.wrong(sides[0], 3) == (0, 1)
-
-
-def test_a_buffer_that_nobody_wrote_is_wrong():
-    op = OPS["broadcast"]
-    side = allocate(op, 4096, None, (0, 1), 1, "cpu")
-    fill(op, side, 1)
-    assert op.wrong(side, 1) == (0,)
+@each_row(
+    ("name", "spoil", "wrong"),
+    [
+        ("all_gather", lambda taken: taken.chunk(3)[2][7].fill_(999), (2,)),
+        ("all_reduce", lambda taken: taken[7].add_(1), (UNKNOWN_SOURCE,)),  # a sum does not say whose part is wrong
+        ("all_gather", lambda taken: taken.copy_(taken.roll(taken.numel() // 3)), None),  # every part is another's
+        ("broadcast", lambda taken: taken.zero_(), (0,)),  # a buffer that nobody wrote
+    ],
+)
+def test_the_place_whose_data_is_wrong_is_named(name, spoil, wrong):
+    op, sides = after(name, turn=3)
+    spoil(sides[0].taken)
+    assert op.wrong(sides[0], 3) == ((0, 1, 2) if wrong is None else wrong)
 
 
 def test_sums_are_exact_for_many_ranks():
@@ -126,8 +113,3 @@ def test_sums_are_exact_for_many_ranks():
     assert matches(sums, ranks, 9)
     assert float(sums.max()) < 2**24
     assert not matches(sums, ranks[:-1], 9)
-
-
-def test_a_side_knows_its_group():
-    side = Side(group=None, ranks=(3, 5), me=1, send_buffer=None, taken=None)
-    assert side.n == 2

@@ -7,6 +7,7 @@ import pytest
 from rigs.tables import each_row
 
 from collectives.bench import results
+from collectives.bench.rank import predict_seconds
 from collectives.bench.results import BenchResult, Measurement, spread_ratio
 from collectives.bench.run import BenchSpec, Case, SpecError, assemble, fit_latency, name_stragglers, sweep
 from collectives.bench.watch import Outcome
@@ -14,28 +15,15 @@ from collectives.bench.watch import Outcome
 
 def measurement(size, seconds, op="all_gather", verified=True):
     return Measurement(
-        op=op,
-        backend="gloo",
-        ranks=(0, 1),
-        hosts=("a", "b"),
-        bytes=size,
-        iteration_seconds=(seconds,),
-        median_seconds=seconds,
-        spread_ratio=None,
-        algbw_bytes_per_second=size / seconds,
-        busbw_bytes_per_second=size / seconds / 2,
-        verified=verified,
-    )
+        op=op, backend="gloo", ranks=(0, 1), hosts=("a", "b"), bytes=size, iteration_seconds=(seconds,),
+        median_seconds=seconds, spread_ratio=None, algbw_bytes_per_second=size / seconds,
+        busbw_bytes_per_second=size / seconds / 2, verified=verified,
+    )  # fmt: skip
 
 
-def test_five_values_or_fewer_have_no_95_percent_interval():
-    assert spread_ratio([]) is None
-    assert spread_ratio([1.0] * 5) is None
-    assert spread_ratio([1.0] * 6) == 0
-
-
-def test_the_interval_of_six_values_is_their_whole_range():
-    assert spread_ratio([1, 2, 3, 4, 5, 6]) == pytest.approx((6 - 1) / 2 / 3.5)
+@each_row(("values", "ratio"), [([], None), ([1.0] * 5, None), ([1.0] * 6, 0), ([1, 2, 3, 4, 5, 6], 5 / 2 / 3.5)])
+def test_the_interval_needs_six_values_and_is_the_whole_range_of_them(values, ratio):
+    assert spread_ratio(values) == (ratio and pytest.approx(ratio))
 
 
 @each_row("n", [6, 10, 25, 100])
@@ -58,15 +46,12 @@ def test_more_iterations_make_the_interval_tighter():
     assert spread_ratio(values) < spread_ratio(values[:20])
 
 
-def test_the_fit_finds_latency_and_bandwidth():
+def test_the_fit_finds_latency_and_bandwidth_of_verified_sizes_of_its_operation():
     points = [measurement(size, 50e-6 + size / 2e9) for size in (1_000, 100_000, 10_000_000, 1_000_000_000)]
     fit = fit_latency("all_gather", points)
     assert fit.alpha_seconds == pytest.approx(50e-6, rel=1e-6)
     assert fit.beta_bytes_per_second == pytest.approx(2e9, rel=1e-6)
     assert fit.points == 4
-
-
-def test_unverified_sizes_and_other_ops_have_no_part_in_the_fit():
     points = [measurement(1_000, 1e-3), measurement(2_000, 2e-3, verified=False), measurement(3_000, 1, op="broadcast")]
     assert fit_latency("all_gather", points) is None
 
@@ -112,17 +97,10 @@ def test_names_and_addresses_are_rendezvous(endpoint):
 
 def test_a_result_comes_back_from_json():
     result = BenchResult(
-        measurements=(measurement(1000, 1e-3),),
-        world_size=2,
-        backend="gloo",
-        hosts=("a", "b"),
-        environment={"GLOO_SOCKET_IFNAME": "net1"},
-        versions={"torch": "2"},
-        started_at_seconds=1.5,
-        seconds=2.0,
-        problems=("rank 1 on b: no answer",),
-        complete=False,
-    )
+        measurements=(measurement(1000, 1e-3),), world_size=2, backend="gloo", hosts=("a", "b"),
+        environment={"GLOO_SOCKET_IFNAME": "net1"}, versions={"torch": "2"}, started_at_seconds=1.5, seconds=2.0,
+        problems=("rank 1 on b: no answer",), complete=False,
+    )  # fmt: skip
     assert results.result_from_json(results.result_to_json(result)) == result
 
 
@@ -138,16 +116,11 @@ GIB = 1 << 30
 
 
 def hello(**changes):
-    rows = []
-    for rank in range(4):
-        row = {"rank": rank, "host": f"node-{rank // 2}", "versions": {"torch": "2.13.0", "nccl": "2.27.5"}}
-        row |= {
-            "environment": {"NCCL_IB_HCA": "mlx5_0"},
-            "shm_free_bytes": GIB,
-            "memlock_bytes": None,
-            "rdma": ["mlx5_0"],
-        }
-        rows.append(row | {key: values[rank] for key, values in changes.items()})
+    """What four ranks of two nodes say as they join; `changes` by rank."""
+    usual = {"versions": {"torch": "2.13.0", "nccl": "2.27.5"}, "environment": {"NCCL_IB_HCA": "mlx5_0"},
+             "shm_free_bytes": GIB, "memlock_bytes": None, "rdma": ["mlx5_0"]}  # fmt: skip
+    rows = [{"rank": rank, "host": f"node-{rank // 2}", **usual, **{key: each[rank] for key, each in changes.items()}}
+            for rank in range(4)]  # fmt: skip
     return {"event": "joined", "ranks": rows}
 
 
@@ -171,24 +144,24 @@ def test_ranks_that_are_alike_leave_no_problem():
     assert found.measurements[0].busbw_bytes_per_second == 4096 / 1e-3 * 3 / 4
 
 
-def test_different_nccl_versions_are_named_by_rank_and_host():
-    versions = [{"torch": "2.13.0", "nccl": v} for v in ("2.27.5", "2.27.5", "2.26.2", "2.26.2")]
-    (problem,) = result(hello(versions=versions), measured()).problems
-    assert problem.startswith(
-        "different versions of nccl: 2.27.5 on rank 0 (node-0), rank 1 (node-0); 2.26.2 on rank 2"
-    )
+VERSIONS = [{"torch": "2.13.0", "nccl": v} for v in ("2.27.5", "2.27.5", "2.26.2", "2.26.2")]
 
 
-def test_a_small_shared_memory_is_told_of_its_host_alone():
-    (problem,) = result(hello(shm_free_bytes=[GIB, GIB, 1000, 1000]), measured()).problems
-    assert problem.startswith("node-1: /dev/shm has 1000 bytes free")
-
-
-def test_a_memlock_limit_is_told_where_there_is_rdma():
-    (problem,) = result(hello(memlock_bytes=[None, None, 65536, 65536]), measured()).problems
-    assert problem.startswith("node-1: memlock is limited to 65536 bytes, and mlx5_0 cannot register more")
-    assert result(hello(memlock_bytes=[65536] * 4, rdma=[[]] * 4), measured()).problems == ()
-    assert result(hello(memlock_bytes=[65536] * 4), measured(), backend="gloo").problems == ()
+@each_row(
+    ("changes", "backend", "begins"),
+    [
+        ({"versions": VERSIONS}, "nccl",
+         "different versions of nccl: 2.27.5 on rank 0 (node-0), rank 1 (node-0); 2.26.2 on rank 2"),
+        ({"shm_free_bytes": [GIB, GIB, 1000, 1000]}, "nccl", "node-1: /dev/shm has 1000 bytes free"),
+        ({"memlock_bytes": [None, None, 65536, 65536]}, "nccl",
+         "node-1: memlock is limited to 65536 bytes, and mlx5_0 cannot register more"),
+        ({"memlock_bytes": [65536] * 4, "rdma": [[]] * 4}, "nccl", None),  # no RDMA to register for
+        ({"memlock_bytes": [65536] * 4}, "gloo", None),
+    ],
+)  # fmt: skip
+def test_what_differs_or_is_short_is_one_problem_with_its_hosts(changes, backend, begins):
+    problems = result(hello(**changes), measured(), backend=backend).problems
+    assert [problem[: len(begins or "")] for problem in problems] == ([begins] if begins else [])
 
 
 def test_a_wrong_sum_that_nobody_owns_up_to_is_told_so():
@@ -199,11 +172,8 @@ def test_a_wrong_sum_that_nobody_owns_up_to_is_told_so():
     )
 
 
-def test_data_that_was_never_compared_is_not_verified():
+def test_what_was_not_measured_or_compared_is_neither_verified_nor_whole():
     assert not result(hello(), measured(rounds=0)).measurements[0].verified
-
-
-def test_ranks_that_never_joined_leave_an_empty_partial_result():
     found = result(problems=["the ranks did not join within 5 s"])
     assert not found.complete and found.measurements == () and found.hosts == ()
 
@@ -212,7 +182,7 @@ def test_ranks_that_never_joined_leave_an_empty_partial_result():
 
 
 def meetings(arrivals):
-    """What each rank waits, from when each came to each meeting; by rank, then by meeting."""
+    """What each rank waits at each meeting, from when each came."""
     waits = [[max(moment) - came for came in moment] for moment in arrivals]
     return [list(row) for row in zip(*waits, strict=True)]
 
@@ -249,12 +219,18 @@ def test_two_late_ranks_of_many_are_both_named_the_later_one_first():
     assert [straggler.rank for straggler in found] == [3, 9]
 
 
-def test_too_few_meetings_and_lone_ranks_name_nobody():
+def test_too_few_meetings_lone_ranks_and_a_rank_late_once_name_nobody():
     assert named(4, 4, {1: 0.1}) == ()
     assert name_stragglers((0,), ["a"], [[0.1] * 50]) == ()
-
-
-def test_a_rank_late_once_is_not_a_straggler():
     arrivals = jitter(4, 50, {})
     arrivals[7][2] += 5.0
     assert name_stragglers(range(4), list("abcd"), meetings(arrivals)) == ()
+
+
+def test_the_time_of_a_size_is_predicted_from_a_large_enough_one():
+    """From the largest alike; not from one that is all latency."""
+    small, middle = Case(op="all_gather", bytes=1 << 20), Case(op="all_gather", bytes=16 << 20)
+    large = Case(op="all_gather", bytes=256 << 20)
+    assert predict_seconds(large, {small: 0.2}) is None
+    assert predict_seconds(large, {small: 0.2, middle: 2.0}) == 32.0
+    assert predict_seconds(Case(op="reduce_scatter", bytes=16 << 20), {middle: 2.0}) == 2.0

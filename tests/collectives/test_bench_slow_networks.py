@@ -4,31 +4,18 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from rigs.netns import hosts, missing
-from test_bench_hosts import finish, start
+from test_bench_hosts import ROOT, finish, start
 
-from collectives.bench.plan import Case
-from collectives.bench.rank import predict_seconds
-
-ROOT = Path(__file__).parents[2]
-rig_needed = [
+pytestmark = [
     pytest.mark.ranks,
     pytest.mark.netns,
     pytest.mark.usefixtures("forked_ranks"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
-
-
-def in_rig(test):
-    """Mark a test that needs hosts."""
-    for mark in rig_needed:
-        test = mark(test)
-    return test
-
 
 # 10 MiB of each rank through 10 Mb/s: 8 s at least for an all-gather, several times the silence that ends a run
 SLOW = {
@@ -38,7 +25,6 @@ SLOW = {
 
 
 @pytest.mark.alone  # beside other ranks it may stand still for as long as the silence that ends it
-@in_rig
 def test_a_transfer_that_takes_longer_than_the_silence_is_let_go_on():
     """A rank in a long transfer comes to no meeting for a while; its bytes move, and the run is whole."""
     with hosts(2, default_rate="10mbit") as rig:
@@ -48,7 +34,6 @@ def test_a_transfer_that_takes_longer_than_the_silence_is_let_go_on():
             assert measured.verified and measured.median_seconds > 2 * SLOW["silence_seconds"]
 
 
-@in_rig
 def test_a_transfer_whose_bytes_stop_is_ended():
     """The same run with the link cut in the middle: the silence counts from the last byte."""
     with hosts(2, default_rate="10mbit") as rig:
@@ -67,7 +52,6 @@ def sent(rig):
     return int(rig.run(0, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]))
 
 
-@in_rig
 def test_the_budget_is_kept_where_one_iteration_takes_seconds():
     """A sweep into sizes that do not fit: what fits is measured, the rest is named and not begun."""
     sizes = (1 << 20, 8 << 20, 512 << 20)
@@ -83,7 +67,6 @@ def test_the_budget_is_kept_where_one_iteration_takes_seconds():
     assert seconds < settings["budget_seconds"] + 90
 
 
-@in_rig
 def test_a_peer_that_comes_late_is_waited_for_and_one_that_never_comes_is_said():
     """Late by more than a host needs to start; and the host where all meet does not blame its own port."""
     quick = {"sizes_bytes": (65536,), "ops": ["all_gather"], "min_iterations": 2, "max_iterations": 5}
@@ -98,7 +81,6 @@ def test_a_peer_that_comes_late_is_waited_for_and_one_that_never_comes_is_said()
     assert "not all of 2 hosts came" in text and "refused" not in text.lower(), text
 
 
-@in_rig
 def test_the_verb_takes_the_second_network_and_its_result_names_it(tmp_path):
     """As deploy/bench/job runs it: the pods' annotation names net1, no variable is set."""
     status = [
@@ -125,12 +107,3 @@ def test_the_verb_takes_the_second_network_and_its_result_names_it(tmp_path):
         most = max(mine, key=lambda row: row["bytes"])
         assert (most["interface"], most["address"]) == ("net1", f"192.168.77.{host + 1}")
         assert most["bytes"] > 4194304
-
-
-def test_the_time_of_a_size_is_predicted_from_a_large_enough_one():
-    """From the largest alike; not from one that is all latency."""
-    small, middle = Case(op="all_gather", bytes=1 << 20), Case(op="all_gather", bytes=16 << 20)
-    large = Case(op="all_gather", bytes=256 << 20)
-    assert predict_seconds(large, {small: 0.2}) is None
-    assert predict_seconds(large, {small: 0.2, middle: 2.0}) == 32.0
-    assert predict_seconds(Case(op="reduce_scatter", bytes=16 << 20), {middle: 2.0}) == 2.0

@@ -11,13 +11,11 @@ SHAPE = StepShape(dp_shard=2, tp=2, layers=3, fsdp_layer_bytes=200_000, tp_activ
 
 
 def test_ranks_of_the_innermost_axis_lie_beside_each_other():
+    """And context-parallel ranks share the sharding group."""
     shape = StepShape(pp=2, dp_shard=2, tp=2)
     assert groups(shape, "tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert groups(shape, "dp_shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert groups(shape, "pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
-
-
-def test_context_parallel_ranks_share_the_sharding_group():
     assert groups(StepShape(dp_shard=2, cp=2, tp=2), "dp_shard", "cp") == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
@@ -37,10 +35,7 @@ def test_each_part_is_counted_as_often_as_a_step_makes_it():
         "fsdp_scatter": ("reduce_scatter", 200_000, 3),
         "tp_reduce": ("all_reduce", 40_000, 24),
     }
-
-
-def test_an_axis_of_one_rank_moves_nothing():
-    assert parts(StepShape(fsdp_layer_bytes=100, tp_activation_bytes=100, pp_activation_bytes=100)) == ()
+    assert parts(StepShape(fsdp_layer_bytes=100, tp_activation_bytes=100, pp_activation_bytes=100)) == (), "of one rank"
 
 
 @each_row("word", ["tp=0", "layers=2", "pp=-1", "dp_shard"])
@@ -69,12 +64,8 @@ def test_four_ranks_measure_a_step_in_its_groups(tmp_path):
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_a_lying_rank_spoils_the_step_and_is_named(tmp_path):
-    found = measured(
-        tmp_path,
-        cases=parts(StepShape(dp_shard=3, fsdp_layer_bytes=30_000)),
-        ranks_per_host=3,
-        environment={"TOPOFLIGHT_FAULT": "rank=2:lie"},
-    )
+    cases = parts(StepShape(dp_shard=3, fsdp_layer_bytes=30_000))
+    found = measured(tmp_path, cases=cases, ranks_per_host=3, environment={"TOPOFLIGHT_FAULT": "rank=2:lie"})
     assert not found.complete
     assert found.step, found.problems
     assert not any(part.verified for part in found.step.parts)

@@ -17,7 +17,10 @@ from collectives.nccl_log import evidence
 LOGS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus")) / "nccl_logs"
 GDRDMA = {"on": True, "off": False, "partial": "partial", "none": None}
 
-pytestmark = pytest.mark.corpus
+pytestmark = [
+    pytest.mark.corpus,
+    pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS"),
+]
 
 
 def cases() -> list[dict[str, Any]]:
@@ -25,7 +28,6 @@ def cases() -> list[dict[str, Any]]:
     return json.loads(index.read_text()) if index.is_file() else []
 
 
-@pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case["file"])
 def test_the_verdict_is_the_experts(case: dict[str, Any]) -> None:
     """Every field the index states, and no problem beyond those it lists."""
@@ -48,7 +50,6 @@ def test_the_verdict_is_the_experts(case: dict[str, Any]) -> None:
     assert {key: got[key] for key in want} == want
 
 
-@pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case["file"])
 def test_every_problem_shows_where_it_is(case: dict[str, Any]) -> None:
     """Proof lines carry the number and the text of a line of the file."""
@@ -68,7 +69,6 @@ def verdict_of(lines: list[str]) -> tuple[object, ...]:
     return (*fields, verdict.send, verdict.receive, codes)
 
 
-@pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
 @pytest.mark.parametrize(("name", "form"), rows("corpus_dresses"))
 def test_a_launcher_changes_no_verdict(name: str, form: str) -> None:
     """The same logs through every launcher, pager and container runtime."""
@@ -96,7 +96,6 @@ def interleave(lines: list[str], chance: random.Random) -> list[str]:
     return out
 
 
-@pytest.mark.skipif(not LOGS.is_dir(), reason="no corpus of NCCL logs: set TOPOFLIGHT_CORPUS")
 @pytest.mark.parametrize("seed", range(6))
 def test_interleaving_changes_no_verdict(seed: int) -> None:
     """One line in ten torn: what joins nodes and GPUs, and whether GPUDirect RDMA is on, stays."""

@@ -110,8 +110,10 @@ def test_a_folder_is_one_verdict_with_places(tmp_path: Path) -> None:
     assert (verdict.gdrdma, verdict.hosts, verdict.lines_read) == ("partial", 2, 8)
     shown = {row.file: row.line for problem in verdict.problems for row in problem.lines}
     assert shown == {str(tmp_path / "sub" / "rank1.log.gz"): 3}
-    apart = evidence.read_files([tmp_path / "rank0.log", tmp_path / "sub" / "rank1.log.gz"])
+    apart = evidence.read_files([str(tmp_path / "rank0.log"), tmp_path / "sub" / "rank1.log.gz"])
     assert apart == verdict
+    with (tmp_path / "rank0.log").open("rb") as file:
+        assert evidence.read_file(file).gdrdma == evidence.read_file(tmp_path / "rank0.log").gdrdma == "on"
     done = CliRunner().invoke(verb, [str(tmp_path / "rank0.log"), str(tmp_path / "sub")])
     assert done.exit_code == 3
     assert "line 3 of" in done.output

@@ -15,14 +15,14 @@ GOOD = [
 ]
 
 
-@each_row(("code", "line"), rows("ends"))
-def test_a_job_that_died_is_not_a_pass(line: str, code: str) -> None:
-    """Two statements: GPUDirect RDMA was on, and the job failed; the exit code follows the worse."""
-    verdict = read([*GOOD, "loss 1.0", line])
-    assert verdict.gdrdma == "on"
-    assert verdict.outcome == "failed"
+@each_row("steps", [1, 900])
+@each_row(("code", "line"), [*rows("ends"), *rows("ends_of_launchers"), *rows("failures")])
+def test_a_job_that_died_is_not_a_pass(line: str, code: str, steps: int) -> None:
+    """Two statements: GPUDirect RDMA was on, and the job failed, with the line as proof; the exit code is the worse."""
+    verdict = read([*GOOD, *(f"step {n} loss 1.0" for n in range(steps)), line])
+    assert (verdict.gdrdma, verdict.outcome) == ("on", "failed")
     assert [problem.code for problem in verdict.problems] == [code]
-    assert [row.line for row in verdict.problems[0].lines] == [4]
+    assert [row.line for row in verdict.problems[0].lines] == [steps + 3]
     assert evidence.exit_code(verdict) == evidence.FAILED
 
 
@@ -35,9 +35,9 @@ def test_behind_a_launcher_too(launcher: str, line: str, code: str) -> None:
     assert [p.code for p in read([launcher + text for text in (*GOOD, line)]).problems] == [code]
 
 
-@each_row("line", rows("alive"))
+@each_row("line", [*rows("alive"), *rows("resembling")])
 def test_words_of_a_living_job_are_no_end(line: str) -> None:
-    """Handlers, zeros, retries and other libraries' words."""
+    """Handlers, zeros, retries, texts about errors and other libraries' words."""
     verdict = read([*GOOD, line])
     assert (verdict.problems, verdict.outcome) in [((), "unknown"), ((), "finished")]
 
@@ -58,17 +58,3 @@ def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: s
 def test_every_code_that_ends_a_job_fails() -> None:
     """An end is never less than a failure."""
     assert {meaning.severity for meaning in CODES.values() if meaning.ends} == {"fail"}
-
-
-@each_row(("code", "line"), rows("ends_of_launchers"))
-def test_schedulers_name_how_a_step_ended(line: str, code: str) -> None:
-    """The signal, the memory or the node that the launcher names; also among many other lines."""
-    for lines in ([*GOOD, line], [*GOOD, *(f"step {n} loss 1.0" for n in range(900)), line]):
-        verdict = read(lines)
-        assert ([problem.code for problem in verdict.problems], verdict.outcome) == ([code], "failed")
-
-
-@each_row("line", rows("resembling"))
-def test_words_that_only_resemble_an_end(line: str) -> None:
-    """A handler, a text about errors, a zero."""
-    assert read([*GOOD, line]).problems == ()

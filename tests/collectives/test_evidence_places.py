@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gzip
+import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import pytest
 from evidence_rows import rows
 from rigs.logs import read
 from rigs.tables import each_row
 
 from collectives.nccl_log import evidence
-from collectives.nccl_log.transport import Evidence, rank_words
+from collectives.nccl_log.transport import rank_words
 
 
 def node(name: str, first: int, *, gdrdma: bool, hcas: int) -> list[str]:
@@ -54,33 +55,26 @@ def test_the_node_without_gdrdma_and_the_node_with_a_port_down_are_named(tmp_pat
     assert verdict.problems[0].place == "node-b (ranks 2 to 3)"
 
 
-def test_the_log_of_some_ranks_is_no_single_node() -> None:
-    wrong = []
-    for lines, code, words in rows("parts"):
-        verdict = read(lines)
-        said = [p.message for p in verdict.problems if p.code == "ranks_missing"]
-        if evidence.exit_code(verdict) != code or bool(words) != bool(said) or (words and words not in said[0]):
-            wrong.append((lines, evidence.exit_code(verdict), said))
-    assert wrong == []
+@each_row(("lines", "code", "words"), rows("parts"))
+def test_the_log_of_some_ranks_is_no_single_node(lines: list[str], code: int, words: str) -> None:
+    verdict = read(lines)
+    said = [p.message for p in verdict.problems if p.code == "ranks_missing"]
+    assert evidence.exit_code(verdict) == code
+    assert [words in each for each in said] == [True] * bool(words)
+
+
+def test_ranks_in_words() -> None:
     assert rank_words([5, 0, 1, 2]) == "ranks 0 to 2, 5"
 
 
-IB = ["n1:1:2 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0",
-      "n1:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0"]  # fmt: skip
+@each_row(("code", "line", "ranks"), rows("texts"))
+def test_texts_of_runtimes_and_launchers(code: str, line: str, ranks: list[int]) -> None:
+    problem = read([line]).problems[0]
+    assert (problem.code, list(problem.ranks)) == (code, ranks)
 
 
-WARN = "h:1:2 [1] src/x.cc:220 NCCL WARN "
-
-
-# a line, the code that comes first, ranks
-def test_texts_of_runtimes_and_launchers() -> None:
-    wrong = []
-    for code, line, ranks in rows("texts"):
-        problem = read([line]).problems[0]
-        if (problem.code, list(problem.ranks)) != (code, ranks):
-            wrong.append((line, problem.code, problem.ranks))
-    assert wrong == []
-    # a library that one host needs not is no cause: the call that failed stays a failure
+def test_words_that_are_no_cause() -> None:
+    """A library that one host needs not leaves the call that failed a failure; retries and sources are none."""
     lines = ["h:1:2 [0] NCCL INFO Failed to open libibverbs.so[.1]", "h:1:2 [0] NCCL INFO Using network Socket",
              "h: Test NCCL failure common.cu:1279 'unhandled cuda error / '"]  # fmt: skip
     assert read(lines).problems[0].code == "call_failed"
@@ -88,24 +82,16 @@ def test_texts_of_runtimes_and_launchers() -> None:
     assert [line for line in quiet if read([line]).problems[0].code != "no_transport_evidence"] == []
 
 
-@pytest.mark.parametrize("gz", [False, True])
-def test_other_texts_get_an_answer_of_their_own(gz: bool, tmp_path: Path) -> None:
+@each_row("pack", [bytes, gzip.compress])
+@each_row(("name", "text", "code", "word", "hosts", "exit_code"), rows("other_texts"))
+def test_other_texts_get_an_answer_of_their_own(
+    pack: Callable[[bytes], bytes], name: str, text: str, code: str, word: str, hosts: list[str], exit_code: int
+) -> None:
     """Saved RAS, ibstat, rdma link and kernel logs; none of them proves a channel."""
-    import gzip
-
-    wrong = []
-    for name, text, code, word, hosts, exit_code in rows("other_texts"):
-        path = tmp_path / "text"
-        path.write_bytes(gzip.compress(text.encode()) if gz else text.encode())
-        verdict: Evidence = evidence.read_file(path)
-        first = verdict.problems[0]
-        got = (first.code, list(first.hosts), evidence.exit_code(verdict))
-        if got != (code, hosts, exit_code) or word not in first.message:
-            wrong.append((name, first, evidence.exit_code(verdict)))
-    assert wrong == []
-
-
-MNNVL = ":100:200 [0] NCCL INFO MNNVL 1 cliqueId {} cliqueSize 4 cliqueRank 0"
+    verdict = evidence.read_file(io.BytesIO(pack(text.encode())))
+    first = verdict.problems[0]
+    assert (first.code, list(first.hosts), evidence.exit_code(verdict)) == (code, hosts, exit_code), name
+    assert word in first.message, name
 
 
 def _logs_of(nodes: Iterable[int], ranks: int, torn: int = -1) -> list[str]:

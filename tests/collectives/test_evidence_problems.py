@@ -107,15 +107,6 @@ def test_every_code_can_be_reached() -> None:
     assert [code for code in CODES if code not in given and f'"{code}"' not in source] == []
 
 
-@each_row(("code", "line"), rows("failures"))
-def test_a_failure_beside_good_channels_fails(line: str, code: str) -> None:
-    """Channels were made before it came: the log is failed, and the line is the proof."""
-    verdict = read([CHANNEL, "loss 1.0", line])
-    assert [problem.code for problem in verdict.problems] == [code]
-    assert [row.line for row in verdict.problems[0].lines] == [3]
-    assert evidence.exit_code(verdict) == evidence.FAILED
-
-
 @each_row("line", rows("harmless"))
 def test_what_is_tried_again_or_follows_is_no_failure(line: str) -> None:
     """Retries, NCCL's way on without SHARP, the shutdown, and variables set to their default."""

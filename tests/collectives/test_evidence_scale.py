@@ -91,17 +91,6 @@ def test_line_numbers_are_exact(gaps: list[int], size: int) -> None:
     assert read(lines).lines_read == len(lines)
 
 
-def test_per_process_files_join(tmp_path: Path) -> None:
-    """The files of one run are one verdict; a string, a path and an open file are all read."""
-    first, second = tmp_path / "nccl.n1.1.log", tmp_path / "nccl.n2.1.log"
-    first.write_text(ON + "\n")
-    second.write_text(ON.replace("[send]", "[receive]").replace("/GDRDMA", "") + "\n")
-    joined = evidence.read_files([str(first), second])
-    assert (joined.gdrdma, joined.lines_read) == ("partial", 2)
-    with first.open("rb") as file:
-        assert evidence.read_file(file).gdrdma == evidence.read_file(first).gdrdma == "on"
-
-
 def test_environment_names_one_file_per_process(tmp_path: Path) -> None:
     """What a run must be started with: every process its own file, connections made at once."""
     env = evidence.environment(tmp_path)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -69,9 +70,14 @@ def _free_ports(many: int) -> int:
     raise AssertionError("no port is free")
 
 
-def listening(wait_seconds: float, *, ports: tuple[Port, ...] = PORTS, stop: threading.Event | None = None):  # type: ignore[no-untyped-def]
-    answer: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-    thread = threading.Thread(target=lambda: answer.append(listen(ports, wait_seconds=wait_seconds, stop=stop)))
+Answers = list[tuple[tuple[str, ...], tuple[str, ...]]]
+
+
+def listening(wait_seconds: float, **more: Any) -> tuple[threading.Thread, Answers]:
+    """The listening side in a thread, and what it returns."""
+    answer: Answers = []
+    words = {"ports": PORTS, "wait_seconds": wait_seconds, **more}
+    thread = threading.Thread(target=lambda: answer.append(listen(words.pop("ports"), **words)))
     thread.start()
     return thread, answer
 
@@ -85,23 +91,17 @@ def test_each_port_meets_the_one_at_its_place() -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_both_sides_in_any_order_and_the_count_over_the_known_time() -> None:
-    late: list[threading.Thread] = []
-    answers: list[list[tuple[tuple[str, ...], tuple[str, ...]]]] = []
-
-    def start() -> None:
-        thread, answer = listening(120.0)
-        late.append(thread)
-        answers.append(answer)
-
-    timer = threading.Timer(1.5, start)
+    sides: list[tuple[threading.Thread, Answers]] = []
+    timer = threading.Timer(1.5, lambda: sides.append(listening(120.0)))
     timer.start()
     result = write(PORTS, "127.0.0.1")
     timer.join()
-    late[0].join(150.0)
+    ((thread, answer),) = sides
+    thread.join(150.0)
     assert result.complete and [each.port for each in result.writes] == ["mlx5_0:1", "mlx5_1:2"]
     assert result.writes[0].bytes_per_second == 12000 * 65536 / 4.0
     assert result.writes[0].mtu_bytes == 4096
-    assert answers[0] == [(("mlx5_0:1", "mlx5_1:2"), ())]
+    assert answer == [(("mlx5_0:1", "mlx5_1:2"), ())]
     assert rdma_from_json(result_to_json(result)) == result
 
 

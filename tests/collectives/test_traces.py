@@ -50,15 +50,17 @@ def test_a_dump_reads_alike_in_each_form(form: str) -> None:
     assert found.calls[1].created == 2.0
 
 
-def test_gloo_retires_what_is_over_and_nccl_what_has_timed_out() -> None:
-    gloo = calls.read(FORMS["json"](dump(entry(1, state="scheduled", profiling_name="gloo:barrier"))), rank=0)
-    nccl = calls.read(FORMS["json"](dump(entry(1, state="started"))), rank=0)
-    assert (gloo.calls[0].done, nccl.calls[0].done) == (True, False)
+def only(*entries: dict[str, Any], **members: Any) -> calls.RankTrace:
+    """What is read of a dump of rank 0."""
+    return calls.read(json.dumps({**dump(*entries), **members}).encode(), rank=0)
 
 
-def test_a_send_names_its_peer() -> None:
-    sent = entry(1, is_p2p=True, p2p_seq_id=4, profiling_name="nccl:send 0->2")
-    assert calls.read(FORMS["json"](dump(sent)), rank=0).calls[0].peer == 2
+def test_what_an_entry_says_of_its_call() -> None:
+    """gloo retires what is over, NCCL what has timed out; a send names its peer; the ring's lost calls were made."""
+    assert only(entry(1, state="scheduled", profiling_name="gloo:barrier")).calls[0].done
+    assert not only(entry(1, state="started")).calls[0].done
+    assert only(entry(1, is_p2p=True, p2p_seq_id=4, profiling_name="nccl:send 0->2")).calls[0].peer == 2
+    assert only(entry(1), pg_status={"0": {"last_enqueued_collective": 90}}).enqueued == {"0": 90}
 
 
 class Runs:
@@ -147,10 +149,10 @@ def test_ras_gives_a_dead_rank_its_process_and_counts_what_it_lists_in_a_table_o
     assert (alone.comms, alone.total, alone.most) == ((), 1, 8)
 
 
-def test_ras_refuses_what_is_none() -> None:
-    for raw in (b"", b"hello", b'{"communicators": 3}', b'{"communicators": ['):
-        with pytest.raises(ras.RasError):
-            ras.read(raw)
+@each_row("raw", [b"", b"hello", b'{"communicators": 3}', b'{"communicators": ['])
+def test_ras_refuses_what_is_none(raw: bytes) -> None:
+    with pytest.raises(ras.RasError):
+        ras.read(raw)
 
 
 LOG = (HERE / "watchdog.log").read_text()
@@ -165,13 +167,12 @@ def test_the_watchdogs_words_of_three_releases() -> None:
 
 
 def test_parts_of_a_coalesced_call_end_with_it() -> None:
-    def entry(record: int, name: str, state: str = "scheduled", *, p2p: bool = True) -> dict[str, Any]:
-        return {"record_id": record, "process_group": ["0", "default_pg"], "collective_seq_id": 1, "p2p_seq_id": record,
-                "profiling_name": f"nccl:{name}", "state": state, "retired": False, "is_p2p": p2p}  # fmt: skip
+    def part(record: int, name: str, state: str = "scheduled", *, p2p: bool = True) -> dict[str, Any]:
+        return entry(record, collective_seq_id=1, p2p_seq_id=record, profiling_name=f"nccl:{name}", state=state,
+                     retired=False, is_p2p=p2p)  # fmt: skip
 
-    entries = [entry(1, "send 0->1"), entry(2, "recv 0<-1"), entry(3, "coalesced", "completed", p2p=False),
-               entry(4, "send 0->1"), entry(5, "coalesced", p2p=False)]  # fmt: skip
-    found = calls.read(json.dumps({"version": "2.10", "entries": entries}).encode(), rank=0)
+    found = only(part(1, "send 0->1"), part(2, "recv 0<-1"), part(3, "coalesced", "completed", p2p=False),
+                 part(4, "send 0->1"), part(5, "coalesced", p2p=False))  # fmt: skip
     assert [call.done for call in found.calls] == [True, True, True, False, False]
 
 
@@ -179,8 +180,7 @@ def test_parts_of_a_coalesced_call_end_with_it() -> None:
     ("ranks", "members"), [("[0, 1]", (0, 1)), ([1, 0], (0, 1)), (["1", "a", -1, True, None], (1,)), ({"a": 1}, ())]
 )
 def test_members_of_a_group_in_any_form(ranks: object, members: tuple[int, ...]) -> None:
-    document = {"version": "2.10", "pg_config": {"7": {"ranks": ranks}}, "entries": []}
-    assert calls.read(json.dumps(document).encode(), rank=0).groups.get("7", ()) == members
+    assert only(pg_config={"7": {"ranks": ranks}}).groups.get("7", ()) == members
 
 
 def caught(rank: int, own: int, number: int, op: str = "ALLREDUCE", sizes: str = "8, NumelOut=8") -> str:
@@ -195,10 +195,14 @@ def status(rank: int, group: str, own: int, number: int, newest: int) -> str:
 
 
 def test_the_brackets_hold_the_groups_own_number_and_the_prefix_the_jobs() -> None:
-    found = watchdog.read([caught(4, 0, 900), status(4, "11(mesh_tp)", 0, 900, 902)]).traces
+    """And the words of the exception, which follow, are no second rank."""
+    lines = [caught(4, 0, 900), status(4, "11(mesh_tp)", 0, 900, 902)]
+    found = watchdog.read(lines).traces
     assert list(found) == [4]
     assert (found[4].calls[0].group, found[4].enqueued) == ("11", {"11": 902})
     assert not found[4].names
+    again = "[PG ID 2 PG GUID 11(mesh_tp) Rank 0] Process group watchdog thread terminated with exception: "
+    assert list(watchdog.read([*lines, again + lines[0].partition("] ")[2]]).traces) == [4]
 
 
 def test_a_gather_tells_how_many_its_group_has() -> None:
@@ -244,18 +248,6 @@ def test_a_rank_says_how_it_ended_and_which_call_did_not_match() -> None:
     assert {rank: (call.op, call.sizes, call.number) for rank, call in told.clash.items()} == {
         1: ("broadcast", ((1,),), 21), 0: ("allreduce", ((5, 2),), 21)}  # fmt: skip
     assert (told.hung, told.idle, told.lost) == ({6: "stood still for 480 s"}, {6}, {0: "node2.cluster.local"})
-
-
-def test_the_exceptions_words_are_no_second_rank() -> None:
-    again = "[PG ID 2 PG GUID 11(mesh_tp) Rank 0] Process group watchdog thread terminated with exception: "
-    bare = caught(4, 0, 900).partition("] ")[2]
-    found = watchdog.read([caught(4, 0, 900), status(4, "11(mesh_tp)", 0, 900, 902), again + bare]).traces
-    assert list(found) == [4]
-
-
-def test_what_the_ring_has_lost_was_called_all_the_same() -> None:
-    status = {"pg_status": {"0": {"last_enqueued_collective": 90}}}
-    assert calls.read(FORMS["json"]({**dump(entry(1)), **status}), rank=0).enqueued == {"0": 90}
 
 
 EVENT = """{

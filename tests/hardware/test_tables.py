@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import yaml
 from pydantic import TypeAdapter
 from rigs.tables import each_row
 
@@ -25,6 +26,7 @@ from planner.recommend import recommend
 from planner.sweep import frontier
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMES = yaml.safe_load(Path(__file__).with_name("gpu_names.yaml").read_text(encoding="utf-8"))
 TABLES = sorted((ROOT / "hardware").glob("*.toml"))
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
 PACKAGES = BUILD["targets"]["wheel"]["packages"]
@@ -71,27 +73,7 @@ def test_nccl_plans_below_the_wire() -> None:
     assert all(each.nccl_bytes_per_second < each.bytes_per_second for each in links() if each.nccl_bytes_per_second)
 
 
-@each_row(
-    ("name", "built_with_nvlink", "no_peers", "grace"),
-    [
-        ("NVIDIA H100 80GB HBM3", True, False, False),
-        ("NVIDIA H100 PCIe", False, False, False),
-        ("NVIDIA H200", True, False, False),
-        ("NVIDIA H200 NVL", False, False, False),
-        ("NVIDIA A100-SXM4-80GB", True, False, False),
-        ("NVIDIA A100-PCIE-40GB", False, False, False),
-        ("NVIDIA H800", True, False, False),
-        ("NVIDIA H800 PCIe", False, False, False),
-        ("NVIDIA B300 SXM6 AC", True, False, False),
-        ("NVIDIA GB200", True, False, True),
-        ("NVIDIA GH200 480GB", False, False, True),
-        ("Tesla V100-SXM2-16GB", True, False, False),
-        ("NVIDIA A10", False, False, False),
-        ("NVIDIA A10G", False, True, False),
-        ("NVIDIA GeForce RTX 3060", False, True, False),
-        ("a GPU of tomorrow", False, False, False),
-    ],
-)
+@each_row(("name", "built_with_nvlink", "no_peers", "grace"), NAMES["names"])
 def test_what_a_drivers_name_says(name: str, built_with_nvlink: bool, no_peers: bool, grace: bool) -> None:
     assert (soldered(name), refuses_peers(name), on_grace(name)) == (built_with_nvlink, no_peers, grace)
 
@@ -176,19 +158,7 @@ def test_the_test_sees_a_table() -> None:
         assert not _MODEL.search(text), text
 
 
-@each_row(
-    ("name", "teraflops"),
-    [
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA A10", 125),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA L40", 181),
-        ("Tesla V100-SXM2-16GB", None),
-    ],
-)
+@each_row(("name", "teraflops"), NAMES["peaks"])
 def test_a_peak_is_that_of_the_whole_name(name: str, teraflops: float | None) -> None:
     """GB200 is no B200, A10G no A10, and L40 no L4; before Ampere there is no bf16."""
     gpu = gpu_named(name)

@@ -38,7 +38,7 @@ from contracts.plain import PlainError
 from contracts.plain import loads as plain
 from planner.forecast.calibration import CalibrationError, load_calibration
 from planner.forecast.models import ModelError, model_from_file
-from planner.lint.sources import EnvironmentTextError, read_environment
+from planner.lint.sources import EnvironmentTextError, read_text
 from probes.host.recording import RecordingError, load, load_all
 from probes.interfaces.read import parse_network_status
 from probes.wire import SnapshotError
@@ -71,8 +71,8 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),
     ("job plan", read_plan, ConfigError, (b" " * (2 * MIB), DEEP)),
     ("calibration", load_calibration, CalibrationError, (b" " * (9 * MIB), DEEP, JUST_TOO_DEEP)),
-    ("environment", text(read_environment), EnvironmentTextError, (b"#" * (9 * MIB),)),
-    ("manifest", text(lambda raw: read_environment(raw, "yaml")), EnvironmentTextError, (
+    ("environment", text(read_text), EnvironmentTextError, (b"#" * (9 * MIB),)),
+    ("manifest", text(lambda raw: read_text(raw, "yaml").environments), EnvironmentTextError, (
         b"#" * (2 * MIB), b"[" * 5000, b"[" * 100 + b"]" * 100, b"a: &a x\nb: [" + b"*a, " * 2000 + b"]",
         b"a: &a {k: v}\nb:\n  <<: [" + b"*a, " * 100 + b"]",
     )),

@@ -6,6 +6,7 @@ NOT_SUPPORTED, as the driver does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,8 +105,12 @@ class NvmlAnswers:
             return _nvlink(self._links(gpu, index), gpu, symbol, arguments)
         if symbol == "nvmlDeviceGetCpuAffinity":
             return self._mask(gpu.numa, arguments[0])
-        answer = _SIMPLE.get(symbol, lambda _gpu, _index, _arguments: NONE)
-        return answer(gpu, index, arguments)
+        if symbol == "nvmlDeviceGetFieldValues":
+            return _fields(gpu, arguments)
+        usual = {**PARTS["answers"]["every"], **PARTS["answers"]["remaps" if gpu.board.remaps else "retires"]}
+        if symbol in usual:
+            return copy.deepcopy(usual[symbol])
+        return _SIMPLE[symbol](gpu, index) if symbol in _SIMPLE else NONE
 
     def _mask(self, numa: int, words: int) -> list[int]:
         mask = [0] * words
@@ -165,58 +170,31 @@ def _fields(gpu: NvmlGpu, wanted: tuple[int | str, ...]) -> list[Json]:
     return [known.get(int(str(item).partition(":")[0])) for item in wanted]
 
 
-_Answer = Callable[[NvmlGpu, int, tuple[Any, ...]], Any]
+_Answer = Callable[[NvmlGpu, int], Any]
 _SIMPLE: dict[str, _Answer] = {
-    "nvmlDeviceGetPciInfo": lambda g, i, a: pci_info(g.bus_id),
-    "nvmlDeviceGetUUID": lambda g, i, a: f"GPU-{i:08x}-0000-4000-8000-{int(g.bus_id[5:7], 16):012x}",
-    "nvmlDeviceGetName": lambda g, i, a: g.board.name,
-    "nvmlDeviceGetMemoryInfo": lambda g, i, a: {
+    "nvmlDeviceGetPciInfo": lambda g, i: pci_info(g.bus_id),
+    "nvmlDeviceGetUUID": lambda g, i: f"GPU-{i:08x}-0000-4000-8000-{int(g.bus_id[5:7], 16):012x}",
+    "nvmlDeviceGetName": lambda g, i: g.board.name,
+    "nvmlDeviceGetMemoryInfo": lambda g, i: {
         "total": g.board.memory_bytes, "free": g.board.memory_bytes - 600 * MIB, "used": 600 * MIB,
     },
-    "nvmlDeviceGetCudaComputeCapability": lambda g, i, a: list(g.board.capability),
-    "nvmlDeviceGetMemoryAffinity": lambda g, i, a: [1 << g.numa] if g.numa >= 0 else NONE,
-    "nvmlDeviceGetCurrPcieLinkGeneration": lambda g, i, a: g.board.generation,
-    "nvmlDeviceGetMaxPcieLinkGeneration": lambda g, i, a: g.board.generation,
-    "nvmlDeviceGetCurrPcieLinkWidth": lambda g, i, a: 16,
-    "nvmlDeviceGetMaxPcieLinkWidth": lambda g, i, a: 16,
-    "nvmlDeviceGetPcieReplayCounter": lambda g, i, a: 0,
-    "nvmlDeviceGetBAR1MemoryInfo": lambda g, i, a: {
+    "nvmlDeviceGetCudaComputeCapability": lambda g, i: list(g.board.capability),
+    "nvmlDeviceGetMemoryAffinity": lambda g, i: [1 << g.numa] if g.numa >= 0 else NONE,
+    "nvmlDeviceGetCurrPcieLinkGeneration": lambda g, i: g.board.generation,
+    "nvmlDeviceGetMaxPcieLinkGeneration": lambda g, i: g.board.generation,
+    "nvmlDeviceGetBAR1MemoryInfo": lambda g, i: {
         "bar1Total": g.board.bar1_bytes, "bar1Free": g.board.bar1_bytes - MIB, "bar1Used": MIB,
     },
-    "nvmlDeviceGetMigMode": lambda g, i, a: [0, 0] if g.board.name.split("-")[0][7:] in _MIG else NONE,
-    "nvmlDeviceGetFieldValues": lambda g, i, a: _fields(g, a),
-    "nvmlDeviceGetTotalEccErrors": lambda g, i, a: 0 if g.board.remaps else NONE,
-    "nvmlDeviceGetRemappedRows": lambda g, i, a: [0, 0, 0, 0] if g.board.remaps else NONE,
-    "nvmlDeviceGetEccMode": lambda g, i, a: [1, 1] if g.board.remaps else NONE,
-    "nvmlDeviceGetDefaultEccMode": lambda g, i, a: [1] if g.board.remaps else NONE,
-    "nvmlDeviceGetSramEccErrorStatus": lambda g, i, a: dict(SRAM) if g.board.remaps else NONE,
-    "nvmlDeviceGetRowRemapperHistogram": lambda g, i, a: (
-        {"max": 640, "high": 0, "partial": 0, "low": 0, "none": 0} if g.board.remaps else NONE
-    ),
-    "nvmlDeviceGetC2cModeInfoV": lambda g, i, a: {"isC2cEnabled": 1} if "c2c" in g.answers else NONE,
-    "nvmlDeviceGetRetiredPages": lambda g, i, a: NONE if g.board.remaps else [],
-    "nvmlDeviceGetTemperature": lambda g, i, a: 36 + i % 4,
-    "nvmlDeviceGetTemperatureThreshold": lambda g, i, a: g.board.slowdown_celsius,
-    "nvmlDeviceGetPowerUsage": lambda g, i, a: g.board.power_watts * 150,
-    "nvmlDeviceGetEnforcedPowerLimit": lambda g, i, a: g.board.power_watts * 1000,
-    "nvmlDeviceGetPowerManagementDefaultLimit": lambda g, i, a: g.board.power_watts * 1000,
-    "nvmlDeviceGetClockInfo": lambda g, i, a: 345,
-    "nvmlDeviceGetMaxClockInfo": lambda g, i, a: g.board.clock_mhz,
-    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda g, i, a: 1,
-    "nvmlDeviceGetUtilizationRates": lambda g, i, a: {"gpu": 0, "memory": 0},
-    "nvmlDeviceGetPersistenceMode": lambda g, i, a: 1,
-    "nvmlDeviceGetComputeMode": lambda g, i, a: 0,
-    "nvmlDeviceGetComputeRunningProcesses": lambda g, i, a: [],
+    "nvmlDeviceGetMigMode": lambda g, i: [0, 0] if g.board.name.split("-")[0][7:] in _MIG else NONE,
+    "nvmlDeviceGetC2cModeInfoV": lambda g, i: {"isC2cEnabled": 1} if "c2c" in g.answers else NONE,
+    "nvmlDeviceGetTemperature": lambda g, i: 36 + i % 4,
+    "nvmlDeviceGetTemperatureThreshold": lambda g, i: g.board.slowdown_celsius,
+    "nvmlDeviceGetPowerUsage": lambda g, i: g.board.power_watts * 150,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda g, i: g.board.power_watts * 1000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda g, i: g.board.power_watts * 1000,
+    "nvmlDeviceGetMaxClockInfo": lambda g, i: g.board.clock_mhz,
 }  # fmt: skip
 _MIG = ("H100 80GB HBM3", "A100", "GB200")
-
-
-SRAM = {
-    "version": 0x1000068, "aggregateUncParity": 0, "aggregateUncSecDed": 0, "aggregateCor": 0, "volatileUncParity": 0,
-    "volatileUncSecDed": 0, "volatileCor": 0, "aggregateUncBucketL2": 0, "aggregateUncBucketSm": 0,
-    "aggregateUncBucketPcie": 0, "aggregateUncBucketMcu": 0, "aggregateUncBucketOther": 0, "bThresholdExceeded": 0,
-}  # fmt: skip
-"""nvmlEccSramErrorStatus of version 1, without an error."""
 
 
 def fabric(state: int, cluster: bytes = bytes(16), clique: int = 0) -> dict[str, Any]:

@@ -133,7 +133,6 @@ def describe(spec: Node) -> Callable[[Tree], Machine]:
                 extra["nvmlDeviceGetGpuFabricInfoV"] = fabric(3, bytes.fromhex("7d5c3a10f2e44b6a9c1b0a5f64d2e8b1"), 7)
             if spec.c2c:
                 extra["c2c"] = spec.c2c
-            assert spec.board is not None
             gpus.append(NvmlGpu(board=spec.board, bus_id=bus_id, numa=int(number * 2 >= spec.gpus),
                                 switches=("",) if spec.board.links else (), answers=extra))  # fmt: skip
         count = 0

@@ -20,30 +20,15 @@ from probes.interfaces import probe as interfaces
 from probes.interfaces.facts import Interface, InterfacesFacts
 
 ROOT = Path(__file__).parents[2]
+SCRIPT, HOST, POD_DEVICES, POD = (
+    Path(__file__).with_name(f"{name}.sh").read_text() for name in ("host_and_pod", "host", "pod_devices", "pod")
+)
 
 _LOOK = """
 import json, cattrs
 from probes.interfaces import probe as interfaces
 from probes.host.live import LiveHost
 print("FACTS " + json.dumps(cattrs.unstructure(interfaces.read(LiveHost()))))
-"""
-
-# The pod is a process in a namespace of its own, made before the host's script runs so that devices can be moved
-# there: ip link set net1 netns $POD.
-_SCRIPT = """
-set -e
-mount --make-rprivate / && mount -t sysfs sysfs /sys
-ip link set lo up
-unshare -n -m sleep 120 & POD=$!
-trap 'kill $POD' EXIT
-until [ "$(readlink /proc/$POD/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.02; done
-eval "$HOST_SCRIPT"
-if [ -n "$POD_SCRIPT" ]; then
-  nsenter -t $POD -n -m bash -e -c '
-    mount -t sysfs sysfs /sys; ip link set lo up; eval "$POD_SCRIPT"; "$PYTHON" -c "$LOOK"'
-else
-  "$PYTHON" -c "$LOOK"
-fi
 """
 
 
@@ -58,7 +43,7 @@ def obstacle() -> str | None:
 def look(host: str, pod: str = "") -> InterfacesFacts:
     """What the probe sees in the host's namespace after its script, or in the pod's after both."""
     done = subprocess.run(
-        ["unshare", "-n", "-m", "bash", "-c", _SCRIPT],
+        ["unshare", "-n", "-m", "bash", "-c", SCRIPT],
         env={
             **{k: v for k, v in os.environ.items() if k != "KUBERNETES_SERVICE_HOST"},
             "HOST_SCRIPT": host,
@@ -83,40 +68,6 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(obstacle() is not None, reason=str(obstacle())),
 ]
-
-# A wire to a card cannot be had without one: a veth pair stands in for it, which shows as "virtual".
-HOST = """
-ip link add wire type veth peer name wireend
-ip address add 10.0.0.1/24 dev wire
-ip link set wire mtu 9000 up; ip link set wireend mtu 9000 up
-ip link add docker0 type bridge
-ip address add 172.17.0.1/16 dev docker0
-ip link add cni0 type bridge
-ip address add 10.244.0.1/24 dev cni0
-ip link add flannel.1 type vxlan id 1 dev wire local 10.0.0.1 dstport 8472
-ip link add peer0 type veth peer name peer1
-ip link set peer0 master docker0
-for i in docker0 cni0 flannel.1 peer0 peer1; do ip link set $i up; done
-"""
-
-# What Multus and a macvlan attachment leave in a pod: eth0 is a veth whose other end is the host's, net1 a macvlan
-# whose parent is not visible.
-POD_DEVICES = """
-ip link add eth0 type veth peer name cali0
-ip link set eth0 netns $POD
-ip link set cali0 up
-ip link add wire type veth peer name wireend
-ip link set wire mtu 9000 up; ip link set wireend mtu 9000 up
-ip link add net1 link wire type macvlan mode bridge
-ip link set net1 netns $POD
-"""
-POD = """
-ip address add 10.244.1.7/24 dev eth0
-ip link set eth0 mtu 1450 up
-ip route add default via 10.244.1.1
-ip address add 192.168.77.1/24 dev net1
-ip link set net1 up
-"""
 
 
 def by_name(facts: InterfacesFacts) -> dict[str, Interface]:

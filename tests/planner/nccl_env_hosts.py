@@ -24,29 +24,14 @@ def interface(name: str, role: str, address: str = "10.0.0.1/24", **more: Any) -
 
 
 def port(
-    name: str,
-    *,
-    layer: str = "InfiniBand",
-    gbit: float = 400,
-    state: str = "ACTIVE",
-    kind: str = "hca",
-    model: str = "ConnectX-7",
-    gids: Sequence[Gid] = (),
-    vf: bool | None = None,
-    driver: str | None = None,
-    **more: Any,
+    name: str, *, layer: str = "InfiniBand", gbit: float = 400, gids: Sequence[Gid] = (), **more: Any
 ) -> RdmaDevice:
-    """A device with one port."""
-    one = RdmaPort(
-        port=1,
-        state=state,
-        link_layer=layer,
-        rate_bytes_per_second=gbit * GBIT,
-        gids=tuple(gids),
-        gids_known=bool(gids),
-        **more,
-    )
-    return RdmaDevice(name=name, kind=kind, model=model, ports=(one,), is_vf=vf, driver=driver)
+    """A device with one port; `more` are members of either."""
+    of_device = {"kind": "hca", "model": "ConnectX-7", "is_vf": more.pop("vf", None)}
+    of_device |= {key: more.pop(key) for key in ("kind", "model", "driver") if key in more}
+    of_port = {"state": "ACTIVE", "link_layer": layer, "rate_bytes_per_second": gbit * GBIT, **more}
+    one = RdmaPort(port=1, gids=tuple(gids), gids_known=bool(gids), **of_port)
+    return RdmaDevice(name=name, ports=(one,), **of_device)
 
 
 def pci(bus_id: str, class_code: int, vendor: int, *, driver: str | None = None, **more: Any) -> PciDevice:
@@ -61,31 +46,17 @@ def v2_gid(index: int, address: str = "10.0.0.1") -> Gid:
 
 
 def host(
-    name: str = "a",
-    *,
-    gpus: int = 8,
-    gpu_name: str | None = None,
-    nvlink: bool = True,
-    rdma: Sequence[RdmaDevice] | None = (),
-    interfaces: Sequence[Interface] | None = (),
-    default_route: str | None = None,
-    cgroup_cpus: float | None = None,
-    bus: Sequence[PciDevice] | None = None,
-    switches: dict[str, Any] | None = None,
-    c2c: int | None = None,
-    **info: Any,
-) -> Snapshot:
+    name: str = "a", *, gpus: int = 8, gpu_name: str | None = None, nvlink: bool = True, c2c: int | None = None,
+    rdma: Sequence[RdmaDevice] | None = (), interfaces: Sequence[Interface] | None = (),
+    default_route: str | None = None, cgroup_cpus: float | None = None, bus: Sequence[PciDevice] | None = None,
+    switches: dict[str, Any] | None = None, **info: Any,
+) -> Snapshot:  # fmt: skip
     """A snapshot of the facts given; None leaves the probe out."""
     links = (NvLink(link=0, active=True),) if nvlink else ()
+    made = (Gpu(index=i, bus_id=None, name=gpu_name, nvlinks=links, nvlinks_known=True, c2c_links=c2c)
+            for i in range(gpus))  # fmt: skip
     facts: dict[str, Any] = {
-        "gpu": GpuFacts(
-            driver_version="570",
-            cuda_version="12.8",
-            gpus=tuple(
-                Gpu(index=i, bus_id=None, name=gpu_name, nvlinks=links, nvlinks_known=True, c2c_links=c2c)
-                for i in range(gpus)
-            ),
-        ),
+        "gpu": GpuFacts(driver_version="570", cuda_version="12.8", gpus=tuple(made)),
         "hostinfo": HostinfoFacts(**{"hostname": name, "cores": 64, **info}),
         "limits": LimitsFacts(
             whose="this process", uid=0, memlock_soft_bytes=65536, memlock_hard_bytes=65536, cgroup_cpus=cgroup_cpus
@@ -102,20 +73,15 @@ def host(
 
 
 def cluster(
-    *snapshots: Snapshot,
-    nearest: Sequence[str] = (),
-    virtual: str | None = None,
+    *snapshots: Snapshot, nearest: Sequence[str] = (), virtual: str | None = None,
     crowded: dict[int, tuple[str, ...]] | None = None,
-) -> ClusterTopology:
+) -> ClusterTopology:  # fmt: skip
     """Topology of the hosts: only what rules ask for. `nearest` is the NIC nearest to each GPU, `crowded` several."""
     more = crowded or {}
     near = tuple(
         NearestNic(gpu=f"GPU{i}", label="PIX", path=None, nics=more.get(i, (nic,)), local=True, decidable=True)
         for i, nic in enumerate(nearest)
     )
-    return ClusterTopology(
-        nodes=tuple(
-            NodeTopology(hostname=each.hostname, gpus=(), nics=(), pairs=(), nearest_nic=near, virtual=virtual)
-            for each in snapshots
-        )
-    )
+    nodes = (NodeTopology(hostname=each.hostname, gpus=(), nics=(), pairs=(), nearest_nic=near, virtual=virtual)
+             for each in snapshots)  # fmt: skip
+    return ClusterTopology(nodes=tuple(nodes))

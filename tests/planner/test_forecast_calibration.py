@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,6 @@ def test_measured_numbers_narrow_the_interval_and_are_named() -> None:
     model = model_named("tiny")
     plain = recommend(cluster(), (), model, TRAIN, ranks_per_node=2).chosen
     better = recommend(cluster(), (), model, TRAIN, calibration=CPU, ranks_per_node=2).chosen
-    assert plain is not None
-    assert better is not None
     wide, narrow = plain.forecast.step_seconds, better.forecast.step_seconds
     assert narrow.high / narrow.low < 0.6 * wide.high / wide.low
     assert any("measured" in line and "layer forward" in line for line in better.forecast.inputs)
@@ -58,22 +57,12 @@ def test_measured_numbers_narrow_the_interval_and_are_named() -> None:
 
 def test_a_slower_layer_is_a_slower_step() -> None:
     """Half the speed of a layer is nearly twice the step."""
-    model = model_named("tiny")
-    slow = Calibration(
-        device="CPU",
-        precision="fp32",
-        gemm_flops_per_second=60e9,
-        layer=LayerTiming(
-            hidden=256, ffn=688, heads=8, kv_heads=4, tokens=512, sequence=128, forward_seconds=0.008,
-            backward_seconds=0.012,
-        ),
-    )  # fmt: skip
-    fast_step = recommend(cluster(), (), model, TRAIN, calibration=CPU, ranks_per_node=2).chosen
-    slow_step = recommend(cluster(), (), model, TRAIN, calibration=slow, ranks_per_node=2).chosen
-    assert fast_step is not None
-    assert slow_step is not None
-    ratio = slow_step.forecast.step_seconds.mid / fast_step.forecast.step_seconds.mid
-    assert 1.6 < ratio < 2.1
+    half = replace(TIMING, forward_seconds=0.008, backward_seconds=0.012)
+    fast, slow = (
+        recommend(cluster(), (), model_named("tiny"), TRAIN, calibration=each, ranks_per_node=2).chosen.forecast
+        for each in (CPU, replace(CPU, layer=half, links=()))
+    )
+    assert 1.6 < slow.step_seconds.mid / fast.step_seconds.mid < 2.1
 
 
 def test_a_measured_step_moves_every_forecast_as_far() -> None:
@@ -81,7 +70,6 @@ def test_a_measured_step_moves_every_forecast_as_far() -> None:
     model, train = model_named("Llama-3.1-8B"), TrainSpec(global_batch=64)
     box = machines.cluster("dgx-h100")
     before = recommend(box, (), model, train).chosen
-    assert before is not None
     forecast = before.forecast.step_seconds.mid
     named = {"dp_shard": 8, "micro_batch": 1, "checkpointing": "full"}
     other = forecast_named(plan(box, (), model, train), named).forecast.step_seconds.mid
@@ -127,10 +115,8 @@ def test_this_host_is_measured_for_real() -> None:
     answer = parse_calibration(calibrate(request))
     assert answer.gemm_flops_per_second is not None
     assert answer.gemm_flops_per_second > 1e8
-    assert answer.layer is not None
     assert answer.layer.backward_seconds > 0
     chosen = recommend(cluster(), (), model_named("tiny"), TRAIN, calibration=answer, ranks_per_node=2).chosen
-    assert chosen is not None
     assert chosen.forecast.step_seconds.mid > 0
 
 

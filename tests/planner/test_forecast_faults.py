@@ -37,12 +37,10 @@ def ask(snapshot: Snapshot, **options: object) -> Recommendation:
 
 
 def seconds(advice: Recommendation) -> float:
-    assert advice.chosen is not None
     return advice.chosen.forecast.step_seconds.mid
 
 
 def network(advice: Recommendation) -> str:
-    assert advice.chosen is not None
     return " ".join(advice.chosen.forecast.inputs)
 
 
@@ -72,7 +70,6 @@ def test_each_sick_node_forecasts_what_it_does_beside_what_sound_ones_do(
     """The layout of sound nodes takes longer here, by at least so much; sound ones take what the sound machine does."""
     advice = ask(host(machine))
     assert any(re.search(words, line) for line in advice.slowed), advice.slowed
-    assert advice.sound is not None and advice.sound_here is not None
     assert advice.sound.forecast.step_seconds.mid == pytest.approx(seconds(sound()), rel=0.05)  # the layout may differ
     assert advice.sound_here.forecast.step_seconds.mid > least * advice.sound.forecast.step_seconds.mid
     assert seconds(advice) >= 0.999 * seconds(sound())
@@ -80,7 +77,6 @@ def test_each_sick_node_forecasts_what_it_does_beside_what_sound_ones_do(
 
 def test_a_lost_gpu_is_there_again_when_repaired() -> None:
     advice = ask(host("sick-h100-gpu-lost"))
-    assert advice.chosen is not None and advice.sound is not None
     assert (advice.chosen.layout.world_size, advice.sound.layout.world_size) == (14, 16)
     assert advice.sound.forecast.tokens_per_second > 1.1 * advice.chosen.forecast.tokens_per_second
 
@@ -88,7 +84,6 @@ def test_a_lost_gpu_is_there_again_when_repaired() -> None:
 def with_clock(snapshot: Snapshot, megahertz: float, *reasons: str) -> Snapshot:
     """GPU3 busy at this clock."""
     facts = snapshot.facts(GpuFacts)
-    assert facts is not None
     slow = replace(
         facts.gpus[3], sm_clock_hertz=megahertz * 1e6, sm_clock_max_hertz=1980e6, utilization_ratio=1.0,
         throttle_reasons=reasons,
@@ -120,7 +115,6 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
     narrow = complete(replace(node, gpus=gpus))
     pairs = [join([replace(one, hostname=name) for name in ("a", "b")]) for one in (node, narrow)]
     whole, half = (links_of(pair) for pair in pairs)
-    assert whole.network is not None and half.network is not None
     assert half.host.bytes_per_second == pytest.approx(whole.host.bytes_per_second / 2)
     assert half.network.bytes_per_second == pytest.approx(whole.network.bytes_per_second / 2)
     found = Finding(code="gpu.pcie.width", status=Status.FAIL, subject="GPU2", message="runs x8 of x16")
@@ -132,7 +126,6 @@ def test_a_narrow_link_halves_the_way_to_the_host_and_the_rails() -> None:
     assert advice.sound is not None and advice.sound.forecast.step_seconds.mid == pytest.approx(
         seconds(sound()), rel=1e-3
     )
-    assert advice.sound_here is not None
     assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
 
 
@@ -155,13 +148,11 @@ def test_what_was_measured_stands_above_a_rule() -> None:
     assert now.links.network == links.network and now.words == []
     slow = as_is(links_of(pair), found, (snapshot,)).links.network
     plain = links_of(pair).network
-    assert slow is not None and plain is not None
     assert slow.bytes_per_second == pytest.approx(THROUGH_HOST_SHARE * plain.bytes_per_second)
 
 
 def with_interface_rate(snapshot: Snapshot, rate: float | None) -> Snapshot:
     facts = snapshot.facts(InterfacesFacts)
-    assert facts is not None
     told = tuple(replace(each, speed_bytes_per_second=rate) for each in facts.interfaces)
     return changed(snapshot, InterfacesFacts, interfaces=told)
 
@@ -234,14 +225,12 @@ def test_without_an_imex_channel_the_network_stands_in_place_of_nvlink_between_n
     train = TrainSpec(method="full", sequence_length=2048, global_batch=64)
     advice = recommend(pair, (snapshot,), model_named("Llama-3.1-8B"), train, findings={"a": found, "b": found})
     assert advice.slowed == ("imex.channel.missing: the network instead of NVLink between nodes",)
-    assert advice.sound is not None and advice.sound_here is not None
     assert advice.sound_here.forecast.step_seconds.mid > advice.sound.forecast.step_seconds.mid
 
 
 def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
     """500 of the data sheet's 700 W by default: the root, 85 %, in the forecast; nothing to repair beside it."""
     facts = host(H100).facts(GpuFacts)
-    assert facts is not None
 
     def board(watts: float) -> Recommendation:
         gpus = tuple(replace(gpu, power_limit_watts=watts, power_limit_default_watts=watts) for gpu in facts.gpus)

@@ -23,7 +23,6 @@ TRAIN = TrainSpec(method="lora")
 
 def _held(ratio: float, gpu: int = 3) -> Snapshot:
     facts = host().facts(GpuFacts)
-    assert facts is not None
     gpus = list(facts.gpus)
     used = int(ratio * (gpus[gpu].memory_bytes or 0))
     gpus[gpu] = replace(gpus[gpu], memory_used_bytes=used, processes=(GpuProcess(pid=4711, memory_bytes=used),))

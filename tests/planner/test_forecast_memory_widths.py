@@ -96,7 +96,6 @@ def test_in_fp32_offload_and_tensor_parallelism_move_wider_words() -> None:
     node = Speed(bytes_per_second=3e11, how="derived", link="NVLink")
     given = Links(ranks_per_node=8, nodes=1, island_size=8, island=node, node=node, network=None)
     gpu, engine = gpu_named("NVIDIA H100 80GB HBM3"), engine_named("deepspeed")
-    assert gpu is not None
     job = Job(model=MODEL, train=FULL, links=given, rates=gpu_rates(gpu, FULL, engine, "bf16"), engine=engine)
     half = Layout(world_size=8, dp_shard=8, sharding="zero2", offload="optimizer")
     tensor = Layout(world_size=8, tp=8)

@@ -57,7 +57,6 @@ def parts_on_a_slow_network(
 ) -> StepParts:
     """One GPU per node, all traffic over 1 GB/s and nothing lost to starting it."""
     gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine) if isinstance(engine, str) else engine
-    assert gpu is not None
     links = Links(
         ranks_per_node=1, nodes=layout.world_size, island_size=1, island=SLOW, node=SLOW, network=SLOW,
         alpha_intra_seconds=0.0, alpha_inter_seconds=0.0,
@@ -150,7 +149,6 @@ def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
     rows = 4096.0 * 4 / 128
     flops = sum(2 * rows * n * 2880 * (1 + 180 / rows + 190 / n + 220 / 2880) for n in (2 * 2880, 2880))
     gpu = gpu_named("NVIDIA H100 80GB HBM3")
-    assert gpu is not None
     assert merged - apart == pytest.approx(4 * 128 * flops / gpu_rates(gpu, train, engine, "bf16").gemm)
 
 

@@ -34,7 +34,6 @@ def links(nodes: int, network: float = 340 * GB) -> Links:
 def job(given: Links, train: TrainSpec = FULL, engine: str = "topoflight") -> Job:
     """The model on H100s."""
     gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
-    assert gpu is not None
     return Job(model=MODEL, train=train, links=given, rates=gpu_rates(gpu, train, runs, "bf16"), engine=runs)
 
 
@@ -275,7 +274,6 @@ def test_qlora_unpacks_its_weights_for_each_pass() -> None:
 def test_products_with_odd_columns_are_slower() -> None:
     """Hidden 14400 over TP=8 leaves 1800 columns, no multiple of 64; 14336 leaves 1792."""
     gpu, engine = gpu_named("NVIDIA A100-SXM4-80GB"), engine_named("megatron")
-    assert gpu is not None
     rates = gpu_rates(gpu, FULL, engine, "bf16")
     seconds = []
     for hidden in (14336, 14400):
@@ -290,7 +288,6 @@ def test_products_with_odd_columns_are_slower() -> None:
 def test_mxfp8_multiplies_and_casts_a_little_slower_than_fp8_as_two_jobs_did() -> None:
     """8B on 8 B200 and 405B on 128 took 3.7 and 5.9 % longer: Megatron-Bridge 25.11, rows that no fit has."""
     gpu, engine = gpu_named("B200"), engine_named("megatron")
-    assert gpu is not None
     train = TrainSpec(method="full", sequence_length=8192)
     fp8, mxfp8 = (gpu_rates(gpu, train, engine, precision) for precision in ("fp8", "mxfp8"))
     assert fp8.gemm / mxfp8.gemm == pytest.approx(1.051, abs=0.001)

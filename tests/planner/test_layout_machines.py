@@ -22,32 +22,20 @@ def answer(name: str, model: str = "Llama-3.1-8B", train: TrainSpec = TRAIN) -> 
     return recommend(ClusterTopology(nodes=(node,)), (found,), model_named(model), train, ranks_per_node=ranks)
 
 
-def test_no_tensor_parallelism_without_nvlink() -> None:
-    """Four L40S on PCIe: TP is refused by name and link."""
+def test_what_a_machine_cannot_is_refused_or_said() -> None:
+    """Four L40S on PCIe: TP is refused by name and link. Turing has no bf16 tensor cores. A lost GPU is left out."""
     said = answer("l40s-4x-pcie")
-    assert said.chosen is not None
     assert said.chosen.layout.tp == 1
     assert any(row.rule == "tp-inside-island" and "PCIe" in row.reason for row in said.rejected)
-
-
-def test_two_titans_hear_that_they_have_no_bf16() -> None:
-    """Turing has no bf16 tensor cores; the advice says so before a day is lost."""
     assert any("no bf16 tensor cores" in text for text in answer("titan-rtx-2x-nv2").unknowns)
-
-
-def test_a_lost_gpu_is_left_out_and_named() -> None:
-    """The layout is for the GPUs that are left."""
-    said = answer("sick-h100-gpu-lost", train=TrainSpec(method="lora", sequence_length=2048))
-    assert any("repair it first" in text for text in said.unknowns)
-    assert said.chosen is None or said.chosen.layout.world_size < 8
+    lost = answer("sick-h100-gpu-lost", train=TrainSpec(method="lora", sequence_length=2048))
+    assert any("repair it first" in text for text in lost.unknowns)
+    assert lost.chosen is None or lost.chosen.layout.world_size < 8
 
 
 def test_the_cpu_machine_replicates_the_small_model() -> None:
     """No GPU: gloo, fp32, two ranks; gathers, which nothing hides there, only pay where memory asks for them."""
     said = answer("cpu-only-vm", "tiny-llama", TrainSpec(global_batch=16, sequence_length=128))
-    assert said.backend == "gloo"
-    assert said.chosen is not None
-    assert said.chosen.layout.family == "DDP"
-    assert said.chosen.layout.precision == "fp32"
+    assert (said.backend, said.chosen.layout.family, said.chosen.layout.precision) == ("gloo", "DDP", "fp32")
     sharded = next(r for r in said.runners_up if r.layout.family == "FSDP")
     assert sharded.forecast.step_seconds.mid > said.chosen.forecast.step_seconds.mid

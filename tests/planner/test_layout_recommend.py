@@ -24,12 +24,8 @@ def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
     """Two ranks without a GPU: a layout that the fine-tune runs, with a wide interval."""
     train = TrainSpec(global_batch=8, sequence_length=128)
     answer = recommend(cpu_cluster(), (), model_named("tiny"), train, ranks_per_node=2)
-    assert answer.backend == "gloo"
-    assert answer.chosen is not None
-    assert answer.chosen.layout.world_size == 2
-    assert answer.chosen.layout.family == "DDP"
-    assert answer.chosen.layout.global_batch == 8
-    seconds = answer.chosen.forecast.step_seconds
+    layout, seconds = answer.chosen.layout, answer.chosen.forecast.step_seconds
+    assert (answer.backend, layout.world_size, layout.family, layout.global_batch) == ("gloo", 2, "DDP", 8)
     assert seconds.low < seconds.mid < seconds.high
     assert seconds.high / seconds.low > 3  # nobody measured this CPU
     assert any("assumed" in line for line in answer.chosen.forecast.inputs)
@@ -40,7 +36,6 @@ def test_cpu_host_gets_two_gloo_ranks_and_is_told_what_is_assumed() -> None:
 def test_catalogue_machines_get_a_layout_and_every_rejection_a_reason(machine: str, nodes: int) -> None:
     """What-if answers name rule and reason for all that was turned down."""
     answer = recommend(machines.cluster(machine, nodes), (), model_named("Llama-3.1-8B"), TrainSpec(global_batch=128))
-    assert answer.chosen is not None
     assert answer.chosen.forecast.memory_bytes.mid < (answer.chosen.forecast.capacity_bytes or 0)
     assert answer.rejected
     assert all(row.rule and row.reason for row in answer.rejected)
@@ -122,7 +117,6 @@ def test_a_simple_layout_wins_unless_another_gains_more_than_the_error() -> None
     """70B LoRA on two p5: sharding alone, though some with more kinds of parallelism are forecast faster."""
     train = TrainSpec(method="lora", sequence_length=1024)
     answer = recommend(machines.cluster("p5.48xlarge", 2), (), model_named("Llama-3.1-70B"), train)
-    assert answer.chosen is not None
     assert answer.chosen.layout.family == "FSDP"
     assert answer.chosen.forecast.memory_bytes.mid < 0.85 * (answer.chosen.forecast.capacity_bytes or 0)
     faster = [r for r in answer.runners_up if r.forecast.step_seconds.mid < answer.chosen.forecast.step_seconds.mid]
@@ -195,7 +189,6 @@ def test_a_batch_of_the_planners_choice_grows_until_a_layout_has_it() -> None:
     """8B on 16,384 GPUs: 512 sequences leave most of them idle; a batch that the user named stays as it is."""
     cluster, model = machines.cluster("p5.48xlarge", 2048), model_named("Llama-3.1-8B")
     answer = recommend(cluster, (), model, TrainSpec(method="full"))
-    assert answer.chosen is not None
     batch = answer.chosen.layout.global_batch
     assert batch > 512
     assert f"global batch not given: {batch} sequences assumed" in " ".join(answer.unknowns)

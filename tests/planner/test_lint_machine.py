@@ -12,8 +12,7 @@ from rigs.tables import each_row
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
 from planner.lint.machine import machine_of
-from planner.lint.tables import CODES
-from planner.lint.values import NameList
+from planner.lint.values import CODES, NameList
 from probes.api import Snapshot
 from probes.host.recording import load
 from probes.rdma.facts import Gid

@@ -19,10 +19,15 @@ from planner.lint.sources import (
     KINDS,
     EnvironmentTextError,
     guess_kind,
-    read_environment,
+    read_text,
 )
 
 JOB, TRAINJOB, MPIJOB = Path(__file__).with_name("lint_jobs.yaml").read_text(encoding="utf-8").split("---\n")[1:]
+
+
+def read_environment(text: str, kind: str | None = None) -> tuple[NamedEnvironment, ...]:
+    """Every environment of a text."""
+    return read_text(text, kind).environments
 
 
 def one(text: str, kind: str | None = None) -> NamedEnvironment:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from planner.lint.tables import settings, values
+from planner.lint.environment import settings
+from planner.lint.values import values
 from planner.nccl_env.names import names, plugin_of, torch_names
 
 OTHERS = {"CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", "RDMAV_HUGEPAGES_SAFE"}
@@ -13,7 +14,7 @@ OTHERS = {"CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "RDMAV_FORK_SAFE", 
 def test_every_name_is_one_that_something_reads() -> None:
     table, more = values(), settings()
     used = {
-        *(name for part in ("token", "word_list", "shape", "range", "choice", "zero") for name in table[part]),
+        *(name for part in ("text", "range", "choice", "zero") for name in table[part]),
         *(name for members in table["names"].values() for name in members),
         *(name for part in ("plugin_values", "effect", "efa_needless", "torch", "needs") for name in more[part]),
         *(row["other"] for row in more["needs"].values()), *(row["cause"] for row in more["shadows"]),
@@ -28,9 +29,9 @@ def test_every_row_is_whole() -> None:
     table, more = values(), settings()
     assert set(table["names"]) == {"bytes", "flags", "carries_data", "zero_is_unset"}
     assert not [name for name, (low, high) in table["range"].items() if low >= high]
-    assert not [name for name, row in table["token"].items() if not (row["words"] and row["effect"] and "exact" in row)]
-    assert not [name for name, row in table["word_list"].items() if len(row["separator"]) != 1 or not row["words"]]
-    assert all(row["wanted"] and row["effect"] and re.compile(row["pattern"]) for row in table["shape"].values())
+    for row in table["text"].values():
+        assert bool(row.get("words")) != (bool(re.compile(row.get("pattern", "")).pattern) and bool(row.get("wanted")))
+        assert bool(row.get("effect")) != (len(row.get("separator", "")) == 1)
     assert {row["set"] for row in more["shadows"]} <= {"one", "nonzero", "positive", "index", "socket"}
     assert all({*row} == {"cause", "set", "names"} for row in more["shadows"])
     assert all({*row} == {"least", "most", "effect"} for row in more["bounds"])

@@ -33,10 +33,14 @@ ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(enc
 
 @each_row("row", [row for rows in ROWS.values() for row in rows])
 def test_what_is_set_and_what_is_not_understood(row: dict[str, Any]) -> None:
-    """The settings of a text, and the lines that are named as not understood."""
+    """The settings of a text, the lines that are named as not understood, and settings that no program gets."""
     found = read_text(row["text"], None, row.get("file", ""))
     assert settings(found) == row["sets"]
     assert [each.line for each in found.unread] == row.get("unread", [])
+    if "unreached" in row:
+        assert {each.name: each.line for each in found.unreached} == row["unreached"]
+    if not any(row["sets"].values()):  # of an unknown value only the name is judged
+        assert not [each for named in found.environments for each in lint({}, unresolved=named.unresolved)]
 
 
 def test_line_numbers_after_continued_texts() -> None:

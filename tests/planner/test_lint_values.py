@@ -10,8 +10,7 @@ from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from planner.lint.environment import lint
-from planner.lint.tables import CODES
-from planner.lint.values import strtoll
+from planner.lint.values import CODES, strtoll
 
 
 def found(environment: dict[str, str], version: tuple[int, ...] | None = (2, 27, 7), source: str = "") -> list[Finding]:
@@ -152,13 +151,6 @@ def test_lists_that_match_nothing(name: str, value: str, clean: str) -> None:
     assert finding.remedy == f"Write {name}={clean}."
 
 
-@each_row(("version", "mode"), [((2, 8, 4), "GROUP"), ((2, 12, 10), "PARALLEL"), (None, "PARALLEL")])
-def test_quotes_around_a_launch_mode_are_no_mode(version: tuple[int, ...] | None, mode: str) -> None:
-    """NCCL src/init.cc compares the whole text: what is neither mode launches in the default one."""
-    (finding,) = (f for f in found({"NCCL_LAUNCH_MODE": '"GROUP"'}, version) if f.code == "env.value.quotes")
-    assert f"launches in {mode} mode" in finding.message
-
-
 def test_debugging_settings_that_stayed() -> None:
     """Named with what they do; the default value is no leftover."""
     findings = found({"NCCL_NVLS_ENABLE": "0", "NCCL_BUFFSIZE": "4194304"})
@@ -281,20 +273,6 @@ def test_ib_disable_beside_a_network_plugin_sends_nothing_over_tcp(carried: dict
 def test_ib_disable_without_a_plugin_warns_of_tcp(other: dict[str, str]) -> None:
     (found,) = [f for f in lint({"NCCL_IB_DISABLE": "1", **other}) if f.subject == "NCCL_IB_DISABLE"]
     assert found.status is Status.WARN and "TCP" in found.message
-
-
-@each_row(
-    ("version", "value", "mode"),
-    [
-        (None, "GROUP", ""), (None, "group", ""), ((2, 27, 7), "Parallel", ""), ((2, 27, 7), "both", "PARALLEL"),
-        ((2, 12, 10), "group", "PARALLEL"), ((2, 12, 10), "GROUP", ""), ((2, 12, 10), "parallel", ""),
-        ((2, 8, 4), "parallel", "GROUP"), ((2, 8, 4), "PARALLEL", ""), ((2, 8, 4), "group", ""),
-    ],
-)  # fmt: skip
-def test_launch_mode_is_compared_as_the_release_does(version: tuple[int, ...] | None, value: str, mode: str) -> None:
-    """NCCL src/init.cc: strcmp up to 2.12, GROUP unless PARALLEL up to 2.8."""
-    said = [f.message for f in found({"NCCL_LAUNCH_MODE": value}, version) if f.code == "env.value.token"]
-    assert (f"launches in {mode} mode" in said[0] and len(said) == 1) if mode else not said
 
 
 def test_bytes_with_a_unit_are_a_failure_that_names_the_default() -> None:

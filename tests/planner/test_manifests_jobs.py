@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 from nccl_env_hosts import host, interface
-from rigs.pods import templates
+from rigs.pods import launched, templates
+from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
 from agent.advice.advise import answer, in_pods
+from agent.advice.job_settings import job_plan
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from agent.jobs import cluster_job
-from agent.jobs.launch import job_plan
 from finetune import pod
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
@@ -44,19 +44,18 @@ def test_launch_offers_every_api() -> None:
     assert tuple(api.type.choices) == ("local", *manifests.APIS)
 
 
+def container_of(documents: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """Command and environment of the main container; of a TrainJob they stand in the trainer."""
+    trainers = [d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"]
+    return trainers[0] if trainers else next(templates(list(documents)))["spec"]["containers"][0]
+
+
 def command_of(documents: tuple[dict[str, Any], ...]) -> list[str]:
-    """What the main container runs; of a TrainJob it stands in the trainer."""
-    for document in documents:
-        if document["kind"] == "TrainJob":
-            return list(document["spec"]["trainer"]["command"])
-    return list(next(templates(list(documents)))["spec"]["containers"][0]["command"])
+    return list(container_of(documents)["command"])
 
 
 def variables_of(documents: tuple[dict[str, Any], ...]) -> dict[str, str]:
-    """The environment of the main container."""
-    trainer = next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
-    listed = trainer["env"] if trainer else next(templates(list(documents)))["spec"]["containers"][0]["env"]
-    return {each["name"]: each.get("value", "") for each in listed}
+    return {each["name"]: each.get("value", "") for each in container_of(documents)["env"]}
 
 
 def meant_for_retry(job: dict[str, Any], code: int) -> bool:
@@ -91,11 +90,7 @@ def test_jobset_restarts_all_pods_and_the_jobs_own_codes_end_it(api: str) -> Non
     child = replicated["template"]["spec"]
     assert child["backoffLimit"] == 0
     assert [code for code in range(256) if not meant_for_retry(child, code)] == [2, 3, 71, 74, 76]
-    environment = (
-        next((d["spec"]["trainer"] for d in documents if d["kind"] == "TrainJob"), None)
-        or next(templates(list(documents)))["spec"]["containers"][0]
-    )
-    (count,) = [each for each in environment["env"] if each["name"] == "TOPOFLIGHT_RESTARTS"]
+    (count,) = [each for each in container_of(documents)["env"] if each["name"] == "TOPOFLIGHT_RESTARTS"]
     assert "restart-attempt" in count["valueFrom"]["fieldRef"]["fieldPath"]
 
 
@@ -127,10 +122,8 @@ def test_every_pod_knows_where_pod_0_is_and_how_long_to_wait(api: str) -> None:
 @each_row("api", APIS)
 def test_pods_measure_together_only_where_it_is_asked_for(api: str) -> None:
     """In the job's own container, so with its image, environment, networks and devices; nothing else differs."""
-    plain, measured = (manifests.APIS[api](replace(SPEC, measure=asked)) for asked in (False, True))
-    without, words = command_of(plain), command_of(measured)
-    assert "--measure" not in without
-    assert [word for word in words if word != "--measure"] == list(without)
+    without, words = (command_of(manifests.APIS[api](replace(SPEC, measure=asked))) for asked in (False, True))
+    assert "--measure" not in without and [word for word in words if word != "--measure"] == without
     assert words.index("--measure") < words.index("--")
 
 
@@ -162,29 +155,29 @@ def restricted(container: dict[str, Any], pod: dict[str, Any]) -> list[str]:
     return [name for name, bad in wrong.items() if bad]
 
 
+FULL = replace(SPEC, agent="http://a:1", shm_bytes=1 << 30, token_secret="hub")  # noqa: S106 - its name
+ROOT_KEEPS = [
+    "capabilities",
+    "runAsNonRoot",
+]  # IPC_LOCK, which only root keeps; everything else is dropped all the same
+
+
 @each_row("api", APIS)
 @each_row(
-    "spec",
-    [SPEC, replace(SPEC, agent="http://a:1", shm_bytes=1 << 30, token_secret="hub"), replace(SPEC, nodes=1)],  # noqa: S106 - its name
+    ("spec", "beyond"),
+    [(SPEC, []), (FULL, []), (replace(SPEC, nodes=1), []), (replace(SPEC, ipc_lock=True), ROOT_KEEPS)],
 )
-def test_pods_meet_the_restricted_profile(api: str, spec: JobSpec) -> None:
+def test_pods_meet_the_restricted_profile_but_for_what_rdma_needs(api: str, spec: JobSpec, beyond: list[str]) -> None:
     """The main container and the gate; by themselves, because an operator adds containers of its own to the pod."""
     found = list(templates(list(manifests.APIS[api](spec))))
     assert found
     for template in found:
         pod = template["spec"]
         for container in [*pod["containers"], *pod["initContainers"]]:
-            assert restricted(container, pod) == [], container["name"]
-        assert "runAsNonRoot" not in pod.get("securityContext", {}), "PyTorchJob's init container is root's"
-
-
-@each_row("api", APIS)
-def test_what_rdma_needs_beyond_it_is_all_that_there_is(api: str) -> None:
-    """IPC_LOCK, which only root keeps; everything else is dropped all the same."""
-    for template in templates(list(manifests.APIS[api](replace(SPEC, ipc_lock=True)))):
-        for container in [*template["spec"]["containers"], *template["spec"]["initContainers"]]:
-            assert restricted(container, template["spec"]) == ["capabilities", "runAsNonRoot"]
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+            assert restricted(container, pod) == beyond, container["name"]
+            if beyond:
+                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert beyond or "runAsNonRoot" not in pod.get("securityContext", {}), "PyTorchJob's init container is root's"
 
 
 @each_row("api", APIS)
@@ -202,20 +195,15 @@ def test_pods_of_one_job_are_kept_on_nodes_of_their_own(api: str) -> None:
 
 
 @each_row("api", APIS)
-def test_the_gate_judges_with_the_jobs_environment(api: str) -> None:
-    """And not with its tokens."""
+def test_the_gate_judges_with_the_jobs_environment_and_the_hubs_cache_lies_on_the_claim(api: str) -> None:
+    """Not with its tokens. One download for all pods; without a claim the image's own place; a user's word stands."""
     documents = manifests.APIS[api](replace(SPEC, token_secret="hub", agent="http://a:1"))  # noqa: S106 - its name
     for template in templates(list(documents)):
         (gate,) = template["spec"]["initContainers"]
-        assert {"name": "NCCL_IB_HCA", "value": "mlx5_1"} in gate["env"]
-        assert {"name": "HF_HOME", "value": "/mnt/shared/.cache"} in gate["env"]
-        assert not [each for each in gate["env"] if each["name"] in ("HF_TOKEN", "TOPOFLIGHT_AGENT_TOKEN_FILE")]
-
-
-@each_row("api", APIS)
-def test_the_hubs_cache_lies_on_the_claim(api: str) -> None:
-    """One download for all pods and starts; without a claim the image's own place, and a user's word stands."""
-    assert variables_of(manifests.APIS[api](SPEC))["HF_HOME"] == "/mnt/shared/.cache"
+        said = {each["name"]: each.get("value") for each in gate["env"]}
+        assert said.items() >= {"NCCL_IB_HCA": "mlx5_1", "HF_HOME": "/mnt/shared/.cache"}.items()
+        assert not {"HF_TOKEN", "TOPOFLIGHT_AGENT_TOKEN_FILE"} & said.keys()
+    assert variables_of(documents)["HF_HOME"] == "/mnt/shared/.cache"
     assert "HF_HOME" not in variables_of(manifests.APIS[api](replace(SPEC, claim=None)))
     named = replace(SPEC, environment={"HF_HOME": "/mnt/shared/hub"})
     assert variables_of(manifests.APIS[api](named))["HF_HOME"] == "/mnt/shared/hub"
@@ -303,10 +291,8 @@ def test_an_environment_for_pods_is_held_to_the_same(tmp_path: Path) -> None:
 def test_a_dry_run_without_a_host_names_no_interface_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The administrator's machine is no node's pod, whatever its interfaces are called."""
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    words = ["--api", "job", "--nodes", "2", "--dry-run", "--no-preflight", "--claim", "c", "--image", "r.example/f:1"]
-    done = CliRunner().invoke(launch, words)
-    assert done.exit_code == 0, done.output
-    assert "SOCKET_IFNAME" not in done.stdout
+    documents, _ = launched("--nodes", "2", "--no-preflight", "--claim", "c")
+    assert "SOCKET_IFNAME" not in str(documents)
 
 
 @each_row(
@@ -327,14 +313,8 @@ def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
     """Where nvidia_peermem is loaded that driver is on the node; ofedDriver and useHostMofed exclude each other."""
 
     def made(loaded: bool | None, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        facts = snapshots([MACHINES / "l40s-4x-pcie.json"])[0]
-        pci = facts.facts(PciFacts)
-        assert pci is not None
-        outcomes = {
-            name: replace(outcome, facts=replace(pci, peermem_loaded=loaded)) if name == "pci" else outcome
-            for name, outcome in facts.outcomes.items()
-        }
-        spec = network_manifests.from_snapshots([replace(facts, outcomes=outcomes)], **settings)
+        found = changed(snapshot("l40s-4x-pcie"), PciFacts, peermem_loaded=loaded)
+        spec = network_manifests.from_snapshots([found], **settings)
         kinds = {document["kind"]: document["spec"] for document in network_manifests.network(spec)}
         return kinds["ClusterPolicy"]["driver"]["rdma"], kinds["NicClusterPolicy"].get("ofedDriver", {})
 
@@ -347,16 +327,12 @@ def test_who_brings_the_nics_driver_is_as_the_node_shows_or_asked() -> None:
 
 def test_a_launch_asks_who_brings_the_nics_driver(tmp_path: Path) -> None:
     """A record without nvidia_peermem; the options answer."""
-    words = [
-        "--host", str(MACHINES / "sick-h100-no-peermem.json"), "--api", "job", "--network", "--dry-run", "--claim", "c",
-        "--image", "r.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set", "dataset_name=synthetic:arithmetic",
-        "--no-preflight",
-    ]  # fmt: skip
-    done = CliRunner().invoke(launch, words)
-    assert done.exit_code == 0 and "--no-host-mofed to have the network operator bring it" in done.stderr
-    answered = CliRunner().invoke(launch, [*words, "--no-host-mofed"])
-    assert "host-mofed" not in answered.stderr
-    kinds = {each["kind"]: each for each in yaml.safe_load_all(answered.stdout)}
+    words = ("--host", MACHINES / "sick-h100-no-peermem.json", "--network", "--claim", "c", "--model",
+             "Qwen/Qwen2.5-0.5B", "--no-preflight")  # fmt: skip
+    assert "--no-host-mofed to have the network operator bring it" in launched(*words)[1]
+    documents, told = launched(*words, "--no-host-mofed")
+    assert "host-mofed" not in told
+    kinds = {each["kind"]: each for each in documents}
     assert "ofedDriver" in kinds["NicClusterPolicy"]["spec"]
     assert kinds["ClusterPolicy"]["spec"]["driver"]["rdma"] == {"enabled": True}
 
@@ -373,21 +349,17 @@ def test_a_pod_ends_after_its_ranks_have_had_their_time_to_save(api: str) -> Non
 @each_row(("method", "trained"), [("full", 7_615_616_512), ("lora", 40_370_176)])
 def test_the_time_to_save_fits_a_checkpoint_at_the_rate_that_storage_takes(method: str, trained: int) -> None:
     """Twice its bytes, for one may still be written, beside a step; a rate that is not known is taken, and said."""
-    words = [
-        "--host", str(MACHINES / "hgx-h100-8xH100-8hca.json"), "--model", "Qwen/Qwen2.5-7B", "--method", method,
-        "--api", "job", "--image", "registry.example/finetune:1", "--claim", "shared",
-        "--set", "dataset_name=synthetic:arithmetic", "--dry-run",
-    ]  # fmt: skip
+    words = ("--host", MACHINES / "hgx-h100-8xH100-8hca.json", "--model", "Qwen/Qwen2.5-7B", "--method", method,
+             "--claim", "shared")  # fmt: skip
     found = {}
     for rate, per_second in ((None, 125 * 2**20), ("1G", 1e9), ("5M", 5e6)):
-        done = CliRunner().invoke(launch, [*words, *(["--storage-rate", rate] if rate else [])])
-        assert done.exit_code == 0, done.output
-        (template,) = templates(list(yaml.safe_load_all(done.stdout)))
+        documents, told = launched(*words, *(["--storage-rate", rate] if rate else []))
+        (template,) = templates(documents)
         found[rate] = template["spec"]["terminationGracePeriodSeconds"] - 20
         writing = 2 * 12 * trained / per_second
         assert found[rate] == 100 or writing < found[rate] < writing + 60
         assert found[rate] > 100 or writing <= 100
-        assert ("--storage-rate" in done.stderr) is (rate is None and writing > 100)
+        assert ("--storage-rate" in told) is (rate is None and writing > 100)
     assert (found["5M"] > 100) and (found["1G"] > 100) is (method == "full")
-    refused = CliRunner().invoke(launch, [*words, "--storage-rate", "fast"])
-    assert refused.exit_code == 2 and "--storage-rate='fast': must be a quantity above 0" in refused.stderr
+    with pytest.raises(AssertionError, match=r"2: (.|\n)*--storage-rate='fast': must be a quantity above 0"):
+        launched(*words, "--storage-rate", "fast")

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from nccl_env_hosts import host
-from rigs.pods import templates
+from rigs.pods import launched, templates
 from rigs.tables import each_row
 
 from agent.base.hosts import snapshots
-from agent.cli.launch import launch
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
@@ -30,19 +28,16 @@ SPEC = JobSpec(
 )  # fmt: skip
 REQUIRED = "kueue.x-k8s.io/podset-required-topology"
 GROUP = "kueue.x-k8s.io/podset-group-name"
+RACK = "cloud.example/rack"
 
 
 def test_a_trainjobs_claims_are_where_the_trainer_carries_them_to_the_pod() -> None:
-    """A TrainJob's resourcesPerNode loses its claims on the way, and replaces all that the runtime says."""
+    """resourcesPerNode loses its claims on the way, and replaces all that the runtime says; without them it is used."""
     runtime, job = manifests.APIS["trainjob"](replace(SPEC, resource_claim_template="sft-gpu-nic"))[-2:]
     (container,) = next(templates(runtime))["spec"]["containers"]
     assert container["resources"]["claims"] == [{"name": "gpu-nic"}]
     assert container["resources"]["limits"] == SPEC.limits
     assert "resourcesPerNode" not in job["spec"]["trainer"]
-
-
-def test_without_claims_the_trainjob_says_what_a_node_takes() -> None:
-    """As Kubeflow documents it; the runtime then says nothing of it."""
     runtime, job = manifests.APIS["trainjob"](SPEC)
     assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == SPEC.limits
     assert "resources" not in next(templates(runtime))["spec"]["containers"][0]
@@ -56,25 +51,26 @@ def test_kueue_finds_all_pods_of_a_trainjob_in_its_runtime() -> None:
     assert said["parallelism"] == said["completions"] == job["spec"]["trainer"]["numNodes"] == 3
 
 
-def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain() -> None:
-    """Two pod sets of the same required level may still land in two domains, unless they are a group."""
-    (job,) = manifests.APIS["pytorchjob"](replace(SPEC, queue="team", topology_label="cloud.example/rack"))
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    said = [replicas[role]["template"]["metadata"]["annotations"] for role in ("Master", "Worker")]
-    assert said[0] == said[1] == {REQUIRED: "cloud.example/rack", GROUP: "sft"}
-    assert replicas["Master"]["replicas"] == 1, "Kueue takes a group of two pod sets of which one has one pod"
-
-
 @each_row(
-    "spec",
-    [replace(SPEC, nodes=1, queue="team", topology_label="cloud.example/rack"), replace(SPEC, queue="team")],
-    ids=["one pod set", "no topology"],
+    ("changes", "annotations"),
+    [
+        ({"queue": "team", "topology_label": RACK}, {REQUIRED: RACK, GROUP: "sft"}),
+        ({"queue": "team", "topology_label": RACK, "nodes": 1}, {REQUIRED: RACK}),
+        ({"queue": "team"}, {}),
+    ],
 )
-def test_no_group_where_kueue_refuses_one(spec: JobSpec) -> None:
-    """A group of one pod set, or without a topology, is an error to Kueue's webhook."""
-    (job,) = manifests.APIS["pytorchjob"](spec)
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        assert GROUP not in replica["template"].get("metadata", {}).get("annotations", {})
+def test_master_and_workers_of_a_pytorchjob_share_one_topology_domain(
+    changes: dict[str, Any], annotations: dict[str, str]
+) -> None:
+    """Two pod sets of the same required level may still land in two domains, unless they are a group.
+
+    Kueue's webhook refuses a group of one pod set, or without a topology; of two, one must have one pod.
+    """
+    (job,) = manifests.APIS["pytorchjob"](replace(SPEC, **changes))
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    said = [replica["template"].get("metadata", {}).get("annotations", {}) for replica in replicas.values()]
+    assert said == [annotations] * len(replicas)
+    assert replicas["Master"]["replicas"] == 1
 
 
 def test_a_jobs_name_begins_with_a_letter() -> None:
@@ -117,26 +113,23 @@ VLAN = (
 
 
 @each_row(
-    ("found", "ports", "master"),
+    ("found", "ports", "master", "mtu_bytes"),
     [
-        (roce(Interface(name="ens8f0np0", role="host"), netdev="ens8f0np0"), ["ens8f0np0"], "ens8f0np0"),
-        (roce(*MEMBERS, netdev="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0"),
-        (roce(*MEMBERS, netdev="ens8f0np0", bond="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0"),
-        (roce(*VLAN, netdev="ens8f0np0.7"), ["ens8f0np0"], "ens8f0np0.7"),
+        (roce(Interface(name="ens8f0np0", role="host"), netdev="ens8f0np0"), ["ens8f0np0"], "ens8f0np0", 9000),
+        (roce(*MEMBERS, netdev="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0", 9000),
+        (roce(*MEMBERS, netdev="ens8f0np0", bond="bond0"), ["ens8f0np0", "ens8f1np1"], "bond0", 4200),
+        (roce(*VLAN, netdev="ens8f0np0.7"), ["ens8f0np0"], "ens8f0np0.7", 9000),
     ],
     ids=["port", "bond", "member of a bond", "vlan"],
 )
-def test_the_device_plugin_looks_for_pci_netdevs(found: Snapshot, ports: list[str], master: str) -> None:
+def test_the_device_plugin_looks_for_pci_netdevs(
+    found: Snapshot, ports: list[str], master: str, mtu_bytes: int
+) -> None:
     """It finds HCAs by the netdevs of their PCI functions, where no bond and no VLAN is; a macvlan stands on those."""
     documents = network_manifests.network(network_manifests.from_snapshots([found]))
     assert selected(documents) == (ports, master)
     assert network_manifests.seen_from_a_pod([found]) == ()
-
-
-def test_a_bonds_mtu_is_its_own() -> None:
-    """Not its member's, which the kernel keeps equal but a recording may not."""
-    found = [roce(*MEMBERS, netdev="ens8f0np0", bond="bond0")]
-    assert network_manifests.from_snapshots(found).mtu_bytes == 4200
+    assert network_manifests.from_snapshots([found]).mtu_bytes == mtu_bytes, "a bond's own, not its member's"
 
 
 @each_row("machine", ["hgx-h100-8xH100-8hca", "azure-nd-a100-flat-vm", "polaris-4xA100-nv4"])
@@ -177,28 +170,13 @@ def test_a_name_from_inside_a_pod_is_told() -> None:
     inside = snapshots([MACHINES / "r760xa-2xA40-bf3.json"])
     assert network_manifests.seen_from_a_pod(inside) == ("net1",)
     assert network_manifests.seen_from_a_pod(snapshots([MACHINES / "l40s-4x-pcie.json"])) == ()
-    words = [
-        "--host", str(MACHINES / "r760xa-2xA40-bf3.json"), "--api", "job", "--network", "--dry-run", "--no-preflight",
-        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B", "--set",
-        "dataset_name=synthetic:arithmetic",
-        "--resource", "rdma/rdma_shared_device_eth=1",
-    ]  # fmt: skip
-    done = CliRunner().invoke(launch, words)
-    assert done.exit_code == 0, done.output
-    assert "warning: net1: so a pod calls it, not the node" in done.stderr
-
-
-def test_the_gpu_driver_waits_for_no_driver_container_that_nobody_makes() -> None:
-    """rdma.enabled alone holds the GPU driver back until the network operator's ofedDriver is ready."""
-    spec = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000)
-    kinds = {document["kind"]: document["spec"] for document in network_manifests.network(spec)}
-    assert "ofedDriver" not in kinds["NicClusterPolicy"]
-    assert kinds["ClusterPolicy"]["driver"]["rdma"] == {"enabled": True, "useHostMofed": True}
-
-
-def test_the_network_operator_is_asked_for_nothing_that_the_network_does_not_use() -> None:
-    """The macvlan's addresses are whereabouts'; each further part would be another image of one release."""
-    spec = network_manifests.NetworkSpec(interfaces=("ens8f0np0",), mtu_bytes=9000)
-    kinds = {document["kind"]: document["spec"] for document in network_manifests.network(spec)}
-    assert set(kinds["NicClusterPolicy"]) == {"rdmaSharedDevicePlugin"}
-    assert json.loads(kinds["MacvlanNetwork"]["ipam"])["type"] == "whereabouts"
+    words = (
+        "--network",
+        "--no-preflight",
+        "--model",
+        "Qwen/Qwen2.5-0.5B",
+        "--resource",
+        "rdma/rdma_shared_device_eth=1",
+    )
+    _, told = launched("--host", MACHINES / "r760xa-2xA40-bf3.json", *words)
+    assert "warning: net1: so a pod calls it, not the node" in told

@@ -10,15 +10,12 @@ from typing import Any
 
 import build
 import pytest
-import yaml
-from click.testing import CliRunner
 from nccl_env_hosts import cluster, host, interface, port
+from rigs.pods import Document, launched, templates
 from rigs.tables import each_row
 
-from agent.cli.launch import launch
 from planner.advice import Recommendation
 from planner.kubernetes import networks as network_manifests
-from planner.kubernetes import networks as network_rails
 from planner.kubernetes.job import JobError
 from planner.nccl_env.environment import settings
 from probes.api import Snapshot
@@ -27,7 +24,6 @@ from probes.rdma.facts import RdmaDevice
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
-Document = dict[str, Any]
 
 
 def spec(count: int, **more: Any) -> network_manifests.NetworkSpec:
@@ -54,7 +50,7 @@ def node(
 
 
 def test_one_interface_is_as_it_always_was() -> None:
-    """No number in the name, the range and the gateway as given."""
+    """No number in the name, the range and the gateway as given; InfiniBand alone has no network."""
     one = spec(1, range="8.8.8.0/24", gateway="1.1.1.1")
     assert one.rails() == (one,)
     documents = network_manifests.network(one)
@@ -62,10 +58,6 @@ def test_one_interface_is_as_it_always_was() -> None:
     assert json.loads(documents[3]["spec"]["ipam"]) == {
         "type": "whereabouts", "range": "8.8.8.0/24", "gateway": "1.1.1.1",
     }  # fmt: skip
-
-
-def test_no_interface_has_no_network() -> None:
-    """InfiniBand alone."""
     assert network_manifests.NetworkSpec(interfaces=(), infiniband=True).rails() == ()
 
 
@@ -179,13 +171,9 @@ def test_no_macvlan_stands_on_a_bridges_member(link: Interface, kept: tuple[str,
     assert interfaces(node(rails=3, links=links)) == kept
 
 
-def test_the_only_interface_is_taken_as_it_is() -> None:
-    """There is no better one."""
+def test_the_only_interface_is_taken_as_it_is_and_management_beside_others_is_no_rail() -> None:
+    """There is no better one; and a slower port of another model NCCL is kept from too."""
     assert interfaces(node(rails=1, links=[interface("ens0f0np0", "host", "", master="ovs-system")])) == ("ens0f0np0",)
-
-
-def test_management_is_no_rail() -> None:
-    """A slower port of another model, which NCCL is kept from too."""
     slow = port("mlx5_9", layer="Ethernet", gbit=25, model="ConnectX-6 Lx", netdev="eno1")
     assert interfaces(node(rails=2, devices=[slow])) == ("ens0f0np0", "ens1f0np0")
     assert interfaces(node(rails=0, devices=[slow])) == ("eno1",)
@@ -193,9 +181,9 @@ def test_management_is_no_rail() -> None:
 
 def test_ranges_that_a_node_is_on_are_told() -> None:
     """With the interface and its network."""
-    found = network_rails.in_use(["10.1.0.0/24", "10.1.200.0/24"], [node(rails=2)])
+    found = network_manifests.in_use(["10.1.0.0/24", "10.1.200.0/24"], [node(rails=2)])
     assert found == "10.1.0.0/24 (ens0f0np0 of a has 10.1.0.0/24)"
-    assert network_rails.in_use(["192.168.2.0/24"], [node()]) == ""
+    assert network_manifests.in_use(["192.168.2.0/24"], [node()]) == ""
 
 
 def advice(*snapshots: Snapshot) -> Recommendation:
@@ -229,7 +217,7 @@ def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: in
     found = network_manifests.from_snapshots(nodes)
     names = [f"{rail.namespace}/{rail.name}" for rail in found.rails()]
     by_number = sorted(found.interfaces, key=lambda name: (len(name), name))  # ens2 before ens10
-    given = network_rails.attached(
+    given = network_manifests.attached(
         advice(*nodes), nodes, networks=names, interfaces=by_number, resource="rdma/rdma_shared_device_eth"
     )
     seen = advice(pod("a", rails), pod("b", rails))
@@ -244,25 +232,19 @@ def test_a_job_for_several_rails_is_told_what_its_pods_would_have_said(rails: in
 
 
 def attached(nodes: Sequence[Snapshot]) -> Recommendation:
-    return network_rails.attached(
+    return network_manifests.attached(
         advice(*nodes), nodes, networks=["default/n-1", "default/n-2"], interfaces=("ens0f0np0", "ens1f0np0"),
         resource=None,
     )  # fmt: skip
 
 
-def test_rails_under_other_names_are_not_listed() -> None:
-    """No list of HCAs fits nodes that call them otherwise; the networks are theirs all the same."""
+def test_hcas_are_listed_only_where_all_nodes_call_them_so_and_one_is_left_out() -> None:
+    """No list fits nodes that call them otherwise; the networks are theirs all the same."""
     other = host("b", rdma=[port(f"rocep{i}", layer="Ethernet", netdev=f"ens{i}f0np0") for i in range(2)])
-    given = attached([node("a", rails=2), other])
-    assert environment(given)["NCCL_SOCKET_IFNAME"] == "net1" and "NCCL_IB_HCA" not in environment(given)
-    assert [need.value for need in given.needs if need.name == "network"] == ["default/n-1", "default/n-2"]
-
-
-def test_no_list_of_hcas_where_every_one_is_a_rail() -> None:
-    """Nothing is to be left out, and on a node that calls them otherwise the list would match nothing."""
-    said = environment(attached([node("a", rails=2), node("b", rails=2)]))
-    assert said["NCCL_SOCKET_IFNAME"] == "net1"
-    assert "NCCL_IB_HCA" not in said
+    for second in (other, node("b", rails=2)):
+        given = attached([node("a", rails=2), second])
+        assert environment(given)["NCCL_SOCKET_IFNAME"] == "net1" and "NCCL_IB_HCA" not in environment(given)
+        assert [need.value for need in given.needs if need.name == "network"] == ["default/n-1", "default/n-2"]
 
 
 def test_rails_that_training_is_not_for_leave_the_job_alone() -> None:
@@ -280,21 +262,15 @@ def four_rails(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def launched(recording: Path, *more: str) -> tuple[list[Document], str]:
-    """What `launch --network --dry-run` prints, and what it says on stderr."""
-    words = [
-        "--host", str(recording), "--api", "job", "--network", "--dry-run", "--no-preflight", "--claim", "shared",
-        "--image", "registry.example/f:1", "--model", "Qwen/Qwen2.5-0.5B",
-        "--set", "dataset_name=synthetic:arithmetic", *more,
-    ]  # fmt: skip
-    done = CliRunner().invoke(launch, words)
-    assert done.exit_code == 0, done.output
-    return list(yaml.safe_load_all(done.stdout)), done.stderr
+def networked(recording: Path, *more: str) -> tuple[list[Document], str]:
+    """What `launch --network` prints for a node like this, and what it says on stderr."""
+    return launched("--host", recording, "--network", "--no-preflight", "--claim", "shared", "--model",
+                    "Qwen/Qwen2.5-0.5B", *more)  # fmt: skip
 
 
 def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -> None:
     """Annotation, environment and device of its pods; the networks whose addresses the node has are told."""
-    documents, told = launched(four_rails, "--nodes", "2", "--namespace", "training")
+    documents, told = networked(four_rails, "--nodes", "2", "--namespace", "training")
     made = of_kind(documents, "MacvlanNetwork")
     assert [d["spec"]["master"] for d in made] == [f"ens{i}f0np0" for i in range(4)]
     (job,) = of_kind(documents, "Job")
@@ -312,23 +288,22 @@ def test_the_job_printed_with_the_networks_is_on_all_of_them(four_rails: Path) -
 
 def test_a_device_that_the_user_names_is_asked_for_alone(four_rails: Path) -> None:
     """A cluster whose device plugin was there before."""
-    documents, _ = launched(four_rails, "--nodes", "2", "--resource", "openshift.io/rails=4")
-    (job,) = of_kind(documents, "Job")
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    documents, _ = networked(four_rails, "--nodes", "2", "--resource", "openshift.io/rails=4")
+    (container,) = next(templates(of_kind(documents, "Job")))["spec"]["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4", "openshift.io/rails": "4"}
 
 
 @each_row("more", [(), ("--nodes", "1")])
 def test_a_job_of_one_node_needs_no_network(four_rails: Path, more: tuple[str, ...]) -> None:
     """The networks are printed, for the jobs to come."""
-    documents, _ = launched(four_rails, *more)
+    documents, _ = networked(four_rails, *more)
     (job,) = of_kind(documents, "Job")
     assert "metadata" not in job["spec"]["template"] and len(of_kind(documents, "MacvlanNetwork")) == 4
 
 
 def test_one_rail_leaves_the_job_as_it_is() -> None:
     """A record of one RoCE port: the network, and a job that says nothing of it."""
-    documents, told = launched(MACHINES / "l40s-4x-pcie.json", "--nodes", "2")
+    documents, told = networked(MACHINES / "l40s-4x-pcie.json", "--nodes", "2")
     (job,) = of_kind(documents, "Job")
     assert "metadata" not in job["spec"]["template"]
     assert told.startswith("warning: the nodes have RDMA devices, and the pods ask for none") and told.count("\n") == 1

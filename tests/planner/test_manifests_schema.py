@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import jsonschema
 import kubernetes_validate
@@ -25,6 +24,7 @@ from planner.kubernetes import networks as network_manifests
 from planner.kubernetes.job import JobError, JobSpec
 
 ROOT = Path(__file__).parents[2]
+ROWS = yaml.safe_load(Path(__file__).with_name("manifest_values.yaml").read_text(encoding="utf-8"))
 SPEC = JobSpec(
     name="sft-roce", namespace="training", image="registry.example/finetune:1", nodes=2, processes_per_node=2,
     command=("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml"),
@@ -47,6 +47,12 @@ def documents() -> list[dict[str, Any]]:
     made += [network_manifests.shared_claim(storage_class="ocs-storagecluster-cephfs")]
     made += [manifests.config_map(SPEC, {"config.yaml": "a: 1\n"})]
     return list(yaml.safe_load_all(manifests.render(made)))
+
+
+def least_job(**given: Any) -> JobSpec:
+    """The least that a job is, and what is given."""
+    least = {"name": "a", "image": "i", "nodes": 1, "processes_per_node": 1, "command": ("true",)}
+    return JobSpec(**{**least, **given})
 
 
 CORE = ("v1", "batch/v1", "resource.k8s.io/v1")
@@ -140,66 +146,24 @@ def test_trainjob_environment_is_in_the_trainer_and_not_in_the_runtime() -> None
     assert "env" not in next(templates(runtime))["spec"]["containers"][0]
 
 
-def test_machine_config_is_ignition_three() -> None:
-    """A data URL in place of `inline`, and the limit in it as CRI-O reads it."""
-    (file,) = network_manifests.network(NETWORK)[0]["spec"]["config"]["storage"]["files"]
-    assert set(file["contents"]) == {"source"}
-    text = unquote(file["contents"]["source"].removeprefix("data:,"))
-    assert '"memlock=-1:-1"' in text and text.startswith("[crio.runtime]\n")
-
-
 @each_row("name", ["a\nb: c", "UPPER", "x" * 64, "-a", "a/b", '"', ""])
 def test_hostile_names_are_refused(name: str) -> None:
     """A name that is no name is an error that says so."""
     with pytest.raises(JobError, match="name="):
-        JobSpec(name=name, image="i", nodes=1, processes_per_node=1, command=("true",))
+        least_job(name=name)
 
 
-@each_row(
-    ("field", "value", "told"),
-    [
-        ("claim", "Bad_Name", "claim='Bad_Name'"),
-        ("claim", "a..b", "claim="),
-        ("claim", "a" * 254, "253 at most"),
-        ("token_secret", "A B", "token_secret="),
-        ("queue", "team/a", "queue="),
-        ("service_account", "sa!", "service_account="),
-        ("image", "r.example/a b", "image="),
-        ("preflight_image", "", "preflight_image="),
-        ("topology_label", "a b", "label 'a b'"),
-        ("topology_label", "x/y/z", "label 'x/y/z'"),
-        ("node_selector", {"a": "b=c"}, "label a='b=c'"),
-        ("node_selector", {"-a": "b"}, "label '-a'"),
-        ("tolerate", ("k:Always",), "NoSchedule, PreferNoSchedule, NoExecute"),
-        ("tolerate", ("=v",), "KEY"),
-        ("limits", {"memory": "96GiB"}, "resource memory='96GiB'"),
-        ("limits", {"memory": "0"}, "above 0"),
-        ("limits", {"cpu": "-1"}, "resource cpu='-1'"),
-        ("limits", {"hugepages-2Mi": "3Mi"}, "whole pages"),
-        ("limits", {"rdma/hca": "1.5"}, "resource rdma/hca='1.5'"),
-        ("limits", {"rdma/hca": "-1"}, "whole number"),
-        ("limits", {"foo": "1"}, "domain/name"),
-    ],
-)
+@each_row(("field", "value", "told"), ROWS["refused"])
 def test_what_the_api_server_would_refuse_is_refused(field: str, value: Any, told: str) -> None:
     """By name and value: an object that cannot exist would otherwise leave the pods waiting for it."""
-    given = {"name": "a", "image": "i", "nodes": 1, "processes_per_node": 1, "command": ("true",), field: value}
     with pytest.raises(JobError, match=re.escape(told)):
-        JobSpec(**given)
+        least_job(**{field: tuple(value) if isinstance(value, list) else value})
 
 
-@each_row(
-    ("taint", "made"),
-    [
-        ("nvidia.com/gpu", {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}),
-        ("a=b", {"key": "a", "operator": "Equal", "value": "b", "effect": "NoSchedule"}),
-        ("a=b:NoExecute", {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute"}),
-        ("a:PreferNoSchedule", {"key": "a", "operator": "Exists", "effect": "PreferNoSchedule"}),
-    ],
-)
+@each_row(("taint", "made"), ROWS["taints"])
 def test_a_taint_is_borne_as_kubectl_writes_it(taint: str, made: dict[str, str]) -> None:
     """KEY[=VALUE][:EFFECT]."""
-    spec = JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=("true",), tolerate=(taint,))
+    spec = least_job(tolerate=(taint,))
     (_, job) = manifests.APIS["job"](spec)
     assert job["spec"]["template"]["spec"]["tolerations"] == [made]
 
@@ -207,17 +171,14 @@ def test_a_taint_is_borne_as_kubectl_writes_it(taint: str, made: dict[str, str])
 @each_row("amount", ["4", "500m", "1.5", ".5Gi", "96Gi", "1e3", "100G"])
 def test_quantities_as_kubernetes_writes_them_are_taken(amount: str) -> None:
     """Every form of apimachinery's."""
-    spec = JobSpec(
-        name="a", image="i", nodes=1, processes_per_node=1, command=("true",),
-        limits={"memory": amount, "nvidia.com/gpu": "8", "hugepages-2Mi": "5Gi", "vpc.amazonaws.com/efa": "0"},
-    )  # fmt: skip
-    assert spec.limits["memory"] == amount
+    limits = {"memory": amount, "nvidia.com/gpu": "8", "hugepages-2Mi": "5Gi", "vpc.amazonaws.com/efa": "0"}
+    assert least_job(limits=limits).limits["memory"] == amount
 
 
 def test_hostile_values_stay_data() -> None:
     """Whatever a value holds, it reads back as that value and nothing else."""
     value = 'x"\n  - name: EVIL\n    value: 1 # {{ }} $(id) `id`'
-    spec = JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=(value,), environment={"A": value})
+    spec = least_job(command=(value,), environment={"A": value})
     (_, job) = yaml.safe_load_all(manifests.render(manifests.APIS["job"](spec)))
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][-1] == value
@@ -228,7 +189,7 @@ def test_hostile_values_stay_data() -> None:
 def test_reserved_environment_is_refused(name: str) -> None:
     """The Trainer's webhook would refuse it later and say less."""
     with pytest.raises(JobError, match=name):
-        JobSpec(name="a", image="i", nodes=1, processes_per_node=1, command=("true",), environment={name: "1"})
+        least_job(environment={name: "1"})
 
 
 @each_row(("given", "cpu"), [({}, "2"), ({"cpu": "4"}, "4"), ({"memory": "8Gi"}, None)])

@@ -84,20 +84,32 @@ def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(fam
         assert by_part.layer in alike[:1] or not alike, said
 
 
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma", "gemma2")
+WINDOWLESS = ("llama", "gemma")  # whatever the file says
+HALF = ("gemma2",)  # every other layer slides, the first one too, where no list says otherwise
+
+
 @pytest.mark.long
-@each_row("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"])
-def test_layers_slide_where_transformers_says(family: str) -> None:
+@each_row("family", [*DENSE, "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma3_text"])
+def test_the_shape_and_the_layers_that_slide_are_what_transformers_says(family: str) -> None:
     """Qwen2-MoE: every other of the first; Qwen3-MoE: all; gpt-oss: every other; Gemma 3: five of six."""
     pytest.importorskip("torch", reason="the fine-tune extra is not installed")
     from transformers import AutoConfig
 
-    for said in odd_configs(family, 8):
+    windows = ({"sliding_window": 64, "use_sliding_window": True}, {"use_sliding_window": True, "max_window_layers": 4})
+    for said in (*odd_configs(family, 8), *({**odd_configs(family, 0)[0], **more} for more in windows)):
         spec = model_from_config(said)
         theirs = AutoConfig.for_model(**said)
         kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * spec.layers
-        sliding = kinds.count("sliding_attention") if theirs.sliding_window else 0
-        assert bool(spec.sliding_window) is bool(sliding), said
-        assert not sliding or (spec.sliding_layers or spec.layers) == sliding, said
+        window = None if family in WINDOWLESS else getattr(theirs, "sliding_window", None)
+        sliding = kinds.count("sliding_attention") if window else 0
+        assert spec.sliding_window == (window if sliding else None), said
+        usual = -(-spec.layers // 2) if family in HALF else spec.layers
+        assert not sliding or (spec.sliding_layers or usual) == sliding, said
+        if family in DENSE:
+            assert (spec.kv_heads, spec.ffn) == (theirs.num_key_value_heads, theirs.intermediate_size), said
+            head = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+            assert (spec.head_dim, spec.tied_embeddings) == (head, theirs.tie_word_embeddings), said
 
 
 # As the sizes of their safetensors on the Hugging Face hub add up, without the layers that predict further tokens.

@@ -6,7 +6,8 @@ import ast
 from pathlib import Path
 from string import Formatter
 
-from planner.lint.tables import settings, texts
+from planner.lint.environment import settings
+from planner.lint.values import texts
 from planner.nccl_env.texts import texts as advice_texts
 
 

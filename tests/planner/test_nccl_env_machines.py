@@ -29,19 +29,6 @@ def test_golden_advice_on_machine(name: str, golden: Callable[[str, Any], None])
     golden(f"{name}/settings.json", told)
 
 
-@each_row(
-    ("name", "expected"),
-    [
-        ("aws-p4d-8xA100-4efa", {}),  # EFA is reached through the plugin, which sets what it needs
-        ("r760xa-2xA40-bf3", {"NCCL_SOCKET_IFNAME": "net1", "NCCL_IB_HCA": "mlx5_1"}),  # its second network, by name
-        ("hgx-h100-8xH100-8hca", {}),  # NCCL finds HCAs, NVLink SHARP and rails by itself
-    ],
-)
-def test_a_machine_gets_the_nccl_variables_that_it_needs_and_no_other(name: str, expected: dict[str, str]) -> None:
-    found = {setting.name: setting.value for setting in advice_for(name).settings}
-    assert {key: value for key, value in found.items() if key.startswith("NCCL_")} == expected
-
-
 @each_row("order", [1, -1], ids=["healthy-first", "sick-first"])
 def test_a_port_that_is_down_is_named_whichever_node_comes_first(order: int) -> None:
     """The evidence is that of the node whose ports decide, not of the first one."""

@@ -50,23 +50,16 @@ def test_table_is_whole() -> None:
         assert (entry.status == "other") == (entry.doc_class == ""), entry
 
 
-def test_replacements_exist() -> None:
-    """What is named instead of a removed name is a name NCCL reads."""
-    for entry in names().values():
-        new = replacement(entry.name)
-        if new is not None:
-            assert entry.status == "removed"
-            assert names()[new].status == "current"
-
-
-def test_each_plugin_says_who_reads_its_names() -> None:
-    """The plugins of the large fabrics are there; no name of libnccl itself is given away."""
+def test_replacements_exist_and_each_plugin_says_who_reads_its_names() -> None:
+    """What is named instead of a removed name NCCL reads; no name of libnccl itself is given to a plugin."""
+    replaced = {entry.name: replacement(entry.name) for entry in names().values()}
+    assert all(names()[old].status == "removed" and names()[new].status == "current"
+               for old, new in replaced.items() if new is not None)  # fmt: skip
     plugins = {each.plugin for each in plugin_names()}
-    assert {"aws-ofi-nccl", "GPUDirect-TCPX", "GPUDirect-TCPXO", "gIB", "SHARP", "UCX", "RCCL", "Spectrum-X"} <= plugins
-    assert {"Inspector", "profiler"} <= plugins
+    assert plugins >= {"aws-ofi-nccl", "GPUDirect-TCPX", "GPUDirect-TCPXO", "gIB", "SHARP", "UCX", "RCCL", "Spectrum-X",
+                       "Inspector", "profiler"}  # fmt: skip
     assert all(each.reader and each.source for each in plugin_names())
-    current = [name for name, entry in names().items() if entry.status == "current" and plugin_of(name)]
-    assert current == []
+    assert [name for name, entry in names().items() if entry.status == "current" and plugin_of(name)] == []
 
 
 @each_row(
@@ -110,38 +103,24 @@ def test_releases_are_as_their_libraries_read_them() -> None:
         ("NCCL_IB_QP_PER_CONNECTION", "NCCL_IB_QPS_PER_CONNECTION"),
         ("NCCL_IB_GIDINDEX", "NCCL_IB_GID_INDEX"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLNG", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    ],
-)
-def test_nearest_name(wrong: str, right: str) -> None:
-    """The name that was meant comes first."""
-    assert nearest(wrong)[0] == right
-
-
-@each_row(
-    "name",
-    [
-        "NCCL_MY_OWN_SWITCH", "NCCL_SOCKET_TIMEOUT", "NCCL_CHECK_DISABLE", "NCCL_TEST_PATH", "NCCL_TIMEOUT",
-        "NCCL_NET_GDR_ENABLE", "NCCL_IB_XX", "NCCL_LL128_ENABLE", "NCCL_GDR_DISABLE",
+        # another word is another name, however many letters agree
+        *((name, None) for name in (
+            "NCCL_MY_OWN_SWITCH", "NCCL_SOCKET_TIMEOUT", "NCCL_CHECK_DISABLE", "NCCL_TEST_PATH", "NCCL_TIMEOUT",
+            "NCCL_NET_GDR_ENABLE", "NCCL_IB_XX", "NCCL_LL128_ENABLE", "NCCL_GDR_DISABLE")),
     ],
 )  # fmt: skip
-def test_nothing_is_guessed_for_a_name_like_no_other(name: str) -> None:
-    """Another word is another name, however many letters agree."""
-    assert nearest(name) == ()
+def test_the_name_that_was_meant_comes_first(wrong: str, right: str | None) -> None:
+    assert next(iter(nearest(wrong)), None) == right
 
 
-@each_row(
-    ("text", "version"),
-    [("2.21.5+cuda12.4", (2, 21, 5)), ("2.27.7", (2, 27, 7)), ("v2.30.7-1", (2, 30, 7)), ("2.21", (2, 21, 0))],
-)
-def test_parse_version(text: str, version: tuple[int, int, int]) -> None:
-    """As NCCL and its tags print it."""
-    assert parse_version(text) == version
-
-
-def test_parse_version_names_the_bad_text() -> None:
-    """The message carries the text."""
+def test_parse_version() -> None:
+    """As NCCL, its tags and rebuilt wheels print it; the message carries a text that is none, and 2.99.1 is newer."""
+    texts = {"2.21.5+cuda12.4": (2, 21, 5), "2.27.7": (2, 27, 7), "v2.30.7-1": (2, 30, 7), "2.21": (2, 21, 0),
+             "2.26.2.post1": (2, 26, 2)}  # fmt: skip
+    assert {text: parse_version(text) for text in texts} == texts
     with pytest.raises(ValueError, match="banana"):
         parse_version("banana")
+    assert parse_version("2.99.1") > newest_read()
 
 
 def test_env_file_is_what_docker_reads() -> None:
@@ -157,15 +136,11 @@ def test_shell_survives_a_shell() -> None:
     assert done.stdout == "AWS Libfabric|106|=mlx5_1,mlx5_2"
 
 
-def test_k8s_values_are_strings() -> None:
-    """The API server refuses a number as the value of an EnvVar."""
+def test_k8s_values_are_strings_and_nothing_to_set_is_valid_text() -> None:
+    """The API server refuses a number as the value of an EnvVar; empty advice is something that each reader takes."""
     read = yaml.safe_load(render_k8s(AWKWARD))
     assert read == k8s_env(AWKWARD)
     assert all(isinstance(entry["value"], str) for entry in read)
-
-
-def test_nothing_to_set_is_valid_text() -> None:
-    """Empty advice renders to something that each reader takes."""
     assert render_env([]).startswith("#") and render_shell([]).startswith("#")
     assert yaml.safe_load(render_k8s([])) == []
 
@@ -196,12 +171,6 @@ def test_no_newer_release_is_out_than_the_table_knows() -> None:
     else:
         age = (datetime.now(UTC).date() - read_on()).days
         assert age <= OLDEST_DAYS, f"the table is {age} days old, and no index tells whether a release is out"
-
-
-def test_a_newer_release_is_seen() -> None:
-    """The comparison would fail: 2.99.1 sorts above what was read, a rebuilt wheel of the same release does not."""
-    assert parse_version("2.99.1") > newest_read()
-    assert parse_version("2.26.2.post1") == (2, 26, 2)
 
 
 LIBRARY = """

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import platform_machines as built
 import yaml
 from rigs.tables import each_row
 
@@ -21,18 +23,24 @@ from planner.nccl_env.environment import EnvAdvice, settings
 from planner.nccl_env.names import Platform, names, platforms
 from planner.nccl_env.platforms import recognise
 from planner.nccl_env.situation import situation
+from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
 
 ROOT = Path(__file__).parents[2]
-import platform_machines as built  # noqa: E402
-
 EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
 
 
-def advice(machine: str, *, multi_node: bool = True) -> EnvAdvice:
+def seen(machine: str, **changes: Any) -> Snapshot:
+    """A built machine as the probes see it, or another one with what it changes."""
+    if not changes:
+        return built.snapshot(machine)
+    return built.snapshot_of(built.describe(replace(built.NODES[machine], **changes)))
+
+
+def advice(machine: str | Snapshot, *, multi_node: bool = True) -> EnvAdvice:
     """The advice for a job of several nodes like this one."""
-    snapshot = built.snapshot(machine)
+    snapshot = seen(machine) if isinstance(machine, str) else machine
     return settings([snapshot], join([build(snapshot)]), multi_node=multi_node)
 
 
@@ -41,9 +49,9 @@ def transport(found: EnvAdvice) -> dict[str, str]:
     return {each.name: each.value for each in found.settings if each.name.startswith(("NCCL_", "FI_"))}
 
 
-def row_of(machine: str) -> Platform | None:
+def row_of(machine: str | Snapshot) -> Platform | None:
     """The platform that the machine is recognised as."""
-    snapshot = built.snapshot(machine)
+    snapshot = seen(machine) if isinstance(machine, str) else machine
     return recognise(situation([snapshot], join([build(snapshot)])).nodes[0])
 
 
@@ -73,7 +81,6 @@ def test_vendors_script_is_named_and_never_overwritten(machine: str) -> None:
     found = advice(machine)
     (note,) = [each for each in found.notes if each.topic == "platform"]
     row = row_of(machine)
-    assert row is not None
     there = [path for path in row.script if path in built.NODES[machine].files]
     assert (f"source {there[0]}" if there else "plugin") in note.text
     assert all(f"{name}={value}" in note.text for name, (value, _) in row.values().items())
@@ -82,13 +89,9 @@ def test_vendors_script_is_named_and_never_overwritten(machine: str) -> None:
 
 def test_machines_own_file_is_not_overwritten() -> None:
     """nccl.conf of the image says it already, and may say it otherwise."""
-    node = built.NODES["azure-nd-h200"]
-    own = {**node.files, "/etc/nccl.conf": "NCCL_TOPO_FILE=/opt/microsoft/ndv5/topo.xml\nNCCL_IGNORE_CPU_AFFINITY=1\n"}
-    built.MACHINES["azure-with-conf"] = built.describe(replace(node, files=own))
-    try:
-        assert transport(advice("azure-with-conf")) == {}
-    finally:
-        del built.MACHINES["azure-with-conf"]
+    own = "NCCL_TOPO_FILE=/opt/microsoft/ndv5/topo.xml\nNCCL_IGNORE_CPU_AFFINITY=1\n"
+    files = {**built.NODES["azure-nd-h200"].files, "/etc/nccl.conf": own}
+    assert transport(advice(seen("azure-nd-h200", files=files))) == {}
 
 
 @each_row(
@@ -100,28 +103,27 @@ def test_machines_own_file_is_not_overwritten() -> None:
         ({"nics": (built.Nics(kind="ib", count=8),)}, None),  # no RoCE: another fabric than the recipe's
     ],
 )
-def test_platform_is_told_by_facts_not_by_one_name(change: dict[str, object], expected: str | None) -> None:
+def test_platform_is_told_by_facts_not_by_one_name(change: dict[str, Any], expected: str | None) -> None:
     """Without the fact there is no class of OCI's on another's switches."""
-    name = f"oci-h200 {sorted(change)}"
-    built.MACHINES[name] = built.describe(replace(built.NODES["oci-h200"], **change))  # type: ignore[arg-type]
-    try:
-        row = row_of(name)
-        assert (row.name if row else None) == ("OCI BM.GPU.H200.8" if expected == "" else expected)
-        assert ("NCCL_IB_TC" in transport(advice(name))) is (expected is not None)
-    finally:
-        del built.MACHINES[name]
+    machine = seen("oci-h200", **change)
+    row = row_of(machine)
+    assert (row.name if row else None) == ("OCI BM.GPU.H200.8" if expected == "" else expected)
+    assert ("NCCL_IB_TC" in transport(advice(machine))) is (expected is not None)
 
 
 def test_unknown_machine_of_a_cloud_is_said_to_be_unknown() -> None:
     """No recipe is known for it: left out, with the facts that no row knows."""
-    node = replace(built.NODES["aws-p5"], product="p9.96xlarge", nics=(built.Nics(kind="ib", count=4),))
-    built.MACHINES["new"] = built.describe(node)
-    try:
-        (note,) = [each for each in advice("new").notes if each.topic == "platform"]
-        assert note.text.startswith("Unknown platform, because DMI")
-        assert "p9.96xlarge" in note.text
-    finally:
-        del built.MACHINES["new"]
+    machine = seen("aws-p5", product="p9.96xlarge", nics=(built.Nics(kind="ib", count=4),))
+    (note,) = [each for each in advice(machine).notes if each.topic == "platform"]
+    assert note.text.startswith("Unknown platform, because DMI")
+    assert "p9.96xlarge" in note.text
+
+
+def test_aws_instance_without_a_visible_efa_is_said_to_be_one() -> None:
+    """A pod that asked for no EFA device runs over TCP in silence."""
+    (note,) = [each for each in advice(seen("aws-p5", nics=())).notes if each.topic == "NCCL_NET"]
+    assert "no EFA device is visible" in note.text
+    assert "p5.48xlarge" in note.evidence
 
 
 @each_row(
@@ -196,7 +198,7 @@ def pages() -> dict[str, str]:
     lines = []
     for row in platforms().rows:
         named = {recipe.source.name: recipe.source.date for recipe in row.recipes}
-        named |= {source.name: source.date for source in row.more}
+        named |= {source.name: source.date for recipe in row.recipes for source in recipe.more}
         sources |= named
         numbers = "".join(f" [{list(sources).index(name) + 1}]" for name in named)
         parts = [f"- **{row.name}**{numbers} ({_facts(row)})"]
@@ -221,36 +223,15 @@ def pages() -> dict[str, str]:
     listed = [f"{number}. {name}, {date}" for number, (name, date) in enumerate(sources.items(), 1)]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in why.items()]
     return {
-        "reference/platforms.md": "\n".join((HEAD, *lines, "", "## Sources", "", *listed)) + "\n",
-        "decisions/0024-published-and-not-set.md": "\n".join((WHY, *reasons)) + "\n",
+        "reference/platforms.md": "\n".join((*lines, "", "## Sources", "", *listed)) + "\n",
+        "decisions/0024-published-and-not-set.md": "\n".join(reasons) + "\n",
     }
-
-
-HEAD = """\
-# Platforms
-
-What makers of platforms publish for NCCL, and what is advised on a machine of that shape for several nodes: *advised*
-as published, *not set* though published, *ours* instead or besides. In brackets: the sources, and what recognises the
-platform (DMI, GPU, fabric; no network is asked). Where nothing does, nothing is applied. Why the rest is not set:
-[decisions/0024](../decisions/0024-published-and-not-set.md).
-"""
-WHY = """\
-# What makers of platforms publish and Topoflight does not set
-
-By reason, for the values *not set* in [platforms.md](../reference/platforms.md). Both pages are drawn from
-`planner/nccl_env/data/platforms.toml` by `tests/planner/test_nccl_env_platforms.py`.
-"""
 
 
 def _facts(row: Platform) -> str:
     if not row.recognised:
         return "not recognised"
-    clouds = {
-        "aws": "Amazon EC2",
-        "azure": "Azure",
-        "gcp": "Google",
-        "oci": "Oracle",
-    }
+    clouds = {"aws": "Amazon EC2", "azure": "Azure", "gcp": "Google", "oci": "Oracle"}
     parts = [clouds[row.cloud]] if row.cloud else []
     parts += [f"`{row.product}`"] if row.product else []
     parts += [f"`{row.gpu}`"] if row.gpu else []
@@ -268,21 +249,13 @@ def _facts(row: Platform) -> str:
 
 
 def test_page_of_platforms_is_drawn_from_the_data() -> None:
-    """docs/reference/platforms.md, and its reasons in docs/decisions."""
+    """docs/reference/platforms.md, and its reasons in docs/decisions; what stands above the list people write."""
     for name, text in pages().items():
         path = ROOT / "docs" / name
+        head, mark, _ = path.read_text(encoding="utf-8").partition("\n- ")
         if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
-            path.write_text(text, encoding="utf-8")
-        assert path.read_text(encoding="utf-8") == text
-
-
-def test_aws_instance_without_a_visible_efa_is_said_to_be_one() -> None:
-    """A pod that asked for no EFA device runs over TCP in silence."""
-    snapshot = built.snapshot_of(built.describe(replace(built.NODES["aws-p5"], nics=())))
-    found = settings([snapshot], join([build(snapshot)]), multi_node=True)
-    (note,) = [note for note in found.notes if note.topic == "NCCL_NET"]
-    assert "no EFA device is visible" in note.text
-    assert "p5.48xlarge" in note.evidence
+            path.write_text(f"{head}\n{text}", encoding="utf-8")
+        assert mark and path.read_text(encoding="utf-8") == f"{head}\n{text}"
 
 
 def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> None:

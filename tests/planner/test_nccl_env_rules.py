@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from nccl_env_hosts import GBIT, cluster, host, interface, pci, port, v2_gid
@@ -33,16 +32,7 @@ def note(advice: EnvAdvice, topic: str) -> str:
     return " ".join(note.text for note in advice.notes if note.topic == topic)
 
 
-@dataclass(frozen=True)
-class Case:
-    """What must be advised; a value of None: not set."""
-
-    advice: EnvAdvice = field(repr=False)
-    sets: Mapping[str, str | None]
-    only: Mapping[str, str] | None  # all that NCCL or libfabric read
-    why: Mapping[str, str]  # by variable: words of the reason
-    says: Mapping[str, str]  # by topic: words of its notes; "^" for how they begin, "" where there is none
-    never: tuple[str, ...]  # words that nothing of the advice has
+Case = tuple[Any, ...]
 
 
 def case(
@@ -50,25 +40,8 @@ def case(
     why: Mapping[str, str] | None = None, says: Mapping[str, str] | None = None, never: tuple[str, ...] = (),
     **more: Any,
 ) -> Case:  # fmt: skip
-    """One row of a table."""
-    return Case(advise(*hosts, **more), sets or {}, only, why or {}, says or {}, never)
-
-
-def check(wanted: Case) -> None:
-    """Compare the advice with what is wanted of it; every setting and need has its reason."""
-    advice, found = wanted.advice, values(wanted.advice)
-    assert {name: found.get(name) for name in wanted.sets} == wanted.sets
-    transport = {name: value for name, value in found.items() if name.startswith(("NCCL_", "FI_"))}
-    assert wanted.only is None or transport == wanted.only
-    for name, words in wanted.why.items():
-        (reason,) = [each.reason for each in advice.settings if each.name == name]
-        assert words in f"{reason.rule}\n{reason.evidence}"
-    for topic, words in wanted.says.items():
-        said = "\n".join(f"{each.text}\n{each.evidence}" for each in advice.notes if each.topic == topic)
-        assert said.startswith(words[1:]) if words[:1] == "^" else words in said if words else not said, said
-    assert not [words for words in wanted.never if words in str(advice)]
-    for each in (*advice.settings, *advice.needs):
-        assert each.reason.rule and each.reason.evidence and each.reason.source, each
+    """One row of a table, as `test_what_is_advised` takes it."""
+    return sets or {}, only, why or {}, says or {}, never, advise(*hosts, **more)
 
 
 def needs(advice: EnvAdvice) -> set[tuple[str, str]]:
@@ -438,9 +411,27 @@ TABLES = (hcas, virtual_functions, interfaces, other_fabrics, gids, flow_control
           one_node)  # fmt: skip
 
 
-@each_row("wanted", lambda: [row for table in TABLES for row in table()])
-def test_what_is_advised(wanted: Case) -> None:
-    check(wanted)
+@each_row(("sets", "only", "why", "says", "never", "advice"), lambda: [row for table in TABLES for row in table()])
+def test_what_is_advised(
+    sets: Mapping[str, str | None], only: Mapping[str, str] | None, why: Mapping[str, str], says: Mapping[str, str],
+    never: tuple[str, ...], advice: EnvAdvice,
+) -> None:  # fmt: skip
+    """What is set, None for what is not; `only`: all that NCCL or libfabric read; `why`: words of a setting's reason;
+    `says`: words of the notes on a topic, "^" for how they begin, "" where there is none; `never`: words of nothing.
+    """
+    found = values(advice)
+    assert {name: found.get(name) for name in sets} == sets
+    transport = {name: value for name, value in found.items() if name.startswith(("NCCL_", "FI_"))}
+    assert only is None or transport == only
+    for name, words in why.items():
+        (reason,) = [each.reason for each in advice.settings if each.name == name]
+        assert words in f"{reason.rule}\n{reason.evidence}"
+    for topic, words in says.items():
+        said = "\n".join(f"{each.text}\n{each.evidence}" for each in advice.notes if each.topic == topic)
+        assert said.startswith(words[1:]) if words[:1] == "^" else words in said if words else not said, said
+    assert not [words for words in never if words in str(advice)]
+    for each in (*advice.settings, *advice.needs):
+        assert each.reason.rule and each.reason.evidence and each.reason.source, each
 
 
 def test_needs_of_a_pod() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+import os
 from dataclasses import replace
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rigs.pods import templates
 from rigs.tables import each_row
 
 from contracts.job_config import parse_config
@@ -28,152 +30,55 @@ ADDED = Additions(
     resources={"rdma/rdma_shared_device_eth": "1"}, gate_image="registry.example/topoflight:1", log=True,
     annotations={"forecast-step": "step 1 s"},
 )  # fmt: skip
-# The PyTorchJob of the published recipe for OpenShift AI, its anchors and all; with two comments.
-SFT = Path(__file__).with_name("wrap_sft.yaml").read_text(encoding="utf-8")
-POD = {"containers": [{"name": "main", "command": ["python", "train.py"]}]}
-TRAINJOB: list[dict[str, Any]] = [
-    {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainingRuntime", "metadata": {"name": "torch"},
-     "spec": {"mlPolicy": {"torch": {}}, "template": {"spec": {"replicatedJobs": [
-         {"name": "node", "template": {"spec": {"template": {"spec": {"containers": [{"name": "node"}]}}}}}]}}}},
-    {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": "sft"},
-     "spec": {"runtimeRef": {"kind": "TrainingRuntime", "name": "torch"},
-              "trainer": {"numNodes": 2, "numProcPerNode": 4, "command": ["torchrun", "sft.py"]}}},
-]  # fmt: skip
+FILE = Path(__file__).parents[1] / "golden" / "wrap.yaml"
 
 
-def of_all(text: str, added: Additions = ADDED) -> list[Additions]:
-    return [added for _ in jobs_in(documents(text))]
+class Dumper(yaml.SafeDumper):
+    """Texts of several lines as they stand."""
 
 
-def test_the_published_job_keeps_every_line_and_wrapping_it_again_changes_nothing() -> None:
-    """Both replicas share one template by an anchor, limits and requests another: one line serves both."""
-    made, notes = wrap(SFT, of_all(SFT))
-    lines = iter(made.splitlines())
-    assert all(any(line == row for row in lines) for line in SFT.splitlines())
-    job = yaml.safe_load(made)
-    master, worker = (job["spec"]["pytorchReplicaSpecs"][role]["template"] for role in ("Master", "Worker"))
-    assert master == worker
-    (container,), (gate,) = master["spec"]["containers"], master["spec"]["initContainers"]
-    variables = {each["name"]: each["value"] for each in container["env"]}
-    assert variables["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1" and variables["NCCL_DEBUG"] == "INFO"
-    assert variables["NCCL_DEBUG_FILE"] == "/mnt/shared/nccl-sft-baseline.%h.%p.log"
-    assert container["resources"]["limits"] == container["resources"]["requests"] == gate["resources"]["limits"]
-    assert container["resources"]["limits"]["rdma/rdma_shared_device_eth"] == "1"
-    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
-    annotations = master["metadata"]["annotations"]
-    assert annotations["k8s.v1.cni.cncf.io/networks"] == "rdmashared-net"
-    assert annotations["topoflight.io/NCCL_CROSS_NIC"] == "0: rails: two NICs"
-    assert {each["name"] for each in gate["env"]} == {"NODE_NAME", "NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_CROSS_NIC"}
-    assert any("2048 MiB is the manifest's and stays; needed: 8192Mi" in note for note in notes)
-    assert wrap(made, of_all(made)) == (made, [note for note in notes if "failed gate" not in note])
+Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
+    "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))  # fmt: skip
 
 
-def test_what_is_set_stays_and_is_named() -> None:
-    theirs = SFT.replace(
-        'name: HF_TOKEN\n                  value: ""', "name: NCCL_IB_HCA\n                  value: mlx5_9"
-    )
-    theirs = theirs.replace("torchrun /etc", "NCCL_CROSS_NIC=2 torchrun /etc")
-    made, notes = wrap(theirs, of_all(theirs))
-    said = " ".join(notes)
-    assert "value: mlx5_9" in made and "=mlx5_0,mlx5_1" not in made
-    assert "NCCL_IB_HCA=mlx5_9 is the manifest's and stays; recommended is =mlx5_0,mlx5_1 (rails: two NICs)" in said
-    assert "NCCL_CROSS_NIC is set in the command and stays" in said
+def additions(said: str | dict[str, Any]) -> Additions:
+    """All of ADDED, or what a row says in place of it or of nothing."""
+    if said == "all":
+        return ADDED
+    assert isinstance(said, dict)
+    words = {name: value for name, value in said.items() if name not in ("all", "needs")}
+    needs = tuple(PodNeed(name=name, value=value, reason=WHY) for name, value in said["needs"])
+    return replace(ADDED if said.get("all") else Additions(), needs=needs, **words)
 
 
-def test_variables_of_a_config_map_that_is_not_here_are_not_set_over() -> None:
-    """A container's `env` comes before its `envFrom`."""
-    theirs = SFT.replace(
-        "              image:", "              envFrom: [{configMapRef: {name: nccl}}]\n              image:"
-    )
-    made, notes = wrap(theirs, of_all(theirs))
-    assert "NCCL_IB_HCA" not in made and any("what ConfigMap nccl sets is unknown" in note for note in notes)
-    known = theirs + "---\nkind: ConfigMap\nmetadata: {name: nccl}\ndata: {NCCL_IB_HCA: mlx5_9}\n"
-    made, notes = wrap(known, of_all(known))
-    assert "name: NCCL_IB_HCA" not in made and "name: NCCL_CROSS_NIC" in made
-    assert any("NCCL_IB_HCA is set by ConfigMap nccl and stays" in note for note in notes)
+def wrapped(text: str, added: Additions) -> tuple[str, list[str]]:
+    """The text with the same additions for each of its jobs, and the notes."""
+    return wrap(text, [added for _ in jobs_in(documents(text))])
 
 
-def test_a_train_job_has_its_variables_and_its_runtime_the_pod() -> None:
-    text = yaml.safe_dump_all(TRAINJOB, sort_keys=False)
-    runtime, job = documents(wrap(text, of_all(text))[0])
-    trainer = job["spec"]["trainer"]
-    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-    assert {each["name"] for each in trainer["env"]} >= {"NCCL_IB_HCA", "NCCL_DEBUG"}
-    assert trainer["resourcesPerNode"] == {"limits": {"rdma/rdma_shared_device_eth": "1"}}
-    assert "env" not in pod["spec"]["containers"][0] and "resources" not in pod["spec"]["containers"][0]
-    assert pod["spec"]["initContainers"][0]["resources"] == trainer["resourcesPerNode"]
-    alone = yaml.safe_dump(TRAINJOB[1])
-    made, notes = wrap(alone, of_all(alone))
-    assert "initContainers" not in made and any("are its runtime's: not added" in note for note in notes)
-    assert "resourcesPerNode" not in made and any("replaces all resources of the runtime" in note for note in notes)
+def told(text: str, made: str) -> dict[str, Any]:
+    """Each job with its pods, nodes and ranks; what else is there; and what wrapping has changed in the text."""
+    jobs = [[job.kind, *(part.where for part in job.parts), job.nodes, job.ranks_per_node]
+            for job in jobs_in(documents(text))]  # fmt: skip
+    changes = [*unified_diff(text.splitlines(), made.splitlines(), n=0, lineterm="")][2:]
+    return {"jobs": jobs, "others": others_in(documents(text)), "changes": "\n".join(changes)}
 
 
-EIGHT = {"nvidia.com/gpu": 8, "memory": "8Gi"}
-RDMA = {"rdma/ib": "8"}
-
-
-@each_row(
-    ("kind", "of_runtime", "of_job", "jobs", "of_gate", "limits", "shm", "note"),
-    [
-        # a TrainJob's own resources replace its runtime's, and half of its memory is what /dev/shm may have
-        ("TrainingRuntime", {}, EIGHT, 1, {**EIGHT, **RDMA}, {**EIGHT, **RDMA}, "4096Mi",
-         "a TrainJob of this runtime that asks for less"),
-        ("TrainingRuntime", {"memory": "64Gi"}, {"memory": "4Gi"}, 1, {"memory": "4Gi", **RDMA},
-         {"memory": "4Gi", **RDMA}, "2048Mi", "half of the memory limit"),
-        # where it has none, what is added must not replace those of the runtime
-        ("TrainingRuntime", EIGHT, None, 1, {**EIGHT, **RDMA}, {**EIGHT, **RDMA}, "4096Mi",
-         "the gate requests nvidia.com/gpu: 8"),
-        # a runtime of other jobs too: its gate asks for nothing of one job
-        ("ClusterTrainingRuntime", {}, EIGHT, 1, None, {**EIGHT, **RDMA}, "4096Mi",
-         "not judge nvidia.com/gpu, rdma/ib of TrainJob/sft"),
-        ("ClusterTrainingRuntime", {"nvidia.com/gpu": 1}, {"nvidia.com/gpu": 8}, 1, {"nvidia.com/gpu": 1},
-         {"nvidia.com/gpu": 8, **RDMA}, "8192Mi", "not judge rdma/ib of TrainJob/sft"),
-        ("TrainingRuntime", {}, EIGHT, 2, None, {**EIGHT, **RDMA}, "4096Mi", "other TrainJobs use this runtime too"),
-    ],
-)  # fmt: skip
-def test_a_runtime_gets_of_one_train_job_what_no_other_lacks(
-    kind: str, of_runtime: dict[str, Any], of_job: dict[str, Any] | None, jobs: int, of_gate: dict[str, Any] | None,
-    limits: dict[str, Any], shm: str, note: str,
-) -> None:  # fmt: skip
-    """An init container's request counts for every pod of the runtime."""
-    runtime, job = copy.deepcopy(TRAINJOB)
-    runtime["kind"] = job["spec"]["runtimeRef"]["kind"] = kind
-    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    node["template"]["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": of_runtime}
-    if of_job is not None:
-        job["spec"]["trainer"]["resourcesPerNode"] = {"limits": of_job}
-    others = [{**job, "metadata": {"name": f"other-{n}"}} for n in range(1, jobs)]
-    text = "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in (runtime, job, *others))
-    added = replace(ADDED, needs=ADDED.needs[:1], resources=RDMA)
-    made, notes = wrap(text, of_all(text, added))
-    runtime, job, *_ = documents(made)
-    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    body = node["template"]["spec"]["template"]["spec"]
-    assert ((body["initContainers"][0].get("resources") or {}).get("limits") or None) == of_gate
-    assert ("NCCL_IB_HCA" in str(body["initContainers"])) is (kind == "TrainingRuntime" and jobs == 1)
-    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == limits
-    assert body["volumes"][0]["emptyDir"]["sizeLimit"] == shm
-    assert any(note in each for each in notes), notes
-
-
-@each_row(
-    "document",
-    [
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"},
-         "spec": {"parallelism": 2, "template": {"spec": POD}}},
-        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "a"},
-         "spec": {"replicatedJobs": [{"name": "w", "replicas": 2, "template": {"spec": {"template": {"spec": POD}}}}]}},
-    ],
-    ids=["Job", "JobSet"],
-)  # fmt: skip
-@each_row("flow", [False, True])
-def test_other_kinds_in_block_and_in_brackets(document: dict[str, Any], flow: bool) -> None:
-    text = yaml.safe_dump(document, sort_keys=False, default_flow_style=flow).rstrip("\n")
-    (job,) = jobs_in(documents(text))
-    assert job.nodes == 2
-    made, notes = wrap(text, of_all(text))
-    assert made.count("preflight") >= 2 and any("topoflight evidence -" in note for note in notes)
-    assert wrap(made, of_all(made))[0] == made
+def test_golden_wraps() -> None:
+    """Every line of the user's stays; wrapping again changes nothing; containers have names of their own."""
+    head, rows = FILE.read_text(encoding="utf-8").partition("- what")[0], yaml.safe_load(FILE.read_text("utf-8"))
+    results = [wrapped(row["text"], additions(row["added"])) for row in rows]
+    made = [row | told(row["text"], once) | {"notes": notes} for row, (once, notes) in zip(rows, results, strict=True)]
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+        FILE.write_text(head + yaml.dump(made, Dumper=Dumper, sort_keys=False, width=4000, allow_unicode=True))
+        return
+    assert [(old["what"], new["changes"]) for old, new in zip(rows, made, strict=True) if old != new] == []
+    for row, (once, _) in zip(rows, results, strict=True):
+        assert wrapped(once, additions(row["added"]))[0] == once or "name: preflight" in row["text"], row["what"]
+        assert "{" in row["text"] or not any(line.startswith("-") for line in row["changes"].splitlines()), row["what"]
+        for pod in templates(documents(once)):
+            names = [each["name"] for key in ("containers", "initContainers") for each in pod["spec"].get(key, ())]
+            assert len(set(names)) == len(names), row["what"]
 
 
 @each_row(
@@ -267,13 +172,16 @@ def test_a_command_says_what_it_trains(
     assert settings.items() <= said.settings.items()
 
 
-def test_accelerates_context_parallelism_is_the_layouts() -> None:
+def test_accelerates_files_say_layouts_and_its_command_line_goes_over_them() -> None:
     """FSDP alone leaves all ranks to data parallelism, beside degrees that the file names."""
     config = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n" \
              "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 1}\n"  # fmt: skip
     said = read_command(["accelerate", "launch", "--config_file", "cp.yaml", "train.py"], {"cp.yaml": config}.get)
     _, settings, _ = parse_config(as_run(said))
     assert {"cp": 2, "tp": 1, "dp_shard": 1, "sharding": "zero3"}.items() <= settings["layout"].items()
+    file = {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n"}.get
+    said = read_command(["accelerate", "launch", "--config_file", "a.yaml", "--zero_stage", "3", "sft.py"], file)
+    assert said.settings["deepspeed"] == {"zero_optimization": {"stage": 3}}
 
 
 def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name() -> None:
@@ -323,94 +231,11 @@ def test_a_shells_words_and_a_file_by_its_place_are_read(line: str) -> None:
     assert said.unknown == [] and said.settings["max_length"] == 2048
 
 
-def test_zero_on_the_command_line_goes_over_the_file() -> None:
-    file = {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n"}.get
-    said = read_command(["accelerate", "launch", "--config_file", "a.yaml", "--zero_stage", "3", "sft.py"], file)
-    assert said.settings["deepspeed"] == {"zero_optimization": {"stage": 3}}
-
-
-MIB = 2**20
-
-
-def gpu_job(**resources: Any) -> str:
-    container = {"name": "preflight", "command": ["torchrun", "t.py"], "resources": resources}
-    pod = {"metadata": {}, "spec": {"containers": [container]}}
+def gpu_job(body: dict[str, Any] | None = None, **resources: Any) -> str:
+    """A job of one container; `body` are further words of its pod."""
+    container = {"name": "main", "command": ["torchrun", "t.py"], "resources": resources}
+    pod = {"metadata": {}, "spec": {"containers": [container], **(body or {})}}
     return yaml.safe_dump({"kind": "Job", "metadata": {"name": "j"}, "spec": {"parallelism": 2, "template": pod}})
-
-
-@each_row("kind", ["limits", "requests"])
-@each_row("asked", [{}, {"cpu": "4"}, {"memory": "64Gi"}])
-def test_huge_pages_come_with_cpu_or_memory_in_every_container(asked: dict[str, str], kind: str) -> None:
-    """Kubernetes validation: "HugePages require cpu or memory"; names of containers are unique with init containers."""
-    resources = {"limits": {"nvidia.com/gpu": 8}, "requests": {"nvidia.com/gpu": 8}}
-    resources[kind] = {**resources[kind], **asked}
-    text = gpu_job(**resources)
-    pages = PodNeed(name="resource", value="hugepages-2Mi: 5120Mi", reason=WHY)
-    made, notes = wrap(text, of_all(text, Additions(needs=(pages,), gate_image="x")))
-    body = yaml.safe_load(made)["spec"]["template"]["spec"]
-    containers = [*body["containers"], *body["initContainers"]]
-    assert len({each["name"] for each in containers}) == 2
-    for each in containers:
-        limits, requests = each["resources"]["limits"], each["resources"].get("requests", {})
-        assert limits["hugepages-2Mi"] == "5120Mi" and {"cpu", "memory"} & {*limits, *requests}
-    assert any("requests cpu: 8" in note for note in notes) == (not asked)
-
-
-def test_jobs_without_a_name_are_each_wrapped() -> None:
-    """Of generateName, as batch jobs often are: no two share a name before they are made."""
-    text = gpu_job(limits={"nvidia.com/gpu": 8}).replace("name: j", "generateName: sweep-")
-    made, notes = wrap(f"{text}---\n{text}", [Additions(log=True), Additions(log=True)])
-    assert made.count("NCCL_DEBUG") == made.count("kind: Job") * 2 == 4  # its reason, and itself
-    assert any(note.startswith("Job/sweep: ") for note in notes)
-
-
-def test_only_the_trainer_of_a_runtime_is_wrapped() -> None:
-    """Trainer's runtimes name by a label which of their jobs fetch data or the model."""
-    runtime = copy.deepcopy(TRAINJOB[0])
-    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    fetch = copy.deepcopy(node)
-    for job, step in ((node, "trainer"), (fetch, "dataset-initializer")):
-        job["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": step}}
-    fetch["name"] = "dataset-initializer"
-    runtime["spec"]["template"]["spec"]["replicatedJobs"].insert(0, fetch)
-    text = yaml.safe_dump_all([runtime, TRAINJOB[1]])
-    made = list(yaml.safe_load_all(wrap(text, of_all(text))[0]))
-    first, second = made[0]["spec"]["template"]["spec"]["replicatedJobs"]
-    assert first == fetch and second["template"]["spec"]["template"]["spec"]["initContainers"]
-
-
-def test_a_job_in_an_app_wrapper_is_wrapped() -> None:
-    job = yaml.safe_load(gpu_job(limits={"nvidia.com/gpu": 8}))
-    outer = {"kind": "AppWrapper", "metadata": {"name": "a"}, "spec": {"components": [{"template": job}]}}
-    text = yaml.safe_dump(outer)
-    (component,) = yaml.safe_load(wrap(text, of_all(text))[0])["spec"]["components"]
-    assert component["template"]["spec"]["template"]["spec"]["initContainers"]
-
-
-def test_shared_memory_stays_within_half_of_the_memory_limit() -> None:
-    text = gpu_job(limits={"nvidia.com/gpu": 1, "memory": "8Gi"})
-    shm = PodNeed(name="shm_bytes", value=str(8192 * MIB), reason=WHY)
-    made, notes = wrap(text, of_all(text, Additions(needs=(shm,))))
-    (volume,) = yaml.safe_load(made)["spec"]["template"]["spec"]["volumes"]
-    assert volume["emptyDir"]["sizeLimit"] == "4096Mi" and any("half of the memory limit" in note for note in notes)
-
-
-def test_the_shared_memory_of_the_node_has_no_volume_over_it() -> None:
-    job = yaml.safe_load(gpu_job(limits={"nvidia.com/gpu": 1}))
-    job["spec"]["template"]["spec"]["hostIPC"] = True
-    text = yaml.safe_dump(job)
-    made, notes = wrap(text, of_all(text, replace(ADDED, needs=ADDED.needs[:1])))
-    assert "emptyDir" not in made and "/dev/shm" not in made and "topoflight.io/shm" not in made
-    assert [note for note in notes if "hostIPC is set" in note and "8192Mi" in note and WHY.rule not in note]
-
-
-def test_a_pod_without_an_rdma_device_is_told_of() -> None:
-    text = gpu_job(limits={"nvidia.com/gpu": 8})
-    memlock = PodNeed(name="memlock", value="unlimited", reason=WHY)
-    _, notes = wrap(text, of_all(text, Additions(needs=(memlock,))))
-    assert any("no RDMA device" in note for note in notes)
-    _, notes = wrap(text, of_all(text, Additions(needs=(memlock,), resources={"rdma/hca": "1"})))
-    assert not any("no RDMA device" in note for note in notes)
 
 
 @each_row(
@@ -423,59 +248,5 @@ def test_a_pod_without_an_rdma_device_is_told_of() -> None:
 def test_which_jobs_have_no_gpu(resources: dict[str, Any], alone: bool) -> None:
     (job,) = jobs_in(documents(gpu_job(**resources)))
     assert job.without_gpus is alone
-
-
-def test_a_runtime_class_may_give_gpus_and_the_gate_gets_no_variable_made_of_others() -> None:
-    env = [{"name": "NCCL_IB_HCA", "value": "$(HCA)"}, {"name": "NCCL_NET", "value": "IB"}]
-    pod = {"runtimeClassName": "nvidia", "containers": [{"name": "main", "env": env}]}
-    text = yaml.safe_dump({"kind": "Job", "metadata": {"name": "a"}, "spec": {"template": {"spec": pod}}})
-    (job,) = jobs_in(documents(text))
-    assert not job.without_gpus
-    (gate,) = yaml.safe_load(wrap(text, of_all(text))[0])["spec"]["template"]["spec"]["initContainers"]
-    assert {"NCCL_NET"} <= {each["name"] for each in gate["env"]} and "$(" not in str(gate["env"])
-
-
-def pods(*containers: dict[str, Any], **body: Any) -> dict[str, Any]:
-    return {"spec": {"containers": list(containers), **body}}
-
-
-GPUS = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
-
-
-def test_volcanos_job_has_tasks_and_other_kinds_beside_a_job_are_named() -> None:
-    worker = pods({"name": "x", "command": ["sshd", "-D"], **GPUS})
-    tasks = [{"name": "d", "template": pods({"name": "d"})}, {"name": "w", "replicas": 3, "template": worker}]
-    volcano = {"kind": "Job", "metadata": {"name": "v"}, "spec": {"tasks": tasks}}
-    other = {"kind": "MPIJob", "metadata": {"name": "m"}, "spec": {"mpiReplicaSpecs": {}}}
-    bare = {"kind": "Pod", "metadata": {"name": "p"}, **pods({"name": "x", **GPUS})}
-    quota = {"kind": "ResourceFlavor", "metadata": {"name": "f"}, "spec": {"nodeLabels": {"nvidia.com/gpu": "yes"}}}
-    text = yaml.safe_dump_all([volcano, other, bare, quota])
-    (job,) = jobs_in(documents(text))
-    assert (job.nodes, job.ranks_per_node, job.parts[0].where) == (3, 8, "Job/v w")
-    made, _ = wrap(text, of_all(text))
-    assert made.count("name: preflight") == 1 and wrap(made, of_all(made))[0] == made
-    assert [line.split(":")[0] for line in others_in(documents(text))] == ["MPIJob/m", "Pod/p"]
-
-
-def test_a_train_job_counts_by_its_runtimes_policy_where_it_says_nothing() -> None:
-    jobs = [{"name": "node", "template": {"spec": {"template": pods({"name": "node"})}}}]
-    policy = {"numNodes": 4, "torch": {"numProcPerNode": 2}}
-    runtime = {"kind": "ClusterTrainingRuntime", "metadata": {"name": "torch"},
-               "spec": {"mlPolicy": policy, "template": {"spec": {"replicatedJobs": jobs}}}}  # fmt: skip
-    train = {"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"runtimeRef": {"name": "torch"}}}
-    (job,) = jobs_in([train, runtime])
-    assert (job.kind, job.nodes, job.ranks_per_node) == ("TrainJob", 4, 2) and len(job.parts) == 2
-    assert jobs_in([train])[0].nodes is None  # its runtime, which is elsewhere, says
-
-
-def test_pods_on_their_nodes_network_get_no_name_of_a_pods_own() -> None:
-    spec = {"template": pods({"name": "x", **GPUS}, hostNetwork=True)}
-    text = yaml.safe_dump({"kind": "Job", "metadata": {"name": "a"}, "spec": spec})
-    made, notes = wrap(text, of_all(text))
-    assert "NCCL_IB_HCA" not in made and "rdmashared-net" not in made and "NCCL_CROSS_NIC" in made
-    assert any("NCCL_IB_HCA==mlx5_0,mlx5_1 is not added: hostNetwork" in note for note in notes)
-
-
-def test_a_count_that_is_missing_is_said() -> None:
-    text = gpu_job(limits={"nvidia.com/gpu": None})
-    assert any("nvidia.com/gpu has no number" in note for note in wrap(text, of_all(text, Additions()))[1])
+    (job,) = jobs_in(documents(gpu_job({"runtimeClassName": "nvidia"}, **resources)))
+    assert not job.without_gpus, "a runtime class may give GPUs"

@@ -101,15 +101,9 @@ class DictHost:
         if folder not in self.folders:
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
         inside = folder.rstrip("/") + "/"
-        return tuple(
-            sorted(
-                {
-                    p[len(inside) :].partition("/")[0]
-                    for p in (*self.files, *self.links, *self.folders)
-                    if p.startswith(inside)
-                }
-            )
-        )
+        below = (path.removeprefix(inside) for path in (*self.files, *self.links, *self.folders)
+                 if path.startswith(inside))  # fmt: skip
+        return tuple(sorted({path.partition("/")[0] for path in below}))
 
     def exists(self, path: str) -> bool:
         """Whether it resolves."""

@@ -54,12 +54,6 @@ def facts_of(found: Snapshot | dict[str, Any]) -> GpuFacts:
     return facts
 
 
-def with_facts(snapshot: Snapshot, **facts: Any) -> Snapshot:
-    """The snapshot with other facts of these probes."""
-    outcomes = {**snapshot.outcomes, **{name: Ok(facts=each) for name, each in facts.items()}}
-    return dataclasses.replace(snapshot, outcomes=outcomes)
-
-
 def gpu_with(gpu: Gpu, changes: dict[str, Any]) -> Gpu:
     """The GPU with members as a table writes them."""
     made = {"nvlinks": NvLink, "processes": lambda pid: GpuProcess(pid=pid, memory_bytes=None)}

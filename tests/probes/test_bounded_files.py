@@ -59,4 +59,4 @@ def test_a_file_without_an_end_is_refused(reader: str, tmp_path: Path) -> None:
         with pytest.raises(Exception, match=words) as refused:
             READERS[reader](path)
         assert not isinstance(refused.value, MemoryError)
-        assert reader == "kept record" or str(path) in str(refused.value)
+        assert reader == "kept result" or str(path) in str(refused.value)

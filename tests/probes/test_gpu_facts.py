@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from gpu_machines import GB200, H100, changed, facts_of, recorded, with_facts
+from gpu_machines import GB200, H100, changed, facts_of, recorded
 from rigs.found import findings
+from rigs.recorded import with_facts
 from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
@@ -158,7 +159,6 @@ def test_events_pass_through_the_driver_library_and_are_kept(scanner_of: Callabl
     queue = {"nvmlEventSetWait": {"8": {"watched": [*range(8)], "xids": [[3, 79], [5, 31]]}}}
     with scanner_of(H100, inject="nvmlDeviceRegisterEvents@gpu6=not_supported", nvml=queue) as scanner:
         first, second = scanner.scan().facts(GpuFacts), scanner.scan().facts(GpuFacts)
-    assert first is not None and second is not None
     expected = [(), (), (), (79,), (), (31,), None, ()]
     assert [gpu.xid_events for gpu in first.gpus] == expected
     assert [gpu.xid_events for gpu in second.gpus] == expected
@@ -294,7 +294,6 @@ def test_no_rdma_device_is_never_said_beside_one() -> None:
     snapshot = scan(RecordedHost(recorded(H100)))
     rdma = snapshot.facts(RdmaFacts)
     pci = snapshot.facts(PciFacts)
-    assert rdma is not None and pci is not None
     devices = tuple(
         dataclasses.replace(d, bus_id=None, numa_node=None, driver=None, kind="other") for d in rdma.devices
     )
@@ -316,7 +315,6 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     for question in [q for q in content["answers"]["resolve"] if q.startswith("/sys/class/infiniband/")]:
         del content["answers"]["resolve"][question]
     rdma = scan(RecordedHost(content)).facts(RdmaFacts)
-    assert rdma is not None
     assert {device.kind for device in rdma.devices if device.model and "ConnectX" in device.model} == {"hca"}
     assert RdmaDevice(name="x", kind="hca", ports=(RdmaPort(port=1),)).bus_id is None
 

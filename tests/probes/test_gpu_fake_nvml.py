@@ -73,7 +73,6 @@ def test_a_lost_gpu_is_a_finding_and_hides_no_other(symbol: str, scanner_of: Cal
     with scanner_of(H100, inject=f"{symbol}@gpu5=gpu_lost") as scanner:
         snapshot = scanner.scan()
     facts = snapshot.facts(GpuFacts)
-    assert facts is not None
     assert [gpu.index for gpu in facts.gpus if gpu.error] == [5]
     assert len(facts.pairs) == 21, "pairs of the seven that answer"
     assert [(f.code, f.subject) for f in findings(snapshot)] == [("gpu.device.lost", "GPU5")]

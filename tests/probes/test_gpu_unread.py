@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gpu_machines import H100, TITAN, facts_of, recorded
 from rigs.found import findings
+from rigs.recorded import with_outcomes
 from rigs.tables import each_row
 
 from agent.checks.host_checks import checks_of_snapshot
@@ -25,7 +26,6 @@ from probes.gpu.read import LOST
 from probes.host.nvml import ERROR_CODES, HANDLE, INIT, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
 from probes.host.recording import RecordedHost
-from probes.registry import BY_NAME
 from probes.scan import scan
 from probes.scanner import Scanner
 from topology.build import build
@@ -80,6 +80,12 @@ def _healthy() -> Snapshot:
     return scan(RecordedHost(recorded()))
 
 
+def failing(symbol: str, name: str, link: int | None = None) -> Snapshot:
+    """The machine whose NVML answers one function with an error: its GPUs are asked, all else is as it was found."""
+    gpus = scan(FailingHost(recorded(), symbol, name, link=link), (PROBE,))
+    return with_outcomes(_healthy(), gpu=gpus.outcomes["gpu"])
+
+
 def test_the_list_of_functions_is_the_probes_own() -> None:
     """So that a function that is added is tried here as well."""
     assert len(_symbols()) > 40
@@ -92,7 +98,7 @@ def test_the_list_of_functions_is_the_probes_own() -> None:
 def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str) -> None:
     """Nothing else of this GPU or the others is lost, nothing is claimed, and its check is no pass."""
     healthy = facts_of(_healthy())
-    snapshot = scan(FailingHost(recorded(), symbol, SAYS_NOTHING), (PROBE, BY_NAME["pci"], BY_NAME["hostinfo"]))
+    snapshot = failing(symbol, SAYS_NOTHING)
     facts = facts_of(snapshot)
     assert [gpu for gpu in facts.gpus if gpu.index != SICK] == [gpu for gpu in healthy.gpus if gpu.index != SICK]
     assert all(gpu.error is None for gpu in facts.gpus)
@@ -124,7 +130,7 @@ def test_an_answer_that_says_nothing_costs_its_own_fact_and_is_said(symbol: str)
 )  # fmt: skip
 def test_a_field_that_is_refused_with_all_others_leaves_its_own_check_unknown(number: int, codes: set[str]) -> None:
     """One call asks several fields: each has checks of its own, none of which may pass unread."""
-    snapshot = scan(FailingHost(recorded(), "nvmlDeviceGetFieldValues", "TIMEOUT"), (PROBE, BY_NAME["pci"]))
+    snapshot = failing("nvmlDeviceGetFieldValues", "TIMEOUT")
     unread = facts_of(snapshot).gpus[SICK].unread
     mine = [q for q in unread if q.startswith(f"nvmlDeviceGetFieldValues({number}")]
     assert mine and set().union(*map(codes_of, mine)) == codes, unread
@@ -166,12 +172,14 @@ def _nothing_claimed(snapshot: Snapshot, what: str) -> None:
 OTHERS = sorted(ERROR_CODES.keys() - ANSWERS - LOST)
 
 
-@each_row(
-    ("symbol", "name"),
-    lambda: [(symbol, name) for number, symbol in enumerate(_symbols())
-             for name in (OTHERS if os.environ.get("TOPOFLIGHT_PAIRS") == "all" or symbol.endswith("PciInfo")
-                          else (OTHERS[number % len(OTHERS)], "TIMEOUT", "NO_PERMISSION"))],
-)  # fmt: skip
+def with_codes(codes: list[str], *each: str) -> list[tuple[str, str]]:
+    """Every function with one of the codes in turn and with `each`, two of them with all; nightly all with all."""
+    return [(symbol, code) for number, symbol in enumerate(_symbols())
+            for code in (codes if os.environ.get("TOPOFLIGHT_PAIRS") == "all" or symbol.endswith("PciInfo")
+                         else (codes[number % len(codes)], *each))]  # fmt: skip
+
+
+@each_row(("symbol", "name"), lambda: with_codes(OTHERS, "TIMEOUT", "NO_PERMISSION"))
 def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(symbol: str, name: str) -> None:
     """All of nvmlReturn_t for one function of one of two GPUs, and some for each; nightly all for each."""
     content = recorded(TITAN)
@@ -189,7 +197,7 @@ def test_every_other_return_code_of_any_function_is_said_and_claims_nothing(symb
 def test_what_a_board_or_a_driver_does_not_support_is_no_finding(symbol: str) -> None:
     """NOT_SUPPORTED is an answer, and so is a function that an older driver (R470) lacks."""
     for name in ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND"):
-        facts = facts_of(scan(FailingHost(recorded(), symbol, name), (PROBE,)))
+        facts = facts_of(failing(symbol, name))
         if (symbol, name) == ("nvmlDeviceGetNvLinkState", "FUNCTION_NOT_FOUND"):
             continue  # every driver has it
         assert not facts.gpus[SICK].unread, name
@@ -197,11 +205,10 @@ def test_what_a_board_or_a_driver_does_not_support_is_no_finding(symbol: str) ->
         assert not found, [f.message for f in found]
 
 
-@each_row("name", sorted(LOST))
-@each_row("symbol", _symbols)
+@each_row(("symbol", "name"), lambda: with_codes(sorted(LOST)))
 def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, name: str) -> None:
     """But one link, or one pair, that answers so is no proof: the other functions would say so too."""
-    facts = facts_of(scan(FailingHost(recorded(), symbol, name), (PROBE,)))
+    facts = facts_of(failing(symbol, name))
     of_links = "NvLink" in symbol or symbol in ("nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor")
     assert (facts.gpus[SICK].error is not None) == (not of_links)
     found = [f.code for f in PROBE.check(facts) if f.status is Status.FAIL]
@@ -225,7 +232,7 @@ def test_a_gpu_that_is_lost_says_so_by_any_of_its_own_functions(symbol: str, nam
 )
 def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: str, code: str, severity: str) -> None:
     """A job that device cgroups limit to some GPUs may not use the others: they are well, as far as anyone knows."""
-    snapshot = scan(FailingHost(recorded(), HANDLE, name))
+    snapshot = failing(HANDLE, name)
     facts = facts_of(snapshot)
     found = [f for f in PROBE.check(facts) if f.status is not Status.INFO]
     assert [(f.code, f.status, f.subject) for f in found] == [(code, severity, f"GPU{SICK}")]
@@ -242,7 +249,7 @@ def test_a_handle_that_is_refused_is_lost_only_where_the_driver_says_so(name: st
 @each_row("link", [0, 7, 17])
 def test_one_unread_link_stays_unknown_and_the_others_known(name: str, link: int) -> None:
     """17 of 18 are up, of the last nothing is known: neither a failure nor a pass."""
-    snapshot = scan(FailingHost(recorded(), "nvmlDeviceGetNvLinkState", name, link=link))
+    snapshot = failing("nvmlDeviceGetNvLinkState", name, link)
     facts = facts_of(snapshot)
     states = {one.link: one.active for one in facts.gpus[SICK].nvlinks}
     assert states == {n: None if n == link else True for n in range(18)}

@@ -10,6 +10,7 @@ import pytest
 from dicthost import Content, DictHost
 from hypothesis import given
 from hypothesis import strategies as st
+from rigs.tables import each_row
 
 from contracts.finding import Status
 from probes.api import UnavailableError
@@ -118,23 +119,12 @@ def test_a_host_with_a_fast_card_behind_docker() -> None:
         .host()
     )
     names = look(host)
-    assert {name: i.role for name, i in names.items()} == {
-        "lo": "loopback",
-        "eno1": "host",
-        "ens1": "host",
-        "docker0": "docker",
-        "br-0123456789ab": "docker",
-        "virbr0": "docker",
-        "vethabc": "virtual",
-    }
+    docker = dict.fromkeys(("docker0", "br-0123456789ab", "virbr0"), "docker")
+    roles = {"lo": "loopback", "eno1": "host", "ens1": "host", "vethabc": "virtual", **docker}
+    assert {name: i.role for name, i in names.items()} == roles
     ens1 = names["ens1"]
-    assert (ens1.rdma_device, ens1.speed_bytes_per_second, ens1.bus_id, ens1.numa_node, ens1.driver) == (
-        "mlx5_0",
-        50e9,
-        "0000:1a:00.0",
-        1,
-        "mlx5_core",
-    )
+    assert (ens1.rdma_device, ens1.speed_bytes_per_second, ens1.numa_node) == ("mlx5_0", 50e9, 1)
+    assert (ens1.bus_id, ens1.driver) == ("0000:1a:00.0", "mlx5_core")
     assert found(host) == [("interfaces.choice.wrong", Status.INFO, "eno1")]
 
 
@@ -229,84 +219,91 @@ ROWS: list[tuple[Network, dict[str, Content], dict[str, str], list[tuple[str, St
 ]  # fmt: skip
 
 
-def test_what_is_wrong_with_the_interfaces() -> None:
-    wrong = []
-    for network, files, environment, expected, words in ROWS:
-        made = list(interfaces.check(interfaces.read(network.host(files=files, environment=environment))))
-        got = [(f.code, f.status, f.subject) for f in made if expected or f.status is not INFO]
-        if sorted(got) != sorted(expected) or not (not words or any(words in f.remedy for f in made)):
-            wrong.append((expected, got, [f.remedy for f in made]))
-    assert not wrong, wrong
+@each_row(("network", "files", "environment", "expected", "words"), ROWS)
+def test_what_is_wrong_with_the_interfaces(
+    network: Network, files: dict[str, Content], environment: dict[str, str],
+    expected: list[tuple[str, Status, str]], words: str,
+) -> None:  # fmt: skip
+    made = list(interfaces.check(interfaces.read(network.host(files=files, environment=environment))))
+    got = [(f.code, f.status, f.subject) for f in made if expected or f.status is not INFO]
+    assert sorted(got) == sorted(expected)
+    assert not words or [f for f in made if words in f.remedy], [f.remedy for f in made]
 
 
 def listed(*names: str) -> list[Interface]:
     return [Interface(name=n, role="host", up=True, running=True, addresses=("10.0.0.1/24",)) for n in names]
 
 
-def test_the_order_and_the_setting_of_nccl() -> None:
-    some = ("eth0", "net1", "net10")
-    rows = [
+SOME = ("eth0", "net1", "net10")
+UNLIKE = [replace(one, **change) for one, change in zip(
+    listed("a", "b", "c", "d"), ({"running": False}, {"addresses": ()}, {"addresses": ("fe80::1/64",)}, {}),
+    strict=True)]  # fmt: skip
+
+
+@each_row(
+    ("some", "setting", "choice"),
+    [
         (listed("eth0", "ib0"), None, "ib0"),  # ib* first, wherever it stands
         (listed("docker0", "eth0"), None, "eth0"),
         (listed("virbr0", "docker0", "lo"), None, "docker0"),
         (listed("virbr0", "lo"), None, "lo"),
         (listed("lo", "br-0123456789ab", "eth0"), None, "br-0123456789ab"),  # only the three prefixes are last
         ([], None, None),
-        (listed(*some), "net", "net1"),
-        (listed(*some), "=net", None),  # exact
-        (listed(*some), "=net10,eth0", "eth0"),
-        (listed(*some), "^net", "eth0"),
-        (listed(*some), "^=eth0", "net1"),
-        (listed(*some), "net10", "net10"),
-        (listed(*some), "mlx", None),
-        (listed(*some), "n", "eth0"),  # one character is ignored
-    ]
-    a, b, c, d = listed("a", "b", "c", "d")
-    unlike = [replace(a, running=False), replace(b, addresses=()), replace(c, addresses=("fe80::1/64",)), d]
-    rows.append((unlike, None, "d"))  # what does not run is skipped, and IPv4 goes before IPv6
-    wrong = [(setting, choice) for some, setting, choice in rows if nccl_choice(some, setting) != choice]
-    assert not wrong
+        (listed(*SOME), "net", "net1"),
+        (listed(*SOME), "=net", None),  # exact
+        (listed(*SOME), "=net10,eth0", "eth0"),
+        (listed(*SOME), "^net", "eth0"),
+        (listed(*SOME), "^=eth0", "net1"),
+        (listed(*SOME), "net10", "net10"),
+        (listed(*SOME), "mlx", None),
+        (listed(*SOME), "n", "eth0"),  # one character is ignored
+        (UNLIKE, None, "d"),  # what does not run is skipped, and IPv4 goes before IPv6
+    ],
+)
+def test_the_order_and_the_setting_of_nccl(some: list[Interface], setting: str | None, choice: str | None) -> None:
+    assert nccl_choice(some, setting) == choice
 
 
-def test_a_pod_is_told_by_its_network_status() -> None:
-    host = pod().host(files={"/etc/podinfo/network-status": json.dumps(STATUS)})
-    facts = interfaces.read(host)
-    names = look(host)
-    assert facts.network_status_source == "/etc/podinfo/network-status"
-    assert (names["eth0"].role, names["net1"].role) == ("pod-default", "secondary")
-    assert (names["net1"].multus_network, names["net1"].rdma_device) == ("ai/rdmashared-net", "mlx5_3")
-    assert names["eth0"].speed_bytes_per_second is None
+ANNOTATIONS = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
+
+
+@each_row(
+    ("files", "network"),
+    [
+        (annotated(STATUS), "ai/rdmashared-net"),
+        ({"/etc/podnetinfo/annotations": ANNOTATIONS}, "ai/rdmashared-net"),  # a file of all annotations
+        ({}, None),  # told by its links, and by the GID table, which holds the macvlan's own address
+    ],
+)
+def test_a_pod_is_told_by_its_network_status_or_its_links(files: dict[str, Content], network: str | None) -> None:
+    facts = interfaces.read(pod().host(files=files))
+    eth0, net1 = (each for each in facts.interfaces if each.name != "lo")
+    assert (eth0.role, eth0.speed_bytes_per_second) == ("pod-default", None)
+    assert (net1.role, net1.multus_network, net1.rdma_device) == ("secondary", network, "mlx5_3")
+    assert facts.network_status_source == next(iter(files), None)
     assert facts.nccl_choice == "eth0"
     wrong = next(f for f in interfaces.check(facts) if f.code == "interfaces.choice.wrong")
     assert "NCCL_SOCKET_IFNAME=net1 and GLOO_SOCKET_IFNAME=net1" in wrong.remedy
 
 
-def test_a_pod_without_network_status_is_told_by_its_links_and_its_gid() -> None:
-    names = look(pod().host())
-    assert (names["eth0"].role, names["net1"].role) == ("pod-default", "secondary")
-    assert names["net1"].rdma_device == "mlx5_3", "the GID table holds the macvlan's own address"
-
-
-def test_network_status_in_a_file_of_all_annotations() -> None:
-    line = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
-    assert look(pod().host(files={"/etc/podnetinfo/annotations": line}))["net1"].multus_network == "ai/rdmashared-net"
-
-
-def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod() -> None:
-    """Without a GPU gloo's own setting counts; in the agent's pod no job's setting is to be seen."""
-    for environment, backend, agent, wrong in (
+@each_row(
+    ("environment", "backend", "agent", "wrong"),
+    [
         ({}, None, False, True),
         ({"GLOO_SOCKET_IFNAME": "net1"}, None, False, True),  # NCCL does not read it
         ({"GLOO_SOCKET_IFNAME": "net1"}, "gloo", False, False),
         ({"NCCL_SOCKET_IFNAME": "net1"}, "gloo", False, True),  # gloo does not read it
         ({"GLOO_SOCKET_IFNAME": "eth0"}, "gloo", False, True),
         ({}, None, True, False),
-    ):
-        facts = interfaces.read(pod().host(environment=environment))
-        facts = replace(facts, backend=backend, of_agent=agent)
-        codes = [each.code for each in interfaces.check(facts)]
-        assert ("interfaces.choice.wrong" in codes) is wrong, (environment, backend, agent, codes)
-        assert ("interfaces.choice.wrong" in interfaces.unjudged(facts)) is agent
+    ],
+)
+def test_which_interface_is_asked_of_gloo_and_of_the_agents_pod(
+    environment: dict[str, str], backend: str | None, agent: bool, wrong: bool
+) -> None:
+    """Without a GPU gloo's own setting counts; in the agent's pod no job's setting is to be seen."""
+    facts = replace(interfaces.read(pod().host(environment=environment)), backend=backend, of_agent=agent)
+    assert ("interfaces.choice.wrong" in [each.code for each in interfaces.check(facts)]) is wrong
+    assert ("interfaces.choice.wrong" in interfaces.unjudged(facts)) is agent
 
 
 def test_a_bond_carries_the_rdma_device_of_its_members() -> None:
@@ -323,12 +320,6 @@ def test_nothing_to_list_is_absent_and_a_refusal_is_a_failure() -> None:
         interfaces.read(DictHost(netlink={}))
     with pytest.raises(OSError, match="no netlink"):
         interfaces.read(DictHost({"/sys/class/net/eth0/flags": "0x1003\n"}))
-
-
-def test_samples_fit_their_families() -> None:
-    families = {metric.name: metric for metric in interfaces.PROBE.metrics}
-    for sample in interfaces.samples(interfaces.read(pod().host())):
-        assert len(sample.labels) == len(families[sample.metric].labels)
 
 
 JSON = st.recursive(

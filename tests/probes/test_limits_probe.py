@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dicthost import DictHost
+from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.limits import probe as limits
@@ -54,14 +55,11 @@ ROWS: list[tuple[DictHost, str, Status | None, str]] = [
 ]
 
 
-def test_what_is_wrong_with_the_limits() -> None:
-    wrong = []
-    for machine, code, severity, words in ROWS:
-        found = findings(machine).get(f"limits.{code}")
-        text = f"{found.message} {found.evidence} {found.remedy}" if found else ""
-        if (found.status if found else None) != severity or words not in text:
-            wrong.append((code, severity, found))
-    assert not wrong, wrong
+@each_row(("machine", "code", "severity", "words"), ROWS, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_with_the_limits(machine: DictHost, code: str, severity: Status | None, words: str) -> None:
+    found = findings(machine).get(f"limits.{code}")
+    assert (found.status if found else None) == severity
+    assert not found or words in f"{found.message} {found.evidence} {found.remedy}"
 
 
 def test_cgroup_limits_are_the_tightest_on_the_way_to_the_root() -> None:

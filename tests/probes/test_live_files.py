@@ -190,3 +190,11 @@ def test_a_pod_is_called_by_its_node(environment: dict[str, str], named: bool, m
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert LiveHost().identity()["hostname"] == ("gpu-07" if named else socket.gethostname())
+
+
+def test_the_path_of_the_networks_annotation_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOFLIGHT_NETWORK_STATUS", "/etc/podinfo/network-status")
+    monkeypatch.setenv("TOPOFLIGHT_NETWORK_STATUS_TOKEN", "x")
+    environment = LiveHost().environment()
+    assert environment["TOPOFLIGHT_NETWORK_STATUS"] == "/etc/podinfo/network-status"
+    assert "TOPOFLIGHT_NETWORK_STATUS_TOKEN" not in environment

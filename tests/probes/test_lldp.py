@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from rigs.tables import each_row
 from test_interfaces_probe import Network
 
 from probes.interfaces import probe as interfaces
@@ -33,23 +34,22 @@ def wired(content: bytes, **more: object) -> str | None:
     return interface.neighbour
 
 
-def test_switch_and_port_of_a_wire() -> None:
-    assert wired(saved(frame())) == "leaf1 Ethernet1/5"
-    assert wired(saved(frame(port=b"\x03\x00\x1c\x73\x00\x00\x02"))) == "leaf1", "a port's MAC address is no text"
-    assert wired(saved(frame(), frame())) == "leaf1 Ethernet1/5"
-
-
-def test_what_names_no_one_switch_is_left_out() -> None:
-    assert (
-        wired(
-            saved(frame("")),
-        )
-        is None
-    ), "no system named"
-    assert wired(saved(frame(), frame("leaf2"))) is None, "two on one wire"
-    assert wired(saved(frame())[:-20]) is None, "cut short"
-    assert wired(b"") is None
-    assert wired(saved(frame().replace(b"\x88\xcc", b"\x08\x00", 1))) is None, "no LLDP"
+@each_row(
+    ("content", "neighbour"),
+    [
+        (saved(frame()), "leaf1 Ethernet1/5"),
+        (saved(frame(port=b"\x03\x00\x1c\x73\x00\x00\x02")), "leaf1"),  # a port's MAC address is no text
+        (saved(frame(), frame()), "leaf1 Ethernet1/5"),
+        (saved(frame("")), None),  # no system named
+        (saved(frame(), frame("leaf2")), None),  # two on one wire
+        (saved(frame())[:-20], None),
+        (b"", None),
+        (saved(frame().replace(b"\x88\xcc", b"\x08\x00", 1)), None),  # no LLDP
+    ],
+)
+def test_switch_and_port_of_a_wire(content: bytes, neighbour: str | None) -> None:
+    """What names no one switch is left out."""
+    assert wired(content) == neighbour
 
 
 def test_file_of_another_interface_is_not_taken() -> None:

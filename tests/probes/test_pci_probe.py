@@ -195,19 +195,24 @@ def test_no_pci_is_absent_and_no_sysfs_is_unread() -> None:
         pci.read(DictHost())
 
 
+DMAR = {"/sys/class/iommu/dmar0/x": ""}
+
+
 @each_row(
-    ("kind", "mode"), [("DMA", "translated"), ("DMA-FQ", "translated"), ("identity", "passthrough"), (None, "off")]
+    ("kind", "files", "mode"),
+    [
+        ("DMA", {}, "translated"),
+        ("DMA-FQ", {}, "translated"),
+        ("identity", {}, "passthrough"),
+        (None, {}, "off"),
+        (None, {**DMAR, "/proc/cmdline": "quiet intel_iommu=on iommu=pt\n"}, "passthrough"),
+        (None, {**DMAR, "/proc/cmdline": "quiet\n"}, None),
+    ],
 )
-def test_iommu_mode(kind: str | None, mode: str) -> None:
+def test_iommu_mode(kind: str | None, files: dict[str, Content], mode: str | None) -> None:
+    """By the device's group, else by the command line."""
     machine = switch(**({"group": ("7", kind)} if kind else {}))
-    assert pci.read(machine.host()).iommu_mode == mode
-
-
-def test_iommu_mode_by_the_command_line() -> None:
-    files = {"/sys/class/iommu/dmar0/x": "", "/proc/cmdline": "quiet intel_iommu=on iommu=pt\n"}
-    assert pci.read(switch().host(files=files)).iommu_mode == "passthrough"
-    files["/proc/cmdline"] = "quiet\n"
-    assert pci.read(switch().host(files=files)).iommu_mode is None
+    assert pci.read(machine.host(files=files)).iommu_mode == mode
 
 
 @each_row("paths", [OWN_ROOTS, ONE_ROOT])

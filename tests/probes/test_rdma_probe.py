@@ -13,7 +13,6 @@ from rigs.tables import each_row
 
 from contracts.finding import Finding, Status
 from probes.api import UnavailableError
-from probes.host.live import LiveHost
 from probes.increases import rdma_increases
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, ipv4_of, nccl_gid_index, rocev2_gid_index
@@ -100,10 +99,6 @@ def findings(host: DictHost) -> list[Finding]:
     return list(rdma.check(rdma.read(host)))
 
 
-def codes(host: DictHost) -> set[str]:
-    return {finding.code for finding in findings(host)}
-
-
 def test_a_sound_roce_device() -> None:
     facts = rdma.read(Fabric().add("mlx5_0", 0).host(rdma_netlink={"system": [{"netns_mode": 0}]}))
     device, port = facts.devices[0], facts.devices[0].ports[0]
@@ -118,12 +113,9 @@ def test_a_sound_roce_device() -> None:
     assert not list(rdma.check(facts))
 
 
-def test_no_rdma_is_absent() -> None:
+def test_no_rdma_is_absent_and_devices_are_in_the_order_of_their_numbers() -> None:
     with pytest.raises(UnavailableError, match="no RDMA device"):
         rdma.read(DictHost())
-
-
-def test_devices_are_in_the_order_of_their_numbers() -> None:
     fabric = Fabric()
     for number in (10, 2, 0):
         fabric.add(f"mlx5_{number}", number)
@@ -184,17 +176,19 @@ ROWS: list[tuple[list[dict[str, Any]], dict[str, Any], list[tuple[str, Status, s
 ]  # fmt: skip
 
 
-def test_what_is_wrong_with_devices_and_ports() -> None:
-    wrong = []
-    for devices, answers, expected, words in ROWS:
-        fabric = Fabric()
-        for number, device in enumerate(devices):
-            fabric.add(f"mlx5_{number}", number, **device)
-        found = findings(fabric.host(**answers))
-        got = [(f.code, f.status, f.subject) for f in found]
-        if got != expected or not (not words or any(words in f"{f.message} {f.remedy}" for f in found)):
-            wrong.append((devices, answers, got, [f"{f.message} {f.remedy}" for f in found]))
-    assert not wrong, wrong
+@each_row(("devices", "answers", "expected", "words"), ROWS)
+def test_what_is_wrong_with_devices_and_ports(
+    devices: list[dict[str, Any]], answers: dict[str, Any], expected: list[tuple[str, Status, str]], words: str
+) -> None:
+    fabric = Fabric()
+    for number, device in enumerate(devices):
+        fabric.add(f"mlx5_{number}", number, **device)
+    found = findings(fabric.host(**answers))
+    assert [(f.code, f.status, f.subject) for f in found] == expected
+    assert not words or [f for f in found if words in f"{f.message} {f.remedy}"], [f.message for f in found]
+
+
+def test_sizes_and_rates_are_read() -> None:
     assert [roce_mtu(m) for m in (1500, 4200, 9000, 256, None)] == [1024, 4096, 4096, None, None]
     rates = ("2.5 Gb/sec (1X SDR)", "200 Gb/sec (4X HDR)", "fast", None)
     assert [parse_rate(r) for r in rates] == [312.5e6, 25e9, None, None]
@@ -251,30 +245,24 @@ def test_a_large_table_is_read_to_the_end_of_what_is_used() -> None:
 def test_memlock_is_proven_by_registering() -> None:
     fabric = Fabric().add("mlx5_0", 0)
     bound = rdma.read(fabric.host(register_limit_bytes=65536))
-    assert bound.memlock_proof is not None
     assert (bound.memlock_proof.registered_bytes, bound.memlock_proof.failed_bytes) == (65536, 262144)
     assert {f.code: f.status for f in rdma.check(bound)} == {"rdma.memlock.registration": Status.FAIL}
     free = rdma.read(fabric.host(register_limit_bytes=1 << 40))
-    assert free.memlock_proof is not None
     assert (free.memlock_proof.registered_bytes, free.memlock_proof.failed_bytes) == (64 << 20, None)
     assert not list(rdma.check(free))
 
 
-def test_congestion_marks_prove_ecn() -> None:
-    fabric = Fabric().add("mlx5_0", 0)
-    assert rdma.read(fabric.host()).devices[0].ports[0].ecn is None
-    port = "/sys/devices/pci0000:10/0000:10:00.0/infiniband/mlx5_0/ports/1"
-    fabric.files[f"{port}/hw_counters/np_ecn_marked_roce_packets"] = "12\n"
-    fabric.files[f"{port}/../../tc/1/traffic_class".replace("ports/1/../../", "")] = "Global tclass=106\n"
-    found = rdma.read(fabric.host()).devices[0].ports[0]
-    assert (found.ecn, found.traffic_class) == (True, 106)
-
-
-def test_a_bond() -> None:
+def test_congestion_marks_prove_ecn_and_a_bond_is_named() -> None:
     fabric = Fabric().add("mlx5_bond_0", 0)
-    fabric.links["/sys/devices/pci0000:10/0000:10:00.0/net/eth0/master"] = "/sys/devices/virtual/net/bond0"
+    bare = rdma.read(fabric.host()).devices[0]
+    assert (bare.ports[0].ecn, bare.bond) == (None, None)
+    folder = "/sys/devices/pci0000:10/0000:10:00.0"
+    fabric.files[f"{folder}/infiniband/mlx5_bond_0/ports/1/hw_counters/np_ecn_marked_roce_packets"] = "12\n"
+    fabric.files[f"{folder}/infiniband/mlx5_bond_0/tc/1/traffic_class"] = "Global tclass=106\n"
+    fabric.links[f"{folder}/net/eth0/master"] = "/sys/devices/virtual/net/bond0"
     fabric.files["/sys/devices/virtual/net/bond0/mtu"] = "9000"
-    assert rdma.read(fabric.host()).devices[0].bond == "bond0"
+    found = rdma.read(fabric.host()).devices[0]
+    assert (found.ports[0].ecn, found.ports[0].traffic_class, found.bond) == (True, 106, "bond0")
 
 
 def test_netlink_where_sysfs_is_not_mounted() -> None:
@@ -322,13 +310,6 @@ def counted(**counters: int) -> rdma.RdmaFacts:
 def test_errors_are_judged_by_their_rise(before: Any, after: Any, seconds: float, severity: Status | None) -> None:
     found = list(rdma_increases(counted(**before), counted(**after), seconds))
     assert [f.status for f in found] == ([severity] if severity else [])
-
-
-def test_metrics_carry_the_labels_of_node_exporter() -> None:
-    exported = list(rdma.samples(rdma.read(Fabric().add("mlx5_0", 0).host())))
-    by_name = {metric.name: metric for metric in rdma.PROBE.metrics}
-    assert all(len(sample.labels) == len(by_name[sample.metric].labels) for sample in exported)
-    assert ("rdma_port_rocev2_gid_index", 3.0, ("mlx5_0", "1")) in {(s.metric, s.value, s.labels) for s in exported}
 
 
 @pytest.mark.corpus
@@ -405,11 +386,3 @@ def test_what_the_library_says(answer: Any, expected: int | None, layer: str) ->
         assert port.active_mtu_bytes == expected
     else:
         assert port.active_mtu_bytes == roce_mtu(port.netdev_mtu_bytes), "the library is not asked"
-
-
-def test_the_path_of_the_networks_annotation_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOPOFLIGHT_NETWORK_STATUS", "/etc/podinfo/network-status")
-    monkeypatch.setenv("TOPOFLIGHT_NETWORK_STATUS_TOKEN", "x")
-    environment = LiveHost().environment()
-    assert environment["TOPOFLIGHT_NETWORK_STATUS"] == "/etc/podinfo/network-status"
-    assert "TOPOFLIGHT_NETWORK_STATUS_TOKEN" not in environment

@@ -136,14 +136,7 @@ def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "10.0.0.1" in text
 
 
-def test_gzip_is_read_like_plain(tmp_path: Path) -> None:
-    """Whatever the file is called."""
-    path = tmp_path / "packed.json"
-    path.write_bytes(gzip.compress((MACHINES / f"{NAMES[0]}.json").read_bytes()))
-    assert load(path).identity() == load(MACHINES / f"{NAMES[0]}.json").identity()
-
-
-@pytest.mark.parametrize(
+@each_row(
     ("content", "words"),
     [
         (b"", "not JSON"),
@@ -173,8 +166,11 @@ def test_a_file_that_is_no_recording_is_refused_by_name(content: bytes, words: s
     assert words in str(caught.value)
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
-    """The system's own error says it best."""
+def test_gzip_is_read_like_plain_and_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
+    """Whatever the file is called; the system's own error says it best."""
+    path = tmp_path / "packed.json"
+    path.write_bytes(gzip.compress((MACHINES / f"{NAMES[0]}.json").read_bytes()))
+    assert load(path).identity() == load(MACHINES / f"{NAMES[0]}.json").identity()
     with pytest.raises(FileNotFoundError, match="none"):
         load(tmp_path / "none.json")
 

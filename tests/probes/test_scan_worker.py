@@ -63,11 +63,17 @@ def test_every_code_and_metric_carries_its_probes_name() -> None:
         assert all(metric.name.startswith(f"{probe.name}_") for metric in probe.metrics), probe.name
 
 
-def test_the_resident_process_imports_no_driver_binding() -> None:
-    """pynvml, pyroute2, pyverbs and psutil are the child's."""
-    code = "import sys, probes.scanner, probes.wire; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"pynvml", "pyroute2", "pyverbs", "psutil", "torch"}.isdisjoint(loaded)
+@each_row(
+    ("modules", "absent"),
+    [
+        ("probes.scanner, probes.wire", {"pynvml", "pyroute2", "pyverbs", "psutil", "torch"}),  # they are the child's
+        ("probes.worker", {"cattrs", "attr", "pyroute2", "asyncio", "ssl"}),  # it is resident on every node
+    ],
+)
+def test_resident_processes_import_neither_bindings_nor_converters(modules: str, absent: set[str]) -> None:
+    code = f"import sys, {modules}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not absent.intersection(done.stdout.split())
 
 
 def test_a_live_scan_answers_with_every_probe() -> None:
@@ -156,6 +162,15 @@ def test_a_stopped_child_is_replaced() -> None:
         assert _gone(child)
 
 
+LIMITS, HOSTINFO = BY_NAME["limits"], BY_NAME["hostinfo"]
+
+
+def _starts_nothing(scanner: Scanner, words: str) -> None:
+    for outcome in scanner.scan().outcomes.values():
+        assert isinstance(outcome, Failed)
+        assert "does not start" in outcome.error and words in outcome.error
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [("print('hello')", "not JSON"), ("import os; os._exit(3)", "exit code 3"), ("print('{}')", "did not say")],
@@ -166,11 +181,8 @@ def test_a_child_that_cannot_start_fails_every_probe_once(
     """A broken Python installation is said in words, and a fixed one works again."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"])) as scanner:
-        for outcome in scanner.scan().outcomes.values():
-            assert isinstance(outcome, Failed)
-            assert "does not start" in outcome.error
-            assert words in outcome.error
+    with Scanner(probes=(LIMITS, HOSTINFO)) as scanner:
+        _starts_nothing(scanner, words)
         (tmp_path / "sitecustomize.py").unlink()
         assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
 
@@ -178,10 +190,8 @@ def test_a_child_that_cannot_start_fails_every_probe_once(
 def test_a_child_that_the_system_refuses_fails_the_probes_and_not_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process, no memory or no file is left: Popen raises OSError."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with Scanner(probes=(BY_NAME["limits"], BY_NAME["hostinfo"])) as scanner:
-        for outcome in scanner.scan().outcomes.values():
-            assert isinstance(outcome, Failed)
-            assert "does not start: FileNotFoundError" in outcome.error
+    with Scanner(probes=(LIMITS, HOSTINFO)) as scanner:
+        _starts_nothing(scanner, "FileNotFoundError")
         monkeypatch.undo()
         assert all(isinstance(outcome, Ok) for outcome in scanner.scan().outcomes.values())
 
@@ -194,7 +204,6 @@ def test_no_child_outlives_a_parent_that_is_killed(stopped: bool) -> None:
         "s = Scanner(); s.scan(); print(s.child_pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         if stopped:
             child.suspend()
@@ -259,13 +268,6 @@ def test_a_fact_without_a_plain_form_is_named() -> None:
     """Nothing is lost silently."""
     with pytest.raises(TypeError, match="bytes"):
         outcome_to_json(Ok(facts=b"raw", seconds=0.0))
-
-
-def test_the_child_imports_no_converter() -> None:
-    """It is resident on every node."""
-    code = "import probes.worker, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"cattrs", "attr", "pyroute2", "asyncio", "ssl"}.intersection(done.stdout.split())
 
 
 def test_unknown_fields_are_left_out_and_newer_schemas_refused() -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import expect as bench_expect
 import pytest
+import yaml
 from busbw_rows import PlaceError, Row, place, read
 from rigs.tables import each_row
 
 GB, GIB = 1e9, 1 << 30
+WORDS = yaml.safe_load(Path(__file__).with_name("busbw_rows.yaml").read_text(encoding="utf-8"))
 HEADER = "machine,gpus_per_node,nodes,op,bytes,nccl,nvls,gdr,busbw_GBps,healthy,source,note,class\n"
 ROWS = (
     "8xH100,8,1,all_gather,8589934592,2.27,n/a,,361,yes,a/b#1,,node\n"
@@ -27,27 +29,7 @@ def row(machine: str, gpus: int, nodes: int) -> Row:
     )  # fmt: skip
 
 
-@each_row(
-    ("machine", "gpus", "nodes", "inside", "link", "between", "wire"),
-    [
-        ("8xH200", 8, 1, "NVSwitch", 370.8, None, None),
-        ("p5en.48xlarge", 8, 4, "NVSwitch", 370.8, "RDMA", 400),
-        ("p6-b300.48xlarge", 8, 2, "NVSwitch", 721.8, "RDMA", 800),
-        ("8xA100 1xHDR", 8, 12, "NVSwitch", 240, "RDMA", 25),
-        ("8xH100, 8 NICs 400 Gb/s", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
-        ("8xH100 3.2 Tbps", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
-        ("8xH100, 8 dual-port 2x200", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
-        ("8xH100 80GB 8x NDR IB", 8, 2, "NVSwitch", 370.8, "RDMA", 400),
-        ("1xL40S, 10GbE", 1, 2, None, None, "sockets", 1.25),
-        ("A4, 1 GPU + 1 aligned NIC", 1, 2, None, None, "RDMA", 50),
-        ("p6e-gb200, no domain seen", 4, 4, "NVSwitch", 721.8, "RDMA", 200),
-        ("p6e-gb200, MNNVL off", 4, 4, "NVSwitch", 721.8, None, None),  # as it should be
-        ("2xRTX3090 NV4", 2, 1, "NVLink", 48, None, None),
-        ("8xRTX3090", 8, 1, "shared memory", 24, None, None),
-        ("4xL40S", 4, 1, "PCIe", 24, None, None),
-        ("DGX A100, 4 GPUs", 4, 1, "NVSwitch", 240, None, None),
-    ],
-)
+@each_row(("machine", "gpus", "nodes", "inside", "link", "between", "wire"), WORDS["placed"])
 def test_a_machine_in_words_is_placed(
     machine: str, gpus: int, nodes: int, inside: str | None, link: float | None, between: str | None, wire: float | None
 ) -> None:
@@ -57,7 +39,7 @@ def test_a_machine_in_words_is_placed(
     assert (found.wire.low / GB if found.wire else None) == (pytest.approx(wire) if wire else None)
 
 
-@each_row(("machine", "nodes"), [("a box with 8 accelerators", 1), ("Lambda 8xH100", 2)])
+@each_row(("machine", "nodes"), WORDS["unplaced"])
 def test_what_the_words_do_not_say_is_not_guessed(machine: str, nodes: int) -> None:
     with pytest.raises(PlaceError, match=machine):
         place(row(machine, 8, nodes))

@@ -110,13 +110,10 @@ def test_what_cannot_be_known_is_unknown(paths: Ranks, why: str) -> None:
     assert why in found.words()
 
 
-def test_a_link_of_unknown_generation_still_gives_its_range() -> None:
+def test_a_link_of_unknown_generation_still_gives_its_range_and_an_operation_without_a_model_none() -> None:
     found = expect(a100(link=between(370 * GB, 722 * GB), nvls=None), "all_gather", 8 * GIB)
     assert isinstance(found, Unknown) and found.range is not None
     assert found.range.low < 330 * GB < 700 * GB < found.range.high
-
-
-def test_an_operation_without_a_model_is_unknown() -> None:
     assert isinstance(expect(h100(), "all_to_all", GIB), Unknown)
 
 

@@ -45,7 +45,6 @@ def links(machine: NodeTopology, ranks: int, bar: Bar = "as it is") -> Paths:
 def test_the_links_are_those_of_the_ranks_that_run(machine: str, ranks: int, inside: str, gigabytes: float) -> None:
     for bar in ("as it is", "as it should be"):
         found = links(node(machine), ranks, bar)  # type: ignore[arg-type]
-        assert found.link is not None
         assert (found.inside, found.link.low / GB) == (inside, pytest.approx(gigabytes)), bar
 
 
@@ -60,7 +59,6 @@ def test_800g_nics_behind_gpus_of_their_own_switch_are_not_halved_by_the_hosts_l
         gpus = tuple(replace(gpu, compute_capability=capability) for gpu in tray.gpus)
         for bar in ("as it is", "as it should be"):
             found = links(replace(tray, nics=nics, gpus=gpus), 4, bar)  # type: ignore[arg-type]
-            assert found.wire is not None
             count = round(found.wire.low / GB / each)
             assert found.wire.low / GB == pytest.approx(each * count) and count in (4, len(nics)), (capability, bar)
 
@@ -98,18 +96,15 @@ def test_more_ranks_than_gpus_have_no_link_that_is_known() -> None:
 def test_the_weakest_host_decides() -> None:
     good, sick = links(node("hgx-h100-8xH100-8hca"), 8), links(node("sick-h100-nvlink-missing"), 8)
     both = joined([good, sick], 16, nvls=True)
-    assert both.link == sick.link
-    assert both.groups == 2
-    assert both.between == "RDMA"
+    assert (both.link, both.groups, both.between) == (sick.link, 2, "RDMA")
 
 
 def test_hosts_of_one_nvlink_domain_are_one_group() -> None:
     tray = links(node("gb200-nvl72-tray"), 4)
     assert tray.domain
     inside = joined([tray, tray], 8, nvls=True)
-    assert inside.groups == 1
     apart = joined([tray, replace(tray, domain="elsewhere.1")], 8, nvls=True)
-    assert apart.groups == 2
+    assert (inside.groups, apart.groups) == (1, 2)
     domain, wire = expected(inside, "all_gather", 8 << 30, 8), expected(apart, "all_gather", 8 << 30, 8)
     assert isinstance(domain, Expected) and isinstance(wire, Expected)
     assert domain.interval.low > 2 * wire.interval.high

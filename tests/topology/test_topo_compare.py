@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rigs.recorded import with_facts, with_outcomes
 from topo_machines import snapshot, topology
 
 from contracts.finding import Status
-from probes.api import Absent, Ok
+from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.gpu.probe import PROBE as GPU_PROBE
 from probes.scan import findings_of
@@ -29,9 +30,9 @@ def messages(differences):
 
 
 def changed(name, probe, **changes):
+    """The machine with some facts of a probe replaced."""
     whole = snapshot(name)
-    outcome = whole.outcomes[probe]
-    return replace(whole, outcomes={**whole.outcomes, probe: Ok(facts=replace(outcome.facts, **changes))})
+    return with_facts(whole, **{probe: replace(whole.outcomes[probe].facts, **changes)})
 
 
 def plan(cluster, op="all_gather"):
@@ -135,32 +136,19 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
     assert "memlock unlimited -> 64 KiB" in text
 
 
-def test_fleet_without_a_majority_says_so():
-    sick = ["sick-h100-nvlink-missing", "sick-h100-memlock-64KiB", "sick-h100-thermal"]
-    view = fleet([snapshot(name) for name in sick])
-    assert any("no common configuration" in warning for warning in view.families[0].warnings)
-
-
-def test_unlike_machines_are_families_of_their_own():
-    view = fleet([snapshot(name) for name in (HGX, HGX, P4D, A40)])
-    assert [family.total for family in view.families] == [2, 1, 1]
-    assert all(not family.odd for family in view.families)
-
-
-def test_a_node_that_shows_no_gpu_is_odd_among_its_neighbours():
-    blind = replace(snapshot(HGX), hostname="blind")
-    blind = replace(blind, outcomes={**blind.outcomes, "gpu": Absent(why="driver not loaded")})
+def test_what_is_common_in_a_fleet_and_what_is_not():
+    """Unlike machines are families of their own, a node that shows no GPU is odd, same host names are told apart."""
+    sick = fleet([snapshot(f"sick-h100-{name}") for name in ("nvlink-missing", "memlock-64KiB", "thermal")])
+    assert any("no common configuration" in warning for warning in sick.families[0].warnings)
+    unlike = fleet([snapshot(name) for name in (HGX, HGX, P4D, A40)])
+    assert [family.total for family in unlike.families] == [2, 1, 1]
+    assert all(not family.odd for family in unlike.families)
+    blind = replace(with_outcomes(snapshot(HGX), gpu=Absent(why="driver not loaded")), hostname="blind")
     (family,) = fleet([snapshot(HGX), snapshot(HGX), snapshot(HGX), blind]).families
     assert family.odd[0].nodes == ("blind",)
     assert any("probe gpu" in difference.message for difference in family.odd[0].differences)
-
-
-def test_same_host_names_are_told_apart():
     (family,) = fleet([snapshot(HGX), snapshot(HGX)]).families
     assert [name.rpartition("#")[2] for name in family.common.nodes] == ["1", "2"]
-
-
-def test_an_empty_fleet_is_an_error():
     with pytest.raises(ValueError, match="at least one"):
         fleet([])
 
@@ -174,7 +162,7 @@ def without_gpu(name, gone):
     pairs = tuple(
         replace(pair, a=number[pair.a], b=number[pair.b]) for pair in facts.pairs if {pair.a, pair.b} <= number.keys()
     )
-    return replace(whole, outcomes={**whole.outcomes, "gpu": Ok(facts=replace(facts, gpus=gpus, pairs=pairs))})
+    return with_facts(whole, gpu=replace(facts, gpus=gpus, pairs=pairs))
 
 
 def test_gpus_are_compared_by_their_place_on_the_bus():
@@ -182,7 +170,7 @@ def test_gpus_are_compared_by_their_place_on_the_bus():
     later = without_gpu(HGX, 2)
     facts = later.outcomes["gpu"].facts
     gpus = tuple(replace(gpu, pcie_width=8) if gpu.index == 3 else gpu for gpu in facts.gpus)
-    later = replace(later, outcomes={**later.outcomes, "gpu": Ok(facts=replace(facts, gpus=gpus))})
+    later = with_facts(later, gpu=replace(facts, gpus=gpus))
     assert [m for m in messages(diff(snapshot(HGX), later)) if m.startswith("GPU")] == [
         "GPU2 missing", "GPU4 x16 -> x8", "GPUs 8 -> 7",
     ]  # fmt: skip

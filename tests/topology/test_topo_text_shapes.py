@@ -15,15 +15,8 @@ ROW = re.compile(r"(?m)^([ \t]*(?:GPU\d|mlx\d|NIC\d+\t).*)$")
 
 def gist(node):
     """Everything but evidence and warnings."""
-    return (
-        node.gpus,
-        node.nics,
-        [(pair.a, pair.b, pair.label) for pair in node.pairs],
-        node.islands,
-        node.nearest_nic,
-        node.rails,
-        node.source,
-    )
+    pairs = [(pair.a, pair.b, pair.label) for pair in node.pairs]
+    return node.gpus, node.nics, pairs, node.islands, node.nearest_nic, node.rails, node.source
 
 
 def numbered(form):
@@ -79,15 +72,9 @@ SHAPES = {
     "header broken apart": lambda text: text.replace("CPU Affinity", "CPU    Affinity"),
     "titles glued": lambda text: text.replace("CPU Affinity\tNUMA Affinity", "CPU AffinityNUMA Affinity"),
     "cells glued": glued_cells,
-    "underlined header": lambda text: text.replace("\tGPU0\tGPU1", "\t\x1b[4mGPU0\tGPU1", 1).replace(
-        "\nGPU0", "\x1b[0m\nGPU0", 1
-    ),
-    "underline spelled out": lambda text: text.replace("\tGPU0\tGPU1", "\t^[[4mGPU0\tGPU1", 1).replace(
-        "\nGPU0", "^[[0m\nGPU0", 1
-    ),
-    "escape character lost": lambda text: text.replace("\tGPU0\tGPU1", "\t[4mGPU0\tGPU1", 1).replace(
-        "\nGPU0", "[0m\nGPU0", 1
-    ),
+    "underlined header": underlined("\x1b"),
+    "underline spelled out": underlined("^["),
+    "escape character lost": underlined(""),
     "leading tab lost": lambda text: text.replace("\tGPU0\tGPU1", "GPU0\tGPU1", 1),
     "lines stripped": each_line(str.strip),
     "blanks at the end": each_line(lambda line: line + "   "),

@@ -63,20 +63,16 @@ OLD_SOC = matrix(
     "CPU Affinity",
 )
 
+
+def _of_eight(row: int, links: str, itself: str) -> str:
+    """Labels of a row of eight: itself, its socket's and the others; all alike where `links` says so."""
+    return " ".join(itself if row == j else links or ("NODE" if row // 4 == j // 4 else "SYS") for j in range(8))
+
+
 NVSWITCH8 = (
     matrix(
-        [
-            " ".join("X" if i == j else "NV18" for j in range(8))
-            + " "
-            + " ".join("PIX" if i == j else ("NODE" if i // 4 == j // 4 else "SYS") for j in range(8))
-            for i in range(8)
-        ]
-        + [
-            " ".join("PIX" if i == j else ("NODE" if i // 4 == j // 4 else "SYS") for j in range(8))
-            + " "
-            + " ".join("X" if i == j else ("NODE" if i // 4 == j // 4 else "SYS") for j in range(8))
-            for i in range(8)
-        ],
+        [f"{_of_eight(i, 'NV18', 'X')} {_of_eight(i, '', 'PIX')}" for i in range(8)]
+        + [f"{_of_eight(i, '', 'PIX')} {_of_eight(i, '', 'X')}" for i in range(8)],
         " ".join([*(f"GPU{i}" for i in range(8)), *(f"NIC{i}" for i in range(8))]),
         [f"{'0-55,112-167' if i < 4 else '56-111,168-223'}\t{i // 4}\t\tN/A" for i in range(8)],
         TITLES,

@@ -313,14 +313,8 @@ def of_calls() -> Iterator[Row]:
     yield "nothing was read of a rank", unread, "stuck", (), TIMEOUT, ("whether rank 2 came is not known",)
     yield ("a size of the job that cannot be true costs no memory", replace(waiting(), world=10**15), "stuck", (2,),
            BEHIND, ())  # fmt: skip
-    yield (
-        "dumps alone",
-        dumped(WAITS, WAITS, {}, WAITS),
-        "stuck",
-        (2,),
-        BEHIND,
-        ("its last there is number 3", BY_FILES),
-    )
+    yield "dumps alone", dumped(WAITS, WAITS, {}, WAITS), "stuck", (2,), BEHIND, (
+        "its last there is number 3", BY_FILES)  # fmt: skip
     yield "dumps: not begun", dumped(WAITS, WAITS, {"started": False}, WAITS), "stuck", (2,), BEHIND, (
         "its GPU has not begun it", BY_FILES)  # fmt: skip
     yield "dumps of three", dumped(WAITS, WAITS, WAITS), "stuck", (), TIMEOUT, (
@@ -357,14 +351,8 @@ def of_pipelines_and_links() -> Iterator[Row]:
     yield ("a receiver has not posted", pipeline(p2p("send", 1), p2p("recv", 0, done=True), p2p("recv", 1)), "stuck",
            (5,), BEHIND, ("rank 4 waits in send", "rank 6 waits in recv"))  # fmt: skip
     yield "nor has a sender", pipeline(None, p2p("recv", 0), p2p("recv", 1)), "stuck", (4,), BEHIND, ()
-    yield (
-        "both have",
-        pipeline(p2p("send", 1), p2p("recv", 0), p2p("recv", 1)),
-        "stuck",
-        (),
-        NETWORK,
-        ("ranks 4, 5 are",),
-    )
+    yield "both have", pipeline(p2p("send", 1), p2p("recv", 0), p2p("recv", 1)), "stuck", (), NETWORK, (
+        "ranks 4, 5 are",)  # fmt: skip
     yield "two sends are a circle", pipeline(p2p("send", 1), p2p("send", 0), None), "stuck", (4, 5), "call.circle", ()
     yield "other sizes no match", pipeline(p2p("send", 1), p2p("recv", 0, size=4), None), "stuck", (), "call.size", ()
     yield "bytes are sent again in vain", left_by_some(**{"10.0.0.2": 28}), "stuck", (), "link", (
@@ -396,14 +384,8 @@ def of_logs() -> Iterator[Row]:
     yield ("who ended with its own error", logged(waits, errors={3: "ValueError: no rows", 1: heard}), "failed", (3,),
            "rank.gone", ("ValueError: no rows", "rank 0 waited in vain"))  # fmt: skip
     yield "who only heard of an end", logged(waits, errors={1: heard}), "stuck", (), TIMEOUT, ()
-    yield (
-        "two errors",
-        logged(waits, errors=dict.fromkeys((1, 3), "ValueError: no rows")),
-        "failed",
-        (),
-        "ranks.gone",
-        (),
-    )
+    both = dict.fromkeys((1, 3), "ValueError: no rows")
+    yield "two errors", logged(waits, errors=both), "failed", (), "ranks.gone", ()
     yield "torch itself found calls that do not match", RunFacts(log=LogFacts(
         clash=TORCH, errors={1: "RuntimeError: Detected mismatch between collectives"})), "failed", (), "call.other", (
         "disagree",)  # fmt: skip

@@ -64,6 +64,5 @@ def _start(folder: Path, place: Path, owner: int) -> None:
             [sys.executable, str(HERE / "server.py"), str(place), str(owner)], cwd="/", env=environment,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stream, start_new_session=True,
         )  # fmt: skip
-    assert process.stdout is not None
     if process.stdout.readline().decode().strip() != READY:
         raise RuntimeError(f"the forking server did not start: {log.read_text()[-2000:]}")

@@ -80,11 +80,6 @@ class Rig:
         """Unplug a host from the network behind a device, somewhere in the fabric: its own link stays up."""
         _ip(self.fabric, f"link set {_PORTS[device]}{host} nomaster")
 
-    def fix(self, host: int, device: str) -> None:
-        """Plug it in again."""
-        bridge = {"eth0": "under", "net1": "fast"}[device]
-        _ip(self.fabric, f"link set {_PORTS[device]}{host} master {bridge}")
-
 
 @contextmanager
 def hosts(count: int, default_rate: str = "200mbit", fast_rate: str | None = None) -> Iterator[Rig]:
@@ -120,7 +115,6 @@ def _host_argv(host: int, count: int, folder: Path) -> list[str]:
 def _start(stack: ExitStack, argv: list[str]) -> int:
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stack.callback(_end, process)
-    assert process.stdout is not None
     if process.stdout.readline().strip() != "ready":
         raise RuntimeError(f"no namespace: {argv}")
     return process.pid

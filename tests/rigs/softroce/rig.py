@@ -1,13 +1,10 @@
-"""Runs a job on one or two QEMU guests that each have a real RDMA device, Soft-RoCE, with real verbs traffic between.
-
-    python tests/rigs/softroce/rig.py job.sh [more files and folders ...] [--guests 2] [--mtu 9000]
+"""Runs a job on two QEMU guests that each have a real RDMA device, Soft-RoCE, with real verbs traffic between.
 
 The job is a bash script; it and the other paths lie in /job of each guest, in Python's path. See README.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import contextlib
 import importlib
@@ -33,6 +30,7 @@ KERNEL_WORDS = (
     "net.ifnames=0"
 )
 RESULTS_BYTES = 64 << 20
+GUESTS = 2
 MARK = re.compile(rb"\x1eexit (\d+)\r?\n")
 
 
@@ -51,7 +49,6 @@ def run(
     job: str | Path,
     paths: Sequence[Path] = (),
     *,
-    guests: int = 2,
     mtu: int = 1500,
     memory_mib: int = 768,
     timeout_seconds: float = 240.0,
@@ -61,13 +58,11 @@ def run(
     The job finds RANK, WORLD, PEER (the other guest on the RoCE network) and MANAGEMENT_PEER in its environment.
     The caller owns the folders of results; they lie in the system's temporary folder.
     """
-    if guests not in (1, 2):
-        raise ValueError(f"guests={guests}: the rig has 1 or 2")
     cache = guest_image.build()
     folder = Path(tempfile.mkdtemp(prefix="softroce-"))
     try:
         _pack(folder / "job.tar", job, paths)
-        machines = [_start(cache, folder, rank, guests, mtu, memory_mib) for rank in range(guests)]
+        machines = [_start(cache, folder, rank, mtu, memory_mib) for rank in range(GUESTS)]
         try:
             outputs = _wait(machines, folder, time.monotonic() + timeout_seconds)
         finally:
@@ -110,7 +105,7 @@ def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-def _start(cache: Path, folder: Path, rank: int, guests: int, mtu: int, memory_mib: int) -> subprocess.Popen[bytes]:
+def _start(cache: Path, folder: Path, rank: int, mtu: int, memory_mib: int) -> subprocess.Popen[bytes]:
     results = folder / f"results{rank}"
     with results.open("wb") as handle:
         handle.truncate(RESULTS_BYTES)
@@ -123,15 +118,15 @@ def _start(cache: Path, folder: Path, rank: int, guests: int, mtu: int, memory_m
         *("-accel", accelerator, "-cpu", "max", "-M", "q35,hpet=off", "-smp", "1"),
         *("-m", str(memory_mib), "-nodefaults", "-display", "none", "-no-reboot", "-monitor", "none"),
         *("-kernel", f"{cache}/vmlinuz", "-initrd", f"{cache}/initramfs"),
-        *("-append", f"{KERNEL_WORDS} rank={rank} world={guests} mtu={mtu}"),
+        *("-append", f"{KERNEL_WORDS} rank={rank} world={GUESTS} mtu={mtu}"),
         *("-serial", f"file:{folder}/console{rank}"),
         *("-device", "virtio-serial-pci", "-chardev", f"file,id=words,path={folder}/output{rank}"),
         *("-device", "virtconsole,chardev=words"),
         *_drive("root", f"{cache}/root.ext4", "snapshot=on,cache=unsafe"),
         *_drive("job", f"{folder}/job.tar", "readonly=on"),
         *_drive("results", str(results), "cache=unsafe"),
-        *_network("mgmt", folder, rank, guests, "52:54:00:77:01"),
-        *_network("net1", folder, rank, guests, "52:54:00:77:02"),
+        *_network("mgmt", folder, rank, "52:54:00:77:01"),
+        *_network("net1", folder, rank, "52:54:00:77:02"),
         *("-device", "virtio-rng-pci"),
     ]
     (folder / f"output{rank}").touch()
@@ -160,13 +155,10 @@ def _drive(name: str, path: str, options: str) -> list[str]:
     return ["-drive", drive, "-device", f"virtio-blk-pci,drive={name}"]
 
 
-def _network(name: str, folder: Path, rank: int, guests: int, mac: str) -> list[str]:
-    """A wire of two Unix sockets between two guests; a hub with nothing else on it for a single one."""
-    if guests == 1:
-        wire = f"hubport,hubid={['mgmt', 'net1'].index(name)},id={name}"
-    else:
-        here, there = (f"{folder}/{name}.{end}" for end in (rank, 1 - rank))
-        wire = f"dgram,id={name},local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
+def _network(name: str, folder: Path, rank: int, mac: str) -> list[str]:
+    """A wire of two Unix sockets between the guests."""
+    here, there = (f"{folder}/{name}.{end}" for end in (rank, 1 - rank))
+    wire = f"dgram,id={name},local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
     return ["-netdev", wire, "-device", f"virtio-net-pci,netdev={name},mac={mac}:0{rank},host_mtu=9000"]
 
 
@@ -215,31 +207,3 @@ def command_paths() -> list[Path]:
 def _libraries(*names: str) -> list[Path]:
     paths = [Path(str(importlib.import_module(name).__file__)) for name in names]
     return [path.parent if path.name == "__init__.py" else path for path in paths]
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", type=Path)
-    parser.add_argument("paths", type=Path, nargs="*")
-    parser.add_argument("--guests", type=int, default=2, choices=(1, 2))
-    parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--timeout", type=float, default=240.0)
-    parser.add_argument("--probes", action="store_true", help="add the probes and what they import")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run the job, print what each guest said, and end as the worst of them did."""
-    asked = _arguments()
-    paths = [*asked.paths, *(probe_paths() if asked.probes else ())]
-    started = time.monotonic()
-    ended = run(asked.job, paths, guests=asked.guests, mtu=asked.mtu, timeout_seconds=asked.timeout)
-    for guest in ended:
-        print(f"===== rank {guest.rank}, exit code {guest.returncode}, results in {guest.results}")
-        print(guest.output if guest.returncode is not None else guest.console[-4000:] + guest.output)
-    print(f"===== {time.monotonic() - started:.1f} s")
-    return max(1 if guest.returncode is None else guest.returncode for guest in ended)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,0 +1,512 @@
+"""Simple commands of a shell script: what they set in the shell, and what the programs get that they start.
+
+Specification: POSIX shell (XCU 2.14 special built-ins), bash(1); fish set; mpirun(1) -x, Hydra -genv, srun(1) and
+sbatch(1) --export, docker-run(1) -e, apptainer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from tree_sitter import Node
+
+from contracts.tables import read_table
+from planner.lint.expansion import MOST_VALUE, WORK_OF_WORD, Expander, Shell
+from planner.lint.script import JOB_SIZE, NAME, NAMED, OPEN, Assigned, Inner, Settings, Unread, Word, is_judged, words
+
+_MOST_LAUNCHES = 200  # that get different settings
+_MOST_OPTIONS = 1 << 12  # characters of a command in which what it does not hand on is looked for
+
+_DOTTED = re.compile(r"(?:--?[\w-]+=)?\+{0,2}(?:[\w\[\]-]+\.)+((?:TORCH_)?NCCL_[A-Z0-9_]+)=")
+_SETTER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_SETTING = re.compile(r"\b(?:TORCH_)?NCCL_[A-Z0-9_]+=|\b(?:FI|OFI|GLOO|RCCL|UCX)_[A-Z0-9_]+=")
+_COMMANDS = re.compile(r"\bexport\s|(?:^|\s)(?:-x|-e|--env)[\s=]|\benv\s+\w+=|&&|;|\n")  # in a text: not prose
+_TAKES_SETTING = re.compile(r"-x|-e|-env|--(?:[\w-]+-)?env(?:s|ironment)?(?:[-_]vars?)?")
+_NAMES = words()["shell"]
+_WRAPPERS = words()["wrappers"]
+
+Hidden = dict[str, tuple[Assigned, ...] | None]
+
+
+class Launch(NamedTuple):
+    """A program that is started, with the settings that it gets under each condition on which they depend."""
+
+    label: str  # "the launch of line 3"
+    sure: bool  # it is a launcher; else any program, which may be one
+    ways: dict[str, Settings]
+    split: int = 0  # the number of the statement, where it is followed once for each of its variables' values
+
+
+class Input(NamedTuple):
+    """What a command reads."""
+
+    text: str = ""
+    line: int = 0  # of its first row
+
+
+class Call(NamedTuple):
+    """A built-in with its words."""
+
+    program: str
+    words: list[Word]
+    line: int
+    given: Input
+
+
+class Programs(Expander):
+    """Simple commands: assignments, and what a program gets. Module `shell` follows the statements around them."""
+
+    def __init__(self, known: Mapping[str, str], before: Sequence[Assigned]) -> None:
+        given = [Assigned(name=name, value=value, raw=value, exported=False) for name, value in known.items()]
+        super().__init__(Shell({each.name: (each,) for each in (*given, *before)}))
+        self.functions: dict[str, tuple[Node, bytes, int]] = {}  # with the text and its first line
+        self.active: list[str] = []  # functions that are followed at this moment
+        self.locals: list[Hidden] = []  # what a function's own variables hide
+        self.passing: list[Hidden] = []  # what settings of one command hide
+        self.input = Input()
+        self.scope = ""
+        self.view = ""  # the condition under which the command that is followed has these words
+        self.split = self.splits = 0
+        self.launches: list[Launch] = []
+        self.exported = {(each.name, each.line): each for each in before}  # every setting, wherever it was exported
+        self.loose: dict[str, Assigned] = {}  # set and not exported
+        self.runs_unknown = False  # a program whose name is not known, which may be a function
+        self.started = 0  # programs, those included that get what one before them gets
+        self._seen: set[tuple[frozenset[tuple[str, frozenset[tuple[str, str]]]], bool]] = set()
+        self._sets = 0  # settings in the words of commands
+        self._written: dict[str, str] = {}  # files that the script itself writes
+
+    def nested(self, text: str, line: int, rest: Sequence[Word] | None = None, *, surely: bool = True) -> None:
+        """Follow a script that another shell runs."""
+
+    # -- what is said of the text
+
+    def unread(self, line: int, why: str) -> None:
+        """Name a line that is not understood."""
+        if not any(each.why == why and why.startswith("too") for each in self.script.unread):
+            self.script.unread.append(Unread(line=line, why=why))
+
+    def skip(self, text: str, line: int, why: str) -> None:
+        """Name the settings of a part of the text that never runs, or that no program gets."""
+        for number, row in enumerate(text.splitlines() if self.spend(4 * len(text)) else ()):
+            for match in _SETTING.finditer(row) if not row.lstrip().startswith("#") else ():
+                self.spend(4 * WORK_OF_WORD)
+                self.script.unreached.append(Unread(name=match[0][:-1], line=line and line + number, why=why))
+
+    # -- variables
+
+    def evaluate(self, node: Node) -> Assigned:
+        """What `NAME=value`, `NAME+=value` or `NAME=(an array)` gives; an array of which one item is set is unknown."""
+        target, given = node.child_by_field_name("name") or node, node.child_by_field_name("value")
+        name, line, adds = self.text(target).partition("[")[0], self.line(node), node.children[1].type == "+="
+        self.assumed, items = False, None
+        if target.type != "variable_name":
+            list(map(self.value, node.named_children))
+            value = OPEN
+        elif given is not None and given.type == "array":
+            before = self.items(name) if adds else ()
+            more = tuple(word for each in given.named_children for word in self.words(each))
+            indexed = any(re.match(r"\[[^]]*\]\+?=", self.text(each)) for each in given.named_children)
+            items = None if indexed or before is None else (*before, *more)[: MOST_VALUE >> 4]
+            value = OPEN if items is None else items[0].text if items else ""
+        else:
+            value = self.value(given) if given else ""
+            value = ((self.parameter(name) + value) if adds else value)[:MOST_VALUE]
+        raw = self.raw(given) if given else ""
+        return Assigned(name=name, value=value, raw=raw, line=line, assumed=self.assumed, items=items)
+
+    def assign(self, name: str, value: str, raw: str, line: int) -> None:
+        """Give a variable a value; it is exported as it was before, or as set -a says."""
+        self.set(Assigned(name=name, value=value, raw=raw, line=line, assumed=self.assumed))
+
+    def set(self, given: Assigned, *, exported: bool | None = None) -> None:
+        """Give a variable a value. `exported` None: as it was before, or as set -a says."""
+        if not NAME.match(given.name):
+            return
+        for outer in ("SINGULARITYENV_", "APPTAINERENV_"):  # apptainer hands these in without the prefix
+            given = replace(given, name=given.name.removeprefix(outer))
+        self.spend(WORK_OF_WORD)
+        before = self.shell.variables.get(given.name, ())
+        marks = {each.exported: each.scope for each in before} if exported is None else {exported: self.scope}
+        if exported is None and (self.shell.exports_all or not marks):
+            marks = {self.shell.exports_all: self.scope}
+        several = len(marks) > 1
+        values = [replace(given, exported=e, scope=s if several else self.scope) for e, s in marks.items()]
+        self._put(given.name, values)
+
+    def _put(self, name: str, values: Iterable[Assigned]) -> None:
+        """Note what a variable may be from here on."""
+        self.shell.variables[name] = tuple(values)
+        for each in self.shell.variables[name]:
+            if each.items is None and not each.unset:
+                if each.exported:
+                    self.exported.setdefault((name, each.line), each)
+                else:
+                    self.loose[name] = each
+
+    def export(self, name: str, line: int, *, ends: bool = False) -> None:
+        """`export NAME`, `export -n NAME`: programs get the variable from here on, or no longer."""
+        before = self.shell.variables.get(name, ())
+        if not NAME.match(name) or (ends and not before):
+            return
+        outside = Assigned(name=name, value=OPEN, raw=f"${name}", line=line)  # what the environment has
+        self._put(name, [
+            replace(each if each.name else outside, exported=not ends, scope=each.scope if before[1:] else self.scope)
+            for each in before or (outside,)
+        ])  # fmt: skip
+
+    def declare(self, keyword: str, given: Sequence[Assigned | Word], line: int) -> bool:
+        """export, declare, typeset, local, readonly, unset: of names and of assignments, whose values are known."""
+        words = [each for each in given if isinstance(each, Word)]
+        options = " ".join(each.text for each in words if each.text[:1] in ("-", "+"))
+        if keyword == "unset":
+            self._unset(words, line, functions="-f" in options)
+        if keyword == "unset" or "-f" in options or (keyword == "local" and not self.active):
+            return True
+        ends = re.search(r"-\w*n" if keyword == "export" else r"\+\w*x", options) is not None
+        exports = not ends and (keyword == "export" or re.search(r"-\w*x", options) is not None)
+        exported = True if exports else False if ends else None
+        own = keyword not in ("export", "readonly") and "g" not in options and bool(self.active)
+        for each in given:
+            if isinstance(each, Word):
+                name, equals, value = each.text.partition("=")
+                if OPEN in name and each.text[:1] != "-":
+                    self.unread(line, f"the names of the variables that {keyword} gets are unknown")
+                if not NAME.match(name):
+                    continue
+                setting = Assigned(name=name, value=value, raw=value, line=line, assumed=each.assumed)
+            else:
+                name, equals, setting = each.name, "=", each
+            for saved in self.passing if exports and not own else ():  # `N=1 export N` sets it for all that follows
+                saved.pop(name, None)
+            if own and name not in self.locals[-1]:  # exported if the variable that it hides was
+                before = self.locals[-1][name] = self.shell.variables.pop(name, None)
+                if before:
+                    self.shell.variables[name] = (replace(before[-1], unset=True, value="", items=None),)
+            if equals:
+                self.set(setting, exported=exported)
+            elif exported is not None:
+                self.export(name, line, ends=ends)
+        return True
+
+    def _unset(self, words: Iterable[Word], line: int, *, functions: bool) -> None:
+        for word in words:
+            if functions:
+                self.functions.pop(word.text, None)
+            elif OPEN in word.text:  # it may be any
+                self.unread(line, "the names of the variables that unset gets are unknown")
+            elif word.text[:1] != "-":
+                gone = Assigned(name=word.text, line=line, scope=self.scope, exported=False, unset=True)
+                self.shell.variables[word.text] = (gone,)
+
+    def restore(self, hidden: Hidden) -> None:
+        """Bring back what variables were that only a command or a function had."""
+        for name, values in hidden.items():
+            self.shell.variables.pop(name, None)
+            if values is not None:
+                self.shell.variables[name] = values
+
+    # -- launches
+
+    def ways(self) -> dict[str, Settings]:
+        """What a program gets that is started here, of the names that lint judges, under each condition."""
+        values = {
+            name: found
+            for name, found in self.shell.variables.items()
+            if (is_judged(name) or name in JOB_SIZE) and any(each.exported for each in found)
+        }
+        several = [each for found in values.values() if len(found) > 1 for each in found]
+        scopes = dict.fromkeys(each.scope for each in sorted(several, key=lambda each: each.line))
+        self.spend(WORK_OF_WORD * len(values) * (1 + len(scopes)))
+        conditions = [
+            self.view,
+            *(each for each in scopes if each.startswith(self.view) and each != self.view),
+        ]
+        chosen = {
+            condition: {name: one for name, found in values.items() if (one := _under(found, condition)) is not None}
+            for condition in conditions[:_MOST_LAUNCHES]
+        }
+        return {
+            condition: {n: e for n, e in found.items() if e.exported and not e.unset and e.items is None}
+            for condition, found in chosen.items()
+        }
+
+    def launch(self, label: str, *, sure: bool) -> None:
+        """Note that a program is started, unless another one got the same."""
+        self.started += 1
+        launch = Launch(label, sure, self.ways(), self.split)
+        others = (each for each in self.launches if self.split and (each.label, each.split) == (label, self.split))
+        if (same := next((each for each in others if self.view not in each.ways), None)) is not None:
+            same.ways.update(launch.ways)
+            return
+        key = frozenset((scope, content(way)) for scope, way in launch.ways.items()), sure
+        if len(self.launches) >= _MOST_LAUNCHES:
+            self.unread(0, "too many commands that start programs")
+        elif key not in self._seen:
+            self._seen.add(key)
+            self.launches.append(launch)
+
+    def run_program(self, words: list[Word], line: int, given: Input, outer: Shell) -> None:
+        """A program gets the exported variables, what its words set, and what they do not remove."""
+        before, program = self.started, name_of(words[0])
+        self.remove(words)
+        sets = self._options(words, line, outer)
+        self.read_input(program, given, "")
+        self.runs_unknown = self.runs_unknown or OPEN in words[0].text
+        starts = program in _NAMES["runs"] and any(word.text in _NAMES["starts"] for word in words[1:])
+        idle = program in _NAMES["utilities"] and not starts
+        if self.started == before and (sets or not idle):
+            self.launch(f"the launch of line {line}" if line else "a launch", sure=not idle and _is_launcher(words))
+
+    def remove(self, words: Sequence[Word]) -> None:
+        """Remove variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
+        command = " ".join(word.text for word in words)[:_MOST_OPTIONS] + " "
+        removed = read_table(__file__, "data/forms.toml")["removed"]
+        names = set(re.findall(removed["names"], command))
+        everything = re.match(removed["all"], command) is not None
+        for name in list(self.shell.variables):
+            if name in names or (everything and name not in command):
+                del self.shell.variables[name]
+
+    def after_wrappers(self, words: Sequence[Word], line: int) -> int:
+        """The place of the program behind sudo, timeout and the like."""
+        at = 0
+        while at < len(words) and (first := name_of(words[at])) in _NAMES["wrappers"]:
+            at, options = at + 1, _WRAPPERS.get(first, frozenset())
+            while at < len(words) and first != "command":  # `command -v` starts nothing
+                text = words[at].text
+                if first == "sudo" and _SETTER.match(text):
+                    self._setting(words[at], line, self.shell)
+                elif text[:1] != "-":
+                    break
+                at += 2 if text in options else 1
+            at += first in _NAMES["takes_operand"]
+        return at
+
+    # -- texts that are written and read
+
+    def write_file(self, target: str, given: Input) -> None:
+        """Note what the script writes into a file. The text is read as another form as well."""
+        path = target.removeprefix("./")
+        self._written[path] = (self._written.get(path, "") + given.text.rstrip("\n") + "\n")[-MOST_VALUE:]
+        self.script.inner.append(Inner(text=given.text, target=target.replace(OPEN, "..."), line=given.line))
+
+    def written(self, name: str) -> str | None:
+        """The text of a file, where the script itself wrote it."""
+        return self._written.get(name.removeprefix("./"))
+
+    def read_input(self, program: str, given: Input, target: str) -> None:
+        """Text that a program reads from its standard input: a shell, Python, kubectl, ssh."""
+        if not given.text.strip(OPEN + "\n") or program in ("cat", "tee"):
+            return
+        if program in _NAMES["idle"]:
+            self.skip(given.text, given.line, "no program reads its here-document")
+        elif program in _NAMES["shells"]:
+            self.nested(given.text, given.line)
+        else:
+            name = target or ("manifest.yaml" if program in ("kubectl", "oc") else program)
+            self.script.inner.append(Inner(text=given.text, target=name, line=given.line))
+
+    # -- the words of a program
+
+    def _options(self, words: list[Word], line: int, outer: Shell) -> bool:
+        """Take what the words of a program set, and say whether they do: options of launchers, `env A=1`, scripts."""
+        before, at, end = self._sets, 0, _own_script(words)
+        settings = [word.text for word in words[:3]] == ["kubectl", "set", "env"]
+        for number, each in enumerate(words):
+            run = number == 0 or name_of(words[number - 1]) in _NAMES["shells"]
+            text = self.written(each.text)
+            if text is not None and (run or (each.text.endswith(".sh") and _is_launcher(words))):
+                self.nested(text, 0, words[number + 1 :])
+                break
+        while at < len(words):
+            word = words[at]
+            taken: int | None = 0
+            if at > end and not _DOTTED.match(word.text):
+                self.skip(word.text, line, f"it is an argument of {words[end].text}")
+            elif (taken := self._launcher_option(words, at, line, outer)) is None:
+                self._plain_word(words, at, line, settings=settings)
+                unset = at > 0 and words[at - 1].text in ("-u", "-C")
+                more = unset or re.match(r"-|[A-Za-z_]\w*=|(?:kubectl|set)\Z", word.text)
+                settings = name_of(word) == "env" or (settings and bool(more))
+            at += 1 + (taken or 0)
+        return self._sets > before
+
+    def _plain_word(self, words: list[Word], at: int, line: int, *, settings: bool) -> None:
+        word, text = words[at], words[at].text
+        program, before, inside = name_of(words[0]), words[at - 1].text if at else "", word.line or line
+        runs = _runner(words, at)
+        if runs == "python":
+            self.script.inner.append(Inner(text=text, target="python", line=inside))
+        elif runs or (settings and before in ("-S", "--split-string")):
+            surely = program not in _NAMES["own_c"]
+            self.nested(text if runs else f"env {text}", inside, words[at + 2 :], surely=surely)
+        elif dotted := _DOTTED.match(text):  # Hydra's and Helm's way to a key: env_vars.NAME=VALUE
+            self._pair(dotted[1], text[dotted.end() :].strip("\"'"), word.raw, line)
+        elif _SETTER.match(text) and (settings or (before[:1] == "-" and _SETTING.match(text))):
+            self._setting(word, line, self.shell)
+        elif at and program in _NAMES["remote"] and re.search(r"\s", text):
+            self.nested(text, inside)
+        elif at:
+            self._text_in_word(text, inside)
+
+    def _launcher_option(self, words: list[Word], at: int, line: int, outer: Shell) -> int | None:
+        """Take a launcher's option that sets variables: how many words after it belong to it, None if it is none."""
+        text, after = words[at].text, words[at + 1] if at + 1 < len(words) else Word("", "")
+        option, equals, tail = text.partition("=")
+        rest = Word(tail, words[at].raw.partition("=")[2], line) if equals else after
+        if text in _NAMES["takes_pair"] or (text == "-env" and "=" not in after.text and at + 2 < len(words)):
+            if at + 2 < len(words):
+                self._pair(after.text, words[at + 2].text, words[at + 2].raw, line)
+            return 2
+        if text.startswith(("-xNCCL_", "-eNCCL_")):
+            self._setting(Word(text[2:], words[at].raw[2:]), line, outer)
+            return 0
+        if _TAKES_SETTING.fullmatch(option):
+            self._setting(rest, line, outer)
+        elif option in _NAMES["takes_list"]:
+            for name, sign, value in (part.partition("=") for part in rest.text.split(",")):  # a comma ends a value
+                if sign:
+                    self._pair(name, value, value, line)
+        elif option in _NAMES["takes_file"]:
+            self.script.files.append(rest.text)
+        else:
+            return None
+        return 0 if equals else 1
+
+    def _setting(self, word: Word, line: int, outer: Shell) -> None:
+        """NAME=VALUE, several with commas between them (apptainer), or NAME alone, which hands on what `outer` has."""
+        for part in re.split(r",(?=[A-Z_][A-Z0-9_]*=)", word.text):
+            name, equals, tail = part.partition("=")
+            if equals:
+                self._pair(name, tail, word.raw.partition("=")[2] if OPEN in tail else tail, line)
+            elif any(each.exported for each in outer.variables.get(name, ())):
+                self.shell.variables[name] = tuple(e for e in outer.variables[name] if e.exported or e.unset)
+                self.export(name, line)
+
+    def _pair(self, name: str, value: str, raw: str, line: int) -> None:
+        """A setting for the program that is started now."""
+        self._sets += is_judged(name)
+        self.set(Assigned(name=name, value=value, raw=raw, line=line), exported=True)
+        if _SETTING.search(value) and not name.startswith("NCCL_"):
+            self._text_in_word(value, line)
+
+    def _text_in_word(self, text: str, line: int) -> None:
+        """A script, JSON or options inside one word."""
+        if not NAMED.search(text):
+            return
+        inside = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=", text) else text
+        if inside.lstrip().startswith(("{", "[")) and '"' in inside:
+            self.script.inner.append(Inner(text=inside, target="option.json", line=line))
+        elif "os.environ" in inside:
+            self.script.inner.append(Inner(text=inside, target="python", line=line))
+        elif _COMMANDS.search(inside):
+            self.nested(inside, line, surely=False)
+
+    # -- built-ins. Each returns whether it succeeds, None where only a run tells.
+
+    def echo(self, call: Call) -> bool:
+        """What it shows on the terminal may be a launcher's input: Hydra's overrides."""
+        for row in " ".join(each.text for each in call.words).splitlines():
+            if dotted := _DOTTED.match(row):
+                shell, self.shell = self.shell, self.shell.copy()
+                self._pair(dotted[1], row[dotted.end() :], row[dotted.end() :], call.line)
+                self.launch(f"the command of line {call.line}", sure=False)
+                self.shell = shell
+        return True
+
+    def tee(self, call: Call) -> None:
+        """It writes what it reads into a file, too."""
+        for target in [word.text for word in call.words if word.text[:1] != "-"][:1] if call.given.text else ():
+            self.write_file(target, call.given)
+
+    def gets(self, call: Call) -> None:
+        """read, mapfile, let, printf -v and the like: their variables have values that only a run tells."""
+        self.assumed = False
+        for word in call.words if call.program != "printf" or any(each.text == "-v" for each in call.words[:1]) else ():
+            self.assign(re.split(r"\W", word.text)[0], OPEN, f"what {call.program} gets", call.line)
+
+    def shift(self, call: Call) -> None:
+        """The arguments after the first ones."""
+        if (given := self.items("@")) is not None:
+            self.give(given[number_of(call) :])
+
+    def give(self, arguments: Sequence[Word] | None) -> None:
+        """Set the arguments of the script or function; None: unknown."""
+        self.shell.variables.pop("@", None)
+        if arguments is not None:
+            self.shell.variables["@"] = (Assigned(name="@", items=tuple(arguments), exported=False),)
+
+    def options_of_shell(self, call: Call) -> None:
+        """`set -a`, `set -- A B`, fish's `set -x NAME value`."""
+        texts = [word.text for word in call.words]
+        named = [word for word in call.words if word.text[:1] != "-"]
+        if _NAMES["fish"] & {*texts[:2]} and len(named) > 1:
+            value, raw = " ".join(each.text for each in named[1:]), " ".join(each.raw for each in named[1:])
+            self.set(Assigned(name=named[0].text, value=value, raw=raw, line=call.line), exported=True)
+            return
+        for text, after in pairwise([*texts, ""]):
+            if re.fullmatch(r"[-+][a-z]*a[a-z]*", text) or (text in ("-o", "+o") and after == "allexport"):
+                self.shell.exports_all = text[0] == "-"
+        if "--" in texts:
+            self.give(call.words[texts.index("--") + 1 :])
+
+
+def content(settings: Settings) -> frozenset[tuple[str, str]]:
+    """Names and values."""
+    return frozenset((name, each.value) for name, each in settings.items())
+
+
+def _under(found: Sequence[Assigned], condition: str) -> Assigned | None:
+    """Which of a variable's values holds under a condition: of those of wider conditions the nearest, the last one."""
+    if len(found) == 1:
+        return found[0]
+    fitting = [each for each in found if f"{condition}; ".startswith(f"{each.scope}; ") or not each.scope]
+    return max(reversed(fitting), key=lambda each: len(each.scope), default=None)
+
+
+def number_of(call: Call) -> int:
+    """The number that follows a built-in; 1 where none does."""
+    return int(call.words[0].text) if call.words and call.words[0].text.isdecimal() else 1
+
+
+def name_of(word: Word) -> str:
+    """A program's name, without its folder, and Python's without its release."""
+    name = word.text.rsplit("/", 1)[-1]
+    return re.sub(r"\Apython[\d.]+\Z", "python", name) if name.startswith("python") else name
+
+
+def _own_script(words: Sequence[Word]) -> int:
+    """The place of the training script among the words of its launcher: what follows belongs to it."""
+    starts = next((at for at, each in enumerate(words) if name_of(each) in _NAMES["takes_script"]), len(words))
+    after = range(starts + 1, len(words))
+    return next((at for at in after if re.fullmatch(r"[^-:=][^:=]*\.(?:py|sh)", words[at].text)), len(words))
+
+
+def _runner(words: Sequence[Word], at: int) -> str:
+    """The program that takes a word as a command after its option -c; empty where none does."""
+    if at == 0 or not re.fullmatch(r"-\w*c", words[at - 1].text):
+        return ""
+    program = name_of(words[0])
+    near = next((name_of(each) for each in reversed(words[max(0, at - 8) : at]) if each.text[:1] != "-"), program)
+    own, shells = _NAMES["own_c"], _NAMES["shells"]
+    if "python" in (program, near):
+        return "python"
+    if near in own or (near not in shells and (program in own or not re.search(r"\s", words[at].text))):
+        return ""
+    return near
+
+
+def _is_launcher(words: Sequence[Word]) -> bool:
+    """Whether a command starts ranks or a training program, itself or behind another one; not Python's own chores."""
+    at = next((at for at, word in enumerate(words) if name_of(word) in _NAMES["launchers"]), None)
+    if at is None:
+        return False
+    rest = [word.text for word in words[at + 1 : at + 3]]
+    return name_of(words[at]) != "python" or not (
+        _NAMES["chores"].intersection(rest[:1]) or (rest[:1] == ["-m"] and _NAMES["modules"].intersection(rest[1:]))
+    )
