@@ -24,6 +24,7 @@ from planner.nccl_env.platforms import published, settings_as_published
 from planner.nccl_env.situation import NodeView, Situation, situation
 from planner.nccl_env.texts import Note, PodNeed, Setting, need, note, setting
 from probes.api import Snapshot
+from probes.limits.probe import LimitsFacts
 from topology.graph import ClusterTopology
 
 if TYPE_CHECKING:  # a question without a log does not wait for its reader
@@ -36,18 +37,17 @@ class RenderError(ValueError):
 
 def render_env(settings: Sequence[Setting]) -> str:
     """An env file: values stand as they are, as `docker run --env-file` takes them, reasons as comments."""
-    lines: list[str] = []
-    for each in _checked(settings):
-        lines += [f"# {each.reason.rule}", f"{each.name}={each.value}"]
-    return _text(lines, "# nothing to set")
+    return _render(settings, lambda each: f"{each.name}={each.value}")
 
 
 def render_shell(settings: Sequence[Setting]) -> str:
     """Exports that a POSIX shell can source."""
-    lines: list[str] = []
-    for each in _checked(settings):
-        lines += [f"# {each.reason.rule}", f"export {each.name}={shlex.quote(each.value)}"]
-    return _text(lines, "# nothing to set")
+    return _render(settings, lambda each: f"export {each.name}={shlex.quote(each.value)}")
+
+
+def _render(settings: Sequence[Setting], line: Callable[[Setting], str]) -> str:
+    lines = [text for each in _checked(settings) for text in (f"# {each.reason.rule}", line(each))]
+    return "\n".join(text.replace("\n", " ") for text in lines or ("# nothing to set",)) + "\n"
 
 
 def k8s_env(settings: Sequence[Setting]) -> list[dict[str, str]]:
@@ -71,10 +71,6 @@ def _checked(settings: Sequence[Setting]) -> Sequence[Setting]:
         if any(mark in each.value for mark in "\n\r\0"):
             raise RenderError(f"{each.name}: the value {each.value!r} has a line break, which no env file can carry")
     return settings
-
-
-def _text(lines: Sequence[str], empty: str) -> str:
-    return "\n".join(line.replace("\n", " ") for line in lines or (empty,)) + "\n"
 
 
 def allocator(case: Situation) -> Setting | None:
@@ -122,7 +118,7 @@ class _Share(NamedTuple):
 
 
 def _cores_per_rank(case: Situation, node: NodeView) -> _Share | None:
-    info, limits = node.hostinfo(), node.limits()
+    info, limits = node.hostinfo(), _limits(node)
     cores = info.cores or info.threads if info else None
     if cores is None:
         return None
@@ -192,8 +188,13 @@ def _has_hcas(node: NodeView) -> bool:
     return any(nic.kind in ("hca", "efa") for nic in nics)
 
 
+def _limits(node: NodeView) -> LimitsFacts | None:
+    """Limits of the process that read them."""
+    return node.snapshot.facts(LimitsFacts) if node.snapshot else None
+
+
 def _shm(node: NodeView, ranks: int) -> PodNeed:
-    limits = node.limits()
+    limits = _limits(node)
     have = limits.shm_size_bytes if limits and not limits.of_agent else None
     evidence = f"{node.hostname}: {ranks} ranks"
     if have is not None and limits is not None:
@@ -209,7 +210,7 @@ def _locked_memory(case: Situation) -> Iterator[PodNeed]:
 
 def _memlock_evidence(case: Situation) -> str:
     for node in case.nodes:
-        limits = node.limits()
+        limits = _limits(node)
         if limits is None or not limits.memlock_known:
             continue
         soft = limits.memlock_soft_bytes
@@ -232,7 +233,7 @@ def _efa(case: Situation) -> Iterator[PodNeed]:
 
 
 def _hugepages(node: NodeView) -> str:
-    limits = node.limits()
+    limits = _limits(node)
     pages = limits.hugepages if limits else None
     if not pages:
         return f"{node.hostname}: huge pages were not read"
