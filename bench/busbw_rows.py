@@ -21,7 +21,7 @@ from hardware.gpus import Gpu, gpu_named
 from hardware.machines import catalogue
 from hardware.units import GIGA
 from topology.expected import Paths, span
-from topology.links import nvlink_bytes_per_second, pcie_bytes_per_second
+from topology.graph import nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.paths import pcie_generations
 
 MIB = 1 << 20

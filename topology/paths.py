@@ -15,8 +15,17 @@ from contracts.finding import Interval
 from hardware.gpus import gpu_named, most_links, refuses_peers
 from hardware.units import GIGA
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
-from topology.graph import Expectation, GpuNode, Island, NicNode, NodeTopology, Pairs
-from topology.links import nvlink_bytes_per_second, nvlink_candidates, pcie_bytes_per_second
+from topology.graph import (
+    Expectation,
+    GpuNode,
+    Island,
+    NicNode,
+    NodeTopology,
+    Pairs,
+    nvlink_bytes_per_second,
+    nvlink_candidates,
+    pcie_bytes_per_second,
+)
 from topology.plan import (
     Plan,
     has_nvlink_ring,

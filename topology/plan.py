@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 from hardware.gpus import most_links
 from hardware.units import GIGA
-from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pair, Pairs, Rail
-from topology.links import nvlink_bytes_per_second
+from topology.graph import GpuNode, Island, NicNode, NodeTopology, Pair, Pairs, Rail, nvlink_bytes_per_second
 
 Plan = tuple[float | None, tuple[str, ...]]  # bytes per second, each way, and its derivation; None: not derivable
 _LARGEST_RING = 16  # GPUs: the search for a ring through NVLink alone stays small; no node sold has more

@@ -12,8 +12,16 @@ from hardware.gpus import gpu_named
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from topology.derive import islands, nearest_nic, through_neighbours, with_gpus
-from topology.graph import ClusterTopology, GpuNode, Island, NicNode, NodeTopology, Pair, PathClass
-from topology.links import nvlink_bytes_per_second
+from topology.graph import (
+    ClusterTopology,
+    GpuNode,
+    Island,
+    NicNode,
+    NodeTopology,
+    Pair,
+    PathClass,
+    nvlink_bytes_per_second,
+)
 from topology.paths import with_expectations
 
 

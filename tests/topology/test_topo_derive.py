@@ -15,8 +15,20 @@ from probes.pci.facts import PciDevice
 from topology.check import check
 from topology.derive import complete
 from topology.formats.text import parse
-from topology.graph import GpuNode, NicNode, NodeTopology, Pair, Pairs, PathClass, nvlinks, path_class
-from topology.links import NvLinks, PciTree, cpu_bytes_per_second, nvlink_bytes_per_second, pcie_bytes_per_second
+from topology.graph import (
+    GpuNode,
+    NicNode,
+    NodeTopology,
+    Pair,
+    Pairs,
+    PathClass,
+    cpu_bytes_per_second,
+    nvlink_bytes_per_second,
+    nvlinks,
+    path_class,
+    pcie_bytes_per_second,
+)
+from topology.links import NvLinks, PciTree
 from topology.paths import with_expectations
 from topology.reference import departures, recognise, reference_of
 
