@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from agent.base.version import VERSION
 from agent.checks.history import PARTS
 from agent.checks.host_checks import gdrdma_possible
-from agent.checks.judged import is_judged_result, least_of
+from agent.checks.measured import is_judged_result, least_of
 from agent.checks.view import View
 from collectives.bench.results import BenchResult
 from collectives.nccl_log.transport import Evidence

@@ -23,8 +23,8 @@ from typing import Any
 from agent import metrics
 from agent.advice.advise import RequestError, answer
 from agent.advice.request import Request, histogram_of, model_of
-from agent.base.documents import document
 from agent.base.inputs import parse_version
+from agent.base.output import document
 from agent.checks.baseline import read as read_baseline
 from agent.checks.baseline import regressions
 from agent.checks.measured import with_bench

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import units
-from agent.base.documents import write_atomic
+from agent.base.output import write_atomic
 from collectives.bench.results import BenchResult
 from contracts import bounded, plain
 from contracts.run_record import RecordError, RunRecord
@@ -106,7 +106,7 @@ def _record(path: Path) -> RunRecord | None:
 
 
 def sweep(place: Path) -> None:
-    """Remove what a killed writer left: temporary files (agent.base.documents.write_atomic) that nobody writes now."""
+    """Remove what a killed writer left: temporary files (agent.base.output.write_atomic) that nobody writes now."""
     for path in (*place.glob(".*.json.*"), *(place / RUNS_FOLDER).glob(".*.json.*")):
         with contextlib.suppress(OSError):  # another agent may be quicker, or the folder not ours
             if time.time() - path.stat().st_mtime > WRITTEN_WITHIN_SECONDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -152,3 +153,9 @@ def expected_rate(expected: Expectation) -> str:
     if expected.least_bytes_per_second is None:
         return rate(expected.busbw_bytes_per_second)
     return reach(expected.least_bytes_per_second, expected.usual_bytes_per_second, expected.most_bytes_per_second)
+
+
+def clock(at: float) -> str:
+    """UTC, with the day where it is not today."""
+    then, today = time.gmtime(at), time.gmtime()
+    return time.strftime("%H:%M" if then[:3] == today[:3] else "%d %b %H:%M", then)

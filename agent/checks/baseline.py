@@ -15,7 +15,7 @@ from typing import Any
 
 from agent.checks.groups import ORDER
 from agent.checks.host_checks import EXPECT_CODES, checks_of_scans
-from agent.checks.judged import BASELINE, baseline_bar, make_finding
+from agent.checks.measured import BASELINE, baseline_bar, make_finding
 from agent.checks.verdict import GateError
 from collectives.bench.results import BenchResult, Measurement, RdmaWrite, ResultError, rdma_from_json, result_from_json
 from contracts import bounded, plain

@@ -9,11 +9,11 @@ and since when each finding is there to the agent that starts next. A one-shot p
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from agent.base.units import clock
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from contracts.finding import Finding, Status
@@ -277,12 +277,6 @@ def since_words(view: View, code: str, subject: str) -> str:
 
 
 _ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth"}
-
-
-def clock(at: float) -> str:
-    """UTC, with the day where it is not today."""
-    then, today = time.gmtime(at), time.gmtime()
-    return time.strftime("%H:%M" if then[:3] == today[:3] else "%d %b %H:%M", then)
 
 
 def lines(events: Iterable[Event]) -> list[str]:

@@ -4,17 +4,221 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from agent.base import units
+from agent.checks.groups import ORDER
 from agent.checks.host_checks import gdrdma_possible, without_secrets
-from agent.checks.judged import checks_of_bars, make_finding
 from agent.checks.verdict import judge
 from agent.checks.view import View
-from collectives.bench.results import BenchResult
+from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
 from contracts.run_record import Comparison, RunRecord, compare
+from contracts.tables import read_table
 from probes.api import Snapshot
+from probes.texts import finding
+from topology.build import build
+from topology.expected import FAILS_BELOW
+from topology.paths import Bar as BarName
+from topology.reference import departures
+
+BUSBW, NVLS, MNNVL = "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off"
+SHOULD: Final = "as it should be"
+IS: Final = "as it is"
+BASELINE: Final = "as in the baseline"
+BARS: tuple[BarName, ...] = (SHOULD, IS)
+JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
+JUDGED_BYTES_PER_RANK = 64 << 20
+MOST_JUDGED_BYTES = 8 << 30  # S that is judged whatever each rank's part of it is: more has no room beside a job's
+BASELINE_LEAST = 0.8  # of a baseline's own value; healthy links lie within 0.88 to 0.98 of each other (plan.SearchPlan)
+_TEXTS = read_table(__file__, "findings.toml")
+
+
+def make_finding(
+    key: str, node: str, status: Status | None = None, *, subject: str = "", evidence: tuple[str, ...] = (),
+    **values: object,
+) -> Finding:  # fmt: skip
+    """The finding of that key of findings.toml on a node, its texts filled in."""
+    return replace(finding(_TEXTS, key, status, subject, evidence, **values), node=node)
+
+
+def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
+    """Whether a result of this size says something of the links: smaller ones measure latency."""
+    return op in JUDGED_OPS and (size_bytes >= JUDGED_BYTES_PER_RANK * ranks or size_bytes >= MOST_JUDGED_BYTES)
+
+
+def judged_bytes(ranks: int) -> int:
+    """S that `ranks` are judged by."""
+    return min(JUDGED_BYTES_PER_RANK * ranks, MOST_JUDGED_BYTES)
+
+
+def checks_of_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Finding]:
+    """The judgements of all that was measured with enough bytes."""
+    node = ", ".join(sorted(set(result.hosts)))
+    judged = [m for m in result.measurements if m.verified and is_judged_result(m)]
+    return [*_busbw(judged, result, snapshots, node), _nvls(judged, result, node), _mnnvl(judged, result, node)]
+
+
+def least_of(m: Measurement) -> float | None:
+    """The greatest of the low ends of its bars, in bytes per second: what it is judged by; None where none is known."""
+    return max((bar.low for bar in m.bars if bar.low is not None), default=None)
+
+
+def is_judged_result(m: Measurement) -> bool:
+    """Whether it was measured with enough bytes, or against a baseline."""
+    return any(bar.name == BASELINE for bar in m.bars) or (bool(m.bars) and is_judged(m.op, m.bytes, len(m.ranks)))
+
+
+def baseline_bar(then: float, *more: str) -> Bar:
+    """The bar that a baseline's value makes, in bytes per second."""
+    why = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
+    return Bar(
+        name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*why, *more)
+    )  # fmt: skip
+
+
+def _busbw(
+    judged: Sequence[Measurement], result: BenchResult, snapshots: Sequence[Snapshot], node: str
+) -> Iterable[Finding]:
+    if not judged:
+        yield make_finding(f"{BUSBW} unknown", node, why=_why_not(result))
+    for m in judged:
+        yield _held(m, node, snapshots)
+
+
+def _why_not(result: BenchResult) -> str:
+    if not result.measurements:
+        return "nothing was measured"
+    if result.backend != "nccl":
+        return f"{result.backend} moves data by the processors: no links to hold it against; --baseline compares"
+    if not any(m.bars for m in result.measurements):
+        return "nothing is known of the links to hold the results against"
+    return "no result of 64 MiB and more of every rank: smaller ones measure latency, not links"
+
+
+def _held(m: Measurement, node: str, snapshots: Sequence[Snapshot]) -> Finding:
+    """One measurement against its bars: the first gives what it should be, "as it is" the links that are left."""
+    value = m.busbw_bytes_per_second
+    first = next((bar for bar in m.bars if bar.name != IS), None)
+    now = next((bar for bar in m.bars if bar.name == IS), None)
+    known = [bar for bar in m.bars if bar.low is not None]
+    evidence = tuple(f"{bar.name}: {bar_words(bar)}" for bar in m.bars) + tuple(
+        why for bar in m.bars for why in bar.why
+    )
+    if not known:
+        why, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
+        rate, size = units.rate(value), units.size(m.bytes)
+        return make_finding(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
+    status = min((status_of(value, bar) for bar in known), key=ORDER.index)
+    shown = "; ".join(f"{bar_words(bar)} {bar.name}" for bar in m.bars)
+    measured = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
+    if status == "pass":
+        case = "open" if first is None or first.low is None else "pass"
+        return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
+    cause, remedy = _cause(m, first, now, value, snapshots)
+    return make_finding(
+        BUSBW, node, status, subject=m.op, evidence=evidence, measured=measured, cause=cause, remedy=remedy
+    )
+
+
+def expected_words(m: Measurement) -> str:
+    """What a measurement is held against, for a table: its first bar that is known, with the interval."""
+    bar = next((bar for bar in m.bars if bar.low is not None), None)
+    return bar_words(bar) if bar else units.rate(m.expected_busbw_bytes_per_second)
+
+
+def bar_words(bar: Bar) -> str:
+    """ "332 GB/s (278 GB/s to 424 GB/s)", "unknown"."""
+    if bar.low is None:
+        return "unknown"
+    return f"{units.rate(bar.typical)} ({units.rate(bar.low)} to {units.rate(bar.high)})"
+
+
+def status_of(value: float, bar: Bar) -> Status:
+    """By cost: under the low end warns, under half of it fails."""
+    low = bar.low or 0.0
+    return Status.PASS if value >= low else Status.WARN if value >= low * FAILS_BELOW else Status.FAIL
+
+
+def _cause(
+    m: Measurement, first: Bar | None, now: Bar | None, value: float, snapshots: Sequence[Snapshot]
+) -> tuple[str, str]:
+    """Why, as far as the two bars tell, and what to do next."""
+    hosts = len(set(m.hosts))
+    if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
+        return "no more than the ring carries", "See bench.nvls.unused."
+    due = (first.low if first else None) or 0.0
+    if now is not None and now.low is not None and now.low <= value and now.low < due:
+        missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
+        words = "; ".join(missing) or _difference(first, now)
+        return f"the links that are left carry this much, and links are missing: {words}", (
+            "Mend the missing links; `topoflight preflight` names each of them."
+        )
+    if hosts > 1:
+        nccl = m.backend == "nccl"
+        one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
+        return f"no link of a host explains it: the fault is between the {hosts} hosts, or in how they are used", (
+            f"`topoflight bench --search` finds a slow host by pairs; then one {one}, and each host alone."
+        )
+    return "the links look whole, so the fault is one that no link shows", (
+        "Measure pairs of GPUs (CUDA_VISIBLE_DEVICES and --ranks 2), and once with NCCL_NVLS_ENABLE=0; compare the "
+        "transports in the evidence with `topoflight topo`."
+    )
+
+
+def _difference(first: Bar | None, now: Bar) -> str:
+    due = [why for why in (first.why if first else ()) if why not in now.why]
+    have = [why for why in now.why if first is None or why not in first.why]
+    return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
+
+
+def _nvls(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
+    """All-reduce that stays within the ring's value although the switch could reduce."""
+    found = [m for m in judged if m.op == "all_reduce" and len(set(m.hosts)) == 1]
+    fabric = result.evidence.fabric if result.evidence else ()
+    lines = tuple(f"line {line.line}: {line.text}" for line in fabric if "NVLS" in line.proves)
+    off = next((why for m in found for bar in m.bars for why in bar.why if "NVLS is off by choice" in why), "")
+    if off:
+        return make_finding(f"{NVLS} off", node, evidence=lines, why=off)
+    expecting = [(m, bar) for m in found for bar in m.bars[:1] if bar.ring_high and bar.low]
+    if not expecting:
+        return make_finding(f"{NVLS} unknown", node)
+    m, bar = max(expecting, key=lambda each: each[0].bytes)
+    value, low, ring = m.busbw_bytes_per_second, bar.low or 0.0, bar.ring_high or 0.0
+    if value >= low or value > ring:
+        case, shown = (" pass", lines) if value >= low else (" between", ())
+        return make_finding(f"{NVLS}{case}", node, evidence=shown, rate=units.rate(value))
+    shown = lines or ("the log has no line on NVLS",)
+    return make_finding(NVLS, node, status_of(value, bar), subject=m.op, evidence=shown, rate=units.rate(value),
+                bar=bar_words(bar), ring=units.rate(ring))  # fmt: skip
+
+
+def _mnnvl(judged: Sequence[Measurement], result: BenchResult, node: str) -> Finding:
+    """Hosts of one NVLink domain whose ranks do not reach each other over it."""
+    hosts, domains = len(set(result.hosts)), result.nvlink_domains
+    if hosts < 2 or len(domains) != 1 or not domains[0]:
+        why = "one host alone" if hosts < 2 else "the hosts share no NVLink domain that is known"
+        return make_finding(f"{MNNVL} unknown", node, why=why)
+    proof = result.evidence
+    lines = tuple(f"line {row.line}: {row.text}" for row in (proof.fabric if proof else ()) if "MNNVL" in row.proves)
+    remote = proof.inter_node_transport if proof else None
+    if remote == "NVLink (MNNVL)":
+        return make_finding(f"{MNNVL} pass", node, evidence=lines)
+    slow = [
+        m for m in judged if len(set(m.hosts)) > 1 and any(b.low and m.busbw_bytes_per_second < b.low for b in m.bars)
+    ]
+    if not (lines or remote not in (None, "unknown") or slow):
+        return make_finding(f"{MNNVL} unknown", node, why="the log does not say how NCCL joins the hosts")
+    off = result.environment.get("NCCL_MNNVL_ENABLE") == "0"
+    return make_finding(
+        MNNVL, node, evidence=lines or ("the log has no line on MNNVL",), hosts=hosts, domain=domains[0],
+        by=f"over {remote}" if remote not in (None, "unknown") else "by another way",
+        choice=" (NCCL_MNNVL_ENABLE=0 in the environment)" if off else "",
+    )  # fmt: skip
+
+
+# The checks of a benchmark and of a run.
+
 
 BENCH_CODES = (
     "bench.result.unverified", "bench.run.incomplete", "bench.busbw.low", "bench.nvls.unused", "bench.mnnvl.off",

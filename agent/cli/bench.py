@@ -37,7 +37,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     from agent.base.result_store import keep_bench
     from agent.checks.baseline import against_baseline
     from agent.checks.baseline import read as read_baseline
-    from agent.checks.judged import checks_of_bars
+    from agent.checks.measured import checks_of_bars
     from agent.jobs.benchmark import replay_spec, spec_of, watch
     from agent.terminal import measured
     from collectives.bench.run import run
@@ -81,7 +81,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     """Write to the other host, or be written to; gives the exit code."""
     from agent.base.hosts import snapshots
     from agent.checks.baseline import read as read_baseline
-    from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
+    from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
     from agent.terminal import measured
     from collectives.bench import perftest, processes
 
@@ -157,7 +157,7 @@ def calibrate(
 ) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.base.hosts import snapshots
-    from agent.jobs.measuring import calibration, default_ranks, has_gpu
+    from agent.jobs.child import calibration, default_ranks, has_gpu
 
     found_hosts = snapshots(())
     copies = ranks or default_ranks(found_hosts)
@@ -166,7 +166,7 @@ def calibrate(
     try:
         found = calibration(
             model, sequence_length=sequence_length, tokens=tokens or sequence_length, budget_seconds=budget,
-            ranks=copies, method=method, gpu=has_gpu(found_hosts), progress=progress,
+            ranks=copies, method=method, gpu=has_gpu(found_hosts),
         )  # fmt: skip
     finally:
         progress.done()

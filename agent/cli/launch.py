@@ -118,8 +118,8 @@ def _say_forecast(advice: Recommendation) -> None:
 
 def _launch_there(advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]) -> None:
     """Print the job in `form` ("brief": what it is), or create it where that is None."""
+    from agent.advice.job_settings import grace_notice
     from agent.jobs import cluster_job
-    from agent.jobs.launch import grace_notice
     from planner.kubernetes.job import SAVE_SECONDS, storage_rate
     from planner.kubernetes.manifests import render as render_documents
 
@@ -269,10 +269,11 @@ def _offered(advice: Recommendation, options: dict[str, Any], *, query_cluster: 
 
 
 def _print_here(advice: Recommendation, folder: Path, form: str, options: dict[str, Any]) -> None:
+    from agent.advice.job_settings import job_plan
     from agent.jobs import launch as launcher
 
     assert advice.chosen is not None  # noqa: S101 - `launch` has refused otherwise
-    plan = launcher.job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
+    plan = job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     words = launcher.command(folder / "plan.json", advice.chosen.layout.world_size)
     if form == "brief":
         _in_brief(advice)
@@ -288,7 +289,7 @@ def _pass_gate(
     found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
 ) -> None:
     """Judge the host before anything starts, by a measurement too where --measure asks for it; exits where it fails."""
-    from agent.jobs.launch import sigterm
+    from agent.jobs.child import sigterm
 
     if options["no_preflight"]:
         return
@@ -328,7 +329,7 @@ def _gate(
 def _measure(ranks: int, settings: dict[str, str], progress: Progress, stop: threading.Event) -> BenchResult:
     """Collectives of the job's ranks in its environment, as `preflight --measure --quick` has them."""
     from agent.base.hosts import snapshots
-    from agent.jobs.measuring import measure
+    from agent.jobs.child import measure
 
     return measure(snapshots(())[0], ranks, progress, stop, quick=True, environment=settings)
 
@@ -377,6 +378,7 @@ def _launch_script(
 def _launch_here(
     advice: Recommendation, found: Sequence[Snapshot], folder: Path, timeout: float, options: dict[str, Any]
 ) -> None:
+    from agent.advice.job_settings import GRACE_SECONDS, grace, grace_notice
     from agent.base.result_store import store_run
     from agent.jobs import launch as launcher
     from agent.terminal import measured
@@ -389,8 +391,8 @@ def _launch_here(
     _pass_gate(found, options, settings, advice.chosen.layout.world_size, progress)
     progress.step(f"launch: {advice.chosen.layout.family}")
     bytes_per_second = storage_rate(options["storage_rate"])
-    grace = launcher.grace(advice, bytes_per_second)
-    if notice := launcher.grace_notice(advice, "the ranks", grace, launcher.GRACE_SECONDS, bytes_per_second):
+    seconds = grace(advice, bytes_per_second)
+    if notice := grace_notice(advice, "the ranks", seconds, GRACE_SECONDS, bytes_per_second):
         say(f"note: {notice}", err=True)
     try:
         done = launcher.train(

@@ -55,7 +55,7 @@ def _here(options: dict[str, Any]) -> NetworkBars:
     from agent.base.hosts import snapshots
     from agent.base.result_store import store_run
     from agent.jobs import namespaces, networks
-    from agent.jobs.launch import sigterm
+    from agent.jobs.child import sigterm
     from agent.jobs.namespaces import HOSTS
     from contracts.run_record import read
 
@@ -100,13 +100,12 @@ def _here(options: dict[str, Any]) -> NetworkBars:
 def _there(options: dict[str, Any]) -> NetworkBars:
     """A job a network, one after another; with --dry-run they are printed, and the verb ends."""
     from agent.advice.advise import answer, with_fsdp
-    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request
+    from agent.advice.job_settings import EMBEDDED_MODEL, explicit_settings, training_request, transport
     from agent.advice.request import for_whole_run, with_rows
     from agent.base.hosts import snapshots
     from agent.base.inputs import RequestError
     from agent.cluster.client import connect
     from agent.jobs import cluster_job, networks, submission
-    from agent.jobs.launch import transport
     from planner.kubernetes.manifests import render as render_documents
 
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2}
@@ -158,7 +157,7 @@ def _there(options: dict[str, Any]) -> NetworkBars:
 
 def _leave(found: NetworkBars, folder: Path) -> None:
     """The picture and the document."""
-    from agent.base.documents import render, write_atomic
+    from agent.base.output import render, write_atomic
     from agent.jobs.networks import picture
 
     try:

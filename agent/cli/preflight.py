@@ -44,7 +44,7 @@ def preflight(
         return
     targets = [_target(form) for form in forms] or [("table", None)]
     from agent.jobs.preflight import run, write_folder
-    from agent.pages import render as pages
+    from agent.pages.report import report_page
 
     folder: Path | None = options.pop("folder") or (Path("reports") if options["train"] else None)
     if options["train"]:
@@ -61,7 +61,7 @@ def preflight(
         write_result(save, render(report, "json"), named=f"--save {save}")
     if folder is not None:
         try:
-            written = write_folder(report, folder, pages.report_page(report))
+            written = write_folder(report, folder, report_page(report))
         except OSError as error:
             raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         say(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)

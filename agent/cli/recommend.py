@@ -90,7 +90,7 @@ def _what_if(request: Request, options: Mapping[str, Any], form: str) -> None:
 
 def _numbers(text: str) -> list[int]:
     """ "nodes=1,2,4" as numbers."""
-    from agent.advice.whatif import MOST_POINTS
+    from agent.advice.advise import MOST_POINTS
 
     name, _, numbers = text.partition("=")
     words = numbers.split(",")
@@ -102,7 +102,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _sweep(request: Request, text: str, plot: Path | None, form: str) -> None:
-    from agent.advice.whatif import frontier_of
+    from agent.advice.advise import frontier_of
     from agent.base.tables import table
     from planner.sweep import frontier_svg
 

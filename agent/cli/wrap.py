@@ -1,7 +1,8 @@
-"""The verb wrap: a user's own job for a cluster, with gate, environment and needs added to its manifest."""
+"""The verbs run and wrap: a user's own training command, and a user's own job for a cluster."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,29 @@ from typing import Any
 import click
 
 from agent.base import inputs
-from agent.base.documents import difference
 from agent.base.hosts import snapshots
 from agent.base.options import with_options
-from agent.base.output import say, write_result
+from agent.base.output import difference, say, write_result
 from probes.api import Snapshot
 
 _LIMIT_BYTES = 1 << 20
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("command", metavar="COMMAND...", nargs=-1, required=True)
+@with_options("run")
+def run(command: tuple[str, ...], folder: Path) -> None:
+    """Run a training command, such as `torchrun train.py`, with a monitor inside each rank.
+
+    The script needs no change. `topoflight why --run FOLDER` then diagnoses the run. The exit code is that of the
+    command.
+    """
+    from agent.jobs.script import monitored
+
+    try:
+        os.execvpe(command[0], command, monitored(os.environ, folder))  # noqa: S606 - the user's own command
+    except OSError as error:
+        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
 
 
 @click.command()

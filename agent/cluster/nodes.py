@@ -3,7 +3,7 @@
 Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record holds the machine's facts without host name, UUIDs
 and addresses (agent.cluster.node_facts), so that equal nodes carry equal facts: thousands of nodes are then a handful
 of machines. What people read of it (`status.graph`: devices, the matrix, islands, nearest NICs) follows from the facts;
-it is written for them and never read back. agent.cluster.records makes the record of the own node.
+it is written for them and never read back. agent.cluster.publish makes the record of the own node.
 """
 
 from __future__ import annotations

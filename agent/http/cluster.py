@@ -27,8 +27,7 @@ from agent.checks.view import View
 from agent.cluster.client import AGAIN, ApiError, Client, backoff_seconds, path_of, reason_of
 from agent.cluster.gate import Places, published, read_places
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, row
-from agent.cluster.publish import PublishTally
-from agent.cluster.records import FirstSeen, records_of
+from agent.cluster.publish import FirstSeen, PublishTally, records_of
 from agent.http.state import State
 from agent.http.worker import ProblemError
 from contracts.layout import LayoutError

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from agent.base import result_store
-from agent.base.documents import document as plain_document
+from agent.base.output import document as plain_document
 from agent.checks.codes import ALL_CODES
 from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn, GateError, judge, select

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agent.advice import advise, whatif
+from agent.advice import advise
 from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.base.streams import log_to_stderr
@@ -117,7 +117,7 @@ def _frontier(wanted: Request, advice: Recommendation) -> tuple[FrontierPoint, .
         shape = advice.chosen.layout
         if shape.world_size // here * counts[-1] <= shape.global_batch:
             wanted = wanted.changed(global_batch=shape.global_batch)
-    return whatif.frontier_of(wanted, counts)
+    return advise.frontier_of(wanted, counts)
 
 
 def nodes(known: Known, *, source: str, form: str, behind: str | None) -> Answer:

@@ -103,7 +103,7 @@ def listen(app: Any, address: str, port: int, places: list[socket.socket] | None
     """Serve until a signal says to end, at `places` where they are bound already."""
     import uvicorn
 
-    from agent.http.limits import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
+    from agent.http.access import HEAD_BYTES, KEEP_ALIVE_SECONDS, LimitedProtocol
 
     sys.setswitchinterval(SWITCH_SECONDS)
     LimitedProtocol.most_connections = _connections(LimitedProtocol.most_connections)

@@ -21,7 +21,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Route
 
 from agent import metrics
-from agent.advice import advise, whatif
+from agent.advice import advise
 from agent.advice.request import Request as Question
 from agent.base.inputs import RequestError
 from agent.base.version import VERSION
@@ -74,7 +74,7 @@ class Recommendations(question.model()):  # type: ignore[misc]  # its members ar
     scope: str = Field("node", pattern="^(node|cluster)$", description="This node, or every node that publishes.")
 
 
-WhatIf: Any = create_model("WhatIf", **dict.fromkeys(whatif.FORM, (FormField, "")))  # type: ignore[call-overload]
+WhatIf: Any = create_model("WhatIf", **dict.fromkeys(advise.FORM, (FormField, "")))  # type: ignore[call-overload]
 
 DATA: Responses = {**problems(), **YAML}
 _FORM: Responses = problems(500)

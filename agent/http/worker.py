@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.base.documents import document as plain
-from agent.base.documents import render
+from agent.base.output import document as plain
+from agent.base.output import render
 from agent.checks.view import View
 from agent.cluster.nodes import NodeRecord
 from collectives.bench import processes

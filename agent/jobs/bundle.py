@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agent.base.documents import document
+from agent.base.output import document
 from agent.base.recordings import MOST_FILE_BYTES, BundleError, Files, unpack_bundle
 from agent.base.version import VERSION
 from agent.checks.groups import worst_first

@@ -10,11 +10,11 @@ from typing import Any
 
 from agent.advice import job_settings
 from agent.advice.advise import in_pods
+from agent.advice.job_settings import job_plan, to_save
 from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import Client, path_of
 from agent.jobs import submission
-from agent.jobs.launch import job_plan, to_save
 from contracts.job_plan import JobPlan, dumps
 from planner.advice import Recommendation
 from planner.forecast.memory import save_seconds

@@ -17,28 +17,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from agent.advice.job_settings import EMBEDDED_MODEL, left_open, settings, untrainable
-from agent.base import units
-from agent.base.documents import document, write_atomic
-from agent.base.inputs import RequestError
-from agent.checks.host_checks import gdrdma_possible
+from agent.advice.job_settings import GRACE_SECONDS, grace, job_plan
+from agent.base.output import write_atomic
+from agent.jobs.child import answer, sigterm
 from collectives.bench import processes
-from contracts import plain, run_record
-from contracts.job_config import DEFAULT_CONFIG
-from contracts.job_plan import JobPlan, RunForecast, dumps
+from contracts import run_record
+from contracts.job_plan import dumps
 from contracts.redaction import redact
 from contracts.run_record import RunRecord
-from hardware.gpus import without_gdr
-from hardware.units import rate
 from planner.advice import Recommendation
-from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, checkpoint_bytes, save_seconds
-from probes.api import Snapshot
-from probes.gpu.facts import GpuFacts
-from topology.build import build
 
 RESUMABLE = run_record.RESUMABLE
-GRACE_SECONDS = 20  # for a checkpoint after SIGTERM, at least
 _TAIL_BYTES = 65536  # of the job's log: torchrun's report and the tracebacks before it
 _LAST_SECONDS = 1.0  # for what did not end when it was asked to, or outlived torchrun
 _AGAIN = "the same command goes on from its last checkpoint, if it had saved one"
@@ -84,76 +75,6 @@ class Launched:
         return f"{self.cut_short}: {ending}" if self.cut_short else ending
 
 
-def job_plan(
-    advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), found: Sequence[Snapshot] = ()
-) -> JobPlan:
-    """The document of a job with the chosen layout: the settings of the file, and over them the plan's of what it
-    leaves open; `found` are the hosts that it is for. RequestError where there is nothing to train, or nowhere.
-    """
-    if advice.chosen is None:
-        raise RequestError("there is no layout to launch: " + "; ".join(r.reason for r in advice.rejected[:3]))
-    embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
-    job_config, explicit, notes = settings(DEFAULT_CONFIG if embedded and config is None else config, overrides)
-    if why := untrainable(advice, explicit):
-        raise RequestError(why)
-    if not embedded:
-        job_config = replace(job_config, **left_open(advice, explicit))
-    return JobPlan(
-        config=job_config, layout=advice.chosen.layout, notes=tuple(notes),
-        forecast=run_forecast(advice),
-        environment={setting.name: setting.value for setting in advice.settings}, transport=transport(advice, found),
-    )  # fmt: skip
-
-
-def run_forecast(advice: Recommendation) -> RunForecast:
-    """The forecast of the chosen layout as a plan holds it; an empty one without a layout."""
-    return plain.pick(document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
-
-
-def transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
-    """The network that NCCL is to take between hosts, and whether by GPUDirect RDMA; empty: unknown.
-
-    It is plan.json's `transport`, held against NCCL's own log. Only what the hosts were seen to have is promised.
-    Locked memory is needed for RDMA alone, the resource of EFA's name for EFA alone (planner/nccl_env/environment.py).
-    """
-    resources = [need.value for need in advice.needs if need.name == "resource"]
-    pinned = any(need.name == "memlock" for need in advice.needs)
-    if advice.backend != "nccl" or not pinned:
-        return {}
-    seen = [s.reason.evidence for s in advice.settings if s.name == "NCCL_IB_HCA"]
-    seen += [note.evidence for note in advice.notes if note.topic == "NCCL_IB_HCA"]
-    efa = any(value.startswith("vpc.amazonaws.com/efa: ") for value in resources)
-    planned = {"network": "AWS Libfabric" if efa else "IB", "evidence": next(filter(None, seen), "")}
-    chosen = next((s.value for s in advice.settings if s.name == "NCCL_IB_HCA"), "")
-    if not efa and (why := gdrdma(found, chosen)):
-        planned["gdrdma"] = why
-    return planned
-
-
-def gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
-    """Why every GPU of these hosts is to use GPUDirect RDMA; empty where one does not, or where it is not known.
-
-    `chosen` is NCCL_IB_HCA: a GPU whose nearest NICs it leaves out takes one that is farther.
-    """
-    names = {word.partition(":")[0] for word in chosen.lstrip("=").split(",")}
-    if not gdrdma_possible(found) or chosen.startswith("^"):
-        return ""
-    sentences = []
-    for snapshot in found:
-        gpus, node = snapshot.facts(GpuFacts), build(snapshot)
-        models = [gpu.name for gpu in gpus.gpus] if gpus else [None]
-        able = all(model and not without_gdr(model) for model in models)
-        if not able or len(node.nearest_nic) != len(node.gpus) or not node.nearest_nic:
-            return ""
-        for near in node.nearest_nic:
-            taken = not chosen or not names.isdisjoint(near.nics)
-            if not (taken and near.decidable and near.gdr_by_default and not near.why):
-                return ""
-        labels = sorted({near.label for near in node.nearest_nic})
-        sentences.append(f"{snapshot.hostname}: each GPU is {' or '.join(labels)} from its NIC")
-    return "; ".join(sentences[:2]) + (f"; and {len(sentences) - 2} more hosts alike" if len(sentences) > 2 else "")
-
-
 def command(plan: Path, ranks: int) -> list[str]:
     """The torchrun line of one host."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -181,10 +102,20 @@ def train(
     made = job_plan(advice, config, (*overrides, f"output_dir={output}"))
     assert made.layout is not None  # noqa: S101 - job_plan has refused otherwise
     output.mkdir(parents=True, exist_ok=True)
-    words = command(write_atomic(output / "plan.json", dumps(made)), made.layout.world_size)
+    write_atomic(output / "plan.json", dumps(made))
+    return train_planned(
+        output, made.layout.world_size, made.environment, timeout_seconds, grace(advice, bytes_per_second), on_line,
+        stop,
+    )  # fmt: skip
+
+
+def train_planned(
+    output: Path, ranks: int, settings: Mapping[str, str], timeout_seconds: float, grace_seconds: int,
+    on_line: Callable[[str], None], stop: threading.Event | None,
+) -> Launched:  # fmt: skip
+    """Run the job of the plan.json in `output` to its end; `settings` are added to the environment of its ranks."""
     began = time.time()
-    variables = environment(made.environment, made.layout.world_size)
-    grace_seconds = grace(advice, bytes_per_second)
+    words, variables = command(output / "plan.json", ranks), environment(settings, ranks)
     ended = run(words, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
     own = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
     ended = replace(ended, exit_code=own)
@@ -199,30 +130,6 @@ def record_of(path: Path, ended: Launched, began: float) -> RunRecord | None:
         # says on stderr what went wrong
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return closed
-
-
-def to_save(advice: Recommendation) -> tuple[float, float]:
-    """Bytes of a checkpoint, and seconds of the step that may have to end first; of nothing known, 0."""
-    if advice.chosen is None or advice.model is None or advice.train is None:
-        return 0.0, 0.0
-    in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
-    due = advice.chosen.forecast.step_seconds.high
-    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
-
-
-def grace(advice: Recommendation, bytes_per_second: float | None) -> int:
-    """Seconds that a job on this host may take to save after SIGTERM."""
-    return save_seconds(*to_save(advice), bytes_per_second, least=GRACE_SECONDS)
-
-
-def grace_notice(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:
-    """How long they may take to save, where that goes by a rate of storage that nobody has told; else nothing."""
-    if seconds == least or bytes_per_second is not None:
-        return ""
-    return (
-        f"a checkpoint is {units.size(to_save(advice)[0])}: {who} have {seconds} s for it after SIGTERM, at the "
-        f"{rate(STORAGE_BYTES_PER_SECOND)} of a common volume: --storage-rate says what yours takes"
-    )
 
 
 def environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]:
@@ -269,20 +176,6 @@ def run(
 
 
 @contextlib.contextmanager
-def sigterm(stop: threading.Event | None = None) -> Iterator[threading.Event]:
-    """Note SIGTERM in place of dying of it: the job is then asked to end, which saves a checkpoint."""
-    stop = stop or threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    former = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-@contextlib.contextmanager
 def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> Iterator[None]:
     """Hand every line of a growing file to `on_line` until the block is left."""
     ended = threading.Event()
@@ -306,3 +199,23 @@ def _followed(log: Path, last: deque[str], on_line: Callable[[str], None]) -> It
     finally:
         ended.set()
         thread.join(timeout=5)
+
+
+# The child of agent.jobs.child.
+
+
+def _work(request: dict[str, Any], note: Callable[[str], None], stop: threading.Event) -> str:
+    """Run the job that is asked for; answers why its record counts for nothing, empty where it counts."""
+    done = train_planned(
+        Path(request["output"]), request["ranks"], request["settings"], request["timeout_seconds"],
+        request["grace_seconds"], note, stop,
+    )  # fmt: skip
+    failed = done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)
+    if done.record is not None and not failed:
+        return ""
+    return f"{done.fate}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
+
+
+if __name__ == "__main__":
+    processes.die_with_parent(int(sys.argv[1]))
+    answer(_work)

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import answer, of_cluster, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL
+from agent.advice.job_settings import EMBEDDED_MODEL, job_plan
 from agent.advice.request import Request, model_of
 from agent.base import units
-from agent.base.documents import write_atomic
 from agent.base.inputs import InputError
+from agent.base.output import write_atomic
 from agent.cluster.client import Client, path_of
 from agent.jobs import cluster_job, submission
-from agent.jobs.launch import job_plan
 from agent.jobs.namespaces import HOSTS, Rig, Shaped, hosts, match_each
 from collectives.bench import processes, watch
 from collectives.bench.calibrate import CalibrationRequest, slowest

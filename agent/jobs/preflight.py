@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.advice.advise import answer, with_fsdp
-from agent.advice.job_settings import EMBEDDED_MODEL, job_request, settings
+from agent.advice.job_settings import EMBEDDED_MODEL, grace, job_plan, job_request, settings
 from agent.advice.request import Request
 from agent.base import result_store as keep
-from agent.base.documents import document, write_atomic
 from agent.base.hosts import snapshots as read_snapshots
 from agent.base.inputs import InputError
-from agent.base.output import Progress
+from agent.base.output import Progress, document, write_atomic
 from agent.base.version import VERSION
 from agent.checks import measured
 from agent.checks.baseline import REPORT_VERSION, Baseline, against_baseline, gone, regressions
@@ -30,8 +29,8 @@ from agent.checks.groups import worst_first
 from agent.checks.verdict import FailOn, Verdict, judge, select, unjudged
 from agent.checks.view import View, for_next_job, look, with_environment
 from agent.cluster.nodes import NodeRecord
-from agent.jobs import launch, measuring
-from collectives.bench.processes import BusyError
+from agent.jobs import child
+from agent.jobs.child import ChildError
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.plain import printable
@@ -111,7 +110,7 @@ def run(options: Options, progress: Progress) -> Report:
     """Scan, build, measure, recommend, train, compare, judge. After SIGTERM: what was known by then."""
     started, clock = time.time(), time.monotonic()
     expected = expectation_of(options.expect, options.expect_file)  # first: a wrong word costs no run
-    with launch.sigterm() as stop:
+    with child.sigterm() as stop:
         # first: a wrong file costs no run
         needs = ("statuses", "busbw") if options.measure or options.train else ("statuses",)
         before = read_baseline(options.baseline, needs)
@@ -267,13 +266,13 @@ def _measure(
     if options.hosts:
         notes.append("not measured: recorded hosts cannot be measured")
         return None, None
-    ranks = options.ranks or measuring.default_ranks(found)
+    ranks = options.ranks or child.default_ranks(found)
     try:
-        result = measuring.measure(
+        result = child.measure(
             found[0], ranks, progress, stop, budget_seconds=options.bench_seconds, quick=options.quick,
             force=options.force, due=due,
         )  # fmt: skip
-    except BusyError as error:
+    except ChildError as error:
         notes.append(f"not measured: {error}")
         return None, None
     if not options.train or result.stopped_by:
@@ -283,12 +282,12 @@ def _measure(
     progress.step(f"measure: GEMMs and a layer of {model}")
     try:
         tokens = request.train.sequence_length * max(1, (request.train.global_batch or ranks) // ranks)
-        return result, measuring.calibration(
+        return result, child.calibration(
             model, sequence_length=request.train.sequence_length, tokens=min(tokens, CALIBRATION_TOKENS),
-            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=measuring.has_gpu(found),
-            progress=progress, stop=stop,
+            budget_seconds=CALIBRATION_SECONDS, ranks=ranks, method=request.train.method, gpu=child.has_gpu(found),
+            stop=stop,
         )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
+    except (ChildError, ValueError) as error:
         notes.append(f"not calibrated: {error}")
         return result, None
 
@@ -318,20 +317,16 @@ def _train(
     # A new folder for every run: the job would resume what it finds, and a finished run has no step left
     output = options.output / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     try:
-        done = launch.train(
-            advice, output, config=options.config, overrides=options.overrides,
-            timeout_seconds=options.timeout_seconds, on_line=progress.note, stop=stop,
+        plan = job_plan(advice, options.config, (*options.overrides, f"output_dir={output}"))
+        record, why = child.train(
+            plan, output, timeout_seconds=options.timeout_seconds, grace_seconds=grace(advice, None),
+            on_line=progress.note, stop=stop,
         )  # fmt: skip
-        tail = " | ".join(done.last_lines[-3:])
-        ended = f"{done.fate}: {tail} (whole log: {done.output})"
-        if done.record is not None:
-            keep.store_run(done.record)
-        if done.record is None or (done.exit_code != 0 and (done.cut_short or not done.wrote_its_end)):
-            return None, ended
-        record = done.record
-    except (InputError, OSError) as error:
+    except (InputError, ChildError, OSError) as error:
         return None, str(error)
-    return record, ""
+    if record is not None:
+        keep.store_run(record)
+    return (None, why) if why else (record, "")
 
 
 def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import contracts
+from agent.advice.job_settings import grace, run_forecast
 from agent.advice.request import Request
 from agent.base.inputs import InputError
 from agent.jobs import script_rank
-from agent.jobs.launch import Launched, environment, grace, run, run_forecast
-from agent.jobs.measuring import default_ranks
+from agent.jobs.child import default_ranks
+from agent.jobs.launch import Launched, environment, run
 from agent.jobs.wrapped import advised, forecast, forecast_of
 from collectives.bench import processes
 from collectives.nccl_log import evidence

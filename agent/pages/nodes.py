@@ -1,107 +1,25 @@
-"""Nodes as the pages show them: the rows of a table, and the page of the whole cluster from its records alone."""
+"""The page of the whole cluster, from the records of its nodes alone."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from urllib.parse import quote, urlencode
 
 from agent.base import units
+from agent.base.units import clock
 from agent.checks.codes import CLUSTER_CODES
 from agent.checks.explain import point
 from agent.checks.groups import Group, grouped
-from agent.checks.history import clock
 from agent.checks.verdict import Verdict, judge
 from agent.cluster.gate import Places, checks_of
 from agent.cluster.nodes import Fleet, NodeRecord, seconds_of
-from agent.terminal.hosts import machine
-from collectives.bench.results import BenchResult
+from agent.pages.report import Row, by_name, gpu_text, lines, rows
 from contracts.finding import Finding, Status
-from probes.api import Snapshot
 from topology import diff
-from topology.graph import NodeTopology
-from topology.reference import departures
 
-ORDER = ("fail", "unknown", "warn", "pass")
 ROWS = 100  # of one page of the table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One node of a table, and of the map."""
-
-    name: str
-    word: str  # of its verdict
-    worst: Group | None  # the first thing to read, where something failed or warned
-    more: int  # further findings
-    codes: tuple[str, ...]  # of all that failed or warned, worst first
-    gpus: str
-    links: str
-    rdma: str
-    memlock: str
-    version: str
-    age: float | None  # seconds since its scan; None: never scanned
-    since: float  # Unix seconds at which the oldest of its findings began; 0 where that is not known
-    link: str = ""  # to its own page
-    kind: str = "unknown"
-    place: str = ""
-
-    def text(self) -> str:
-        """What a search looks in."""
-        found = self.worst.message if self.worst else ""
-        about = (self.name, self.gpus, self.kind, self.version, self.place, *self.codes, found)
-        return " ".join(about).lower()
-
-
-def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
-    """Every node, sick ones first; one that fell silent is unknown, whatever it said last."""
-    mine: dict[str, list[Finding]] = defaultdict(list)
-    for check in checks:
-        if check.status != "pass":
-            mine[check.node].append(check)
-    agents = {record.agent_version for record in records}
-    made = (_row(record, mine[record.name], now, agents=len(agents) > 1) for record in records)
-    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, _natural(row.name))))
-
-
-def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> Row:
-    found = [
-        group
-        for group in grouped(checks)
-        if group.status in ("fail", "warn") or (group.required and group.status == "unknown")
-    ]
-    codes = dict.fromkeys(check.code for check in checks if check.status in ("fail", "warn") or check.required)
-    since = min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0)
-    driver = ((record.machine or {}).get("gpu") or {}).get("driverVersion")
-    version = f"driver {driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else "")
-    return Row(
-        name=record.name, word="unknown" if record.silent(now) else record.verdict,
-        worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=gpu_text(record),
-        links=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
-        version=version, since=since, age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
-    )  # fmt: skip
-
-
-def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
-    """The lines of a table, in the order of the rows: one for each failed node, and one for each group of equal nodes.
-
-    Equal nodes have the same findings and the same hardware and versions; name, place and times may differ.
-    """
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        same = replace(row, name="", link="", place="", age=0.0, since=0.0, worst=None)
-        key = (row.name,) if row.word == "fail" else (row.worst and row.worst.message, *astuple(same))
-        found.setdefault(key, []).append(row)
-    return tuple(map(tuple, found.values()))
-
-
-def gpu_text(record: NodeRecord) -> str:
-    """As a record has them."""
-    if not record.gpus:
-        return "unknown" if record.gpus is None else "none"
-    return f"{record.gpus} × {record.product or 'unknown model'}"
 
 
 def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) -> tuple[Finding, ...]:
@@ -118,21 +36,6 @@ def checks_of_records(fleet: Fleet, now: float, names: Sequence[str] | None = No
         )
         for check in found
     )  # fmt: skip
-
-
-def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
-    """The first facts to read of a machine: as the terminal shows them, and the newest measurement."""
-    yield from machine(snapshot, node)
-    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
-    best = max(found, key=lambda m: m.bytes, default=None)
-    rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
-    yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
-    yield "recognised as", node.sku or "not in the reference table"
-    for text in departures(node):
-        yield "differs from the reference", text
-
-
-# The page of the whole cluster.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +116,7 @@ def console(fleet: Fleet, places: Places, asked: Asked, now: float) -> Console:
         families=_families(fleet, records, now),
         choices={
             "fault": sorted({code for row in every for code in row.codes}),
-            **{name: sorted({getattr(row, name) for row in every} - {""}, key=_natural)
+            **{name: sorted({getattr(row, name) for row in every} - {""}, key=by_name)
                for name in ("kind", "version", "place")},
         },
     )  # fmt: skip
@@ -245,19 +148,14 @@ def _kinds(fleet: Fleet, records: Iterable[NodeRecord]) -> dict[str, str]:
     return {name: named[key] for name, key in of.items()}
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
-    """ "r2" before "r10"."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
-
-
 def _map(rows: Sequence[Row], places: Places) -> tuple[tuple[str, tuple[Row, ...]], ...]:
     """Nodes by place, those without one last; all in one where no place is known."""
     found: Mapping[str, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: _natural(row.name)):
+    for row in sorted(rows, key=lambda row: by_name(row.name)):
         found[row.place].append(row)
     if not places.label:
         return (("", tuple(found[""])),)
-    ordered = sorted(found.items(), key=lambda pair: (not pair[0], _natural(pair[0])))
+    ordered = sorted(found.items(), key=lambda pair: (not pair[0], by_name(pair[0])))
     return tuple((name or "no label", tuple(mine)) for name, mine in ordered)
 
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.tables import SHOWN, Grid, grid, some, table_of
-from agent.checks.judged import bar_words, expected_words
+from agent.checks.measured import bar_words, expected_words
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from contracts.run_record import RunRecord, compare
 

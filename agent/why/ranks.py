@@ -170,7 +170,7 @@ def watch(
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:
     """Write the verdict into the run's folder, and a fault as a note into its record. False: not written."""
-    from agent.base.documents import render
+    from agent.base.output import render
 
     draft, written = folder / ".why.json.draft", False
     with suppress(OSError):

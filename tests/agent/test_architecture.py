@@ -80,9 +80,9 @@ def loaded(*words: str, given: str = "") -> set[str]:
         (("serve", "--help"), {"planner", "topology", "collectives", "agent.checks.view", "agent.http.server"}),
         (("topo", "--from", MATRIX, "-o", "json"), {"rich"}),
         (("topo", "--from", MATRIX), {"planner", "collectives", "probes.scan", "probes.registry", "agent.checks.view"}),
-        (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages.render", "finetune"}),
-        (("lint-env", "-"), {"planner.recommend", "agent.pages.render", "agent.cluster", "finetune"}),
-        (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages.render", "agent.cluster", "finetune"}),
+        (("topo", "--host", H100), {"planner.forecast.memory", "planner.recommend", "agent.pages", "finetune"}),
+        (("lint-env", "-"), {"planner.recommend", "agent.pages", "agent.cluster", "finetune"}),
+        (("recommend", "--host", H100, "--model", "Llama-3.1-8B"), {"agent.pages", "agent.cluster", "finetune"}),
         (
             ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B"),
             {"collectives", "agent.checks", "ctypes"},

@@ -24,7 +24,7 @@ from agent.checks.verdict import GateError, judge
 from agent.checks.view import look
 from agent.cluster.gate import checks_of as gate_of_nodes
 from agent.cluster.nodes import NodeRecord
-from agent.cluster.records import records_of
+from agent.cluster.publish import records_of
 from agent.http.serve import _expected
 from agent.http.server import create
 from agent.http.state import State

@@ -22,7 +22,7 @@ from rigs.tables import each_row
 from agent.checks.baseline import regressions
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import Fleet, NodeRecord
-from agent.cluster.records import to_resource
+from agent.cluster.publish import to_resource
 from contracts.finding import Finding, Status
 from probes.host.recording import dumps
 

@@ -23,8 +23,7 @@ from agent.checks.codes import PROBE_CODES
 from agent.checks.verdict import judge
 from agent.checks.view import View, look
 from agent.cluster.gate import checks_of
-from agent.cluster.publish import node_feature
-from agent.cluster.records import records_of
+from agent.cluster.publish import node_feature, records_of
 from agent.http.server import create
 from agent.http.state import State
 from probes.api import Absent, Failed, Ok, Snapshot

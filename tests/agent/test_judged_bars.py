@@ -19,15 +19,23 @@ from agent.base import result_store
 from agent.base.exit_codes import EXIT_FAILED
 from agent.checks.baseline import against_baseline
 from agent.checks.baseline import read as read_baseline
-from agent.checks.judged import BUSBW, MNNVL, NVLS, checks_of_bars, expected_words
-from agent.checks.measured import checks_of_bench, must_be_measured, with_bench
+from agent.checks.measured import (
+    BUSBW,
+    MNNVL,
+    NVLS,
+    checks_of_bars,
+    checks_of_bench,
+    expected_words,
+    must_be_measured,
+    with_bench,
+)
 from agent.checks.verdict import GateError, judge
 from agent.cli.bench import bench
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import NodeRecord
-from agent.cluster.records import records_of
+from agent.cluster.publish import records_of
 from agent.jobs import benchmark as job_benchmark
-from agent.jobs.rdma_writes import checks_of_writes, ports_of, with_bars
+from agent.jobs.benchmark import checks_of_writes, ports_of, with_bars
 from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, read_result, result_to_json
 from collectives.nccl_log.transport import Evidence, ProofLine
 from contracts.finding import Finding

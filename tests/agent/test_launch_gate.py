@@ -17,13 +17,13 @@ from rigs.serving import Asked, answering
 from rigs.tables import each_row
 
 from agent.advice.advise import advise, answer
-from agent.advice.job_settings import EMBEDDED_MODEL, job_request, untrainable
+from agent.advice.job_settings import EMBEDDED_MODEL, gdrdma, job_plan, job_request, untrainable
 from agent.advice.request import Request
 from agent.base.inputs import RequestError
 from agent.checks.baseline import Baseline
 from agent.cli.launch import _gate
 from agent.http.posted import read_record
-from agent.jobs.launch import Launched, gdrdma, job_plan, record_of, train
+from agent.jobs.launch import Launched, record_of, train
 from agent.jobs.preflight import Options, _stopping
 from contracts import run_record
 from contracts.job_config import read_config

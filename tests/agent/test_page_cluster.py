@@ -26,6 +26,7 @@ from agent.http.cluster import Watcher, nodes_document
 from agent.jobs.preflight import Report
 from agent.pages import nodes as page_nodes
 from agent.pages import render as pages
+from agent.pages.report import report_page
 from contracts.finding import Interval
 
 ROOT = Path(__file__).parent.parent.parent
@@ -102,7 +103,7 @@ def test_equal_nodes_share_one_line_below_the_failed_ones(nodes: int) -> None:
     assert f"<summary>{nodes - bad} equal nodes</summary>" in html and last not in first
     assert len(seen.lines) == len({row.name for mine in seen.lines for row in mine[:1]}) and seen.matching == nodes
     report = Report(checks=seen.checks, verdict=seen.verdict, nodes=tuple(held.records()))
-    assert f"<summary>{nodes - bad} equal nodes</summary>" in pages.report_page(report)
+    assert f"<summary>{nodes - bad} equal nodes</summary>" in report_page(report)
     held.put(resource_of(record_of(NAMES[0], "other", links="NV4")))
     assert page(held).count("no finding") == 2
 

@@ -24,7 +24,7 @@ from agent.checks.view import look
 from agent.http.questions import read_form
 from agent.http.state import State
 from agent.jobs.preflight import Report
-from agent.pages import charts
+from agent.pages import charts, report
 from agent.pages import render as pages
 from agent.pages.charts import Shown, by_network, not_drawn, shown
 from agent.terminal.findings import findings
@@ -44,7 +44,7 @@ def widths(svg: str, kind: str) -> list[float]:
 def picture(name: str) -> str:
     """The drawing of a recorded machine with what is wrong on it."""
     (node,) = view(name).topologies
-    return pages.picture(node, snapshot=snapshot(name), checks=view(name).checks)
+    return report.picture(node, snapshot=snapshot(name), checks=view(name).checks)
 
 
 @each_row("name", NAMES)
@@ -56,14 +56,14 @@ def test_every_device_is_drawn_and_no_line_is_red_where_nothing_is_wrong(name: s
     assert sum("d-gpu" in names for names in classes) == len(node.gpus)
     assert sum("d-nic" in names for names in classes) == len(node.nics)
     assert all(near.gpu in root.get("aria-label", "") for near in node.nearest_nic)
-    plain = pages.picture(node)
+    plain = report.picture(node)
     root = ElementTree.fromstring(plain) if plain else ElementTree.Element("svg")  # noqa: S314 - our own output
     kinds = [line.get("class", "") for line in root.iter("path")]
     assert "l-sys" not in kinds and "l-gone" not in kinds
     boxes = sum("d-frame" in (rect.get("class") or "") for rect in root.iter("rect"))
     assert kinds.count("l-cpus") == max(0, boxes - 1)
     nics = tuple(replace(nic, name=HOSTILE + nic.name) for nic in node.nics)
-    hostile = pages.picture(replace(node, hostname=HOSTILE, nics=nics))
+    hostile = report.picture(replace(node, hostname=HOSTILE, nics=nics))
     assert "<script" not in hostile and (not hostile or ElementTree.fromstring(hostile) is not None)  # noqa: S314
 
 
@@ -90,7 +90,7 @@ def test_the_label_of_a_gpu_is_the_link_that_it_runs_at() -> None:
 def test_lines_are_of_their_own_class_and_texts_inside(name: str) -> None:
     """A GPU's PCIe line has PCIe's colour though NVLink joins it too; no text ends beyond the drawing."""
     (node,) = view(name).topologies
-    root = ElementTree.fromstring(pages.picture(node))  # noqa: S314 - our own output
+    root = ElementTree.fromstring(report.picture(node))  # noqa: S314 - our own output
     space = float(root.attrib["viewBox"].split()[2])
     lines = [path.attrib for path in root.iter("path")]
     upright = [line for line in lines if "C" in line["d"]]  # of a device to its switch or to the CPU
@@ -160,7 +160,7 @@ def test_a_node_is_not_drawn_with_the_faults_of_another() -> None:
     """Two nodes of one kind share every address: only the one whose NICs are gone shows them, in one report too."""
     both = look((snapshot(), snapshot("sick-h100-rdma-off")))
     healthy, sick = (
-        pages.picture(node, snapshot=found, checks=both.checks)
+        report.picture(node, snapshot=found, checks=both.checks)
         for node, found in zip(both.topologies, both.snapshots, strict=True)
     )
     assert "d-fail" not in healthy
@@ -171,7 +171,7 @@ def test_a_report_of_several_nodes_counts_each_check_once_and_names_the_nodes() 
     """The banner and the lists below it agree; what two nodes share is told with the node's name on each line."""
     view = look(tuple(map(snapshot, ("l40s-4x-pcie", "sick-l40s-x4", "sick-h100-rdma-off"))))
     whole = Report(snapshots=view.snapshots, checks=view.checks, topologies=view.topologies, verdict=view.verdict)
-    html = pages.report_page(whole)
+    html = report.report_page(whole)
     number = view.verdict.by_check
     assert view.verdict.why == "2 checks failed, on 2 nodes"
     assert f"<summary>{number['pass']} checks passed</summary>" in html

@@ -20,7 +20,7 @@ from agent.advice.request import Request
 from agent.checks.view import look
 from agent.cluster import node_facts
 from agent.cluster.nodes import from_resource
-from agent.cluster.records import FirstSeen, kept_in, to_resource
+from agent.cluster.publish import FirstSeen, kept_in, to_resource
 from agent.http.cluster import advise_cluster, topology_document
 from planner.advice import Recommendation
 from probes.api import Snapshot

@@ -18,16 +18,15 @@ from rigs.command import topoflight
 from rigs.recorded import path_of
 from rigs.tables import each_row
 
-from agent.base.documents import write_atomic
-from agent.base.output import console
+from agent.base.output import console, write_atomic
 from agent.checks.verdict import judge
 from agent.checks.view import look
 from agent.cluster.nodes import Fleet
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs.preflight import Report, junit
-from agent.pages import render as pages
 from agent.pages.render import fleet_page
+from agent.pages.report import report_page
 from contracts.finding import Finding, Status
 from contracts.plain import printable
 from probes.api import Absent, Snapshot
@@ -67,7 +66,7 @@ def test_hostile_text_stays_text() -> None:
     """A log line quoted as evidence can neither break the XML nor run in the page."""
     whole = report(*CHECKS)
     ElementTree.fromstring(junit(whole))  # noqa: S314 - our own output
-    html = pages.report_page(whole)
+    html = report_page(whole)
     assert "<script>alert" not in html
     assert "&lt;script&gt;" in html
     for word in ("http://", "https://", "src=", "@import", "url("):

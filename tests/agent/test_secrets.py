@@ -26,8 +26,7 @@ from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
 from agent.base.recordings import pack_bundle, unpack_bundle
-from agent.cluster.publish import node_feature
-from agent.cluster.records import records_of, to_resource
+from agent.cluster.publish import node_feature, records_of, to_resource
 from agent.http.server import create
 from agent.http.state import State
 from agent.jobs import bundle, launch

@@ -20,8 +20,8 @@ from rigs.tables import each_row
 from agent import metrics
 from agent.advice.advise import for_view
 from agent.advice.request import Request
-from agent.base.documents import document
 from agent.base.options import _rows
+from agent.base.output import document
 from agent.checks.codes import ALL_CODES
 from agent.cli.main import VERBS, cli
 from agent.http.server import create

@@ -25,8 +25,8 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 
 from agent.base import units
-from agent.base.documents import unwritable, write_atomic
 from agent.base.exit_codes import EXIT_CLOSED_PIPE
+from agent.base.output import unwritable, write_atomic
 from agent.base.streams import printable_in
 from agent.checks.verdict import judge
 from agent.cli.bench import _bench_exit

@@ -24,8 +24,8 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "topo": (9_000, 13_500),
     "lint-env": (9_000, 15_600),
     "scan": (16_000, None),
-    "recommend": (22_000, 25_200),
-    "preflight": (28_000, 33_400),
+    "recommend": (22_000, 25_000),
+    "preflight": (28_000, 31_300),
 }
 
 

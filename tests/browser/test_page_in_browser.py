@@ -34,7 +34,7 @@ from agent.cluster.nodes import Fleet
 from agent.http.state import State
 from agent.jobs.preflight import Report
 from agent.pages import render as pages
-from agent.pages.render import report_page
+from agent.pages.report import report_page
 from collectives.bench.results import result_from_json, result_to_json
 from topology.formats.text import parse
 from topology.graph import NodeTopology

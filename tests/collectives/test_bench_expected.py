@@ -11,11 +11,11 @@ import pytest
 from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
-from agent.checks import judged
+from agent.checks import measured
 from agent.checks.expect import expectation
 from agent.jobs import benchmark
 from agent.jobs.benchmark import preflight_spec
-from agent.jobs.measuring import default_ranks
+from agent.jobs.child import default_ranks
 from agent.jobs.preflight import due_of
 from collectives.bench import run as bench
 from collectives.bench.processes import BusyError
@@ -50,7 +50,7 @@ def test_preflight_spends_its_budget_on_what_is_judged() -> None:
     """A short sweep for the curve, then 64 MiB of every rank for all three; `quick` only these."""
     found = host("hgx-h100-8xH100-8hca")
     spec = preflight_spec(found, 8, 20, force=False, backend="nccl")
-    large = [case for case in spec.cases if judged.is_judged(case.op, case.bytes, 8)]
+    large = [case for case in spec.cases if measured.is_judged(case.op, case.bytes, 8)]
     assert {case.op for case in large} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert {case.bytes for case in large} == {512 << 20}
     assert len({case.bytes for case in spec.cases}) == 4
@@ -61,7 +61,7 @@ def test_preflight_spends_its_budget_on_what_is_judged() -> None:
     assert max(case.bytes for case in preflight_spec(found, 8, 20, force=False, backend="gloo").cases) == 16 << 20
     crowd = preflight_spec(found, 8, 20, force=False, hosts=64, backend="nccl")
     assert max(case.bytes for case in crowd.cases) == 8 << 30  # not 32 GiB beside whatever else is in memory
-    assert judged.is_judged("all_gather", 8 << 30, 512)
+    assert measured.is_judged("all_gather", 8 << 30, 512)
 
 
 @each_row("op", ["all_gather", "reduce_scatter", "all_reduce"])

@@ -7,9 +7,9 @@ import pytest
 from rigs.benchmarks import measured
 
 from agent.base.hosts import snapshots
-from agent.checks.judged import checks_of_bars
+from agent.checks.measured import checks_of_bars
 from agent.jobs.benchmark import preflight_spec
-from agent.jobs.measuring import default_ranks
+from agent.jobs.child import default_ranks
 from collectives.bench import run as bench
 
 pytestmark = [

@@ -26,8 +26,7 @@ from agent.cluster import node_facts
 from agent.cluster.client import ApiError, Client, connect, path_of
 from agent.cluster.gate import checks_of
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, row
-from agent.cluster.publish import Publisher, node_feature
-from agent.cluster.records import MOST_FINDINGS, records_of, to_resource
+from agent.cluster.publish import MOST_FINDINGS, Publisher, node_feature, records_of, to_resource
 from agent.http import cluster as server_cluster
 from agent.http.cluster import Cluster, Watcher
 from agent.http.server import create

@@ -21,8 +21,7 @@ from agent.checks.history import Event, History, Kept, since_words
 from agent.checks.view import View, look
 from agent.cluster.client import ApiError, path_of
 from agent.cluster.nodes import API_VERSION, PLURAL, from_resource
-from agent.cluster.publish import LeftBehind
-from agent.cluster.records import MOST_CHANGES, kept_in, records_of, to_resource
+from agent.cluster.publish import MOST_CHANGES, LeftBehind, kept_in, records_of, to_resource
 from agent.http import serve
 from agent.http.state import State
 from agent.metrics import agent_values

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 from rigs.tables import each_row
 
+from agent.advice import job_settings
 from agent.advice.advise import advise
 from agent.advice.request import Request
 from agent.jobs import launch
-from planner.kubernetes.job import JobError
+from planner.kubernetes.job import JobError, storage_rate
 
 JOB = """
 import pathlib, signal, sys, time
@@ -126,11 +127,11 @@ def test_the_time_to_save_here_is_that_of_the_checkpoint(rate):
     """Of a full fine-tune of 8B twice its checkpoint at the storage's rate, as in the pods; the built-in job 20 s."""
     run = {"method": "full", "sequence_length": 2048, "global_batch": 64}
     advice = advise(Request.of(machine="p5.48xlarge", nodes=2, model="Llama-3.1-8B", **run), tuple)
-    saved, step = launch.to_save(advice)
+    saved, step = job_settings.to_save(advice)
     assert saved > 8e9 * (4 + 2 * 4)  # fp32 weights, and Adam's two moments
-    given = launch.storage_rate(rate)
-    assert launch.grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
-    assert launch.grace_notice(advice, "the ranks", launch.grace(advice, None), 20, None)
-    assert launch.grace(replace(advice, model=None), None) == launch.GRACE_SECONDS
+    given = storage_rate(rate)
+    assert job_settings.grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
+    assert job_settings.grace_notice(advice, "the ranks", job_settings.grace(advice, None), 20, None)
+    assert job_settings.grace(replace(advice, model=None), None) == job_settings.GRACE_SECONDS
     with pytest.raises(JobError, match="--storage-rate"):
-        launch.storage_rate("fast")
+        storage_rate("fast")

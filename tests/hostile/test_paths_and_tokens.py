@@ -23,7 +23,7 @@ from rigs.tables import each_row
 from starlette.testclient import TestClient
 
 from agent.base import result_store as keep
-from agent.base.documents import write_atomic
+from agent.base.output import write_atomic
 from agent.http import serve
 from contracts.run_record import record_of
 from planner.kubernetes.job import JobError, JobSpec

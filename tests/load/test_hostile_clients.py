@@ -18,7 +18,7 @@ from load_served import H100, Served
 from rigs.tables import each_row
 from rigs.waiting import eventually
 
-from agent.http.limits import HEAD_BYTES, LimitedProtocol
+from agent.http.access import HEAD_BYTES, LimitedProtocol
 from agent.http.serve import BACKLOG
 
 pytestmark = pytest.mark.long
@@ -27,7 +27,7 @@ QUICK = """
 import sys
 from agent.http import serve
 from agent.base.hosts import snapshots
-from agent.http.limits import LimitedProtocol
+from agent.http.access import LimitedProtocol
 from agent.http.state import State
 from pathlib import Path
 port, LimitedProtocol.most_connections, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])

@@ -17,7 +17,7 @@ from rigs.recorded import view
 from rigs.waiting import eventually
 
 from agent.cluster.nodes import NodeRecord
-from agent.cluster.records import records_of, to_resource
+from agent.cluster.publish import records_of, to_resource
 
 RECORDS = 2000
 CLIENTS = 36

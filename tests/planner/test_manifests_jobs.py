@@ -15,11 +15,11 @@ from rigs.recorded import changed, snapshot
 from rigs.tables import each_row
 
 from agent.advice.advise import answer, in_pods
+from agent.advice.job_settings import job_plan
 from agent.advice.request import Request
 from agent.base.hosts import snapshots
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
-from agent.jobs.launch import job_plan
 from finetune import pod
 from planner.kubernetes import manifests
 from planner.kubernetes import networks as network_manifests

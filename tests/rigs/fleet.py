@@ -13,7 +13,7 @@ from rigs.recorded import H100, view
 
 from agent.checks.view import look
 from agent.cluster.nodes import Fleet, NodeRecord, from_resource
-from agent.cluster.records import FirstSeen, records_of, to_resource
+from agent.cluster.publish import FirstSeen, records_of, to_resource
 from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",

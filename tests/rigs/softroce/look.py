@@ -21,7 +21,7 @@ from probes.limits import probe as limits
 from probes.rdma import probe as rdma
 
 OUT = Path("/out")
-OF_THE_VERB = ("agent.base.hosts", "agent.checks.baseline", "agent.checks.judged", "agent.checks.view",
+OF_THE_VERB = ("agent.base.hosts", "agent.checks.baseline", "agent.checks.measured", "agent.checks.view",
                "agent.cli.bench", "agent.terminal.measured", "collectives.bench.perftest")  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Starts the measurements of this host in a process of their own, and hands on what they found.
+"""Measures, calibrates and trains on this host in a child process, and hands on what it says.
 
-The child is agent.jobs.benchmark. It holds the host's lock, starts the ranks and reads NCCL's log, so that a verb which
-only needs the result loads none of that. It reads one JSON document from standard input and answers in JSON lines:
-{"note": words} while it measures, and at the end one of {"answer": value}, {"busy": words} and {"error": words}.
+The children are agent.jobs.benchmark and agent.jobs.launch: they hold the host's lock, start the ranks, read NCCL's log
+and end whatever they started, so that a verb which only needs the result loads none of that. A child reads one JSON
+document from standard input and answers in JSON lines: {"note": words} while it works, and at the end
+{"answer": value} or {"error": words}.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from agent.base import units
-from agent.base.output import Progress
+from agent.base.output import Progress, write_atomic
 from agent.base.result_store import keep_bench
-from agent.checks.judged import JUDGED_OPS
-from collectives.bench.processes import BusyError
+from agent.checks.measured import JUDGED_OPS
 from collectives.bench.results import BenchResult, result_from_json
+from contracts import run_record
+from contracts.job_plan import JobPlan, dumps
+from contracts.run_record import RunRecord
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.forecast.models import model_named
 from probes import wire
@@ -34,6 +40,10 @@ from topology.paths import Due
 
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)  # blocked in the child until it has its handlers
+
+
+class ChildError(click.ClickException):
+    """The child could not do what it was asked for; the message carries its words."""
 
 
 def default_ranks(found: Sequence[Snapshot]) -> int:
@@ -54,7 +64,7 @@ def measure(
     host: Snapshot, ranks: int, progress: Progress, stop: threading.Event, *, budget_seconds: float | None = None,
     quick: bool = False, force: bool = False, due: Due | None = None, environment: Mapping[str, str] | None = None,
 ) -> BenchResult:  # fmt: skip
-    """Benchmark collectives on this host under a line of progress, and store the result. Raises BusyError.
+    """Benchmark collectives on this host under a line of progress, and store the result. Raises ChildError.
 
     `quick` leaves out the sizes that nothing judges; `environment` is added to that of the ranks.
     """
@@ -64,7 +74,7 @@ def measure(
         "task": "measure", "snapshot": wire.to_json(host), "ranks": ranks, "budget_seconds": seconds, "quick": quick,
         "force": force, "due": asdict(due) if due else None, "environment": dict(environment or {}),
     }  # fmt: skip
-    found, signals = _ask(request, progress, stop)
+    found, signals = _ask("agent.jobs.benchmark", request, progress.note, stop)
     result = result_from_json(found)
     if result.stopped_by is not None and signals:
         result = replace(result, stopped_by=signals[0])
@@ -74,11 +84,11 @@ def measure(
 
 def calibration(
     model: str, *, sequence_length: int, tokens: int, budget_seconds: float, ranks: int, method: str, gpu: bool,
-    progress: Progress, stop: threading.Event | None = None,
+    stop: threading.Event | None = None,
 ) -> Calibration:  # fmt: skip
     """Measure GEMMs and a layer of the model as so many ranks of this host at once run them.
 
-    `tokens` is one micro-batch. Raises RuntimeError with the children's words, ModelError for an unknown model.
+    `tokens` is one micro-batch. Raises ChildError, ModelError for an unknown model.
     """
     shape = model_named(model)
     wanted = {
@@ -87,43 +97,70 @@ def calibration(
         "precision": "bf16" if gpu else "fp32", "device": "cuda" if gpu else "cpu", "copies": ranks,
         "method": "full" if method == "full" else "lora", "budget_seconds": budget_seconds,
     }  # fmt: skip
-    return parse_calibration(_ask({"task": "calibrate", **wanted}, progress, stop or threading.Event())[0])
+    request = {"task": "calibrate", **wanted}
+    found, signals = _ask("agent.jobs.benchmark", request, lambda _words: None, stop or threading.Event())
+    _end_if_interrupted(signals)
+    return parse_calibration(found)
 
 
-def _ask(request: Mapping[str, Any], progress: Progress, stop: threading.Event) -> tuple[Any, Sequence[str]]:
-    """The answer of the child, and the signals that came. Raises BusyError, RuntimeError, KeyboardInterrupt."""
+def train(
+    plan: JobPlan, output: Path, *, timeout_seconds: float, grace_seconds: int, on_line: Callable[[str], None],
+    stop: threading.Event,
+) -> tuple[RunRecord | None, str]:  # fmt: skip
+    """Run the job of the plan to its end: its record, and why that counts for nothing; empty where it does.
+
+    Raises ChildError, OSError.
+    """
+    assert plan.layout is not None  # noqa: S101 - a plan that is launched has one
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomic(output / "plan.json", dumps(plan))
+    began = time.time()
+    request = {
+        "output": str(output), "ranks": plan.layout.world_size, "settings": dict(plan.environment),
+        "timeout_seconds": timeout_seconds, "grace_seconds": grace_seconds,
+    }  # fmt: skip
+    why, signals = _ask("agent.jobs.launch", request, on_line, stop)
+    _end_if_interrupted(signals)
+    return run_record.of_start(output / "run.json", began), str(why)
+
+
+def _end_if_interrupted(signals: Sequence[str]) -> None:
+    if signal.SIGINT.name in signals:
+        raise KeyboardInterrupt
+
+
+def _ask(
+    program: str, request: Mapping[str, Any], on_note: Callable[[str], None], stop: threading.Event
+) -> tuple[Any, Sequence[str]]:
+    """The child's answer, and the signals that came meanwhile. Raises ChildError, KeyboardInterrupt."""
     last: dict[str, Any] = {}
-    with _child(stop) as (child, signals):
+    with _child(program, stop) as (child, signals):
         assert child.stdin is not None and child.stdout is not None  # noqa: S101 - opened for it
         with contextlib.suppress(BrokenPipeError), child.stdin:  # of a child that has died: its exit code tells
             child.stdin.write(json.dumps(request))
         for line in child.stdout:
             last = json.loads(line)
             if "note" in last:
-                progress.note(last["note"])
+                on_note(last["note"])
     if "answer" in last:
         return last["answer"], signals
-    if "busy" in last:
-        raise BusyError(last["busy"])
-    if signal.SIGINT.name in signals:
-        raise KeyboardInterrupt
-    raise RuntimeError(last.get("error") or f"the measurement ended with exit code {child.returncode} and no answer")
+    _end_if_interrupted(signals)
+    raise ChildError(last.get("error") or f"{program} ended with exit code {child.returncode} and gave no answer")
 
 
 @contextlib.contextmanager
-def _child(stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+def _child(program: str, stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The child, which has ended when the block is left, and the names of the signals that were passed on to it.
 
     SIGTERM and Ctrl-C wait until the child is ready for them. It then answers with what it has.
     """
     came: list[str] = []
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     former: dict[int, Any] = {}
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         with subprocess.Popen(
-            [sys.executable, "-P", "-m", "agent.jobs.benchmark", str(os.getpid())], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, "-P", "-m", program, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, start_new_session=True,
         ) as child:  # fmt: skip
 
             def pass_on(number: int, _frame: object) -> None:
@@ -146,3 +183,39 @@ def _child(stop: threading.Event) -> Iterator[tuple[subprocess.Popen[str], list[
         for number, handler in former.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+Work = Callable[[dict[str, Any], Callable[[str], None], threading.Event], Any]  # request, note, stop -> answer
+
+
+def answer(work: Work) -> None:
+    """In the child: do the work that standard input asks for. A RuntimeError of the work is answered with its words."""
+    stop = threading.Event()
+    for number in PASSED_ON:
+        signal.signal(number, lambda *_: stop.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)  # what a library prints is no answer
+
+        def tell(**words: object) -> None:
+            answers.write(json.dumps(words) + "\n")
+            answers.flush()
+
+        try:
+            tell(answer=work(json.load(sys.stdin), lambda words: tell(note=words), stop))
+        except RuntimeError as error:
+            tell(error=str(error))
+
+
+@contextlib.contextmanager
+def sigterm(stop: threading.Event | None = None) -> Iterator[threading.Event]:
+    """Note SIGTERM in place of dying of it: what runs is then asked to end, and saves what it has."""
+    stop = stop or threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    former = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, former)

@@ -1,0 +1,321 @@
+"""The report as one HTML document, and the sections that it shares with the agent's pages.
+
+Everything is in the document itself: style and drawings. The report has no script at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from agent.base import units
+from agent.base.tables import GLYPHS
+from agent.checks.explain import UnknownCodeError, section
+from agent.checks.groups import Group, grouped, passed_ids, reasons, unknown_ids
+from agent.cluster.nodes import NodeRecord, seconds_of
+from agent.pages import charts
+from agent.terminal.advice import OPTIONS, as_it_is, parts_grid, summary
+from agent.terminal.hosts import machine, outcome_lines
+from agent.terminal.measured import results_grid
+from collectives.bench.results import BenchResult
+from contracts.finding import Finding
+from planner.advice import RankedLayout, Recommendation
+from planner.nccl_env.environment import render_k8s, render_shell
+from probes.api import Absent, Failed, Ok, Snapshot
+from probes.pci.facts import PciFacts
+from topology import svg
+from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
+from topology.reference import departures
+from topology.render import columns
+
+if TYPE_CHECKING:
+    from agent.jobs.preflight import Report
+
+ORDER = ("fail", "unknown", "warn", "pass")
+_COMMANDS = ("modprobe", "sysctl", "kubectl", "ulimit", "mount", "dmesg", "topoflight")
+
+
+def explained(code: str) -> Markup:
+    """The entry of a code as a list; empty where there is none."""
+    try:
+        text = section(code)
+    except UnknownCodeError:
+        return Markup()
+    points = re.split(r"^- ", text, flags=re.MULTILINE)[1:]
+    html = "<ul>" + "".join(f"<li>{inline(point)}</li>" for point in points) + "</ul>"
+    return Markup(html)  # noqa: S704 - every piece went through `inline`
+
+
+def inline(text: str) -> Markup:
+    """One line of prose: code between backticks, and strong words."""
+    safe = str(escape(" ".join(text.split())))
+    safe = re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
+    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe))  # noqa: S704 - escaped above
+
+
+def headline(group: Group) -> Markup:
+    """What is wrong and with what: "GPU5: the driver cannot reach this GPU"."""
+    message = group.message if group.alike else group.message.split(";")[0]
+    first = group.checks[0].subject
+    if first and (len(group.subjects) == 1 or not group.alike):
+        return with_subject(first, message)
+    return inline(sentence(message))
+
+
+def with_subject(subject: str, message: str) -> Markup:
+    """A message behind its subject, where it does not begin with it."""
+    if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
+        return inline(sentence(message))
+    return Markup("<code>{}</code>: {}").format(subject, inline(message))
+
+
+def sentence(text: str) -> str:
+    """A capital letter at the start, where a plain word stands there and not a name such as eth0 or a command."""
+    plain = re.match(r"([a-z]+)(?:[ ,]|$)", text)
+    return text[:1].upper() + text[1:] if plain and plain[1] not in _COMMANDS else text
+
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_SHOWN_LAYOUTS = 4  # the chosen one and three others fit side by side
+
+
+def make_environment() -> Environment:
+    """The templates with what every page and the report draw with."""
+    made = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(
+        expected_rate=units.expected_rate,
+        size=units.size, rate=units.rate, seconds=units.seconds, duration=units.duration,
+        interval=units.interval, kind=_kind, when=when,
+        glyph=GLYPHS.__getitem__, outcome=_outcome, explained=explained, tilde=_round,
+        headline=headline, inline=inline, sentence=sentence, rest=units.rest, counted=units.count, need=units.need,
+        ago=units.ago, hostlist=units.hostlist, clock=units.clock, lines=lines,
+        shell_lines=render_shell, k8s_lines=render_k8s,
+    )  # fmt: skip
+    made.globals.update(
+        picture=picture,
+        grouped=grouped,
+        reasons=reasons,
+        passed_ids=passed_ids,
+        unknown_ids=unknown_ids,
+        columns=columns,
+        classes=CLASSES,
+        pairs_of=Pairs,
+        about=with_subject,
+        glance=glance,
+        charts=charts,
+        layouts=_layouts,
+        summary=summary,
+        OPTIONS=OPTIONS,
+        parts_grid=parts_grid,
+        results_grid=results_grid,
+        as_it_is=as_it_is,
+        history_of=lambda lines: charts.bench_figures(lines, when),
+    )
+    return made
+
+
+def report_page(report: Report) -> str:
+    """The report as one self-contained HTML file."""
+    shown = rows(report.nodes, report.checks, report.started_at_seconds)
+    return rendered("report", _environment(), report=report, rows=shown, style_hash=digest("style.css"))
+
+
+def when(seconds: float) -> str:
+    """A time as people compare it across machines."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+_environment = cache(make_environment)
+
+
+def rendered(name: str, environment: Environment, **values: Any) -> str:
+    """One page from its template."""
+    template = environment.get_template(f"{name}.html.j2")
+    return template.render(style=asset("style.css"), script=asset("page.js"), **values)
+
+
+@cache
+def asset(name: str) -> Markup:
+    """The text of a style sheet or a script of ours."""
+    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))  # noqa: S704 - our own file
+
+
+@cache
+def digest(name: str) -> str:
+    """A source of the policy: the digest of an inline block's exact text."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(asset(name).encode()).digest()).decode()
+
+
+def _layouts(advice: Recommendation) -> dict[str, Any]:
+    """The best layouts and the scales they share, so that bars can be compared by eye."""
+    ranked: Sequence[RankedLayout] = [r for r in (advice.chosen, *advice.runners_up) if r is not None][:_SHOWN_LAYOUTS]
+    forecasts = [r.forecast for r in ranked]
+    capacity = max((f.capacity_bytes for f in forecasts if f.capacity_bytes), default=None)
+    memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
+    return {
+        "ranked": ranked,
+        "time_names": charts.names_of(f.time_parts for f in forecasts),
+        "memory_names": charts.names_of(f.memory_parts for f in forecasts),
+        "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
+        "memory_full": max([*memory, capacity or 0.0], default=1.0),
+    }
+
+
+def _kind(label: str) -> str:
+    """The style of a link's label: a darker or lighter cell beside the word itself."""
+    word = "nv" if nvlinks(label) else level(label).lower()
+    return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
+
+
+def _round(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f}"
+
+
+def _outcome(outcome: Ok[object] | Absent | Failed) -> Markup:
+    return Markup("<br>").join(outcome_lines(outcome))
+
+
+# A node as the page draws it: topology's drawing, with glyphs where findings are and what a benchmark measured.
+
+
+def picture(
+    node: NodeTopology, *, snapshot: Snapshot | None = None, checks: Iterable[Finding] = (),
+    bench: BenchResult | None = None,
+) -> Markup:  # fmt: skip
+    """The node as one inline `<svg>`; empty where there is nothing to join."""
+    mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
+    drawn = svg.picture(
+        node, pci=snapshot.facts(PciFacts) if snapshot else None, status=partial(_status, mine),
+        measured=_measured(node, bench), more=" The table below says the same.",
+    )  # fmt: skip
+    return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
+
+
+def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
+    """The worst of the findings whose subject names the device."""
+    patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
+    statuses = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
+    return next((word for word in ("fail", "warn") if word in statuses), "")
+
+
+def _measured(node: NodeTopology, bench: BenchResult | None) -> dict[tuple[str, ...], str]:
+    """Of islands that a benchmark of one host ran on as a whole."""
+    gathers = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
+    if bench is None or not gathers or len(set(bench.hosts)) != 1:
+        return {}
+    best = max(gathers, key=lambda m: m.bytes)
+    words = f"{units.rate(best.busbw_bytes_per_second)} bus bandwidth measured (all_gather)"
+    return {island.gpus: words for island in node.islands if len(island.gpus) == bench.world_size}
+
+
+# Nodes as the rows of a table, and what to read first of one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One node of a table, and of the map."""
+
+    name: str
+    word: str  # of its verdict
+    worst: Group | None  # the first thing to read, where something failed or warned
+    more: int  # further findings
+    codes: tuple[str, ...]  # of all that failed or warned, worst first
+    gpus: str
+    links: str
+    rdma: str
+    memlock: str
+    version: str
+    age: float | None  # seconds since its scan; None: never scanned
+    since: float  # Unix seconds at which the oldest of its findings began; 0 where that is not known
+    link: str = ""  # to its own page
+    kind: str = "unknown"
+    place: str = ""
+
+    def text(self) -> str:
+        """What a search looks in."""
+        found = self.worst.message if self.worst else ""
+        about = (self.name, self.gpus, self.kind, self.version, self.place, *self.codes, found)
+        return " ".join(about).lower()
+
+
+def rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[Row, ...]:
+    """Every node, sick ones first; one that fell silent is unknown, whatever it said last."""
+    mine: dict[str, list[Finding]] = defaultdict(list)
+    for check in checks:
+        if check.status != "pass":
+            mine[check.node].append(check)
+    agents = {record.agent_version for record in records}
+    made = (_row(record, mine[record.name], now, agents=len(agents) > 1) for record in records)
+    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, by_name(row.name))))
+
+
+def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> Row:
+    found = [
+        group
+        for group in grouped(checks)
+        if group.status in ("fail", "warn") or (group.required and group.status == "unknown")
+    ]
+    codes = dict.fromkeys(check.code for check in checks if check.status in ("fail", "warn") or check.required)
+    since = min(filter(None, (seconds_of(each.get("since")) for each in record.findings)), default=0.0)
+    driver = ((record.machine or {}).get("gpu") or {}).get("driverVersion")
+    version = f"driver {driver or 'unknown'}" + (f", agent {record.agent_version or 'unknown'}" if agents else "")
+    return Row(
+        name=record.name, word="unknown" if record.silent(now) else record.verdict,
+        worst=found[0] if found else None, more=max(0, len(found) - 1), codes=tuple(codes), gpus=gpu_text(record),
+        links=record.links or "unknown", rdma=record.rdma or "unknown", memlock=record.memlock or "unknown",
+        version=version, since=since, age=record.age_seconds(now) if record.scanned_at_seconds > 0 else None,
+    )  # fmt: skip
+
+
+def lines(rows: Iterable[Row]) -> tuple[tuple[Row, ...], ...]:
+    """The lines of a table, in the order of the rows: one for each failed node, and one for each group of equal nodes.
+
+    Equal nodes have the same findings and the same hardware and versions; name, place and times may differ.
+    """
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        same = replace(row, name="", link="", place="", age=0.0, since=0.0, worst=None)
+        key = (row.name,) if row.word == "fail" else (row.worst and row.worst.message, *astuple(same))
+        found.setdefault(key, []).append(row)
+    return tuple(map(tuple, found.values()))
+
+
+def gpu_text(record: NodeRecord) -> str:
+    """As a record has them."""
+    if not record.gpus:
+        return "unknown" if record.gpus is None else "none"
+    return f"{record.gpus} × {record.product or 'unknown model'}"
+
+
+def by_name(text: str) -> list[tuple[int, str]]:
+    """Return the key that sorts "r2" before "r10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
+
+
+def glance(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | None) -> Iterator[tuple[str, str]]:
+    """The first facts to read of a machine: as the terminal shows them, and the newest measurement."""
+    yield from machine(snapshot, node)
+    found = [m for m in bench.measurements if m.op == "all_gather" and m.verified] if bench else []
+    best = max(found, key=lambda m: m.bytes, default=None)
+    rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
+    yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
+    yield "recognised as", node.sku or "not in the reference table"
+    for text in departures(node):
+        yield "differs from the reference", text
