@@ -19,12 +19,6 @@ Offload = Literal["none", "optimizer", "all"]
 
 # Models by `model_type` of their config.json.
 
-# The planner counts and forecasts all of these.
-FAMILIES: tuple[str, ...] = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "mixtral", "qwen2_moe",
-    "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "llama4", "glm", "glm4", "glm4_moe",
-    "granite", "minimax_m2", "olmo2", "olmo3",
-)  # fmt: skip
 # The job cuts and shards these: one stack of layers, rotary positions, q/k/v/o and gate/up/down projections.
 MIXTURES: tuple[str, ...] = ("mixtral", "qwen3_moe")  # of them those with experts
 ROPE_TYPES: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")

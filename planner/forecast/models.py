@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from contracts import bounded
-from contracts.layout import FAMILIES
 from contracts.plain import loads as plain
 from contracts.tables import read_table
 from planner.forecast.specs import ModelSpec
@@ -105,8 +104,8 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None) -> Mod
         raise ModelError(
             f"config.json: model_type={kind!r}: has state-space or linear-attention layers that are not forecast"
         )
-    if family not in FAMILIES:
-        raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(FAMILIES))}")
+    if family not in _TABLES["default"]:
+        raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_TABLES['default']))}")
     passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
     config = {**_TABLES["default"].get(family, {}), **config, **passed_over}
     layers = _whole(config, ("num_hidden_layers", "n_layer"))

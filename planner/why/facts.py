@@ -26,11 +26,11 @@ BUSY_SECONDS = 300.0
 IDLE_SECONDS = 60.0  # of a rank that neither computes nor reads nor writes: one tenth of PyTorch's 600 s
 IDLE_SHARE = 0.05  # of a CPU: below it a main thread does not compute
 MOST_RANKS = 1 << 17  # that a job may have
-# what only those write that have waited for as long as their group allows (gloo, ProcessGroupNCCL)
-TIMED_OUT = re.compile(
-    r"Timed out waiting|watchdog.{0,40}timeout|collective operation timeout|NCCL operation timed out", re.IGNORECASE
-)
 _WORDS = read_table(__file__, "why.toml")
+LOST_PEER, TIMED_OUT, IN_CALL = (
+    re.compile("|".join(_WORDS["text"][name]), flags)
+    for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0))
+)
 LONG_PHASES = ("save", "evaluate", "compile")  # phases that may take long: others wait for them up to the limit
 DOING, ACTIONS, TRUST, CODES = (_WORDS[part] for part in ("doing", "action", "trust", "code"))
 ACTIONS_OF_LONG = _WORDS["action_of_long"]
@@ -161,12 +161,6 @@ def is_open(verdict: Verdict) -> bool:
 
 # What a rank does: whether its process is there, and whether others may have to wait for what it is at.
 
-# errors of a rank that lost another, or waited for it in vain (gloo/transport/tcp, c10d/socket.cpp, ProcessGroupNCCL)
-LOST_PEER = re.compile(r"closed by peer|Read error|Write error|onnection reset|Timed out waiting|Broken pipe|"
-                       r"remote process exited|watchdog|DistNetworkError|onnection refused|store->get|DistStoreError|"
-                       r"NCCL error|NCCL operation |NCCL Async Error|"
-                       r"DistBackendError|collective operation timeout|Detected mismatch|wait timeout",
-                       re.IGNORECASE)  # fmt: skip
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 _PEER = re.compile(r"\[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})")
 ENDED = ("gone", "stopped", "silent")  # kinds for which nothing is to be waited

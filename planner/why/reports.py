@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from planner.why.calls import mismatch, signature
 from planner.why.facts import (
     ACTIONS,
     ENDED,
+    IN_CALL,
     LONG_PHASES,
     LOST_PEER,
     MOST_RANKS,
@@ -268,7 +268,7 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     """One stack of each rank shows who is in a collective, but not whether it moves: no rank is named."""
     if not (facts.stacks or facts.unranked) or facts.states or facts.traces:
         return None
-    inside = {rank for rank, stack in facts.stacks.items() if any(_IN_CALL.search(frame) for frame in stack)}
+    inside = {rank for rank, stack in facts.stacks.items() if any(IN_CALL.search(frame) for frame in stack)}
     outside = sorted(set(facts.stacks) - inside)
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
     rest = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
@@ -276,10 +276,6 @@ def by_stacks(facts: RunFacts) -> Verdict | None:
     hint = Unknown(what="whether the ranks move: one stack of each does not tell", command="take the stacks once more "
                    "some seconds later, or topoflight why --run DIR --watch")  # fmt: skip
     return Verdict(state="unknown", line=f"unknown: {line}", unknown=(hint,))
-
-
-# functions of PyTorch in which a rank waits for the others
-_IN_CALL = re.compile(r"distributed_c10d\.py:|_functional_collectives\.py:|graph\.py:\d+ _engine_run_backward")
 
 
 def by_silence(facts: RunFacts) -> Verdict | None:

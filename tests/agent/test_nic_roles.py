@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +65,17 @@ LX = {"hca_type": "MT4127", "board": "MT_0000000531"}
 DX = {"hca_type": "MT4125", "board": "MT_0000000359"}
 
 
-def lom(tree: Tree) -> Machine:
-    """A board's own 25G port, of another model and MTU."""
-    return hgx_roce(tree, [("0f", [_roce("mlx5_8", "eno1", 40, "10.10.4.11/22", mtu=1500, gbit=25, **LX)], 0x101F)])
-
-
-def one_cable(tree: Tree) -> Machine:
-    """A storage card of two ports, of which one has a cable."""
-    storage = [
-        _roce("mlx5_8", "ens20f0", 40, "10.60.0.11/24", gbit=100, **DX),
-        _roce("mlx5_9", "ens20f1", 41, None, **DX),
-    ]
-    return hgx_roce(tree, [("0f", storage, 0x101D)])
-
-
-def same_cards(tree: Tree) -> Machine:
-    """Two more cards of the rails' own model carry storage, at half the rate and another MTU."""
-    cards = [_roce(f"mlx5_{8 + n}", f"stor{n}", 40 + n, f"10.60.{n}.11/24", gbit=200, mtu=4200) for n in range(2)]
-    return hgx_roce(tree, [("0f", [cards[0]], 0x1021), ("1f", [cards[1]], 0x1021)])
+# Cards on root ports beside the rails.
+OTHERS = {
+    # a board's own 25G port, of another model and MTU
+    "lom": [("0f", [_roce("mlx5_8", "eno1", 40, "10.10.4.11/22", mtu=1500, gbit=25, **LX)], 0x101F)],
+    # a storage card of two ports, of which one has a cable
+    "one-cable": [("0f", [_roce("mlx5_8", "ens20f0", 40, "10.60.0.11/24", gbit=100, **DX),
+                          _roce("mlx5_9", "ens20f1", 41, None, **DX)], 0x101D)],
+    # two more cards of the rails' own model carry storage, at half the rate and another MTU
+    "same-cards": [(bus, [_roce(f"mlx5_{8 + n}", f"stor{n}", 40 + n, f"10.60.{n}.11/24", gbit=200, mtu=4200)], 0x1021)
+                   for n, bus in enumerate(("0f", "1f"))],
+}  # fmt: skip
 
 
 def spark(tree: Tree) -> Machine:
@@ -106,7 +99,7 @@ def spark(tree: Tree) -> Machine:
 
 
 BUILT: dict[str, Callable[[Tree], Machine]] = {
-    "lom": lom, "one-cable": one_cable, "same-cards": same_cards, "spark": spark,
+    "spark": spark, **{name: partial(hgx_roce, others=others) for name, others in OTHERS.items()},
 }  # fmt: skip
 PLATFORMS = (
     "aws-p5", "aws-p6-b200", "aws-p6-b300", "aws-p6e-gb200", "gcp-a3-ultra", "gcp-a4", "gcp-a4x", "oci-a100",

@@ -42,13 +42,6 @@ def topoflight(*words: object, given: str = "", **environment: str | None) -> Re
     return done
 
 
-def refused(says: str, *words: object, **environment: str | None) -> None:
-    """The command is a mistake of its user: exit code 2, which says what, and nothing on standard output."""
-    done = topoflight(*words, **environment)
-    told = " ".join(done.stderr.split())
-    assert done.exit_code == 2 and says in told and not done.stdout, (words, done.output)
-
-
 def process(*words: object, given: str = "", cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, its output captured."""
     return _process([*MODULE, *map(str, words)], given, cwd, environment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from collectives.bench.results import BenchResult, Measurement
-from contracts.run_record import RunRecord, record_of
 
 # As the job writes it, with every member that the agent needs.
 RUN: dict[str, Any] = {
@@ -33,8 +32,3 @@ def benchmark(*measured: Measurement, **more: Any) -> BenchResult:
         "versions": {}, "started_at_seconds": 1000.0, "seconds": 3.0,
     }  # fmt: skip
     return BenchResult(measurements=measured, **{**usual, **more})
-
-
-def run_record(**more: Any) -> RunRecord:
-    """The record of a run that is complete."""
-    return record_of({**RUN, **more})
